@@ -1,0 +1,42 @@
+"""Packed attention as one would write it on paper: the whole [T, T] score matrix, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sharding import Rules
+
+MASKED = -1e30  # not -inf: a row with every key masked must stay finite
+
+
+def attention_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v over the keys that causality, segment and window leave."""
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    grouped = rules.spec("batch", None, "kv_heads", None, None)
+    qg = jnp.reshape(q, (B, T, K, N // K, H), out_sharding=grouped)
+    out = rules.spec("batch", "kv_heads", None, None, None)
+    scores = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", qg.astype(jnp.float32), k.astype(jnp.float32), out_sharding=out
+    )
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    row = jnp.arange(T)
+    seen = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
+    if not isinstance(window, int) or window > 0:
+        seen &= row[:, None] - row[None, :] < window
+    probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
+    mixed = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
+    heads = rules.spec("batch", None, "heads", None)
+    return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)

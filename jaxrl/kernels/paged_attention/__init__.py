@@ -1,0 +1,38 @@
+"""Attention of new tokens over keys that lie in the pages of a pool: one signature for decode and
+chunked prefill, one implementation per backend."""
+
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.paged_attention.pages import write_pages
+from jaxrl.kernels.paged_attention.reference import paged_attention_reference
+from sharding import Rules
+
+__all__ = ["paged_attention", "write_pages"]
+
+
+def paged_attention(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K page H"],
+    v_pages: Float[Array, "P K page H"],
+    *,
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """The query at position p attends to the row's keys at positions 0..p (the last `window` of them
+    where it is > 0), which lie in the pages of `page_table`; its own key has been written already."""
+    return paged_attention_reference(
+        q,
+        k_pages,
+        v_pages,
+        page_table=page_table,
+        positions=positions,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        rules=rules,
+    )

@@ -1,0 +1,47 @@
+"""Paged attention as one would write it on paper: gather the pages, then attend."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.reference import MASKED
+from sharding import Rules
+
+
+def paged_attention_reference(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K page H"],
+    v_pages: Float[Array, "P K page H"],
+    *,
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages."""
+    B, T, N, H = q.shape
+    K, page_len = k_pages.shape[1:3]
+    S = page_table.shape[1] * page_len
+    gathered = rules.spec("batch", None, "kv_heads", None, None)
+
+    def keys(pages):  # [P, K, page, H] -> [B, K, S, H]
+        rows = pages.at[page_table].get(out_sharding=gathered).astype(jnp.float32)
+        spec = rules.spec("batch", "kv_heads", None, None)
+        return jnp.reshape(jnp.swapaxes(rows, 1, 2), (B, K, S, H), out_sharding=spec)
+
+    grouped = rules.spec("batch", None, "kv_heads", None, None)
+    qg = jnp.reshape(q, (B, T, K, N // K, H), out_sharding=grouped).astype(jnp.float32)
+    out = rules.spec("batch", "kv_heads", None, None, None)
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    distance = positions[:, :, None] - jnp.arange(S)
+    seen = distance >= 0
+    if not isinstance(window, int) or window > 0:
+        seen &= distance < window
+    probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
+    mixed = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
+    heads = rules.spec("batch", None, "heads", None)
+    return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)

@@ -1,0 +1,57 @@
+"""The shape of a decoder. One frozen value describes every family."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one kind of layer: base period and the scaling of its frequencies."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # "default" | "linear" | "llama3"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3 only, as are the next two
+    high_freq_factor: float = 4.0
+    original_len: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """L layers, D model, N query heads, K kv heads, H head dim, F feed-forward, V vocabulary."""
+
+    family: str  # key of models/families: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"
+    L: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+    norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    local_rope: Rope | None = None  # of layers with a window, where it differs (Gemma 3)
+    windows: tuple[int, ...] = ()  # per layer: keys seen, the token itself included; 0 = all
+    tied: bool = False  # the unembedding is the embedding
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False  # a second norm after attention and after the MLP (Gemma)
+    unit_offset: bool = False  # norms scale by 1 + w (Gemma)
+    act: str = "silu"  # "silu" | "gelu_tanh"
+    attn_scale: float | None = None  # None: H ** -0.5
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    max_len: int = 2048
+    stacked: bool = False  # layers stacked on a leading axis and scanned (TPU), else a list
+
+    @property
+    def scale(self) -> float:
+        return self.H**-0.5 if self.attn_scale is None else self.attn_scale
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def layer_rope(self, layer: int) -> Rope:
+        return self.local_rope if self.local_rope and self.window(layer) else self.rope

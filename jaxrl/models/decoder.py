@@ -1,0 +1,284 @@
+"""A decoder-only transformer: Flax NNX modules, used as plain pytrees.
+
+B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vocabulary, L layers.
+Training and rollout call the same `Decoder`; they differ only in the `attend` they hand it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention import attention
+from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.models.cache import KVCache
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.linear import Linear, MakeParam, make_spec
+from jaxrl.models.norms import RMSNorm
+from jaxrl.models.rope import inverse_frequencies, rotate
+from sharding import Rules
+
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
+Attend = Callable[..., tuple[jax.Array, Any]]
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": None,
+}
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; the products with keys are the caller's."""
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        def project(name: str, letter: str, heads: int, axis: str) -> Linear:
+            eq = f"BTD,{letter}HD->BT{letter}H"
+            shape, axes = (heads, cfg.H, cfg.D), (axis, None, "w_embed")
+            hf_shape = (heads * cfg.H, cfg.D)
+            return Linear(make, name, eq, shape, axes, hf_shape=hf_shape, bias=cfg.qkv_bias)
+
+        self.q = project("self_attn.q_proj", "N", cfg.N, "heads")
+        self.k = project("self_attn.k_proj", "K", cfg.K, "kv_heads")
+        self.v = project("self_attn.v_proj", "K", cfg.K, "kv_heads")
+        self.o = Linear(
+            make,
+            "self_attn.o_proj",
+            "BTNH,DNH->BTD",
+            (cfg.D, cfg.N, cfg.H),
+            ("w_embed", "heads", None),
+            hf_shape=(cfg.D, cfg.N * cfg.H),
+            bias=cfg.o_bias,
+        )
+        norm = dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+        self.q_norm = RMSNorm(make, "self_attn.q_norm", cfg.H, **norm) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(make, "self_attn.k_norm", cfg.H, **norm) if cfg.qk_norm else None
+
+    def __call__(self, x, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+        q, k, v = self.q(x, rules), self.k(x, rules), self.v(x, rules)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
+        out, state = attend(q, k, v, window, state)
+        return self.o(out, rules), state
+
+
+class MLP(nnx.Module):
+    """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        def up(name: str) -> Linear:
+            shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
+            return Linear(
+                make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
+            )
+
+        self.act = cfg.act
+        self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
+        shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
+        self.down = Linear(
+            make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
+        return self.down(ACTIVATIONS[self.act](self.gate(x, rules)) * self.up(x, rules), rules)
+
+
+class Layer(nnx.Module):
+    """One residual block. Gemma adds a second norm behind attention and behind the MLP."""
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+
+        self.attn, self.mlp = Attention(make, cfg), MLP(make, cfg)
+        self.attn_norm = norm("input_layernorm")
+        self.mlp_norm = norm(
+            "pre_feedforward_layernorm" if cfg.post_norms else "post_attention_layernorm"
+        )
+        self.post_attn_norm = norm("post_attention_layernorm") if cfg.post_norms else None
+        self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
+
+    def __call__(self, x, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+        h = self.attn_norm(x)
+        h, state = self.attn(h, positions, inv_freq, window, attend, state, rules)
+        x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
+        h = self.mlp(self.mlp_norm(x), rules)
+        return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h)), state
+
+
+class Decoder(nnx.Module):
+    """Embedding, L layers, final norm, unembedding. `decoder_specs` builds its parameter table."""
+
+    def __init__(self, cfg: DecoderConfig):
+        top = make_spec("")
+        vocab = dict(axes=("vocab", "w_embed"), hf_shape=(cfg.V, cfg.D))
+        self.cfg = cfg
+        self.embed = nnx.data(top("model.embed_tokens.weight", (cfg.V, cfg.D), **vocab))
+        if cfg.stacked:
+            self.layers = Layer(make_spec("model.layers.{layer}.", cfg.L), cfg)
+        else:
+            self.layers = nnx.List(
+                [Layer(make_spec(f"model.layers.{i}."), cfg) for i in range(cfg.L)]
+            )
+        self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+        self.lm_head = nnx.data(
+            None if cfg.tied else top("lm_head.weight", (cfg.V, cfg.D), **vocab)
+        )
+
+    @property
+    def unembed(self) -> jax.Array:
+        """[V, D]; the embedding itself where the two are tied."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        state: Any = None,
+        *,
+        rules: Rules,
+        remat: str = "none",
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Final hidden states, and the layers' states (the KV cache) as `attend` left them."""
+        table = jax.reshard(self.embed, rules.gathered("vocab", "w_embed"))
+        x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
+        x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        x, state = run_layers(self, x, positions, attend, state, rules=rules, remat=remat)
+        return self.norm(x), state
+
+    def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:
+        """float32 logits, soft-capped where the family does."""
+        w = jax.reshard(self.unembed, rules.gathered("vocab", "w_embed"))
+        out = rules.spec("batch", "time", "vocab")
+        logits = jnp.einsum(
+            "BTD,VD->BTV", hidden, w, out_sharding=out, preferred_element_type=jnp.float32
+        )
+        cap = self.cfg.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def decoder_specs(cfg: DecoderConfig) -> Decoder:
+    """The model as a tree of ParamSpecs; init, shardings and HF import and export all read it."""
+    return Decoder(cfg)
+
+
+def run_layers(
+    model: Decoder,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    state: Any,
+    *,
+    rules: Rules,
+    remat: str,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """All layers in order: a scan where they are stacked, a loop where they are a list.
+
+    `state` is a pytree of per-layer states in the same layout. `remat` names what the backward pass
+    may keep: "none" everything, "dots" the results of weight products, "full" the layer inputs.
+    """
+    cfg = model.cfg
+    freqs = np.stack([inverse_frequencies(cfg.layer_rope(i), cfg.H) for i in range(cfg.L)])
+
+    def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
+        return layer(x, positions, inv_freq, window, attend, layer_state, rules)
+
+    if remat != "none":
+        static = () if cfg.stacked else (3,)
+        layer_fn = jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
+    if cfg.stacked:
+        # A traced window; layers without one see as far as any position goes.
+        windows = np.array([cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)], np.int32)
+        has_window = any(cfg.windows)
+
+        def body(x, per_layer):
+            layer, inv_freq, window, layer_state = per_layer
+            return layer_fn(layer, x, inv_freq, window if has_window else 0, layer_state)
+
+        return jax.lax.scan(
+            body, x, (model.layers, jnp.asarray(freqs), jnp.asarray(windows), state)
+        )
+    states = []
+    for i, layer in enumerate(model.layers):
+        layer_state = None if state is None else jax.tree.map(
+            lambda pools, i=i: pools[i], state, is_leaf=lambda s: isinstance(s, list)
+        )
+        x, layer_state = layer_fn(layer, x, freqs[i], cfg.window(i), layer_state)
+        states.append(layer_state)
+    if state is None:
+        return x, None
+    return x, jax.tree.map(lambda *per_layer: list(per_layer), *states)
+
+
+def forward_packed(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    *,
+    rules: Rules,
+    remat: str = "none",
+    implementation: str | None = None,
+) -> Float[Array, "B T D"]:
+    """Final hidden states of packed rows; a token attends causally within its own segment."""
+    cfg = model.cfg
+
+    def attend(q, k, v, window, state):
+        out = attention(
+            q,
+            k,
+            v,
+            segments=segments,
+            window=window,
+            softcap=cfg.attn_softcap,
+            scale=cfg.scale,
+            rules=rules,
+            implementation=implementation,
+        )
+        return out, state
+
+    return model(tokens, positions, attend, rules=rules, remat=remat)[0]
+
+
+def forward_paged(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    page_table: Int[Array, "B C"],
+    *,
+    rules: Rules,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """Hidden states of new tokens whose earlier keys lie in the cache; their own are written first.
+
+    `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len).
+    A position of -1 marks padding: nothing is written for it and its output is meaningless.
+    """
+    cfg = model.cfg
+
+    def attend(q, k, v, window, layer_cache: KVCache):
+        k_pages, v_pages = write_pages(
+            layer_cache.k, layer_cache.v, k, v, page_table, positions, rules=rules
+        )
+        out = paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            page_table=page_table,
+            positions=positions,
+            window=window,
+            softcap=cfg.attn_softcap,
+            scale=cfg.scale,
+            rules=rules,
+            implementation=implementation,
+        )
+        return out, KVCache(k=k_pages, v=v_pages)
+
+    return model(tokens, positions, attend, cache, rules=rules)

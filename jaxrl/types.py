@@ -1,0 +1,65 @@
+"""The things that travel between the rooms."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+Tree = Any  # a pytree of arrays, specs, shardings, ...
+Metrics = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum, weight); divided once, globally
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question. `id` is its row in the data set and seeds its samples."""
+
+    id: int
+    messages: tuple[dict[str, str], ...]
+    tokens: np.ndarray  # int32 [prompt_len], chat template applied
+    answer: str  # ground truth that the reward compares with
+    source: str = "default"  # verl's data_source: picks the reward, groups the metrics
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One sampled answer to one prompt."""
+
+    prompt: Prompt
+    sample: int  # 0..n-1 within the prompt's group
+    tokens: np.ndarray  # int32 [response_len], the stop token included
+    logp: np.ndarray  # float32 [response_len], of the distribution that was sampled from
+    version: int  # optimizer step of the weights that sampled it
+    finish: str  # "stop" | "length"
+    text: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    reward_error: str = ""  # why the reward function gave no value; "" when it gave one
+    advantage: float = 0.0
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows. In every field index t speaks about targets[:, t], the token after tokens[:, t]."""
+
+    tokens: jax.Array  # int32 [B, T]
+    targets: jax.Array  # int32 [B, T]
+    segments: jax.Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
+    positions: jax.Array  # int32 [B, T], restart with every segment
+    mask: jax.Array  # float32 [B, T], 1 where targets[t] is a response token
+    response_len: jax.Array  # float32 [B, T], response tokens of the token's sequence; 1 at padding
+    advantages: jax.Array  # float32 [B, T]
+    rollout_logp: jax.Array  # float32 [B, T], from the engine
+    old_logp: jax.Array  # float32 [B, T], of the policy at the start of the step
+    ref_logp: jax.Array  # float32 [B, T], of the reference policy
+
+
+@struct.dataclass
+class TrainState:
+    """All that an update changes. `params` is the tree that the rollout engine reads, too."""
+
+    params: Tree  # compute dtype
+    opt_state: Tree  # float32 moments, and the float32 master weights if params are narrower
+    step: jax.Array  # int32 [], optimizer steps taken

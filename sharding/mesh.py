@@ -1,0 +1,55 @@
+"""The one device mesh. Every axis is always present; an axis that is not used has size 1."""
+
+import math
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+# Slowest-varying first: replicas may sit on other slices, tensor shards want the closest neighbours.
+MESH_AXES = ("stage", "replica", "fsdp", "expert", "sequence", "tensor")
+
+
+def axis_sizes(n_devices: int, **sizes: int) -> dict[str, int]:
+    """Sizes of all six axes; at most one given size may be -1 and takes the devices that are left.
+
+    Raises ValueError if an axis is unknown or the product is not `n_devices`.
+    """
+    if unknown := sizes.keys() - set(MESH_AXES):
+        raise ValueError(f"unknown mesh axes {sorted(unknown)}; the axes are {', '.join(MESH_AXES)}")
+    full = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+    open_axes = [axis for axis, size in full.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh axes {open_axes} are both -1; give all but one of them a size")
+    if bad := {axis: size for axis, size in full.items() if size < 1 and size != -1}:
+        raise ValueError(f"mesh sizes must be positive, got {bad}; set 1 for an unused axis")
+    fixed = math.prod(size for size in full.values() if size != -1)
+    if open_axes:
+        full[open_axes[0]] = max(n_devices // fixed, 1)
+    if math.prod(full.values()) != n_devices:
+        shown = " x ".join(f"{axis} {size}" for axis, size in full.items() if size != 1) or "1"
+        raise ValueError(
+            f"the mesh ({shown}) needs {math.prod(full.values())} devices but there are {n_devices}; "
+            f"set one of the config.mesh sizes to -1 to take what is left"
+        )
+    return full
+
+
+def make_mesh(devices: list[jax.Device] | None = None, **sizes: int) -> jax.sharding.Mesh:
+    """An explicit-mode mesh over `devices` (default: all); axes left out have size 1.
+
+    `make_mesh()` is one device, `make_mesh(fsdp=-1)` is all of them.
+    """
+    if devices is None:
+        devices = jax.devices()
+        if -1 not in sizes.values():
+            devices = devices[: math.prod(sizes.values())]
+    full = axis_sizes(len(devices), **sizes)
+    kinds = (AxisType.Explicit,) * len(MESH_AXES)
+    return jax.make_mesh(tuple(full.values()), MESH_AXES, axis_types=kinds, devices=devices)
+
+
+def abstract_mesh(n_devices: int, **sizes: int) -> AbstractMesh:
+    """The same mesh without devices: shapes and shardings can be checked against it anywhere."""
+    full = axis_sizes(n_devices, **sizes)
+    kinds = (AxisType.Explicit,) * len(MESH_AXES)
+    return AbstractMesh(tuple(full.values()), MESH_AXES, axis_types=kinds)
