@@ -1,0 +1,285 @@
+"""Packing rollouts into rows: shapes from declared buckets, few micro-batches, even ranks.
+
+A sequence is prompt + response and takes prompt_len + response_len - 1 tokens of a row, because its
+last token is only ever a target. It starts on a multiple of `align`, so it occupies its length
+rounded up to `align`.
+
+1. Bins. Sequences go by descending length, each into the first row that still has room
+   (first-fit decreasing: at most 11/9 of the fewest possible rows). Where none has, a micro-batch
+   opens: token_budget // T rows on each rank, T the smallest allowed bucket that holds the sequence.
+   The plan is made once with all buckets allowed, once without the smallest, and so on; the one
+   with the fewest micro-batches wins, then the one with the least attention area (sum of T * T), so
+   that a micro-batch gets the smallest bucket which costs no further micro-batch.
+2. Balance. Within a micro-batch the ranks wait for each other, so its sequences are dealt anew over
+   its rows: by descending cost, each to the rank with the least cost so far that has a row with
+   room (longest-processing-time rule). If the last ones then find no room, whole rows of step 1 are
+   dealt by the same rule instead, which always fits.
+
+The cost of a sequence of n tokens is n * linear_cost + n * n: matrix products against causal
+attention. Per layer and token they are 24 D^2 and 2 n D operations, so linear_cost = 12 D; the default
+is that of D = 2048, the value in verl's `calculate_workload`.
+
+Equal inputs give equal packings; nothing is random.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxrl.types import Batch, Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a response lies: its token k is the target at [row, start + k], k < length."""
+
+    item: int  # index in the packed sequence of rollouts
+    row: int
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """One micro-batch. Rows [r * B / n_ranks, (r + 1) * B / n_ranks) belong to data-parallel rank r."""
+
+    batch: Batch  # numpy arrays [B, T]; old_logp and ref_logp are zero
+    places: tuple[Place, ...]
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the B * T tokens that belongs to no sequence."""
+        return float(np.mean(self.batch.segments == 0))
+
+
+@dataclasses.dataclass
+class _Plan:
+    """Rows in the order they were opened, and the row of each item."""
+
+    row_len: list[int]  # per micro-batch
+    first_row: list[int]  # per micro-batch; its rows are consecutive
+    row_of: np.ndarray  # int [n_items]
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    *,
+    row_lens: Sequence[int],
+    token_budget: int,
+    align: int,
+    n_ranks: int,
+    linear_cost: int = 24576,
+) -> list[Packed]:
+    """Micro-batches of [n_ranks * (token_budget // T), T] that hold every rollout once, T in row_lens.
+
+    Raises ValueError where a sequence is longer than the largest bucket or has an empty prompt, and
+    where the buckets are not multiples of align within token_budget.
+    """
+    if not rollouts:
+        return []
+    row_lens = tuple(sorted(set(row_lens)))
+    _check_buckets(row_lens, token_budget=token_budget, align=align)
+    prompt_len = np.array([len(r.prompt.tokens) for r in rollouts])
+    response_len = np.array([len(r.tokens) for r in rollouts])
+    lens = prompt_len + response_len - 1
+    _check_lens(rollouts, lens, prompt_len, row_lens)
+
+    size = -(-lens // align) * align
+    rows = {T: n_ranks * (token_budget // T) for T in row_lens}
+    plan = _plan(size, rows)
+    row, start = _balance(plan, size, lens * linear_cost + lens * lens, rows, n_ranks)
+    return _fill(rollouts, plan, rows, row, start, prompt_len, response_len)
+
+
+def gather(
+    arrays: Sequence[Shaped[np.ndarray, "B T"]], packed: Sequence[Packed]
+) -> list[Shaped[np.ndarray, " response_len"]]:
+    """Brings one [B, T] result per micro-batch back to one array per rollout: its response tokens."""
+    found = {
+        place.item: array[place.row, place.start : place.start + place.length]
+        for array, micro in zip(arrays, packed, strict=True)
+        for place in micro.places
+    }
+    return [found[item] for item in range(len(found))]
+
+
+def _check_buckets(row_lens: tuple[int, ...], *, token_budget: int, align: int) -> None:
+    if not row_lens:
+        raise ValueError("no row lengths given; set learner.buckets or learner.token_budget")
+    for T in row_lens:
+        if T <= 0 or T % align:
+            raise ValueError(
+                f"row length {T} is not a multiple of the segment alignment {align}; "
+                "set learner.buckets to multiples of learner.segment_align"
+            )
+        if T > token_budget:
+            raise ValueError(
+                f"a row of {T} tokens exceeds the token budget {token_budget} of a micro-batch; "
+                f"set learner.token_budget to at least {T} or drop that bucket"
+            )
+
+
+def _check_lens(rollouts, lens, prompt_len, row_lens) -> None:
+    if not prompt_len.all():
+        item = int(np.argmin(prompt_len))
+        raise ValueError(
+            f"prompt {rollouts[item].prompt.id} has no tokens, so its first response token has no "
+            "predecessor; let the chat template emit at least one token"
+        )
+    item = int(np.argmax(lens))
+    if lens[item] > row_lens[-1]:
+        r = rollouts[item]
+        raise ValueError(
+            f"prompt {r.prompt.id} sample {r.sample} takes {lens[item]} tokens (prompt "
+            f"{len(r.prompt.tokens)} + response {len(r.tokens)} - 1), more than the longest row of "
+            f"{row_lens[-1]}; raise the largest of learner.buckets (and learner.token_budget), or "
+            "lower data.max_prompt_len or data.max_response_len"
+        )
+
+
+def _plan(size: np.ndarray, rows: dict[int, int]) -> _Plan:
+    """The best of the first-fit plans that forbid none, one, two, ... of the smallest buckets."""
+    row_lens = tuple(rows)
+    smallest_needed = min(T for T in row_lens if T >= size.max())
+    floors = [T for T in row_lens if T <= smallest_needed]
+    plans = [_first_fit(size, {T: n for T, n in rows.items() if T >= floor}) for floor in floors]
+    return min(plans, key=lambda p: (len(p.row_len), sum(T * T * rows[T] for T in p.row_len)))
+
+
+def _first_fit(size: np.ndarray, rows: dict[int, int]) -> _Plan:
+    """First-fit decreasing; a micro-batch of the smallest bucket that fits opens when nothing does."""
+    free = np.zeros(0, size.dtype)
+    plan = _Plan(row_len=[], first_row=[], row_of=np.zeros(len(size), int))
+    for item in np.argsort(-size, kind="stable"):
+        fits = free >= size[item]
+        row = int(fits.argmax()) if len(free) else 0
+        if not len(free) or not fits[row]:
+            T = min(T for T in rows if T >= size[item])
+            row = len(free)
+            plan.row_len.append(T)
+            plan.first_row.append(row)
+            free = np.concatenate([free, np.full(rows[T], T, size.dtype)])
+        free[row] -= size[item]
+        plan.row_of[item] = row
+    return plan
+
+
+def _balance(
+    plan: _Plan, size: np.ndarray, cost: np.ndarray, rows: dict[int, int], n_ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, start) of every item, the rows of each micro-batch ordered by rank."""
+    row, start = np.zeros(len(size), int), np.zeros(len(size), int)
+    micro_of = np.searchsorted(plan.first_row, plan.row_of, side="right") - 1
+    for micro, (T, first) in enumerate(zip(plan.row_len, plan.first_row, strict=True)):
+        items = np.flatnonzero(micro_of == micro)
+        items = items[np.lexsort((items, -size[items], -cost[items]))]
+        local = _deal_items(items, size, cost, T, rows[T], n_ranks)
+        if local is None:
+            local = _deal_rows(plan.row_of[items] - first, cost[items], rows[T], n_ranks)
+        used = np.zeros(rows[T], int)
+        for item, where in zip(items, local, strict=True):
+            row[item], start[item] = first + where, used[where]
+            used[where] += size[item]
+    return row, start
+
+
+def _deal_items(items, size, cost, T: int, n_rows: int, n_ranks: int) -> np.ndarray | None:
+    """Each item to the cheapest rank with room, there to the fullest row that holds it."""
+    free = np.full((n_ranks, n_rows // n_ranks), T)
+    load = np.zeros(n_ranks, cost.dtype)
+    local = np.zeros(len(items), int)
+    for i, item in enumerate(items):
+        room = free >= size[item]
+        open_ranks = room.any(axis=1)
+        if not open_ranks.any():
+            return None
+        rank = int(np.where(open_ranks, load, np.iinfo(load.dtype).max).argmin())
+        column = int(np.where(room[rank], free[rank], T + 1).argmin())
+        free[rank, column] -= size[item]
+        load[rank] += cost[item]
+        local[i] = rank * free.shape[1] + column
+    return local
+
+
+def _deal_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) -> np.ndarray:
+    """Each whole row to the cheapest rank that has a row left."""
+    per_rank = n_rows // n_ranks
+    row_cost = np.bincount(row_of, weights=cost, minlength=n_rows)
+    load, used, new_row = np.zeros(n_ranks), np.zeros(n_ranks, int), np.zeros(n_rows, int)
+    for row in np.argsort(-row_cost, kind="stable"):
+        rank = int(np.where(used < per_rank, load, np.inf).argmin())
+        new_row[row] = rank * per_rank + used[rank]
+        used[rank] += 1
+        load[rank] += row_cost[row]
+    return new_row[row_of]
+
+
+def _fill(rollouts, plan: _Plan, rows, row, start, prompt_len, response_len) -> list[Packed]:
+    """Writes all micro-batches through one flat buffer per field, then cuts it into [B, T] views."""
+    area = np.array([rows[T] * T for T in plan.row_len])
+    offset = np.concatenate([[0], np.cumsum(area)])
+    first_row, T_of = np.array(plan.first_row), np.array(plan.row_len)
+    micro_of = np.searchsorted(first_row, row, side="right") - 1
+    row_in_micro = row - first_row[micro_of]
+    base = offset[micro_of] + row_in_micro * T_of[micro_of] + start
+
+    fields = _flat_fields(rollouts, base, _segment_ids(row, start), int(offset[-1]), prompt_len)
+    packed = []
+    for micro, T in enumerate(plan.row_len):
+        cut = slice(offset[micro], offset[micro + 1])
+        batch = Batch(**{name: flat[cut].reshape(-1, T) for name, flat in fields.items()})
+        places = tuple(
+            Place(
+                item=int(i),
+                row=int(row_in_micro[i]),
+                start=int(start[i] + prompt_len[i] - 1),
+                length=int(response_len[i]),
+            )
+            for i in np.flatnonzero(micro_of == micro)
+        )
+        packed.append(Packed(batch=batch, places=places))
+    return packed
+
+
+def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """1, 2, ... along each row."""
+    order = np.lexsort((start, row))
+    sorted_rows = row[order]
+    ids = np.zeros(len(row), np.int32)
+    ids[order] = np.arange(len(row)) - np.searchsorted(sorted_rows, sorted_rows) + 1
+    return ids
+
+
+def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, np.ndarray]:
+    """Every Batch field as [n_flat], the tokens of item i from base[i] on."""
+    sequences = [part for r in rollouts for part in (r.prompt.tokens, r.tokens)]
+    all_tokens = np.concatenate(sequences).astype(np.int32)
+    response_len = np.array([len(r.tokens) for r in rollouts])
+    lens = prompt_len + response_len - 1
+    within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    source = within + np.repeat(np.cumsum(lens + 1) - (lens + 1), lens)
+    at = within + np.repeat(base, lens)
+    is_response = within >= np.repeat(prompt_len - 1, lens)
+
+    def filled(values, dtype, where=at, pad=0) -> np.ndarray:
+        flat = np.full(n_flat, pad, dtype)
+        flat[where] = values
+        return flat
+
+    advantage = np.array([r.advantage for r in rollouts], np.float32)
+    return {
+        "tokens": filled(all_tokens[source], np.int32),
+        "targets": filled(all_tokens[source + 1], np.int32),
+        "segments": filled(np.repeat(segment, lens), np.int32),
+        "positions": filled(within, np.int32),
+        "mask": filled(is_response, np.float32),
+        "response_len": filled(np.repeat(np.maximum(response_len, 1), lens), np.float32, pad=1),
+        "advantages": filled(np.repeat(advantage, lens) * is_response, np.float32),
+        "rollout_logp": filled(
+            np.concatenate([r.logp for r in rollouts]), np.float32, where=at[is_response]
+        ),
+        "old_logp": np.zeros(n_flat, np.float32),
+        "ref_logp": np.zeros(n_flat, np.float32),
+    }
