@@ -1,6 +1,8 @@
 """The one device mesh. Every axis is always present; an axis that is not used has size 1."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -15,7 +17,9 @@ def axis_sizes(n_devices: int, **sizes: int) -> dict[str, int]:
     Raises ValueError if an axis is unknown or the product is not `n_devices`.
     """
     if unknown := sizes.keys() - set(MESH_AXES):
-        raise ValueError(f"unknown mesh axes {sorted(unknown)}; the axes are {', '.join(MESH_AXES)}")
+        raise ValueError(
+            f"unknown mesh axes {sorted(unknown)}; the axes are {', '.join(MESH_AXES)}"
+        )
     full = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
     open_axes = [axis for axis, size in full.items() if size == -1]
     if len(open_axes) > 1:
@@ -34,7 +38,7 @@ def axis_sizes(n_devices: int, **sizes: int) -> dict[str, int]:
     return full
 
 
-def make_mesh(devices: list[jax.Device] | None = None, **sizes: int) -> jax.sharding.Mesh:
+def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> jax.sharding.Mesh:
     """An explicit-mode mesh over `devices` (default: all); axes left out have size 1.
 
     `make_mesh()` is one device, `make_mesh(fsdp=-1)` is all of them.

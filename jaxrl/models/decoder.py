@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import attention
@@ -20,6 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, make_spec
 from jaxrl.models.norms import RMSNorm
 from jaxrl.models.rope import inverse_frequencies, rotate
+from jaxrl.models.spec import init_params
 from sharding import Rules
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
@@ -54,13 +56,17 @@ class Attention(nnx.Module):
             hf_shape=(cfg.D, cfg.N * cfg.H),
             bias=cfg.o_bias,
         )
-        norm = dict(eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
-        self.q_norm = RMSNorm(make, "self_attn.q_norm", cfg.H, **norm) if cfg.qk_norm else None
-        self.k_norm = RMSNorm(make, "self_attn.k_norm", cfg.H, **norm) if cfg.qk_norm else None
+
+        def norm(name: str) -> RMSNorm | None:
+            if not cfg.qk_norm:
+                return None
+            return RMSNorm(make, name, cfg.H, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
+
+        self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
     def __call__(self, x, positions, inv_freq, window, attend: Attend, state, rules: Rules):
         q, k, v = self.q(x, rules), self.k(x, rules), self.v(x, rules)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
         out, state = attend(q, k, v, window, state)
@@ -73,9 +79,7 @@ class MLP(nnx.Module):
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
         def up(name: str) -> Linear:
             shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
-            return Linear(
-                make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
-            )
+            return Linear(make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias)
 
         self.act = cfg.act
         self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
@@ -118,6 +122,7 @@ class Decoder(nnx.Module):
         top = make_spec("")
         vocab = dict(axes=("vocab", "w_embed"), hf_shape=(cfg.V, cfg.D))
         self.cfg = cfg
+        self.layers: Any  # one Layer of stacked parameters, or a list
         self.embed = nnx.data(top("model.embed_tokens.weight", (cfg.V, cfg.D), **vocab))
         if cfg.stacked:
             self.layers = Layer(make_spec("model.layers.{layer}.", cfg.L), cfg)
@@ -168,6 +173,13 @@ def decoder_specs(cfg: DecoderConfig) -> Decoder:
     return Decoder(cfg)
 
 
+def init_model(
+    cfg: DecoderConfig, *, seed: int, rules: Rules, dtype: DTypeLike = jnp.float32
+) -> Decoder:
+    """A randomly initialised model on the mesh that is set."""
+    return init_params(jax.random.key(seed), decoder_specs(cfg), rules, dtype)
+
+
 def run_layers(
     model: Decoder,
     x: Float[Array, "B T D"],
@@ -194,7 +206,9 @@ def run_layers(
         layer_fn = jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
     if cfg.stacked:
         # A traced window; layers without one see as far as any position goes.
-        windows = np.array([cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)], np.int32)
+        windows = np.array(
+            [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)], np.int32
+        )
         has_window = any(cfg.windows)
 
         def body(x, per_layer):
@@ -206,8 +220,12 @@ def run_layers(
         )
     states = []
     for i, layer in enumerate(model.layers):
-        layer_state = None if state is None else jax.tree.map(
-            lambda pools, i=i: pools[i], state, is_leaf=lambda s: isinstance(s, list)
+        layer_state = (
+            None
+            if state is None
+            else jax.tree.map(
+                lambda pools, i=i: pools[i], state, is_leaf=lambda s: isinstance(s, list)
+            )
         )
         x, layer_state = layer_fn(layer, x, freqs[i], cfg.window(i), layer_state)
         states.append(layer_state)

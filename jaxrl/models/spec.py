@@ -1,11 +1,14 @@
 """One table per model: shape, logical axes, init and Hugging Face name of every parameter."""
 
 import dataclasses
+import functools
 import math
 import zlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxrl.types import Tree
 from sharding import Rules
@@ -27,6 +30,13 @@ def is_spec(leaf: object) -> bool:
     return isinstance(leaf, ParamSpec)
 
 
+def hf_names(spec: ParamSpec) -> list[str]:
+    """The parameter's tensors in a Hugging Face file: one, or one a layer where it is stacked."""
+    if "{layer}" not in spec.hf:
+        return [spec.hf]
+    return [spec.hf.format(layer=i) for i in range(spec.shape[0])]
+
+
 def map_specs(fn, specs: Tree, *rest: Tree) -> Tree:
     return jax.tree.map(fn, specs, *rest, is_leaf=is_spec)
 
@@ -35,7 +45,7 @@ def partition_specs(specs: Tree, rules: Rules) -> Tree:
     return map_specs(lambda s: rules.spec(*s.axes), specs)
 
 
-def abstract_params(specs: Tree, dtype: jnp.dtype) -> Tree:
+def abstract_params(specs: Tree, dtype: DTypeLike) -> Tree:
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
 
 
@@ -43,15 +53,36 @@ def count_params(specs: Tree) -> int:
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: jnp.dtype) -> Tree:
-    """Random parameters, each leaf created in its own sharding. Normal leaves have std 0.02."""
+def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> Tree:
+    """Random parameters, each leaf created in its own sharding. Normal leaves have std 0.02.
+
+    Each layer's numbers come from the key and its Hugging Face name, so they are the same for
+    every mesh and for both layouts of the layers.
+    """
 
     def create(spec: ParamSpec) -> jax.Array:
+        seeds = np.array([zlib.crc32(name.encode()) for name in hf_names(spec)], np.uint32)
         out = rules.spec(*spec.axes)
-        if spec.init != "normal":
-            fill = jnp.zeros if spec.init == "zeros" else jnp.ones
-            return jax.reshard(fill(spec.shape, dtype), out)
-        leaf_key = jax.random.fold_in(key, zlib.crc32(spec.hf.encode()))
-        return jax.reshard(0.02 * jax.random.normal(leaf_key, spec.shape, dtype), out)
+        stacked = "{layer}" in spec.hf
+        return _init_param(key, seeds, spec.shape, spec.init, stacked, jnp.dtype(dtype), out)
 
     return map_specs(create, specs)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _init_param(
+    key: jax.Array,
+    seeds: jax.Array,
+    shape: tuple[int, ...],
+    init: str,
+    stacked: bool,
+    dtype: jnp.dtype,
+    out: jax.P,
+) -> jax.Array:
+    """One parameter; `seeds` holds one number, or one a layer where it is stacked."""
+    if init != "normal":
+        return jax.reshard((jnp.zeros if init == "zeros" else jnp.ones)(shape, dtype), out)
+    keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
+    draw = functools.partial(jax.random.normal, shape=shape[1:] if stacked else shape)
+    values = jax.vmap(draw)(keys) if stacked else draw(keys[0])
+    return jax.reshard((0.02 * values).astype(dtype), out)

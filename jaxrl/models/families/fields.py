@@ -1,0 +1,125 @@
+"""What the families' config.json files share: sizes, rotary embedding, local and global layers.
+
+transformers 5 writes `rope_parameters` (per layer type where they differ) and `layer_types`; older
+files hold `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are read; the older names
+are written, which every version understands.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig, Rope
+
+Json = Mapping[str, Any]
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def sizes(c: Json) -> dict[str, Any]:
+    """The DecoderConfig fields that every family has; absent keys mean what they mean in HF."""
+    N, D = c["num_attention_heads"], c["hidden_size"]
+    act = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+    if act not in ACTIVATIONS:
+        raise ValueError(f"activation {act!r} is not known; known: {', '.join(ACTIVATIONS)}")
+    return dict(
+        L=c["num_hidden_layers"],
+        D=D,
+        N=N,
+        K=c.get("num_key_value_heads") or N,
+        H=c.get("head_dim") or D // N,
+        F=c["intermediate_size"],
+        V=c["vocab_size"],
+        norm_eps=c.get("rms_norm_eps", 1e-6),
+        tied=c.get("tie_word_embeddings", False),
+        act=ACTIVATIONS[act],
+        max_len=c["max_position_embeddings"],
+    )
+
+
+def sizes_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """`sizes` written back, and the keys by which transformers finds the model class."""
+    act = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[cfg.act]
+    return dict(
+        architectures=[architecture],
+        model_type=model_type,
+        hidden_size=cfg.D,
+        intermediate_size=cfg.F,
+        num_hidden_layers=cfg.L,
+        num_attention_heads=cfg.N,
+        num_key_value_heads=cfg.K,
+        head_dim=cfg.H,
+        vocab_size=cfg.V,
+        max_position_embeddings=cfg.max_len,
+        rms_norm_eps=cfg.norm_eps,
+        tie_word_embeddings=cfg.tied,
+        hidden_act=act,
+        rope_theta=cfg.rope.theta,
+        rope_scaling=scaling_json(cfg.rope),
+    )
+
+
+def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
+    """The rotary embedding of the layers of one kind; `theta` is the family's default base.
+
+    Raises ValueError for scalings other than "default", "linear" and "llama3".
+    """
+    new = c.get("rope_parameters") or {}
+    new = new.get(kind, {}) if {LOCAL, GLOBAL} & new.keys() else new
+    theta = new.get("rope_theta", c.get("rope_theta", theta))
+    scaling = new or c.get("rope_scaling") or {}
+    if scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    match scaling.get("rope_type") or scaling.get("type") or "default":
+        case "default":
+            return Rope(theta=float(theta))
+        case "linear":
+            return Rope(theta=float(theta), kind="linear", factor=float(scaling["factor"]))
+        case "llama3":
+            return Rope(
+                theta=float(theta),
+                kind="llama3",
+                factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_len=int(scaling["original_max_position_embeddings"]),
+            )
+        case other:
+            raise ValueError(
+                f"rope scaling {other!r} is not supported; supported: default, linear, llama3. "
+                f"Without it the model is right up to its original length only: remove rope_scaling "
+                f"from config.json to use it there"
+            )
+
+
+def scaling_json(rope: Rope) -> dict[str, Any] | None:
+    """`rope_scaling` of a config file; None where nothing is scaled."""
+    if rope.kind == "default":
+        return None
+    if rope.kind == "linear":
+        return dict(rope_type="linear", factor=rope.factor)
+    return dict(
+        rope_type="llama3",
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_position_embeddings=rope.original_len,
+    )
+
+
+def read_windows(c: Json, default_types: list[str]) -> tuple[int, ...]:
+    """The window of each layer from its type, 0 where it sees everything; () where all do."""
+    types, window = c.get("layer_types") or default_types, c.get("sliding_window")
+    if unknown := set(types) - {LOCAL, GLOBAL}:
+        raise ValueError(f"layer_types {sorted(unknown)} are not known; known: {LOCAL}, {GLOBAL}")
+    if not window or LOCAL not in types:
+        return ()
+    return tuple(window if kind == LOCAL else 0 for kind in types)
+
+
+def layer_types(cfg: DecoderConfig) -> list[str]:
+    return [LOCAL if cfg.window(i) else GLOBAL for i in range(cfg.L)]
+
+
+def pattern(n_layers: int, period: int) -> list[str]:
+    """Local layers with a global one at the end of every period."""
+    return [GLOBAL if (i + 1) % period == 0 else LOCAL for i in range(n_layers)]

@@ -1,0 +1,70 @@
+"""Gemma 2 (https://arxiv.org/abs/2408.00118): local and global layers in turn, soft-capped scores and
+logits, a norm before and after each block."""
+
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import fields
+
+# What transformers assumes for a key that config.json leaves out.
+DEFAULTS: dict[str, Any] = dict(
+    vocab_size=256_000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)
+
+
+def gemma_fields(c: fields.Json) -> dict[str, Any]:
+    """The DecoderConfig fields that Gemma 2 and 3 share."""
+    if c.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention is not supported; use a causal checkpoint")
+    bias = c.get("attention_bias", False)
+    return fields.sizes(c) | dict(
+        qkv_bias=bias,
+        o_bias=bias,
+        post_norms=True,
+        unit_offset=True,
+        attn_scale=c["query_pre_attn_scalar"] ** -0.5,
+        attn_softcap=c["attn_logit_softcapping"],
+        logit_softcap=c["final_logit_softcapping"],
+        embed_scale=c["hidden_size"] ** 0.5,
+    )
+
+
+def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """`gemma_fields` written back, with the windows."""
+    scalar = cfg.scale**-2
+    return fields.sizes_json(cfg, model_type, architecture) | dict(
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=cfg.qkv_bias,
+        query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+        attn_logit_softcapping=cfg.attn_softcap,
+        final_logit_softcapping=cfg.logit_softcap,
+        sliding_window=max(cfg.windows, default=0) or None,
+        layer_types=fields.layer_types(cfg),
+    )
+
+
+def from_hf(c: fields.Json) -> DecoderConfig:
+    c = DEFAULTS | dict(c)
+    return DecoderConfig(
+        family="gemma2",
+        rope=fields.read_rope(c),
+        windows=fields.read_windows(c, fields.pattern(c["num_hidden_layers"], 2)),
+        **gemma_fields(c),
+    )
+
+
+def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    return gemma_json(cfg, "gemma2", "Gemma2ForCausalLM")

@@ -1,0 +1,41 @@
+"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): biases on query, key and value."""
+
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import fields
+
+
+def windows(c: fields.Json) -> tuple[int, ...]:
+    """Qwen's windows, where switched on, start at layer `max_window_layers`."""
+    if not c.get("use_sliding_window", False):
+        return ()
+    first = c.get("max_window_layers", 28)
+    n_layers = c["num_hidden_layers"]
+    types = [fields.LOCAL if i >= first else fields.GLOBAL for i in range(n_layers)]
+    return fields.read_windows({"sliding_window": 4096} | dict(c), types)
+
+
+def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """`windows` written back."""
+    local = [i for i in range(cfg.L) if cfg.window(i)]
+    return dict(
+        use_sliding_window=bool(local),
+        sliding_window=cfg.window(local[0]) if local else None,
+        max_window_layers=local[0] if local else cfg.L,
+        layer_types=fields.layer_types(cfg),
+    )
+
+
+def from_hf(c: fields.Json) -> DecoderConfig:
+    return DecoderConfig(
+        family="qwen2",
+        rope=fields.read_rope(c),
+        windows=windows(c),
+        qkv_bias=True,
+        **fields.sizes(c),
+    )
+
+
+def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    return fields.sizes_json(cfg, "qwen2", "Qwen2ForCausalLM") | windows_json(cfg)

@@ -1,0 +1,30 @@
+"""A folder that is there whole or not at all."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place at the end, or vanishes on an error.
+
+    Raises ValueError where `target` exists and is no model folder.
+    """
+    if target.exists() and not (target / "config.json").exists() and any(target.iterdir()):
+        raise ValueError(f"{target} exists and holds no model; choose another folder or empty it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        folder.chmod(0o755)  # mkdtemp's folders are private
+        yield folder
+        old = folder.with_name(folder.name + ".old")
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,94 @@
+"""safetensors files (https://huggingface.co/docs/safetensors): read as memory maps, written as a
+stream, so that neither needs more host memory than one tensor."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: `start` is its first byte in the file."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file by name; no tensor data is read.
+
+    Raises ValueError where the file is no safetensors file, is cut short or has an unknown dtype.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_len = int.from_bytes(file.read(8), "little")
+        if header_len > size - 8:
+            raise ValueError(f"{path} is no complete safetensors file; download or export it again")
+        try:
+            header = json.loads(file.read(header_len))
+        except ValueError as error:
+            raise ValueError(
+                f"the header of {path} cannot be read ({error}); download or export it again"
+            ) from error
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(
+                f"{path} holds {name} as {entry['dtype']}; known are {', '.join(DTYPES)}: "
+                f"use a checkpoint that is not quantised"
+            )
+        begin, end = (8 + header_len + offset for offset in entry["data_offsets"])
+        info = TensorInfo(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin)
+        if end > size or end - begin != info.n_bytes:
+            raise ValueError(f"{path} is cut short at {name}; download or export it again")
+        tensors[name] = info
+    return tensors
+
+
+def map_tensor(info: TensorInfo) -> np.ndarray:
+    """The tensor as a read-only memory map: only the bytes that a slice touches are read."""
+    if not info.n_bytes:
+        return np.zeros(info.shape, info.dtype)
+    return np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=info.shape)
+
+
+def write_tensors(
+    path: Path, layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]], values: Iterable[np.ndarray]
+) -> None:
+    """Writes tensors one at a time; `values` come in the order of `layout` (name -> dtype, shape)."""
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensor data starts on a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
+            if value.dtype != dtype or value.shape != shape:
+                raise ValueError(f"{name}: {value.dtype}{value.shape} announced as {dtype}{shape}")
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
