@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 
 Tree = Any  # a pytree of arrays, specs, shardings, ...
+Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or what tree_map puts there
 Metrics = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum, weight); divided once, globally
 
 
@@ -44,16 +45,16 @@ class Rollout:
 class Batch:
     """Packed rows. In every field index t speaks about targets[:, t], the token after tokens[:, t]."""
 
-    tokens: jax.Array  # int32 [B, T]
-    targets: jax.Array  # int32 [B, T]
-    segments: jax.Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
-    positions: jax.Array  # int32 [B, T], restart with every segment
-    mask: jax.Array  # float32 [B, T], 1 where targets[t] is a response token
-    response_len: jax.Array  # float32 [B, T], response tokens of the token's sequence; 1 at padding
-    advantages: jax.Array  # float32 [B, T]
-    rollout_logp: jax.Array  # float32 [B, T], from the engine
-    old_logp: jax.Array  # float32 [B, T], of the policy at the start of the step
-    ref_logp: jax.Array  # float32 [B, T], of the reference policy
+    tokens: Array  # int32 [B, T]
+    targets: Array  # int32 [B, T]
+    segments: Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
+    positions: Array  # int32 [B, T], restart with every segment
+    mask: Array  # float32 [B, T], 1 where targets[t] is a response token
+    response_len: Array  # float32 [B, T], response tokens of the token's sequence; 1 at padding
+    advantages: Array  # float32 [B, T]
+    rollout_logp: Array  # float32 [B, T], from the engine
+    old_logp: Array  # float32 [B, T], of the policy at the start of the step
+    ref_logp: Array  # float32 [B, T], of the reference policy
 
 
 @struct.dataclass
@@ -62,4 +63,4 @@ class TrainState:
 
     params: Tree  # compute dtype
     opt_state: Tree  # float32 moments, and the float32 master weights if params are narrower
-    step: jax.Array  # int32 [], optimizer steps taken
+    step: Array  # int32 [], optimizer steps taken

@@ -1,13 +1,11 @@
 """Which prompts a step gets: shuffled anew in every epoch, restorable to the exact next batch."""
 
-import logging
 from collections.abc import Sequence
+from typing import cast
 
 import grain
 
 from jaxrl.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 class PromptIterator:
@@ -52,7 +50,8 @@ class PromptIterator:
         return self
 
     def __next__(self) -> list[Prompt]:
-        batch = [self._prompts[index] for index in self._batches[self._step]]
+        indices = cast(list[int], self._batches[self._step])
+        batch = [self._prompts[index] for index in indices]
         self._step += 1
         return batch
 

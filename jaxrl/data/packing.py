@@ -24,6 +24,7 @@ Equal inputs give equal packings; nothing is random.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -94,8 +95,8 @@ def pack(
 
 
 def gather(
-    arrays: Sequence[Shaped[np.ndarray, "B T"]], packed: Sequence[Packed]
-) -> list[Shaped[np.ndarray, " response_len"]]:
+    arrays: Sequence[Shaped[np.ndarray, "_ _"]], packed: Sequence[Packed]
+) -> list[Shaped[np.ndarray, " _"]]:
     """Brings one [B, T] result per micro-batch back to one array per rollout: its response tokens."""
     found = {
         place.item: array[place.row, place.start : place.start + place.length]
@@ -108,16 +109,16 @@ def gather(
 def _check_buckets(row_lens: tuple[int, ...], *, token_budget: int, align: int) -> None:
     if not row_lens:
         raise ValueError("no row lengths given; set learner.buckets or learner.token_budget")
-    for T in row_lens:
-        if T <= 0 or T % align:
+    for row_len in row_lens:
+        if row_len <= 0 or row_len % align:
             raise ValueError(
-                f"row length {T} is not a multiple of the segment alignment {align}; "
+                f"row length {row_len} is not a multiple of the segment alignment {align}; "
                 "set learner.buckets to multiples of learner.segment_align"
             )
-        if T > token_budget:
+        if row_len > token_budget:
             raise ValueError(
-                f"a row of {T} tokens exceeds the token budget {token_budget} of a micro-batch; "
-                f"set learner.token_budget to at least {T} or drop that bucket"
+                f"a row of {row_len} tokens exceeds the token budget {token_budget} of a "
+                f"micro-batch; set learner.token_budget to at least {row_len} or drop that bucket"
             )
 
 
@@ -141,10 +142,10 @@ def _check_lens(rollouts, lens, prompt_len, row_lens) -> None:
 
 def _plan(size: np.ndarray, rows: dict[int, int]) -> _Plan:
     """The best of the first-fit plans that forbid none, one, two, ... of the smallest buckets."""
-    row_lens = tuple(rows)
-    smallest_needed = min(T for T in row_lens if T >= size.max())
-    floors = [T for T in row_lens if T <= smallest_needed]
-    plans = [_first_fit(size, {T: n for T, n in rows.items() if T >= floor}) for floor in floors]
+    longest = size.max()
+    forbidden = [list(rows)[:n] for n in range(len(rows))]
+    allowed = [{T: n for T, n in rows.items() if T not in small} for small in forbidden]
+    plans = [_first_fit(size, a) for a in allowed if max(a) >= longest]
     return min(plans, key=lambda p: (len(p.row_len), sum(T * T * rows[T] for T in p.row_len)))
 
 
@@ -156,7 +157,7 @@ def _first_fit(size: np.ndarray, rows: dict[int, int]) -> _Plan:
         fits = free >= size[item]
         row = int(fits.argmax()) if len(free) else 0
         if not len(free) or not fits[row]:
-            T = min(T for T in rows if T >= size[item])
+            T = min(row_len for row_len in rows if row_len >= size[item])
             row = len(free)
             plan.row_len.append(T)
             plan.first_row.append(row)
@@ -188,14 +189,14 @@ def _balance(
 def _deal_items(items, size, cost, T: int, n_rows: int, n_ranks: int) -> np.ndarray | None:
     """Each item to the cheapest rank with room, there to the fullest row that holds it."""
     free = np.full((n_ranks, n_rows // n_ranks), T)
-    load = np.zeros(n_ranks, cost.dtype)
+    load = np.zeros(n_ranks)
     local = np.zeros(len(items), int)
     for i, item in enumerate(items):
         room = free >= size[item]
         open_ranks = room.any(axis=1)
         if not open_ranks.any():
             return None
-        rank = int(np.where(open_ranks, load, np.iinfo(load.dtype).max).argmin())
+        rank = int(np.where(open_ranks, load, np.inf).argmin())
         column = int(np.where(room[rank], free[rank], T + 1).argmin())
         free[rank, column] -= size[item]
         load[rank] += cost[item]
@@ -252,7 +253,7 @@ def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:
     return ids
 
 
-def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, np.ndarray]:
+def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, Any]:
     """Every Batch field as [n_flat], the tokens of item i from base[i] on."""
     sequences = [part for r in rollouts for part in (r.prompt.tokens, r.tokens)]
     all_tokens = np.concatenate(sequences).astype(np.int32)

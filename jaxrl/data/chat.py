@@ -1,0 +1,152 @@
+"""The tokenizer of a checkpoint folder and its chat template: messages to tokens and back."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TEMPLATES = Path(__file__).parent / "templates"
+_BATCH = 1024  # conversations tokenized in one call
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies in a checkpoint folder. Reads the folder only, never a hub."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a folder; set model.path to a checkpoint folder in Hugging Face format"
+        )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"{folder} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy "
+            "tokenizer.json and tokenizer_config.json of the model into it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # foreign code, many kinds of failure
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded ({_first_line(error)}); copy tokenizer.json "
+            "and tokenizer_config.json of the model into it anew"
+        ) from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
+    """Raises ValueError if the tokenizer can emit a token that a model of `vocab` rows has not."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ValueError(
+            f"the tokenizer has token ids up to {largest} ({token!r}), the model only {vocab} "
+            "embedding rows (ids below it); use the tokenizer that belongs to the model in "
+            "model.path, or resize the model's embeddings"
+        )
+
+
+def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response, ascending: the tokenizer's end-of-sequence token and
+    eos_token_id of generation_config.json (one id or a list; config.json where that file is absent)."""
+    found = _id_set(tokenizer.eos_token_id)
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        if path.is_file():
+            found |= _id_set(json.loads(path.read_text()).get("eos_token_id"))
+            break
+    if not found:
+        raise ValueError(
+            f"neither the tokenizer nor generation_config.json in {folder} names an end-of-sequence "
+            "token, so no response could end; set eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(found))
+
+
+class ChatRenderer:
+    """Renders conversations with the checkpoint's chat template, or with another one.
+
+    `template` is "" (the checkpoint's), the path of a Jinja file, or the name of a file in
+    jaxrl/data/templates ("chatml": <|im_start|>role ... <|im_end|>, no default system message).
+    `system_prompt` is put before every conversation that has no system message.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, template: str = "", system_prompt: str = ""
+    ):
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.template = _read_template(template) if template else _own_template(tokenizer)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> Int32[np.ndarray, " prompt_len"]:
+        """Tokens of the conversation and of the header that asks the model to answer."""
+        return self.render_all([messages])[0]
+
+    def render_all(
+        self, conversations: Sequence[Sequence[dict[str, str]]]
+    ) -> list[Int32[np.ndarray, " _"]]:
+        """render() of each; one call of the tokenizer, which uses all cores, for many."""
+        rendered = []
+        for first in range(0, len(conversations), _BATCH):
+            texts = [self.text(c) for c in conversations[first : first + _BATCH]]
+            # the template already holds the special tokens
+            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rendered += [np.array(row, np.int32) for row in ids]
+        return rendered
+
+    def text(self, messages: Sequence[dict[str, str]]) -> str:
+        """The conversation as the template writes it, before tokenization."""
+        messages = list(messages)
+        if self.system_prompt and not any(m["role"] == "system" for m in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is foreign code
+            roles = [m["role"] for m in messages]
+            raise ValueError(
+                f"the chat template refuses a conversation with the roles {roles} "
+                f"({_first_line(error)}); change the data or set data.chat_template"
+            ) from error
+        return str(text)
+
+    def decode(
+        self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True
+    ) -> str:
+        """The text of tokens, by default without the special ones."""
+        ids = np.asarray(tokens).tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _id_set(ids: Any) -> set[int]:
+    """Of None, one id or a list of ids."""
+    return set() if ids is None else set(ids if isinstance(ids, list) else [ids])
+
+
+def _read_template(template: str) -> str:
+    for path in (_TEMPLATES / f"{template}.jinja", Path(template)):
+        if path.is_file():
+            return path.read_text()
+    raise FileNotFoundError(
+        f"chat template {template!r} is neither a file nor one of {', '.join(_template_names())}; "
+        "set data.chat_template to the path of a Jinja file"
+    )
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template; set "
+            "data.chat_template to a Jinja file or to one of " + ", ".join(_template_names())
+        )
+    return tokenizer.get_chat_template()
+
+
+def _template_names() -> list[str]:
+    return sorted(path.stem for path in _TEMPLATES.glob("*.jinja"))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,185 @@
+"""From data sources to prompts: columns, chat template, length limit.
+
+A row, whatever file it comes from, has one of these forms; other columns are ignored.
+
+verl's schema                                   plain
+  prompt        list of {role, content}           prompt | messages | question | problem: the first
+  reward_model  {style, ground_truth}               that the row has; a string is one user message
+  data_source   optional, names the metrics       answer: string, number, or any JSON value
+  ability       optional                          data_source, ability, extra_info: optional
+  extra_info    optional, handed to the reward
+
+Both may be mixed (question + reward_model, prompt + answer). An answer that is no string is written
+as JSON. A source may also be a task of jaxrl/data/tasks.py.
+"""
+
+import dataclasses
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import DataConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.tables import read_rows
+from jaxrl.data.tasks import make_questions
+from jaxrl.types import Prompt
+
+_PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+_TASK_PREFIXES = ("task:", "reasoning_gym:")
+_CHUNK = 1024  # rows rendered together
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Example:
+    """A row understood, before the chat template."""
+
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    source: str
+    extra: dict[str, Any]
+
+
+def load_prompts(
+    sources: Sequence[str], *, renderer: ChatRenderer, data: DataConfig, limit: int = 0
+) -> list[Prompt]:
+    """All prompts of the sources in order, at most `limit` (0 = all), none over data.max_prompt_len.
+
+    A prompt's id is its row index over the concatenated sources, whether or not rows before it
+    were dropped. Raises ValueError for rows without the needed columns, for a prompt over the limit
+    when neither filtering nor truncation is on, and where no prompt is left.
+    """
+    prompts: list[Prompt] = []
+    dropped: list[int] = []  # lengths
+    rows = enumerate(itertools.chain.from_iterable(_examples(source) for source in sources))
+    for chunk in itertools.batched(rows, _CHUNK):
+        rendered = renderer.render_all([example.messages for _, example in chunk])
+        for (row, example), tokens in zip(chunk, rendered, strict=True):
+            if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
+                dropped.append(len(tokens))
+                continue
+            tokens = _truncate(tokens, row, data)
+            prompts.append(
+                Prompt(
+                    id=row,
+                    messages=example.messages,
+                    tokens=tokens,
+                    answer=example.answer,
+                    source=example.source,
+                    extra=example.extra,
+                )
+            )
+        if limit and len(prompts) >= limit:
+            break
+    if dropped:
+        logger.info(
+            "%d of %d prompts are longer than data.max_prompt_len = %d tokens and were left out",
+            len(dropped),
+            len(dropped) + len(prompts),
+            data.max_prompt_len,
+        )
+    if not prompts:
+        raise ValueError(_nothing_left(sources, dropped, data))
+    return prompts[:limit] if limit else prompts
+
+
+def _examples(source: str) -> Iterator[_Example]:
+    if source.startswith(_TASK_PREFIXES):
+        for q in make_questions(source):
+            messages = ({"role": "user", "content": q.text},)
+            yield _Example(messages=messages, answer=q.answer, source=q.source, extra=q.extra)
+        return
+    for place, row in read_rows(source):
+        yield _Example(
+            messages=_messages(row, place),
+            answer=_answer(row, place),
+            source=str(row.get("data_source") or "default"),
+            extra=_extra(row),
+        )
+
+
+def _messages(row: dict[str, Any], place: str) -> tuple[dict[str, str], ...]:
+    column = next((name for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        raise ValueError(_missing(row, place))
+    value = row[column]
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+        raise ValueError(
+            f"{place}: {column} is neither a string nor a list of messages "
+            f"{{role, content}} with text contents, but {_shortened(value)}; jaxrl trains on text only"
+        )
+    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _answer(row: dict[str, Any], place: str) -> str:
+    reward_model = row.get("reward_model")
+    value = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if value is None:
+        value = row.get("answer")
+    if value is None:
+        raise ValueError(_missing(row, place))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _missing(row: dict[str, Any], place: str) -> str:
+    found = ", ".join(name for name, value in row.items() if value is not None) or "none"
+    return (
+        f"{place} has the columns {found}; needed are a prompt ({', '.join(_PROMPT_COLUMNS)}) and an "
+        "answer (reward_model with ground_truth, or answer); rename the columns or convert the file "
+        "as scripts/prepare_gsm8k.py does"
+    )
+
+
+def _extra(row: dict[str, Any]) -> dict[str, Any]:
+    extra = row.get("extra_info")
+    extra = dict(extra) if isinstance(extra, dict) else {}
+    if row.get("ability") is not None:
+        extra.setdefault("ability", row["ability"])
+    return extra
+
+
+def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:
+    """At most max_prompt_len tokens: 'left' drops the first, 'right' the last, 'middle' the middle."""
+    limit, excess = data.max_prompt_len, len(tokens) - data.max_prompt_len
+    if excess <= 0:
+        return tokens
+    if data.truncation == "left":
+        return tokens[excess:]
+    if data.truncation == "right":
+        return tokens[:limit]
+    if data.truncation == "middle":
+        head = limit // 2
+        return np.concatenate([tokens[:head], tokens[head + excess :]])
+    raise ValueError(
+        f"prompt {row} has {len(tokens)} tokens, data.max_prompt_len is {limit}; raise it, set "
+        "data.filter_overlong_prompts=True to leave such prompts out, or data.truncation to 'left', "
+        "'right' or 'middle' to cut them"
+    )
+
+
+def _nothing_left(sources: Sequence[str], dropped: list[int], data: DataConfig) -> str:
+    names = ", ".join(sources) or "no source at all"
+    if not dropped:
+        return f"no prompts in {names}; set data.train (or data.val) to files that hold some"
+    return (
+        f"all {len(dropped)} prompts of {names} are longer than data.max_prompt_len = "
+        f"{data.max_prompt_len} tokens (the shortest has {min(dropped)}); raise it"
+    )
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

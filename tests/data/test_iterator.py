@@ -1,0 +1,73 @@
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.data.iterator import PromptIterator
+from jaxrl.types import Prompt
+
+
+def prompts(n):
+    return [Prompt(id=i, messages=(), tokens=np.zeros(1, np.int32), answer="") for i in range(n)]
+
+
+def iterate(n=10, per_step=3, shuffle=True, seed=5):
+    return PromptIterator(prompts(n), prompts_per_step=per_step, shuffle=shuffle, seed=seed)
+
+
+def take(iterator, n):
+    return [[p.id for p in next(iterator)] for _ in range(n)]
+
+
+def test_each_epoch_uses_a_prompt_once_in_an_order_of_its_own():
+    iterator = iterate(n=12, per_step=4)
+    epochs = [np.concatenate(take(iterator, 3)) for _ in range(4)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(12))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_left_over_prompts_are_dropped_and_differ_between_epochs():
+    iterator = iterate(n=10, per_step=3)
+    assert iterator.steps_per_epoch == 3
+    left_over = [set(range(10)) - set(np.concatenate(take(iterator, 3))) for _ in range(8)]
+    assert all(len(left) == 1 for left in left_over)
+    assert len(set.union(*left_over)) > 1
+
+
+def test_without_shuffle_the_order_is_that_of_the_data():
+    assert take(iterate(shuffle=False), 4) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("steps_before", [0, 2, 3, 7])
+def test_restore_continues_identically(steps_before):
+    unbroken = iterate()
+    take(unbroken, steps_before)
+    state = json.loads(json.dumps(unbroken.state()))
+    resumed = iterate()
+    resumed.restore(state)
+    assert take(unbroken, 8) == take(resumed, 8)
+    assert unbroken.epoch == resumed.epoch
+
+
+def test_epoch_is_that_of_the_next_batch():
+    iterator = iterate(n=6, per_step=3)
+    seen = []
+    for _ in range(5):
+        seen.append(iterator.epoch)
+        next(iterator)
+    assert seen == [0, 0, 1, 1, 2]
+
+
+def test_seed_changes_the_order():
+    assert take(iterate(seed=1), 3) != take(iterate(seed=2), 3)
+
+
+def test_too_few_prompts_for_a_step_is_an_error():
+    with pytest.raises(ValueError, match=r"2 prompts do not fill one step of 3; lower"):
+        iterate(n=2, per_step=3)
+
+
+def test_state_of_other_data_is_refused():
+    with pytest.raises(ValueError, match="has n_prompts = 11, this run 10"):
+        iterate(n=10).restore(iterate(n=11).state())
