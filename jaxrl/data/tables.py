@@ -74,7 +74,7 @@ def _choose(folder: Path, splits: list[str], split: str) -> str:
         return splits[0]
     if split not in splits:
         raise ValueError(
-            f"{folder} has the splits {', '.join(splits)}, asked for {split or 'none of them'!r}; "
+            f"{folder} has the splits {', '.join(splits)}, asked for {repr(split) if split else 'none'}; "
             f"write {folder}?split={splits[0]}"
         )
     return split
