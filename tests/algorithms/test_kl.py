@@ -1,0 +1,72 @@
+"""KL estimators on hand numbers, and what their gradients are in expectation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms.kl import KL_ESTIMATORS
+
+LN2 = float(np.log(2.0))
+
+
+def row(*values):
+    return jnp.array([values], jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [  # d = logp - ref_logp = ln 2, -ln 2
+        ("k1", [LN2, -LN2]),
+        ("abs", [LN2, LN2]),
+        ("k2", [LN2**2 / 2, LN2**2 / 2]),
+        # exp(-d) - 1 + d: 1/2 - 1 + ln 2 and 2 - 1 - ln 2
+        ("k3", [LN2 - 0.5, 1.0 - LN2]),
+    ],
+)
+def test_values(name, want):
+    got = KL_ESTIMATORS[name](row(-1.0, -1.0), row(-1.0 - LN2, -1.0 + LN2))
+    np.testing.assert_allclose(got[0], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("k1", [1.0, 1.0]), ("abs", [1.0, -1.0]), ("k2", [LN2, -LN2]), ("k3", [0.5, -1.0])],
+)
+def test_gradients(name, want):
+    # 1; sign(d); d; 1 - exp(-d) = 1 - 1/2 and 1 - 2
+    ref = row(-1.0 - LN2, -1.0 + LN2)
+    got = jax.grad(lambda logp: jnp.sum(KL_ESTIMATORS[name](logp, ref)))(row(-1.0, -1.0))
+    np.testing.assert_allclose(got[0], want, rtol=1e-5)
+
+
+def test_k3_keeps_its_digits_where_the_models_agree():
+    # d = 2^-13, exact in float32: d^2 / 2 = 2^-27, lost in 1 + d - 1 - d
+    got = KL_ESTIMATORS["k3"](row(-1.0), row(-1.0 - 2.0**-13))
+    np.testing.assert_allclose(got, 2.0**-27, rtol=1e-2)
+
+
+def exact_kl(p, q):
+    return jnp.sum(p * jnp.log(p / q))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_expected_gradient_is_the_one_the_table_says(name):
+    logits, ref = jnp.array([0.3, -0.2, 0.9]), jax.nn.log_softmax(jnp.array([0.0, 0.5, 0.1]))
+    p = jax.nn.softmax(logits)
+
+    def expected(logits):  # over the three tokens, the sampling probabilities held fixed
+        logp = jax.nn.log_softmax(logits)
+        return jnp.sum(p * KL_ESTIMATORS[name](logp[None], ref[None])[0])
+
+    reverse = jax.grad(lambda x: exact_kl(jax.nn.softmax(x), jnp.exp(ref)))(logits)
+    forward = jax.grad(lambda x: exact_kl(jnp.exp(ref), jax.nn.softmax(x)))(logits)
+    want = {"k1": jnp.zeros(3), "k2": reverse, "k3": forward}[name]
+    np.testing.assert_allclose(jax.grad(expected)(logits), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_the_unbiased_estimators_average_to_the_kl(name):
+    p, q = jnp.array([0.2, 0.5, 0.3]), jnp.array([0.4, 0.4, 0.2])
+    got = jnp.sum(p * KL_ESTIMATORS[name](jnp.log(p)[None], jnp.log(q)[None])[0])
+    np.testing.assert_allclose(got, exact_kl(p, q), rtol=1e-5)
