@@ -1,7 +1,6 @@
 """GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) of the Llama architecture
 -> Hugging Face folder: weights dequantised, config, tokenizer, chat template."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import DTypeLike
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.gguf_tokenizer import special_ids, write_tokenizer
 from jaxrl.models.hf_config import config_to_hf
+from jaxrl.models.new_folder import write_json
 from jaxrl.models.tensor_file import write_tensors
 
 TOP = {
@@ -60,10 +60,6 @@ def convert_gguf(path: Path, folder: Path, *, dtype: DTypeLike = np.float32) -> 
     layout = {name: (dtype, shape) for name, shape in shapes.items()}
     write_tensors(folder / "model.safetensors", layout, weights(tensors, shapes, cfg, dtype))
     write_json(folder / "config.json", config)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def hf_name(name: str, path: Path) -> str:

@@ -35,9 +35,10 @@ class Linear(nnx.Module):
         self.out_axes = tuple(out_axes[d] for d in out_dims)
         self.w = nnx.data(make(f"{name}.weight", shape, axes, hf_shape=hf_shape))
         free = [i for i, d in enumerate(w_dims) if d not in x_dims]
-        bias_shape, bias_axes = tuple(shape[i] for i in free), tuple(axes[i] for i in free)
+        bias_shape = tuple(shape[i] for i in free)
+        self.bias_axes = tuple(axes[i] for i in free)
         self.b = nnx.data(
-            make(f"{name}.bias", bias_shape, bias_axes, init="zeros", hf_shape=hf_shape[:1])
+            make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_shape[:1])
             if bias
             else None
         )
@@ -45,7 +46,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
         w = jax.reshard(self.w, rules.gathered(*self.axes))
         y = jnp.einsum(self.eq, x, w, out_sharding=rules.spec(*self.out_axes))
-        return y if self.b is None else y + self.b
+        return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 
 
 def make_spec(prefix: str, n_stacked: int = 0) -> MakeParam:

@@ -29,7 +29,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], inv_freq: Float[Array, "H2"]
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    inv_freq: Float[Array | np.ndarray, "H2"],
 ) -> Float[Array, "B T N H"]:
     """Turns the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inv_freq

@@ -1,0 +1,116 @@
+"""Writes tests/models/golden/<name>/: a tiny random checkpoint of every family, saved by transformers,
+and the logits that transformers' torch model gives for it.
+
+torch is not among the project's dependencies; run this in an environment of its own:
+    python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors numpy
+    /tmp/torch/bin/python scripts/make_golden.py tests/models/golden
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]  of its own environment
+import transformers
+
+SHAPE = dict(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=6)
+# Windows are shorter than the rows, caps are small enough to bend the numbers.
+MODELS = {
+    "llama": ("Llama", dict(num_hidden_layers=2, rope_theta=500.0)),
+    "llama3_rope": (
+        "Llama",
+        dict(
+            num_hidden_layers=2,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10_000.0,
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        ),
+    ),
+    "llama_linear_rope": (
+        "Llama",
+        dict(
+            num_hidden_layers=2,
+            rope_parameters=dict(rope_type="linear", rope_theta=10_000.0, factor=3.0),
+        ),
+    ),
+    "qwen2": (
+        "Qwen2",
+        dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "qwen3": ("Qwen3", dict(num_hidden_layers=2, head_dim=16)),
+    "mistral": ("Mistral", dict(num_hidden_layers=2, head_dim=16, sliding_window=7)),
+    "gemma2": (
+        "Gemma2",
+        dict(
+            num_hidden_layers=3,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+            **GEMMA,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            num_hidden_layers=7,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=5_000.0, factor=2.0),
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            ),
+            **GEMMA,
+        ),
+    ),
+}
+ROWS, LENGTH = 2, 40
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that attention is peaked, norms and biases away from their defaults."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name:
+            weight.data += 0.3 * noise
+        elif "bias" in name:
+            weight.data = 0.5 * noise
+        elif "embed" in name:
+            weight.data = 0.3 * noise
+        else:
+            weight.data = 1.5 * noise / weight.shape[1] ** 0.5
+
+
+def main(target: Path) -> None:
+    for seed, (name, (family, extra)) in enumerate(MODELS.items()):
+        text = "Text" if family == "Gemma3" else ""
+        config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra)
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        randomise(model, seed)
+        model.save_pretrained(target / name)
+        tokens = np.random.default_rng(seed).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
+        np.savez(target / name / "golden.npz", tokens=tokens, logits=logits)
+        print(f"{name}: |logit| up to {np.abs(logits).max():.1f}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Logits against Hugging Face's torch models, on the tiny checkpoints of scripts/make_golden.py."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.config import Rope
+from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.hf_load import load_model
+from jaxrl.models.spec import is_spec
+from sharding import TRAIN
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def golden(name: str) -> tuple[jax.Array, np.ndarray]:
+    """(tokens [B, T], torch's logits [B, T, V])."""
+    saved = np.load(GOLDEN / name / "golden.npz")
+    return jnp.asarray(saved["tokens"]), saved["logits"]
+
+
+@jax.jit
+def packed_logits(model: Decoder, tokens: jax.Array, segments: jax.Array, positions: jax.Array):
+    return model.logits(forward_packed(model, tokens, segments, positions, rules=TRAIN), TRAIN)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(name, stacked, one_device):
+    tokens, expected = golden(name)
+    _, model = load_model(GOLDEN / name, rules=TRAIN, stacked=stacked)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = packed_logits(model, tokens, jnp.ones_like(tokens), positions)
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
+    tokens, expected = golden(name)
+    first, second = 23, 14  # of the two rows; 3 tokens of padding behind
+    padding = jnp.zeros(3, jnp.int32)
+    row = jnp.concatenate([tokens[0, :first], tokens[1, :second], padding])
+    segments = jnp.array([1] * first + [2] * second + [0] * 3)
+    positions = jnp.concatenate([jnp.arange(first), jnp.arange(second), padding])
+    _, model = load_model(GOLDEN / name, rules=TRAIN)
+    logits = np.asarray(packed_logits(model, row[None], segments[None], positions[None]))[0]
+    np.testing.assert_allclose(logits[:first], expected[0, :first], atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(
+        logits[first : first + second], expected[1, :second], atol=1e-4, rtol=1e-4
+    )
+
+
+PLAIN = [
+    ("llama", dict(rope=Rope())),
+    ("llama3_rope", dict(rope=Rope())),
+    ("llama_linear_rope", dict(rope=Rope())),
+    ("qwen2", dict(windows=())),
+    ("mistral", dict(windows=())),
+    ("gemma2", dict(windows=())),
+    ("gemma2", dict(attn_softcap=None)),
+    ("gemma2", dict(attn_scale=None)),
+    ("gemma3", dict(local_rope=None)),
+    ("gemma3", dict(embed_scale=1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "plain"), PLAIN)
+def test_the_checkpoints_show_what_sets_their_family_apart(name, plain, one_device):
+    """With one field put back to its default the logits are far off, so parity proves that field."""
+    tokens, expected = golden(name)
+    cfg, model = load_model(GOLDEN / name, rules=TRAIN)
+    other = decoder_specs(dataclasses.replace(cfg, **plain))
+    layout = jax.tree.structure(other, is_leaf=is_spec)
+    model = jax.tree.unflatten(layout, jax.tree.leaves(model))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = packed_logits(model, tokens, jnp.ones_like(tokens), positions)
+    assert np.abs(np.asarray(logits) - expected).max() > 0.05
