@@ -1,6 +1,5 @@
 """Causal attention over packed rows: one signature, one implementation per backend."""
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.reference import attention_reference

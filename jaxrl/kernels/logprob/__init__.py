@@ -1,0 +1,74 @@
+"""Logprob, entropy and KL of target tokens straight from hidden states and the unembedding."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
+from sharding import Rules
+
+__all__ = ["logprob_entropy", "logprob_entropy_kl", "token_logp"]
+
+
+def logprob_entropy(
+    hidden: Float[Array, "B T D"],
+    unembed: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    temperature: float,
+    logit_softcap: float | None = None,
+    chunk: int,
+    rules: Rules,
+    with_entropy: bool = True,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """log p(targets) and -Σ p log p of p = softmax(cap(h Wᵀ) / temperature), float32.
+
+    The logits of `chunk` tokens (per device) exist at one time; backward computes them again. Rows
+    lie on the batch axes, the vocabulary on its own; dW is summed in float32 and comes back in the
+    sharding of `unembed`. With `with_entropy=False` the entropy is zeros and costs nothing.
+    Raises ValueError for a temperature or chunk that is not positive.
+    """
+    head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=False)
+    hidden, unembed, targets = _lay_out(rules, hidden, unembed, targets)
+    logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, ())
+    return logp, entropy
+
+
+def logprob_entropy_kl(
+    hidden: Float[Array, "B T D"],
+    unembed: Float[Array, "V D"],
+    ref_hidden: Float[Array, "B T E"],
+    ref_unembed: Float[Array, "V E"],
+    targets: Int[Array, "B T"],
+    *,
+    temperature: float,
+    logit_softcap: float | None = None,
+    chunk: int,
+    rules: Rules,
+    with_entropy: bool = True,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+    """`logprob_entropy`, and the exact KL(p | q) = Σ p (log p - log q) over the vocabulary, where q
+    is the reference's distribution at the same temperature. No gradient goes into the reference."""
+    head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=True)
+    hidden, unembed, targets = _lay_out(rules, hidden, unembed, targets)
+    ref_hidden, ref_unembed, _ = _lay_out(rules, ref_hidden, ref_unembed, targets)
+    ref = jax.lax.stop_gradient((ref_hidden, ref_unembed))
+    return chunked_logprob(head, hidden, unembed, targets, ref)
+
+
+def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
+    if temperature <= 0:
+        raise ValueError(
+            f"logprobs need a positive temperature, got {temperature}; set 1.0 to score the model itself"
+        )
+    if chunk <= 0:
+        raise ValueError(f"the logprob chunk is {chunk} tokens; set it to 1 or more")
+    return Head(temperature, softcap, chunk, rules, with_entropy, with_kl)
+
+
+def _lay_out(rules: Rules, hidden, unembed, targets):
+    """The shardings that the kernel's shard_map expects."""
+    return (
+        jax.reshard(hidden, rules.spec("batch", "time", None)),
+        jax.reshard(unembed, rules.spec("vocab", "w_embed")),
+        jax.reshard(targets, rules.spec("batch", "time")),
+    )

@@ -1,0 +1,152 @@
+"""Chunked logprob, entropy and KL against the naive form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
+from jaxrl.kernels.logprob.reference import logprob_reference
+from sharding import Rules, make_mesh
+
+RULES = Rules()
+
+
+def problem(B=8, T=13, D=32, V=500, E=16, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 12))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    inputs = dict(
+        hidden=normal(B, T, D),
+        unembed=normal(V, D) * 0.5,
+        ref_hidden=normal(B, T, E),
+        ref_unembed=normal(V, E) * 0.5,
+        targets=jax.random.randint(next(keys), (B, T), 0, V),
+    )
+    return inputs, [normal(B, T) for _ in range(3)]
+
+
+def value_and_grad(fn, inputs, weights):
+    """Values, and the gradient of their weighted sum into hidden and unembed."""
+
+    def loss(hidden, unembed):
+        outs = fn(**(inputs | dict(hidden=hidden, unembed=unembed)))
+        return sum(jnp.sum(a * w) for a, w in zip(outs, weights, strict=True)), outs
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, outs), grads = jax.jit(grad)(inputs["hidden"], inputs["unembed"])
+    return jax.device_get((outs, grads))
+
+
+def assert_close(want, got, tol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), want, got)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40, 1000])
+@pytest.mark.parametrize("kind", [dict(temperature=1.0), dict(temperature=0.7, softcap=3.0)])
+def test_values_and_gradients_equal_the_naive_form(one_device, chunk, kind):
+    inputs, weights = problem()
+
+    def naive(**k):
+        return logprob_reference(**k, **({"softcap": None} | kind))
+
+    def kernel(**k):
+        return logprob_entropy_kl(
+            **k,
+            temperature=kind["temperature"],
+            logit_softcap=kind.get("softcap"),
+            chunk=chunk,
+            rules=RULES,
+        )
+
+    want, got = (value_and_grad(f, inputs, weights) for f in (naive, kernel))
+    assert_close(want[0], got[0])
+    assert_close(want[1], got[1], tol=2e-5)  # sums over 104 tokens or 500 words
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_without_a_reference(one_device, with_entropy):
+    inputs, weights = problem()
+    policy = {name: inputs[name] for name in ("hidden", "unembed", "targets")}
+    weights = [weights[0], weights[1] * with_entropy]
+    rest = dict(ref_hidden=inputs["ref_hidden"], ref_unembed=inputs["ref_unembed"])
+
+    def naive(**k):
+        return logprob_reference(**k, **rest, temperature=1.3, softcap=None)[:2]
+
+    def kernel(**k):
+        return logprob_entropy(
+            **k, temperature=1.3, chunk=32, rules=RULES, with_entropy=with_entropy
+        )
+
+    want, got = (value_and_grad(f, policy, weights) for f in (naive, kernel))
+    assert_close(want[0][0], got[0][0])
+    assert_close(want[0][1] * with_entropy, got[0][1])
+    assert_close(want[1], got[1], tol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(sequence=2, tensor=4)])
+def test_same_numbers_on_every_mesh(mesh):
+    rules = Rules(time="sequence")
+    inputs, weights = problem(T=14)
+
+    def kernel(**k):
+        return logprob_entropy_kl(**k, temperature=0.9, logit_softcap=5.0, chunk=9, rules=rules)
+
+    results = []
+    for sizes in ({}, mesh):
+        with jax.set_mesh(make_mesh(**sizes)):
+            tokens = rules.spec("batch", "time")
+            rows = [jax.reshard(w, tokens) for w in weights]
+            axes = dict(hidden=("batch", "time", None), ref_hidden=("batch", "time", None))
+            axes |= dict(unembed=("vocab", "w_embed"), ref_unembed=("vocab", "w_embed"))
+            axes |= dict(targets=("batch", "time"))
+            placed = {k: jax.reshard(inputs[k], rules.spec(*axes[k])) for k in inputs}
+            results.append(value_and_grad(kernel, placed, rows))
+    assert_close(*results, tol=2e-5)
+
+
+def test_gradients_keep_the_sharding_and_dtype_of_the_weight():
+    rules = Rules()
+    inputs, _ = problem()
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        unembed = jax.reshard(inputs["unembed"], rules.spec("vocab", "w_embed")).astype(
+            jnp.bfloat16
+        )
+
+        def loss(w):
+            return jnp.sum(
+                logprob_entropy(
+                    inputs["hidden"], w, inputs["targets"], temperature=1.0, chunk=16, rules=rules
+                )[0]
+            )
+
+        grad = jax.jit(jax.grad(loss))(unembed)
+    assert grad.sharding.spec == rules.spec("vocab", "w_embed") and grad.dtype == jnp.bfloat16
+
+
+def test_temporaries_are_far_below_tokens_by_vocabulary(one_device):
+    B, T, D, V, chunk = 4, 512, 64, 8192, 128
+    shapes = [((B, T, D), jnp.float32), ((V, D), jnp.float32), ((B, T), jnp.int32)]
+    hidden, unembed, targets = (jax.ShapeDtypeStruct(*s) for s in shapes)
+
+    def loss(hidden, unembed, targets):
+        logp, entropy = logprob_entropy(
+            hidden, unembed, targets, temperature=1.0, chunk=chunk, rules=RULES
+        )
+        return jnp.sum(logp) + jnp.sum(entropy)
+
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, unembed, targets)
+    temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
+    all_logits = B * T * V * 4  # 64 MiB; the naive form holds several of these
+    assert temporaries < all_logits / 2, (temporaries, all_logits)
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=0.0, chunk=8), dict(temperature=1.0, chunk=0)])
+def test_values_that_mean_nothing_are_refused(one_device, bad):
+    inputs, _ = problem()
+    args = inputs["hidden"], inputs["unembed"], inputs["targets"]
+    with pytest.raises(ValueError, match="set"):
+        logprob_entropy(*args, **bad, rules=RULES)
