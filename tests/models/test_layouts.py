@@ -1,0 +1,140 @@
+"""The same numbers on every mesh, in both layer layouts, packed or paged, whatever is rematerialised."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.cache import init_cache
+from jaxrl.models.decoder import Decoder, forward_packed, forward_paged
+from jaxrl.models.hf_load import load_model
+from jaxrl.types import Tree
+from sharding import DECODE, TRAIN, make_mesh
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
+MESHES = {
+    "fsdp": dict(fsdp=8),
+    "tensor": dict(tensor=2),
+    "fsdp_tensor": dict(fsdp=4, tensor=2),
+    "hsdp": dict(replica=2, fsdp=4),
+    "hsdp_tensor": dict(replica=2, fsdp=2, tensor=2),
+}
+ROWS, LENGTH = 8, 32
+QUICK = [(family, "hsdp_tensor") for family in FAMILIES] + [("llama", mesh) for mesh in MESHES]
+
+
+def rows() -> tuple[np.ndarray, ...]:
+    """(tokens, targets, segments, positions, mask), each [B, T]: two segments a row, then padding."""
+    tokens = np.random.default_rng(0).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+    lengths = (13, 14)
+    segments = np.array([1] * 13 + [2] * 14 + [0] * 5, np.int32)
+    positions = np.concatenate([np.arange(n) for n in (*lengths, 5)]).astype(np.int32)
+    tile = functools.partial(np.tile, reps=(ROWS, 1))
+    return tokens, np.roll(tokens, -1, 1), tile(segments), tile(positions), tile(segments > 0)
+
+
+def loss(model: Decoder, batch: tuple, *, remat: str = "none") -> tuple[jax.Array, jax.Array]:
+    """(mean negative logp of the targets, logp [B, T])."""
+    tokens, targets, segments, positions, mask = batch
+    hidden = forward_packed(model, tokens, segments, positions, rules=TRAIN, remat=remat)
+    logits = model.logits(hidden, TRAIN)
+    one_hot = jax.nn.one_hot(targets, logits.shape[-1], out_sharding=jax.typeof(logits).sharding)
+    logp = (one_hot * logits).sum(-1) - jax.nn.logsumexp(logits, axis=-1)
+    return -(logp * mask).sum() / mask.sum(), logp
+
+
+@functools.partial(jax.jit, static_argnames="remat")
+def value_and_grad(model: Decoder, batch: tuple, remat: str = "none"):
+    return jax.value_and_grad(functools.partial(loss, remat=remat), has_aux=True)(model, batch)
+
+
+def on_mesh(family: str, *, stacked: bool = False, **mesh: int) -> tuple[float, np.ndarray, Tree]:
+    """Loss, logp and gradients, computed on a mesh of these sizes."""
+    with jax.set_mesh(make_mesh(**mesh)):
+        _, model = load_model(GOLDEN / family, rules=TRAIN, stacked=stacked)
+        batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows())
+        (value, logp), grads = value_and_grad(model, batch)
+        for weight, grad in zip(jax.tree.leaves(model), jax.tree.leaves(grads), strict=True):
+            assert grad.sharding == weight.sharding
+        return float(value), np.asarray(logp), jax.device_get(grads)
+
+
+alone = functools.cache(on_mesh)
+
+
+def assert_same(a: tuple, b: tuple) -> None:
+    np.testing.assert_allclose(a[0], b[0], rtol=1e-6)
+    np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-4)
+    assert_close_trees(a[2], b[2])
+
+
+def assert_close_trees(a: Tree, b: Tree) -> None:
+    """Equal to 1e-5 of each leaf's largest number: sums over rows come in another order."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+
+
+@pytest.mark.parametrize(("family", "mesh"), QUICK)
+def test_a_mesh_gives_the_numbers_of_one_device(family, mesh):
+    assert_same(on_mesh(family, **MESHES[mesh]), alone(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh):
+    for stacked in (False, True):
+        here = on_mesh(family, stacked=stacked, **MESHES[mesh])
+        assert_same(here, alone(family, stacked=stacked))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_stacked_layers_give_the_numbers_of_a_list(family):
+    value, logp, grads = alone(family)
+    value_s, logp_s, grads_s = alone(family, stacked=True)
+    np.testing.assert_allclose(value_s, value, rtol=1e-6)
+    np.testing.assert_allclose(logp_s, logp, rtol=1e-5, atol=1e-4)
+    for i, layer in enumerate(grads.layers):
+        assert_close_trees(jax.tree.map(lambda x, i=i: x[i], grads_s.layers), layer)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_remat_does_not_change_gradients(stacked, one_device):
+    _, model = load_model(GOLDEN / "gemma2", rules=TRAIN, stacked=stacked)
+    batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows())
+    (value, _), grads = value_and_grad(model, batch)
+    for remat in ("dots", "full"):
+        (value_r, _), grads_r = value_and_grad(model, batch, remat=remat)
+        np.testing.assert_allclose(float(value_r), float(value), rtol=1e-6)
+        assert_close_trees(jax.device_get(grads_r), jax.device_get(grads))
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tensor=2)], ids=["alone", "fsdp_tensor"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
+    """Two rows, 10 tokens prefilled (one row padded), then one at a time from scattered pages."""
+    tokens, page_len, n_pages = rows()[0][:2, :16], 4, 16
+    table = jnp.array([[3, 9, 1, 14], [7, 2, 12, 5]], jnp.int32)
+    with jax.set_mesh(make_mesh(**mesh)):
+        cfg, model = load_model(GOLDEN / family, rules=TRAIN, stacked=family in ("qwen2", "gemma3"))
+        places = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+        rules = dataclasses.replace(TRAIN, batch=None)
+        packed = jax.jit(functools.partial(forward_packed, rules=rules))
+        expected = np.asarray(packed(model, jnp.asarray(tokens), jnp.ones_like(tokens), places))
+        cache = init_cache(cfg, n_pages, page_len, jnp.float32, DECODE)
+        paged = jax.jit(functools.partial(forward_paged, rules=DECODE))
+        start = np.array([10, 7])  # prompt lengths
+        positions = np.where(np.arange(10) < start[:, None], np.arange(10), -1).astype(np.int32)
+        hidden, cache = paged(model, jnp.asarray(tokens[:, :10]), positions, cache, table)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        for row in range(2):
+            close(np.asarray(hidden)[row, : start[row]], expected[row, : start[row]])
+        for step in range(6):
+            at = (start + step)[:, None].astype(np.int32)
+            hidden, cache = paged(model, np.take_along_axis(tokens, at, 1), at, cache, table)
+            close(np.asarray(hidden)[:, 0], np.take_along_axis(expected, at[..., None], 1)[:, 0])
