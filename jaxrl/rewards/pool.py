@@ -1,0 +1,267 @@
+"""Runs reward functions in worker processes, so that none of them can stop or crash a run.
+
+A worker is a fresh Python process (no fork: the parent has JAX's threads) without JAX and in a
+session of its own, so that Ctrl-C reaches the parent alone. It gets calls in batches and answers
+each as it is done; when an answer takes longer than the time limit, the worker and all its children
+are killed, the call becomes an error value, the rest of its batch goes to the next free worker, and
+a new process takes its place.
+"""
+
+import collections
+import dataclasses
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from jaxrl.config import RewardConfig
+from jaxrl.rewards.functions import part_names
+from jaxrl.rewards.worker import Result
+from jaxrl.types import Rollout
+
+_START_S = 120.0  # imports of the reward functions
+_MAX_START_FAILURES = 3  # in a row
+_MAX_BATCH = 64  # calls per message
+_WORKER_ENV = {
+    # rewards must not take the accelerator or the cores that the run uses
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One function on one response."""
+
+    item: int
+    function: int
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A process, the calls it was given and has not answered, and when the next answer is due."""
+
+    process: subprocess.Popen
+    connection: Connection
+    deadline: float
+    ready: bool = False
+    pending: collections.deque[_Call] = dataclasses.field(default_factory=collections.deque)
+
+    def kill(self) -> int:
+        """Ends the process and its children; returns its exit status."""
+        if self.process.returncode is None:
+            self.connection.close()
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a process group
+        return self.process.wait()
+
+    def bury(self) -> int:
+        """kill() of a process that closed its socket: lets it end by itself first, for its status."""
+        deadline = time.monotonic() + 1.0
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while not os.waitid(os.P_PID, self.process.pid, flags) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.kill()
+
+
+class RewardPool:
+    """The reward functions of a run. Use as a context manager, or call close().
+
+    The constructor starts the workers and returns when all have imported the functions. Raises
+    ValueError for an unknown name, a module that cannot be imported, or weights that do not fit. One
+    thread at a time may call score().
+    """
+
+    def __init__(self, cfg: RewardConfig):
+        self.names = part_names(cfg.functions)
+        self._weights = cfg.weights or (1.0,) * len(self.names)
+        if not self.names or len(self._weights) != len(self.names):
+            raise ValueError(
+                f"{len(cfg.functions)} reward functions and {len(cfg.weights)} weights; set "
+                "reward.functions to at least one name and reward.weights to as many numbers, or to ()"
+            )
+        self._cfg = cfg
+        self._start_failures = 0
+        self._workers: list[_Worker] = []
+        try:
+            self._start_missing()
+            while not all(worker.ready for worker in self._workers):
+                self._wait()
+                for worker in self._workers:
+                    if error := self._start_error(worker):
+                        raise ValueError(error)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all workers; none is left behind."""
+        while self._workers:
+            self._workers.pop().kill()
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts in their order with reward, reward_parts and reward_error filled.
+
+        The reward is the weighted sum of the functions. reward_parts holds each function's own score
+        under its name, and further numbers it returned as "name/key". Where a function raises, hangs,
+        kills its process or returns no finite number, the reward is cfg.error_value and reward_error
+        says why. A function gets verl's arguments; extra_info holds the prompt's `extra` and
+        "finish" ("stop" or "length") and "response_len" (tokens).
+        """
+        calls = collections.deque(
+            _Call(item, function, _arguments(rollout))
+            for item, rollout in enumerate(rollouts)
+            for function in range(len(self.names))
+        )
+        try:
+            results = self._run(calls)
+        except BaseException:  # Ctrl-C: what the workers still do belongs to no later call
+            self.close()
+            raise
+        return [
+            self._filled(rollout, [results[item, f] for f in range(len(self.names))])
+            for item, rollout in enumerate(rollouts)
+        ]
+
+    def _run(self, queue: collections.deque[_Call]) -> dict[tuple[int, int], Result]:
+        results: dict[tuple[int, int], Result] = {}
+        n_calls = len(queue)
+        batch = max(1, min(_MAX_BATCH, n_calls // (4 * self._cfg.workers)))
+        while len(results) < n_calls:
+            self._start_missing()
+            for worker in self._workers:
+                if worker.ready and not worker.pending and queue:
+                    self._send(worker, batch, queue)
+            self._wait()
+            for worker in tuple(self._workers):
+                error = (
+                    self._collect(worker, results) if worker.ready else self._start_error(worker)
+                )
+                if error:
+                    self._replace(worker, error, queue, results)
+        return results
+
+    def _start_missing(self) -> None:
+        while len(self._workers) < self._cfg.workers:
+            self._workers.append(_start(self._cfg))
+
+    def _wait(self) -> None:
+        """Sleeps until a worker has something to say or is late."""
+        due = min(w.deadline for w in self._workers if w.pending or not w.ready)
+        wait([w.connection for w in self._workers], timeout=max(0.0, due - time.monotonic()))
+
+    def _start_error(self, worker: _Worker) -> str:
+        """Reads a starting worker's report; "" when it is ready or not heard of yet."""
+        if not worker.connection.poll():
+            late = time.monotonic() > worker.deadline
+            return f"importing the reward functions took over {_START_S:g} s" if late else ""
+        try:
+            report = worker.connection.recv()
+        except (EOFError, OSError):
+            return f"a reward worker died at start with status {worker.bury()}"
+        worker.ready = report == "ready"
+        if worker.ready:
+            self._start_failures = 0
+        return "" if worker.ready else report
+
+    def _send(self, worker: _Worker, n_calls: int, queue: collections.deque[_Call]) -> None:
+        calls = [queue.popleft() for _ in range(min(n_calls, len(queue)))]
+        try:
+            worker.connection.send([(call.function, call.arguments) for call in calls])
+        except OSError:  # it died while idle; _collect finds out
+            queue.extendleft(reversed(calls))
+            return
+        worker.pending.extend(calls)
+        worker.deadline = time.monotonic() + self._cfg.timeout_s
+
+    def _collect(self, worker: _Worker, results: dict[tuple[int, int], Result]) -> str:
+        """Takes the answers that are there; returns why the worker must be replaced, or ""."""
+        try:
+            while worker.connection.poll():
+                result = Result(*worker.connection.recv())
+                call = worker.pending.popleft()
+                results[call.item, call.function] = result
+                worker.deadline = time.monotonic() + self._cfg.timeout_s
+        except (EOFError, OSError):
+            return f"the worker process died with status {worker.bury()}"
+        if worker.pending and time.monotonic() > worker.deadline:
+            return f"no answer within {self._cfg.timeout_s:g} s"
+        return ""
+
+    def _replace(
+        self,
+        worker: _Worker,
+        error: str,
+        queue: collections.deque[_Call],
+        results: dict[tuple[int, int], Result],
+    ) -> None:
+        """The call in work fails, those behind it go back into the queue."""
+        worker.kill()
+        self._workers.remove(worker)
+        if not worker.ready:
+            self._start_failures += 1
+            if self._start_failures >= _MAX_START_FAILURES:
+                raise RuntimeError(
+                    f"reward workers could not be started {_MAX_START_FAILURES} times in a row "
+                    f"({error}); look for changed files and for memory or process limits"
+                )
+        elif worker.pending:
+            call = worker.pending.popleft()
+            results[call.item, call.function] = Result(0.0, {}, error)
+            queue.extendleft(reversed(worker.pending))
+
+    def _filled(self, rollout: Rollout, results: list[Result]) -> Rollout:
+        parts: dict[str, float] = {}
+        errors: list[str] = []
+        for name, result in zip(self.names, results, strict=True):
+            if result.error:
+                errors.append(f"{name}: {result.error}")
+                continue
+            parts[name] = result.score
+            parts |= {f"{name}/{key}": value for key, value in result.parts.items()}
+        reward = self._cfg.error_value
+        if not errors:
+            reward = sum(w * r.score for w, r in zip(self._weights, results, strict=True))
+        return dataclasses.replace(
+            rollout, reward=float(reward), reward_parts=parts, reward_error="; ".join(errors)
+        )
+
+
+def _arguments(rollout: Rollout) -> dict[str, Any]:
+    """verl's signature."""
+    prompt = rollout.prompt
+    extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
+    return {
+        "data_source": prompt.source,
+        "solution_str": rollout.text,
+        "ground_truth": prompt.answer,
+        "extra_info": prompt.extra | extra,
+    }
+
+
+def _start(cfg: RewardConfig) -> _Worker:
+    ours, theirs = multiprocessing.Pipe()
+    # -P: the worker sees exactly the parent's import path, with no entry for its own folder
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxrl.rewards.worker", str(theirs.fileno())],
+        env=os.environ | _WORKER_ENV | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    ours.send((cfg.functions, cfg.timeout_s))
+    return _Worker(process, ours, deadline=time.monotonic() + _START_S)

@@ -1,0 +1,264 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.config import RewardConfig
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.types import Prompt, Rollout
+
+HAZARDS = """
+import os, signal, subprocess, sys, time
+
+
+def length(data_source, solution_str, ground_truth, extra_info=None, *, scale=1):
+    return scale * len(solution_str)
+
+
+def obey(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise RuntimeError("out of cheese")
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "sys.exit":
+        sys.exit("bye")
+    if solution_str == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if solution_str == "sleep":
+        time.sleep(1000)
+    if solution_str == "hang in C":
+        return 9 ** 9 ** 9
+    if solution_str == "spawn":
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(ground_truth, "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+    return {"nan": float("nan"), "none": None, "text": "0.5", "no score": {"acc": 1.0}}.get(
+        solution_str, 1.0
+    )
+
+
+def parts(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 2.0, "acc": True, "pred": "seven", "bad": float("inf")}
+
+
+def what_it_sees(data_source, solution_str, ground_truth, extra_info):
+    return {
+        "score": len(data_source + ground_truth),
+        "truncated": extra_info["finish"] == "length",
+        "response_len": extra_info["response_len"],
+        "index": extra_info["index"],
+        "jax": "jax" in sys.modules,
+        "pid": os.getpid(),
+        "sigint_ignored": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+    }
+"""
+
+
+def rollout(text, answer="1", finish="stop", **extra):
+    prompt = Prompt(
+        id=0, messages=(), tokens=np.zeros(3, np.int32), answer=answer, source="s", extra=extra
+    )
+    tokens, logp = np.zeros(4, np.int32), np.zeros(4, np.float32)
+    return Rollout(
+        prompt=prompt, sample=0, tokens=tokens, logp=logp, version=0, finish=finish, text=text
+    )
+
+
+@pytest.fixture(scope="module")
+def hazards(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "hazards.py"
+    path.write_text(HAZARDS)
+    return str(path)
+
+
+@pytest.fixture
+def pool_of(hazards):
+    """Makes a pool of functions of hazards.py (":name") or of built-in ones; closes it at the end."""
+    pools = []
+
+    def make(*functions, **cfg):
+        names = tuple(hazards + f if f.startswith(":") else f for f in functions)
+        pools.append(RewardPool(RewardConfig(functions=names, **cfg)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_rewards_come_back_in_order(pool_of):
+    pool = pool_of("last_number", workers=3)
+    scored = pool.score([rollout(f"it is {i % 7}.", answer=str(i % 5)) for i in range(300)])
+    assert [r.reward for r in scored] == [float(i % 7 == i % 5) for i in range(300)]
+    assert all(r.reward_parts == {"last_number": r.reward} and not r.reward_error for r in scored)
+    assert pool.score([]) == []
+
+
+def test_weighted_sum_of_functions_with_parts_by_name(pool_of):
+    pool = pool_of("last_number", ":length?scale=2", weights=(1.0, 0.5))
+    [scored] = pool.score([rollout("is 1")])
+    assert scored.reward == 1.0 * 1 + 0.5 * 2 * 4
+    assert scored.reward_parts == {"last_number": 1.0, "length": 8.0}
+
+
+def test_dict_gives_score_and_further_numbers(pool_of):
+    [scored] = pool_of(":parts").score([rollout("")])
+    assert scored.reward == 2.0
+    assert scored.reward_parts == {"parts": 2.0, "parts/acc": 1.0}
+
+
+def test_function_sees_verls_arguments_in_a_process_without_jax(pool_of):
+    pool = pool_of(":what_it_sees", workers=1)
+    [scored] = pool.score([rollout("", answer="abc", finish="length", index=7)])
+    parts = scored.reward_parts
+    assert parts["what_it_sees"] == len("s" + "abc")
+    seen = {key.partition("/")[2]: value for key, value in parts.items()}
+    assert (seen["truncated"], seen["response_len"], seen["index"]) == (1, 4, 7)
+    assert (seen["jax"], seen["sigint_ignored"]) == (0, 1)
+    assert seen["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("raise", "obey: RuntimeError: out of cheese"),
+        ("sys.exit", "obey: SystemExit: bye"),
+        ("exit", "obey: the worker process died with status 3"),
+        ("segfault", "obey: the worker process died with status -11"),
+        ("sleep", "obey: no answer within 0.5 s"),
+        ("hang in C", "obey: no answer within 0.5 s"),
+        ("nan", "obey: ValueError: the function returned nan"),
+        ("none", "obey: TypeError: the function returned None; return a number"),
+        ("text", "obey: TypeError: the function returned '0.5'; return a number"),
+        ("no score", "obey: TypeError: the function returned a dict without 'score'"),
+    ],
+)
+def test_a_failing_call_is_an_error_value_and_the_others_are_scored(pool_of, text, error):
+    pool = pool_of(":obey", timeout_s=0.5, error_value=-1.0)
+    texts = ["fine"] * 20
+    texts[3] = texts[17] = text
+    scored = pool.score([rollout(t) for t in texts])
+    for r in scored:
+        assert (r.reward, bool(r.reward_error)) == (
+            (1.0, False) if r.text == "fine" else (-1.0, True)
+        )
+    assert scored[3].reward_error.startswith(error) and scored[17].reward_error.startswith(error)
+    assert pool.score([rollout("fine")])[0].reward == 1.0  # and the pool lives on
+
+
+def test_one_failing_function_makes_the_response_an_error_but_keeps_the_other_parts(pool_of):
+    pool = pool_of(":obey", ":length", error_value=-0.5)
+    [scored] = pool.score([rollout("raise")])
+    assert scored.reward == -0.5
+    assert scored.reward_parts == {"length": 5.0}
+    assert scored.reward_error == "obey: RuntimeError: out of cheese"
+
+
+def test_single_worker_goes_on_after_every_call_hung(pool_of):
+    pool = pool_of(":obey", workers=1, timeout_s=0.3)
+    scored = pool.score([rollout("sleep"), rollout("fine"), rollout("sleep"), rollout("fine")])
+    assert [r.reward for r in scored] == [0, 1, 0, 1]
+
+
+def test_math_that_hangs_in_c_is_cut_off(pool_of):
+    pool = pool_of("math", workers=1, timeout_s=2.0)
+    start = time.monotonic()
+    hangs = rollout(r"\boxed{9^{9^{9}}}", answer="5")
+    scored = pool.score([rollout(r"\boxed{\frac{1}{2}}", answer="0.5"), hangs])
+    assert [r.reward for r in scored] == [1.0, 0.0]
+    assert scored[1].reward_error == "math: no answer within 2 s"
+    assert time.monotonic() - start < 30
+
+
+def test_timeout_kills_what_the_function_started(pool_of, tmp_path):
+    pid_file = tmp_path / "pid"
+    pool_of(":obey", timeout_s=1.0).score([rollout("spawn", answer=str(pid_file))])
+    wait_until_gone([int(pid_file.read_text())])
+
+
+def test_close_leaves_no_process_behind(pool_of):
+    pool = pool_of(":obey", workers=2, timeout_s=0.3)
+    before = [w.process for w in pool._workers]
+    pool.score([rollout("sleep")])
+    after = [w.process for w in pool._workers]
+    pool.close()
+    for process in {*before, *after}:
+        assert process.returncode is not None  # waited for, so no zombie
+    wait_until_gone([p.pid for p in {*before, *after}])
+
+
+def test_ctrl_c_in_the_parent_is_quiet_and_leaves_nothing(hazards):
+    parent = start_parent(hazards, "time.sleep(0.5); print('scoring', flush=True)")
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert parent.stdout.readline() == "scoring\n"
+    time.sleep(0.5)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate(timeout=30)
+    assert errors.count("Traceback") == 1 and "worker.py" not in errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    wait_until_gone(pids)
+
+
+def test_workers_end_when_the_parent_is_killed(hazards):
+    parent = start_parent(hazards, "os.kill(os.getpid(), signal.SIGKILL)")
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.communicate(timeout=30)
+    wait_until_gone(pids)
+
+
+def start_parent(hazards, action):
+    """A program of its own that makes a pool, prints the workers' pids, acts, and waits for a reward."""
+    program = f"""
+        import os, signal, sys, time
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_pool import RewardConfig, RewardPool, rollout
+        pool = RewardPool(RewardConfig(functions=({hazards + ":obey"!r},)))
+        print(*(w.process.pid for w in pool._workers), flush=True)
+        {action}
+        pool.score([rollout("sleep"), rollout("fine")])
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{pid}/exe") and is_alive(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still alive: {pids}")
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"  # a zombie waits for its parent
+    except FileNotFoundError:
+        return False
+
+
+def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
+    with pytest.raises(ValueError, match=r"unknown reward 'maths'; set .* by_source, exact"):
+        RewardPool(RewardConfig(functions=("maths",)))
+    with pytest.raises(ValueError, match="2 reward functions and 1 weights"):
+        RewardPool(RewardConfig(functions=("exact", "format"), weights=(1.0,)))
+    with pytest.raises(ValueError, match=r"nowhere.* cannot be imported \(ModuleNotFoundError"):
+        RewardPool(RewardConfig(functions=("nowhere.module:f",)))
+    with pytest.raises(ValueError, match=r"has no function 'lenght'; it has length, obey"):
+        RewardPool(RewardConfig(functions=(hazards + ":lenght",)))
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os\nos._exit(4)")
+    with pytest.raises(ValueError, match="died at start with status 4"):
+        RewardPool(RewardConfig(functions=(f"{broken}:f",)))
