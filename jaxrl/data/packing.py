@@ -5,7 +5,7 @@ last token is only ever a target. It starts on a multiple of `align`, so it occu
 rounded up to `align`.
 
 1. Bins. Sequences go by descending length, each into the first row that still has room
-   (first-fit decreasing: at most 11/9 of the fewest possible rows). Where none has, a micro-batch
+   (first-fit decreasing: with one bucket at most 11/9 of the fewest rows). Where none has, a micro-batch
    opens: token_budget // T rows on each rank, T the smallest allowed bucket that holds the sequence.
    The plan is made once with all buckets allowed, once without the smallest, and so on; the one
    with the fewest micro-batches wins, then the one with the least attention area (sum of T * T), so

@@ -33,10 +33,14 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def find_files(source: str) -> list[Path]:
     """The files of a source, shards in order."""
     name, _, split = source.partition("?split=")
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         return _folder_files(path, split)
-    paths = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(name, recursive=True))]
+    paths = (
+        [path]
+        if path.is_file()
+        else [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+    )
     if not paths:
         raise FileNotFoundError(
             f"{name} is no file, folder or pattern that matches one; set data.train and data.val to "

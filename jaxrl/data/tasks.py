@@ -1,7 +1,8 @@
 """Questions made by a program: arithmetic of chosen digit counts, and reasoning-gym's data sets.
 
 A source reads "task:addition?digits=1,2&size=4096&split=train&seed=0" or
-"reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0".
+"reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0"; reasoning-gym has no splits, so give validation
+a seed of its own.
 """
 
 import dataclasses

@@ -21,9 +21,9 @@ def reasoning_gym(
     r"""What the data set's score_answer gives for the extracted answer; below 1 it is 0 unless
     partial_credit.
 
-    The verifiers give part of the score to any text that contains the answer, and some raise on
-    prose, so only the answer is shown to them: <answer>...</answer>, else \boxed{...}, else the last
-    number where the ground truth is one, else the last line.
+    The verifiers give part of the score to any text that contains the answer, so only the answer is
+    shown to them: <answer>...</answer>, else \boxed{...}, else the last number where the ground
+    truth is one, else the last line. Some raise on an answer they cannot read: it is wrong, 0.
     """
     origin = (extra_info or {}).get("reasoning_gym")
     if origin is None:
@@ -33,7 +33,10 @@ def reasoning_gym(
         )
     gym = importlib.import_module("reasoning_gym")
     score = gym.get_score_answer_fn(origin["name"])
-    value = float(score(answer=extract(solution_str, ground_truth), entry=origin["entry"]))
+    try:
+        value = float(score(answer=extract(solution_str, ground_truth), entry=origin["entry"]))
+    except Exception:  # foreign code: prime_factorization parses the words of a sentence as numbers
+        return 0.0
     return value if partial_credit or value >= 1 else 0.0
 
 

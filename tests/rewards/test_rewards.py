@@ -188,6 +188,7 @@ def test_reasoning_gym_scores_the_extracted_answer(monkeypatch):
     origin = {"reasoning_gym": {"name": "chain_sum", "entry": {"metadata": {"x": 1}}}}
     assert reasoning_gym("", "it is 7", "7", origin) == 1
     assert reasoning_gym("", "it is 8", "7", origin) == 0
+    assert reasoning_gym("", "it is 9", "7", origin) == 0  # the verifier raises KeyError
     assert reasoning_gym("", "it is 8", "7", origin, partial_credit=True) == 0.5
     with pytest.raises(ValueError, match="not from reasoning-gym"):
         reasoning_gym("other", "it is 7", "7", {})
