@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
-from jaxrl.kernels.logprob.reference import logprob_reference
+from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl, token_logp
+from jaxrl.kernels.logprob.reference import head_logits, logprob_reference
 from sharding import Rules, make_mesh
 
 RULES = Rules()
@@ -125,6 +125,45 @@ def test_gradients_keep_the_sharding_and_dtype_of_the_weight():
 
         grad = jax.jit(jax.grad(loss))(unembed)
     assert grad.sharding.spec == rules.spec("vocab", "w_embed") and grad.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rows", "V", "with_entropy", "dtype"),
+    [
+        (2, 96, True, jnp.float32),
+        (2, 1000, False, jnp.float32),
+        (8, 1000, True, jnp.bfloat16),
+        (8, 96, False, jnp.float32),
+    ],
+)
+def test_logprobs_are_bitwise_those_of_the_engine(one_device, V, with_entropy, rows, dtype):
+    """The engine sees `rows` hidden states at a time, the trainer 104 of them in chunks of 33."""
+    inputs, _ = problem(D=64, V=V)
+    hidden, unembed = inputs["hidden"].astype(dtype), inputs["unembed"].astype(dtype)
+
+    @jax.jit
+    def engine(h, tokens, temperature):
+        logits = head_logits(h, unembed, temperature=1.0, softcap=None)
+        return token_logp(logits / temperature[:, None], tokens)
+
+    flat, tokens = hidden.reshape(-1, 64), inputs["targets"].reshape(-1)
+    n = len(tokens)
+    want = [
+        engine(flat[i : i + rows], tokens[i : i + rows], jnp.full(rows, 0.7))
+        for i in range(0, n, rows)
+    ]
+    trainer = jax.jit(
+        lambda h: logprob_entropy(
+            h,
+            unembed,
+            inputs["targets"],
+            temperature=0.7,
+            chunk=33,
+            rules=RULES,
+            with_entropy=with_entropy,
+        )
+    )
+    np.testing.assert_array_equal(np.concatenate(want), np.ravel(trainer(hidden)[0]))
 
 
 def test_temporaries_are_far_below_tokens_by_vocabulary(one_device):

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.logprob.reference import head_logits
+from jaxrl.kernels.row_sum import row_sum
 from sharding import Rules
 
 
@@ -58,14 +59,14 @@ def _names(axis) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def token_logp(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B"]:
+def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
     """log softmax(logits)[token] = l[token] - max l - log Σ exp(l - max l).
 
     The engine calls this on the logits it sampled from (divided by the temperature already), so that
     its logprobs and the trainer's are the same arithmetic.
     """
     top = jnp.max(logits, axis=-1)
-    total = jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)
+    total = row_sum(jnp.exp(logits - top[..., None]))
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return chosen - top - jnp.log(total)
 
@@ -168,7 +169,7 @@ def _softmax_parts(head: Head, logits):
 
 
 def _vocab_sum(head: Head, values):
-    total = jnp.sum(values, axis=-1)
+    total = row_sum(values)
     return lax.psum(total, head.vocab_axes) if head.vocab_axes else total
 
 
