@@ -5,6 +5,8 @@ not depend on how sequences were packed. `response_len` holds, at every token, t
 tokens of the token's own sequence; so Σ mask / response_len counts the sequences.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -53,3 +55,10 @@ def aggregate(
     """(sum, weight) of per-token losses; loss = Σ sums / Σ weights over all micro-batches."""
     reduce = choose(AGGREGATIONS, mode, "algorithm.aggregation")
     return reduce(loss, mask, response_len, max_response_len)
+
+
+def idle_weight(response_lens: Sequence[int], *, mode: str) -> float:
+    """Weight of sequences that are left out of a batch because they have no gradient: one each, or
+    their tokens under token_mean. They still count in the mean."""
+    choose(AGGREGATIONS, mode, "algorithm.aggregation")
+    return float(sum(response_lens) if mode == "token_mean" else len(response_lens))

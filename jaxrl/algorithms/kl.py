@@ -42,4 +42,4 @@ def k3(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array,
     return jnp.expm1(ref_logp - logp) - (ref_logp - logp)
 
 
-KL_ESTIMATORS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+ESTIMATORS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}

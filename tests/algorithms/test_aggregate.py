@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.aggregate import AGGREGATIONS, aggregate
+from jaxrl.algorithms.aggregate import AGGREGATIONS, aggregate, idle_weight
 
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {
@@ -61,3 +61,8 @@ def test_masked_tokens_give_no_gradient_and_no_nan(mode):
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"algorithm\.aggregation = 'mean'.*'token_mean'"):
         parts(ONE_ROW, "mean")
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_idle_sequences_weigh_what_they_would_have_weighed_in_a_batch(mode):
+    assert idle_weight([1, 3], mode=mode) == WANT[mode][1]

@@ -1,0 +1,173 @@
+"""The loss of one packed micro-batch, as sums: the one bridge from models to algorithms."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from jaxrl.algorithms import kl as kl_estimators
+from jaxrl.algorithms.aggregate import aggregate
+from jaxrl.algorithms.choose import choose
+from jaxrl.algorithms.masked import masked_max, masked_mean, only
+from jaxrl.algorithms.mismatch import logp_diff, rollout_kl
+from jaxrl.algorithms.policy_loss import POLICY_LOSSES, is_clipped
+from jaxrl.config import RunConfig
+from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
+from jaxrl.learner.needs import full_kl_in_loss, ratio_source
+from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.types import Batch, Tree
+from sharding import Rules
+
+
+@struct.dataclass
+class LossSums:
+    """Adds up over micro-batches. Every mean is kept as (sum, weight) until the end."""
+
+    losses: Tree  # name -> sum by `algorithm.aggregation`, all to be divided by `weight`
+    weight: Tree
+    means: Tree  # name -> mean over tokens, whatever the aggregation
+    maxima: Tree  # name -> largest value over tokens
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return LossSums(
+            jax.tree.map(jnp.add, self.losses, other.losses),
+            self.weight + other.weight,
+            jax.tree.map(jnp.add, self.means, other.means),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+        )
+
+
+LOSSES = ("loss/total", "loss/policy")
+MEANS = (
+    "loss/kl",
+    "loss/entropy",
+    "loss/clip_fraction",
+    "loss/approx_kl",
+    "mismatch/logp_diff_mean",
+    "mismatch/kl",
+)
+MAXIMA = ("loss/ratio_max", "mismatch/logp_diff_max")
+
+
+def zero_sums() -> LossSums:
+    """The sums of no micro-batch."""
+    zero = jnp.zeros((), jnp.float32)
+    return LossSums(
+        losses=dict.fromkeys(LOSSES, zero),
+        weight=zero,
+        means=dict.fromkeys(MEANS, (zero, zero)),
+        maxima=dict.fromkeys(MAXIMA, zero - jnp.inf),
+    )
+
+
+def score_tokens(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(logp, entropy) of the targets under the policy at the temperature that sampled them."""
+    hidden = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
+    return logprob_entropy(hidden, params.unembed, batch.targets, **_head(params, cfg, rules))
+
+
+def policy_loss_sums(
+    params: Decoder, ref_params: Decoder | None, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Float[Array, ""], LossSums]:
+    """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, summed over tokens as
+    `algorithm.aggregation` says; the caller divides by the weight of the whole mini-batch.
+
+    `ref_params` is needed for kl = "full" alone and gets no gradient.
+    """
+    algo = cfg.algorithm
+    logp, entropy, exact_kl = _forward(params, ref_params, batch, cfg=cfg, rules=rules)
+    mask = batch.mask
+    # Masked tokens drop out here once, so that nothing that stands there can overflow below.
+    logp, entropy = only(logp, mask), only(entropy, mask)
+    rollout_logp, advantages = only(batch.rollout_logp, mask), only(batch.advantages, mask)
+    old_logp = {
+        "policy": jax.lax.stop_gradient(logp),
+        "rollout": rollout_logp,
+        "recompute": only(batch.old_logp, mask),
+    }[ratio_source(cfg)]
+    clip = dict(clip_low=algo.clip_low, clip_high=algo.clip_high)
+    policy_loss = choose(POLICY_LOSSES, algo.policy_loss, "algorithm.policy_loss")
+    loss = policy = policy_loss(logp, old_logp, advantages, **clip)
+    kl = jnp.zeros_like(logp)
+    if algo.kl_coef != 0.0 and algo.kl_in == "loss":
+        kl = _sampled_kl(algo.kl, logp, batch) if exact_kl is None else only(exact_kl, mask)
+        loss = loss + algo.kl_coef * kl
+    if algo.entropy_coef != 0.0:
+        loss = loss - algo.entropy_coef * entropy
+
+    def total(per_token):
+        return aggregate(
+            per_token,
+            mask,
+            batch.response_len,
+            mode=algo.aggregation,
+            max_response_len=cfg.data.max_response_len,
+        )
+
+    loss_sum, weight = total(loss)
+    losses = {"loss/total": loss_sum, "loss/policy": total(policy)[0]}
+    gap = logp_diff(logp, rollout_logp)
+    means = {
+        "loss/kl": masked_mean(kl, mask),
+        "loss/entropy": masked_mean(entropy, mask),
+        "loss/clip_fraction": masked_mean(
+            is_clipped(logp, old_logp, advantages, **clip).astype(jnp.float32), mask
+        ),
+        "loss/approx_kl": masked_mean(kl_estimators.k3(old_logp, logp), mask),
+        "mismatch/logp_diff_mean": masked_mean(gap, mask),
+        "mismatch/kl": masked_mean(rollout_kl(logp, rollout_logp), mask),
+    }
+    maxima = {
+        "loss/ratio_max": masked_max(jnp.exp(logp - old_logp), mask),
+        "mismatch/logp_diff_max": masked_max(gap, mask),
+    }
+    return loss_sum, jax.lax.stop_gradient(LossSums(losses, weight, means, maxima))
+
+
+def hidden_states(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str
+) -> Float[Array, "B T D"]:
+    implementation = None if cfg.model.attention == "auto" else cfg.model.attention
+    return forward_packed(
+        params,
+        batch.tokens,
+        batch.segments,
+        batch.positions,
+        rules=rules,
+        remat=remat,
+        implementation=implementation,
+    )
+
+
+def _forward(params: Decoder, ref_params: Decoder | None, batch: Batch, *, cfg, rules):
+    """(logp, entropy, exact KL or None), each [B, T]."""
+    if not full_kl_in_loss(cfg):
+        return *score_tokens(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat), None
+    if ref_params is None:
+        raise ValueError("config.algorithm.kl = 'full' needs the reference model; pass ref_params")
+    hidden = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
+    ref_hidden = hidden_states(ref_params, batch, cfg=cfg, rules=rules, remat="none")
+    return logprob_entropy_kl(
+        hidden,
+        params.unembed,
+        jax.lax.stop_gradient(ref_hidden),
+        ref_params.unembed,
+        batch.targets,
+        **_head(params, cfg, rules),
+    )
+
+
+def _head(params: Decoder, cfg: RunConfig, rules: Rules) -> dict:
+    return dict(
+        temperature=cfg.rollout.sampling.temperature,
+        logit_softcap=params.cfg.logit_softcap,
+        chunk=cfg.learner.logprob_chunk,
+        rules=rules,
+    )
+
+
+def _sampled_kl(name: str, logp: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    estimate = choose(kl_estimators.ESTIMATORS, name, "algorithm.kl")
+    return estimate(logp, only(batch.ref_logp, batch.mask))

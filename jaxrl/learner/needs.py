@@ -1,0 +1,55 @@
+"""Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
+
+from jaxrl.config import RunConfig
+
+
+def updates_per_step(cfg: RunConfig) -> int:
+    """Optimizer steps taken on the rollouts of one step."""
+    mini_batch = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
+    return cfg.learner.epochs * -(-cfg.data.prompts_per_step // mini_batch)
+
+
+def ratio_source(cfg: RunConfig) -> str:
+    """Where old_logp in the ratio exp(logp - old_logp) comes from.
+
+    "rollout": the engine; "recompute": scored before the first update; "policy": the policy of the
+    very update, without gradient, which is the same number where a step makes a single update.
+    """
+    wanted = cfg.algorithm.old_logp
+    if wanted == "auto":
+        return "recompute" if updates_per_step(cfg) > 1 else "policy"
+    if wanted in ("rollout", "recompute"):
+        return wanted
+    raise ValueError(
+        f"config.algorithm.old_logp = {wanted!r} is not known; set 'auto', 'rollout' or 'recompute'"
+    )
+
+
+def needs_old_logp(cfg: RunConfig) -> bool:
+    """Whether Batch.old_logp must be scored before the updates of a step."""
+    return ratio_source(cfg) == "recompute"
+
+
+def needs_ref(cfg: RunConfig) -> bool:
+    """Whether a reference model is kept."""
+    return cfg.algorithm.kl_coef != 0.0
+
+
+def full_kl_in_loss(cfg: RunConfig) -> bool:
+    """Whether the loss runs the reference model itself, for the KL over the whole vocabulary.
+
+    Raises ValueError for a full KL in the reward, which only has sampled tokens.
+    """
+    if not needs_ref(cfg) or cfg.algorithm.kl != "full":
+        return False
+    if cfg.algorithm.kl_in != "loss":
+        raise ValueError(
+            f"config.algorithm.kl = 'full' is a loss, but kl_in = {cfg.algorithm.kl_in!r}; "
+            "set kl_in='loss', or kl='k1'"
+        )
+    return True
+
+
+def needs_ref_logp(cfg: RunConfig) -> bool:
+    """Whether Batch.ref_logp must be scored with the reference model."""
+    return needs_ref(cfg) and not full_kl_in_loss(cfg)

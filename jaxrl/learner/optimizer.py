@@ -1,0 +1,64 @@
+"""The optimizer of a run: schedule, clipping, AdamW or SGD, as one optax transformation."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import optax
+
+from jaxrl.algorithms.choose import choose
+from jaxrl.config import LearnerConfig
+from jaxrl.models.spec import map_specs
+from jaxrl.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """What `learner/state.py` needs to step: the transformation, and the learning rate it uses."""
+
+    transform: optax.GradientTransformation
+    lr: optax.Schedule  # optimizer steps taken so far -> learning rate of the next one
+
+
+def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
+    """Clip by the global norm, then AdamW (https://arxiv.org/abs/1711.05101) or plain SGD.
+
+    `specs` is the model's parameter table: only its matrices decay, not biases and norms.
+    """
+    lr = lr_schedule(cfg, total_updates)
+    adamw = optax.adamw(
+        lr, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=matrices(specs)
+    )
+    step = choose({"adamw": adamw, "sgd": optax.sgd(lr)}, cfg.optimizer, "learner.optimizer")
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm > 0 else optax.identity()
+    return Optimizer(optax.chain(clip, step), lr)
+
+
+def matrices(specs: Tree) -> Tree:
+    """True at the parameters that are matrices in their Hugging Face file, however they lie here."""
+    return map_specs(lambda spec: len(spec.hf_shape) >= 2, specs)
+
+
+def lr_schedule(cfg: LearnerConfig, total_updates: int) -> optax.Schedule:
+    """Linear warm-up, lr (k + 1) / warmup_steps, so that update 0 already learns; then from lr down to
+    lr * min_lr_ratio at `total_updates`, by a line or half a cosine, or constant.
+
+    Raises ValueError where a falling schedule has no update left after warm-up.
+    """
+    low, warmup = cfg.min_lr_ratio, cfg.warmup_steps
+    shapes = {
+        "constant": lambda done: jnp.ones_like(done),
+        "linear": lambda done: 1.0 - (1.0 - low) * done,
+        "cosine": lambda done: low + (1.0 - low) * 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
+    }
+    shape = choose(shapes, cfg.lr_schedule, "learner.lr_schedule")
+    if cfg.lr_schedule != "constant" and total_updates <= warmup:
+        raise ValueError(
+            f"the {cfg.lr_schedule} schedule has {total_updates} updates and all of them are warm-up "
+            f"(config.learner.warmup_steps = {warmup}); set fewer, or lr_schedule='constant'"
+        )
+
+    def lr(k):
+        done = jnp.clip((k - warmup) / max(total_updates - warmup, 1), 0.0, 1.0)
+        return cfg.lr * jnp.where(k < warmup, (k + 1) / max(warmup, 1), shape(done))
+
+    return lr

@@ -1,0 +1,96 @@
+"""The train state: parameters in the compute dtype, float32 moments, float32 master weights."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool
+
+from jaxrl.learner.optimizer import Optimizer
+from jaxrl.models.spec import map_specs
+from jaxrl.types import TrainState, Tree
+from sharding import Rules
+
+
+@struct.dataclass
+class OptState:
+    """What the optimizer keeps between updates, laid out as the parameters are."""
+
+    inner: Tree  # optax's state: float32 moments
+    master: Tree  # float32 weights where the parameters are narrower, MaskedNode where they are not
+
+
+def init_state(params: Tree, optimizer: Optimizer) -> TrainState:
+    """The state before the first update. `params` goes into it as it is and must not be kept elsewhere:
+    the first update donates it."""
+    opt_state = jax.jit(_init_opt, static_argnums=1)(params, optimizer)
+    return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
+
+
+def abstract_state(
+    specs: Tree, dtype: jnp.dtype, optimizer: Optimizer, rules: Rules, mesh: jax.sharding.Mesh
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state, for a restore that never holds it twice."""
+
+    def param(spec) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(mesh, rules.spec(*spec.axes))
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+    params = map_specs(param, specs)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        opt_state = jax.eval_shape(lambda p: _init_opt(p, optimizer), params)
+        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+    return TrainState(params, *on_mesh((opt_state, step), mesh))
+
+
+def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    """What `jax.eval_shape` found, with its abstract mesh replaced by that of the devices: only so does
+    a program lowered for it serve the arrays themselves."""
+
+    def leaf(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = jax.P() if a.sharding is None else a.sharding.spec
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _init_opt(params: Tree, optimizer: Optimizer) -> OptState:
+    narrow = jax.tree.map(_master_of, params)
+    return OptState(inner=optimizer.transform.init(_float32(params, narrow)), master=narrow)
+
+
+def apply_gradients(
+    state: TrainState, grads: Tree, optimizer: Optimizer, *, keep: Bool[Array, ""]
+) -> TrainState:
+    """One optimizer step in float32 on the master weights; the parameters are their rounding.
+
+    Where `keep` is true everything stays as it was (a gradient that is not finite must not spoil it).
+    """
+    old = _float32(state.params, state.opt_state.master)
+    updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
+    new = optax.apply_updates(old, updates)
+    params = jax.tree.map(lambda p, w: w.astype(p.dtype), state.params, new)
+    master = jax.tree.map(
+        lambda p, m, w: m if isinstance(m, optax.MaskedNode) else w,
+        state.params,
+        state.opt_state.master,
+        new,
+    )
+    stepped = TrainState(params, OptState(inner, master), state.step + 1)
+    return jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
+
+
+def frozen_copy(params: Tree) -> Tree:
+    """A reference model: the same numbers in buffers of their own, which no update donates."""
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
+
+
+def _master_of(param: jax.Array):
+    wide = param.dtype.itemsize >= 4
+    return optax.MaskedNode() if wide else param.astype(jnp.float32)
+
+
+def _float32(params: Tree, master: Tree) -> Tree:
+    """The weights that the optimizer works on."""
+    return jax.tree.map(lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master)

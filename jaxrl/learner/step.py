@@ -1,0 +1,131 @@
+"""Scoring and updating, compiled: the only place where the learner meets jax.jit."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from jaxrl.config import RunConfig
+from jaxrl.learner.loss import LossSums, policy_loss_sums, score_tokens, zero_sums
+from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.state import apply_gradients, on_mesh
+from jaxrl.types import Batch, TrainState, Tree
+from sharding import Rules
+
+
+@struct.dataclass
+class GradSums:
+    """Gradient of the summed loss, float32, and the sums that go with it."""
+
+    grads: Tree
+    sums: LossSums
+
+
+def put_batch(batch: Batch, rules: Rules) -> Batch:
+    """A host batch onto the mesh, rows over the data-parallel axes."""
+    spec = rules.spec("batch", "time")
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
+    return jax.device_put(batch, sharding)
+
+
+def make_score(cfg: RunConfig, rules: Rules) -> Callable:
+    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted."""
+    return jax.jit(functools.partial(score_tokens, cfg=cfg, rules=rules))
+
+
+class Update:
+    """One optimizer step over any number of micro-batches.
+
+    `accumulate` adds the gradient of a micro-batch to the running sums, `apply` divides once by the
+    weight of all of them. So the step does not depend on how the rollouts were cut and packed. A step
+    whose loss or gradient is not finite changes nothing and says so in optim/nonfinite.
+    """
+
+    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules):
+        self._loss = functools.partial(policy_loss_sums, cfg=cfg, rules=rules)
+        self._optimizer = optimizer
+        self.put = functools.partial(put_batch, rules=rules)
+        self.zeros = jax.jit(_zeros)
+        self.accumulate = jax.jit(self._accumulate, donate_argnames="so_far")
+        self.apply = jax.jit(self._apply, donate_argnames="state")
+
+    def update(
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        *,
+        ref_params: Tree | None = None,
+        extra_weight: int | float = 0.0,
+        on_micro_batch: Callable[[int], None] | None = None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """(next state, metrics). `state` is donated: nothing of it may be used afterwards.
+
+        `extra_weight` counts rollouts without a gradient that were left out of `batches`, in the unit
+        of `algorithm.aggregation` (`idle_weight`). `on_micro_batch(i)` is called when micro-batch i is
+        done.
+        """
+        total = self.zeros(state.params)
+        for i, batch in enumerate(batches):
+            total = self.accumulate(state.params, ref_params, total, self.put(batch))
+            if on_micro_batch is not None:
+                jax.block_until_ready(total.sums.weight)
+                on_micro_batch(i)
+        state, metrics = self.apply(state, total, np.float32(extra_weight))
+        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def lower(
+        self, state: TrainState, batch: Batch, ref_params: Tree | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update of (abstract) arguments, to compile ahead of the first call."""
+        mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+        total = on_mesh(jax.eval_shape(self.zeros, state.params), mesh)
+        return {
+            "accumulate": self.accumulate.lower(state.params, ref_params, total, batch),
+            "apply": self.apply.lower(state, total, np.float32(0)),
+        }
+
+    @property
+    def n_compiled(self) -> int:
+        """Programs compiled by the calls so far; it stops growing after warm-up."""
+        programs: tuple[Any, ...] = (self.zeros, self.accumulate, self.apply)
+        return sum(program._cache_size() for program in programs)
+
+    def _accumulate(self, params, ref_params, so_far: GradSums, batch: Batch) -> GradSums:
+        def loss(params):
+            return self._loss(params, ref_params, batch)
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
+        return GradSums(added, so_far.sums + sums)
+
+    def _apply(self, state: TrainState, total: GradSums, extra_weight):
+        sums = total.sums
+        weight = sums.weight + extra_weight
+        grads = jax.tree.map(lambda g: g / weight, total.grads)
+        norm = optax.tree.norm(grads)
+        losses = {name: value / weight for name, value in sums.losses.items()}
+        nonfinite = ~(jnp.isfinite(losses["loss/total"]) & jnp.isfinite(norm))
+        metrics = {
+            **losses,
+            **{name: mean / jnp.maximum(n, 1e-9) for name, (mean, n) in sums.means.items()},
+            **{name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in sums.maxima.items()},
+            "optim/grad_norm": norm,
+            "optim/lr": self._optimizer.lr(state.step),
+            "optim/nonfinite": nonfinite.astype(jnp.float32),
+        }
+        return apply_gradients(state, grads, self._optimizer, keep=nonfinite), metrics
+
+
+def _zeros(params: Tree) -> GradSums:
+    grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    return GradSums(grads, zero_sums())
+
+
+def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
+    """The update of a run; `optimizer` is that of its train state."""
+    return Update(cfg, optimizer, rules)

@@ -1,0 +1,239 @@
+"""An update is the same numbers whatever the layout, donates its state, and survives a NaN."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_policy import MODEL, batches, new_params, new_state, rollouts, run_config, update_once
+
+from jaxrl.learner.state import frozen_copy
+from jaxrl.learner.step import make_score, make_update, put_batch
+from sharding.rules import TRAIN
+
+ROLLOUTS = rollouts()
+ONE = dict(row_len=32, token_budget=512)
+
+
+def assert_same(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.fixture(scope="module")
+def want():
+    """16 rollouts in one micro-batch on one device, per aggregation."""
+    known = {}
+
+    def of(mode):
+        if mode not in known:
+            cfg = run_config(aggregation=mode, old_logp="rollout", entropy_coef=0.01)
+            known[mode] = update_once(cfg, batches(ROLLOUTS, **ONE), {})
+        return known[mode]
+
+    return of
+
+
+LAYOUTS = {
+    "two micro-batches": (dict(row_len=32, token_budget=256), {}),
+    "four micro-batches": (dict(row_len=32, token_budget=128), {}),
+    "one sequence a row": (dict(row_len=24, token_budget=192), {}),
+    "long rows": (dict(row_len=128, token_budget=256), {}),
+    "fsdp 8": (dict(row_len=32, token_budget=64, n_ranks=8), dict(fsdp=8)),
+    "replica 2, fsdp 2, tensor 2": (
+        dict(row_len=32, token_budget=64, n_ranks=4),
+        dict(replica=2, fsdp=2, tensor=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_token_mean_does_not_depend_on_the_layout(layout, want):
+    packing, mesh = LAYOUTS[layout]
+    cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
+    assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want("token_mean"))
+
+
+@pytest.mark.parametrize(
+    "mode", ["seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+)
+def test_sequence_means_do_not_depend_on_the_layout(mode, want):
+    packing, mesh = LAYOUTS["replica 2, fsdp 2, tensor 2"]
+    cfg = run_config(aggregation=mode, old_logp="rollout", entropy_coef=0.01)
+    assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want(mode))
+
+
+def test_stacked_layers_give_the_gradient_of_listed_ones(want):
+    stacked = dataclasses.replace(MODEL, stacked=True)
+    cfg = run_config(old_logp="rollout", entropy_coef=0.01)
+    _, metrics, _ = update_once(cfg, batches(ROLLOUTS, **ONE), {}, model=stacked)
+    assert metrics.keys() == want("token_mean")[1].keys()
+    assert np.isfinite(metrics["optim/grad_norm"])
+
+
+def test_idle_rollouts_count_in_the_denominator(one_device):
+    idle = [dataclasses.replace(r, advantage=0.0) for r in ROLLOUTS[8:]]
+    cfg = run_config(old_logp="auto")
+    results = []
+    for some, extra in [
+        (ROLLOUTS[:8] + idle, 0.0),
+        (ROLLOUTS[:8], sum(len(r.tokens) for r in idle)),
+    ]:
+        state, optimizer = new_state(cfg)
+        update = make_update(cfg, optimizer, TRAIN)
+        state, metrics = update.update(state, batches(some, **ONE), extra_weight=extra)
+        names = ("loss/total", "loss/policy", "optim/grad_norm")
+        results.append(({n: metrics[n] for n in names}, jax.device_get(state.params)))
+    assert_same(*results)
+
+
+def test_on_policy_the_ratio_is_one_and_the_loss_follows_the_score(one_device):
+    cfg = run_config(old_logp="auto")
+    state, optimizer = new_state(cfg)
+    [batch] = batches(ROLLOUTS, **ONE)
+    logp, entropy = jax.device_get(make_score(cfg, TRAIN)(state.params, put_batch(batch, TRAIN)))
+    _, metrics = make_update(cfg, optimizer, TRAIN).update(state, [batch])
+    n = batch.mask.sum()
+    # ratio 1: the loss is -A at every token
+    np.testing.assert_allclose(
+        metrics["loss/total"], -(batch.advantages * batch.mask).sum() / n, rtol=1e-5
+    )
+    np.testing.assert_allclose(metrics["loss/entropy"], (entropy * batch.mask).sum() / n, rtol=1e-5)
+    gap = np.abs(logp - batch.rollout_logp)[batch.mask > 0]
+    np.testing.assert_allclose(metrics["mismatch/logp_diff_mean"], gap.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["mismatch/logp_diff_max"], gap.max(), rtol=1e-5)
+    assert metrics["loss/ratio_max"] == 1.0
+    assert metrics["loss/clip_fraction"] == metrics["loss/approx_kl"] == 0.0
+
+
+def test_updates_make_good_answers_likelier_and_bad_ones_less(one_device):
+    cfg = run_config(old_logp="auto")
+    state, optimizer = new_state(cfg)
+    update, score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
+    [batch] = batches(ROLLOUTS, **ONE)
+    before = jax.device_get(score(state.params, put_batch(batch, TRAIN))[0])
+    for _ in range(3):
+        state, _ = update.update(state, [batch])
+    after = jax.device_get(score(state.params, put_batch(batch, TRAIN))[0])
+    assert np.sum((after - before) * batch.advantages * batch.mask) > 0
+
+
+def test_the_old_state_is_given_up_and_no_alias_of_it_is_left(one_device):
+    cfg = run_config()
+    state, optimizer = new_state(cfg)
+    reference = frozen_copy(state.params)
+    new, _ = make_update(cfg, optimizer, TRAIN).update(state, batches(ROLLOUTS, **ONE))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, reference)))
+
+
+def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(one_device):
+    cfg = run_config(old_logp="rollout")
+    state, optimizer = new_state(cfg)
+    before = jax.device_get(state)
+    [batch] = batches(ROLLOUTS, **ONE)
+    spoilt = batch.replace(rollout_logp=batch.rollout_logp - 1000.0 * batch.mask)  # exp overflows
+    update = make_update(cfg, optimizer, TRAIN)
+    state, metrics = update.update(state, [spoilt])
+    assert metrics["optim/nonfinite"] == 1.0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    state, metrics = update.update(state, [batch])
+    assert metrics["optim/nonfinite"] == 0.0
+    assert int(state.step) == 1
+
+
+def test_what_stands_at_masked_tokens_reaches_nothing(one_device):
+    cfg = run_config(old_logp="recompute", kl_coef=0.1, kl="k3")
+    [batch] = batches(ROLLOUTS, **ONE)
+    hole = np.where(batch.mask > 0, 0.0, 1e30).astype(np.float32)
+    dirty = batch.replace(
+        **{
+            name: getattr(batch, name) - hole
+            for name in ("rollout_logp", "old_logp", "ref_logp", "advantages")
+        }
+    )
+    results = []
+    for b in (batch, dirty):
+        state, optimizer = new_state(cfg)
+        state, metrics = make_update(cfg, optimizer, TRAIN).update(state, [b])
+        results.append((metrics, jax.device_get(state.params)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_reference_equal_to_the_policy_gives_no_kl_and_no_gradient_of_it(one_device):
+    kinds = [dict(kl="full"), dict(kl="k3"), dict(kl_coef=0.0)]
+    results = []
+    for kind in kinds:
+        cfg = run_config(**(dict(kl_coef=0.5) | kind))
+        state, optimizer = new_state(cfg)
+        [batch] = batches(ROLLOUTS, **ONE)
+        ref = frozen_copy(state.params)
+        logp, _ = make_score(cfg, TRAIN)(ref, put_batch(batch, TRAIN))
+        batch = batch.replace(ref_logp=np.asarray(logp))
+        state, metrics = make_update(cfg, optimizer, TRAIN).update(
+            state, [batch], ref_params=ref if kind.get("kl") == "full" else None
+        )
+        assert abs(metrics["loss/kl"]) < 1e-6
+        results.append(metrics["optim/grad_norm"])
+    np.testing.assert_allclose(results, results[0], rtol=1e-4)
+
+
+def test_full_kl_is_the_sum_over_the_vocabulary(one_device):
+    cfg = run_config(kl="full", kl_coef=0.5, temperature=1.0)
+    state, optimizer = new_state(cfg)
+    ref = new_params(seed=1)
+    [batch] = batches(ROLLOUTS, **ONE)
+    b = put_batch(batch, TRAIN)
+    want = jax.device_get(_naive_kl(state.params, ref, b))
+    _, metrics = make_update(cfg, optimizer, TRAIN).update(state, [batch], ref_params=ref)
+    np.testing.assert_allclose(metrics["loss/kl"], want, rtol=1e-5)
+    total = metrics["loss/policy"] + 0.5 * metrics["loss/kl"]
+    np.testing.assert_allclose(metrics["loss/total"], total, rtol=1e-5)
+
+
+def _naive_kl(params, ref, batch):
+    from jaxrl.models.decoder import forward_packed
+
+    def log_softmax(p):
+        hidden = forward_packed(p, batch.tokens, batch.segments, batch.positions, rules=TRAIN)
+        return jax.nn.log_softmax(p.logits(hidden, TRAIN))
+
+    logp, ref_logp = log_softmax(params), log_softmax(ref)
+    kl = jnp.sum(jnp.exp(logp) * (logp - ref_logp), axis=-1)
+    return jnp.sum(kl * batch.mask) / jnp.sum(batch.mask)
+
+
+def test_nothing_compiles_after_the_first_update_of_a_shape(one_device):
+    cfg = run_config()
+    state, optimizer = new_state(cfg)
+    update = make_update(cfg, optimizer, TRAIN)
+    some = batches(ROLLOUTS, row_len=32, token_budget=128)
+    state, _ = update.update(state, some[:1])
+    n = update.n_compiled
+    state, _ = update.update(state, some)
+    state, _ = update.update(state, some[:2])
+    assert update.n_compiled == n > 0
+
+
+def test_lowering_needs_no_data_and_the_call_then_compiles_nothing_more(one_device):
+    cfg = run_config()
+    state, optimizer = new_state(cfg)
+    update = make_update(cfg, optimizer, TRAIN)
+    [batch] = batches(ROLLOUTS, **ONE)
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+        (state, put_batch(batch, TRAIN)),
+    )
+    compiled = {name: low.compile() for name, low in update.lower(*abstract).items()}
+    assert set(compiled) == {"accumulate", "apply"}
+    assert compiled["accumulate"].memory_analysis().temp_size_in_bytes > 0
+    seen = []
+
+    def listen(name, seconds, **details):
+        if name == "/jax/core/compile/backend_compile_duration":
+            seen.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    update.update(state, [batch])
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert set(seen) <= {"jit(_zeros)"}

@@ -1,0 +1,100 @@
+"""A tiny decoder, random rollouts for it, and one update of them on any mesh and packing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config import (
+    AlgorithmConfig,
+    DataConfig,
+    LearnerConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from jaxrl.data.packing import pack
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.state import init_state
+from jaxrl.learner.step import make_update
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import init_params
+from jaxrl.types import Prompt, Rollout
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+MODEL = DecoderConfig(
+    family="qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
+)
+# eps: Adam's first step is g / (|g| + eps), which at 1e-8 turns a rounding of a tiny g into a whole step.
+LEARNER = LearnerConfig(
+    eps=1e-3,
+    lr=1e-2,
+    logprob_chunk=16,
+    remat="full",
+    clip_norm=0.5,
+    weight_decay=0.1,
+    token_budget=128,
+)
+
+
+def run_config(learner: dict | None = None, temperature: float = 0.7, **algorithm) -> RunConfig:
+    return RunConfig(
+        algorithm=AlgorithmConfig(**algorithm),
+        learner=dataclasses.replace(LEARNER, **(learner or {})),
+        rollout=RolloutConfig(sampling=SamplingConfig(temperature=temperature)),
+        data=DataConfig(max_response_len=12),
+    )
+
+
+def rollouts(n: int = 16, seed: int = 0) -> list[Rollout]:
+    """Prompts of 2-9 tokens with answers of 1-12 and an advantage of either sign."""
+    rng = np.random.default_rng(seed)
+
+    def one(i: int) -> Rollout:
+        prompt_len, response_len = rng.integers(2, 10), rng.integers(1, 13)
+        tokens = rng.integers(0, MODEL.V, prompt_len + response_len).astype(np.int32)
+        prompt = Prompt(id=i, messages=(), tokens=tokens[:prompt_len], answer="")
+        logp = -4.0 + 0.3 * rng.standard_normal(response_len).astype(np.float32)
+        return Rollout(
+            prompt=prompt,
+            sample=0,
+            tokens=tokens[prompt_len:],
+            logp=logp.astype(np.float32),
+            version=0,
+            finish="stop",
+            advantage=float(rng.standard_normal()),
+        )
+
+    return [one(i) for i in range(n)]
+
+
+def batches(some: list[Rollout], *, row_len: int, token_budget: int, n_ranks: int = 1):
+    packed = pack(some, row_lens=(row_len,), token_budget=token_budget, align=8, n_ranks=n_ranks)
+    return [p.batch for p in packed]
+
+
+def new_params(dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0):
+    """Weights ten times the usual spread, so that the model has opinions."""
+    params = init_params(jax.random.key(seed), decoder_specs(model), TRAIN, dtype)
+    return jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
+
+
+def new_state(cfg: RunConfig, dtype=jnp.float32, model: DecoderConfig = MODEL):
+    optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
+    return init_state(new_params(dtype, model), optimizer), optimizer
+
+
+def update_once(cfg: RunConfig, micro_batches, mesh_sizes: dict, model: DecoderConfig = MODEL):
+    """(gradient of the loss, metrics, updated parameters) as host arrays."""
+    with jax.set_mesh(make_mesh(**mesh_sizes)):
+        state, optimizer = new_state(cfg, model=model)
+        update = make_update(cfg, optimizer, TRAIN)
+        total = update.zeros(state.params)
+        for batch in micro_batches:
+            total = update.accumulate(state.params, None, total, update.put(batch))
+        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        state, metrics = update.update(state, micro_batches)
+        return grads, metrics, jax.device_get(state.params)
