@@ -1,0 +1,363 @@
+"""The paged, continuously batching engine: a pool of KV pages and three compiled programs."""
+
+import logging
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxrl.config import RolloutConfig
+from jaxrl.models.cache import KVCache, init_cache, page_bytes
+from jaxrl.models.config import DecoderConfig
+from jaxrl.rollout import programs
+from jaxrl.rollout.api import EngineStats, Generated, Prefix, Request
+from jaxrl.rollout.pages import PagePool
+from jaxrl.rollout.sampling import SamplingParams
+from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
+from jaxrl.types import Tree
+from sharding import Rules
+
+log = logging.getLogger(__name__)
+
+N_STOP = 16  # stop token ids of one request
+COPY_ROWS = 16  # pages copied by one call
+PREFILL_LEN = 64  # tokens of one prefill row, a multiple of page_len where pages are longer
+
+
+class PagedEngine:
+    """Implements `api.Engine`.
+
+    Parameters come with every call and are neither kept nor copied. The pool lies in device memory
+    from the first call to `release()`; pages, queues and the state of sequences lie on the host.
+    Shapes come from declared buckets, all compiled by `warmup`.
+    """
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        rollout: RolloutConfig,
+        *,
+        rules: Rules,
+        dtype: DTypeLike,
+        max_len: int,
+        eos_ids: tuple[int, ...] = (),
+        implementation: str | None = None,
+    ):
+        """`max_len` bounds prompt plus response, `dtype` is the model's, `eos_ids` end a response
+        beside the stop_token_ids of each request. Raises ValueError for limits that cannot work."""
+        _check(rollout, cfg, max_len)
+        self.cfg, self.rollout, self.rules = cfg, rollout, rules
+        self.max_len, self.eos_ids = max_len, tuple(eos_ids)
+        self.implementation = implementation
+        self.kv_dtype = jnp.dtype(dtype if rollout.kv_dtype == "auto" else rollout.kv_dtype)
+        self.row_len = max(rollout.page_len, PREFILL_LEN // rollout.page_len * rollout.page_len)
+        self.n_columns = -(-max_len // rollout.page_len)
+        self.batch_buckets = _ladder(rollout.max_num_seqs, factor=2)
+        self.prefill_buckets = _ladder(rollout.max_num_batched_tokens // self.row_len, factor=4)
+        self._cache: KVCache | None = None
+        self._scheduler: Scheduler | None = None
+        self._stats = EngineStats()
+        self._shapes: set[tuple[str, int]] = set()
+
+    # The verbs
+
+    def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
+        prefix, fills = self.scheduler.prefill(tokens)
+        self._fill(params, fills)
+        return prefix
+
+    def release_prefix(self, prefix: Prefix) -> None:
+        self.scheduler.release_prefix(prefix)
+
+    def insert(self, prefix: Prefix, request: Request) -> int:
+        self._check_stop_ids(request)
+        slot, copies = self.scheduler.insert(prefix, request)
+        self._copy(copies)
+        return slot
+
+    def submit(self, request: Request) -> int:
+        self._check_stop_ids(request)
+        return self.scheduler.submit(request)
+
+    def generate(self, params: Tree) -> list[Generated]:
+        start = time.perf_counter()
+        try:
+            plan = self.scheduler.plan()
+            self._fill(params, plan.fills)
+            self._copy(plan.copies)
+            if not plan.decode:
+                return []
+            sent = time.perf_counter()
+            out = self._decode(params, plan)
+            device_s = time.perf_counter() - sent
+        except BaseException:  # the donated pool is gone, or half written
+            self.release()
+            raise
+        generated = self._advance(plan.decode, out)
+        self._stats.device_s += device_s
+        self._stats.host_s += time.perf_counter() - start - device_s
+        return generated
+
+    def free(self, slot: int) -> None:
+        self.scheduler.free(slot)
+
+    @property
+    def n_unfinished(self) -> int:
+        return self.scheduler.n_unfinished
+
+    def take_stats(self) -> EngineStats:
+        scheduler, stats = self.scheduler, self._stats
+        stats.n_preempted, scheduler.n_preempted = scheduler.n_preempted, 0
+        stats.n_shared_tokens, scheduler.n_shared_tokens = scheduler.n_shared_tokens, 0
+        self._stats = EngineStats()
+        return stats
+
+    # Life
+
+    def warmup(self, params: Tree) -> int:
+        """Compiles the programs of all buckets by running each on padding. Returns their number."""
+        for n in self.prefill_buckets:
+            self._fill_rows(params, [], n)
+        self._copy_rows([])
+        for n in self.batch_buckets:
+            self._decode_rows(params, [], n, n_steps=0, leave_at=0)
+        jax.block_until_ready(self._cache)
+        return self.n_programs
+
+    @property
+    def n_programs(self) -> int:
+        """Programs compiled so far: it stops growing after `warmup`."""
+        return len(self._shapes)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            pool = PagePool(self._n_pages(), self.rollout.page_len)
+            self._scheduler = Scheduler(
+                pool,
+                max_num_seqs=self.rollout.max_num_seqs,
+                steps_per_dispatch=self.rollout.steps_per_dispatch,
+                max_len=self.max_len,
+            )
+        return self._scheduler
+
+    def release(self) -> None:
+        """Ends all slots and prefixes and frees the pool's memory; the next call allocates it anew."""
+        self._cache = self._scheduler = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool over all devices."""
+        page = page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype)
+        return self.scheduler.pool.n_pages * page
+
+    def _n_pages(self) -> int:
+        """As configured; else what max_num_seqs longest sequences need, or as much of it as the
+        device's memory has left below memory_utilization."""
+        cfg = self.rollout
+        if cfg.n_pages:
+            return cfg.n_pages
+        wanted = cfg.max_num_seqs * self.n_columns
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = self.rules.spec("kv_heads")[0]
+        axes = () if spec is None else (spec,) if isinstance(spec, str) else spec
+        shards = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+        page = page_bytes(self.cfg, cfg.page_len, self.kv_dtype) // shards
+        fits = wanted
+        for device in jax.local_devices():
+            memory = device.memory_stats()
+            if memory and "bytes_limit" in memory:
+                left = cfg.memory_utilization * memory["bytes_limit"] - memory["bytes_in_use"]
+                fits = min(fits, int(left // page))
+        if fits < self.n_columns:
+            raise ValueError(
+                f"device memory has room for {max(fits, 0)} KV pages, one sequence of {self.max_len} tokens "
+                f"needs {self.n_columns}; raise config.rollout.memory_utilization ({cfg.memory_utilization}) "
+                "or lower the maximal lengths"
+            )
+        if fits < wanted:
+            log.info("KV pool: %d pages of the %d that max_num_seqs could fill", fits, wanted)
+        return fits
+
+    # Device calls
+
+    def _pool(self) -> KVCache:
+        if self._cache is None:
+            n_pages = self.scheduler.pool.n_pages
+            page_len, rules = self.rollout.page_len, self.rules
+            self._cache = init_cache(self.cfg, n_pages, page_len, self.kv_dtype, rules)
+        return self._cache
+
+    def _fill(self, params: Tree, fills: list[Fill]) -> None:
+        """Cuts fills into rows, and rows into dispatches of the prefill buckets, in order."""
+        n = self.row_len
+        rows = [
+            Fill(fill.tokens[i : i + n], fill.start + i, fill.pages)
+            for fill in fills
+            for i in range(0, len(fill.tokens), n)
+        ]
+        self._stats.n_prefill_tokens += sum(len(row.tokens) for row in rows)
+        while rows:
+            fitting = [b for b in self.prefill_buckets if b <= len(rows)]
+            bucket = max(fitting, default=self.prefill_buckets[0])
+            self._fill_rows(params, rows[:bucket], bucket)
+            rows = rows[bucket:]
+
+    def _fill_rows(self, params: Tree, rows: list[Fill], bucket: int) -> None:
+        tokens = np.zeros((bucket, self.row_len), np.int32)
+        positions = np.full((bucket, self.row_len), -1, np.int32)
+        for b, row in enumerate(rows):
+            tokens[b, : len(row.tokens)] = row.tokens
+            positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
+        table = self._page_table([row.pages for row in rows], bucket)
+        self._shapes.add(("prefill", bucket))
+        self._cache = programs.prefill(
+            params,
+            self._pool(),
+            tokens,
+            positions,
+            table,
+            rules=self.rules,
+            implementation=self.implementation,
+        )
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        for i in range(0, len(copies), COPY_ROWS):
+            self._copy_rows(copies[i : i + COPY_ROWS])
+
+    def _copy_rows(self, copies: list[tuple[int, int]]) -> None:
+        pairs = np.full((2, COPY_ROWS), self.scheduler.pool.n_pages, np.int32)
+        pairs[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
+        pairs[0, len(copies) :] = 0
+        self._shapes.add(("copy", COPY_ROWS))
+        self._cache = programs.copy_pages(
+            self._pool(), pairs[0], pairs[1], rules=self.rules, stacked=self.cfg.stacked
+        )
+
+    def _decode(self, params: Tree, plan: Plan) -> np.ndarray:
+        """int32 [2, B, n_steps]: tokens (-1 where a row had ended) and the bits of their logprobs."""
+        n = len(plan.decode)
+        bucket = min(b for b in self.batch_buckets if b >= n)
+        smaller = [b for b in self.batch_buckets if b < n]
+        # Leave the loop when a smaller batch would do, or when ended sequences make room for others.
+        leave_at = max(smaller, default=0)
+        if self.scheduler.waiting:
+            leave_at = n - max(1, n // 32)
+        out = self._decode_rows(params, plan.decode, bucket, plan.n_steps, leave_at)
+        steps = int((out[0] >= 0).any(axis=0).sum())
+        self._count(plan, bucket, steps, n_tokens=int((out[0] >= 0).sum()))
+        return out[:, :n, :steps]
+
+    def _decode_rows(
+        self, params: Tree, seqs: list[Sequence], bucket: int, n_steps: int, leave_at: int
+    ) -> np.ndarray:
+        rows = self._rows(seqs, bucket)
+        self._shapes.add(("decode", bucket))
+        self._cache, out = programs.decode(
+            params,
+            self._pool(),
+            rows,
+            np.int32(n_steps),
+            np.int32(leave_at),
+            rules=self.rules,
+            implementation=self.implementation,
+            max_steps=self.rollout.steps_per_dispatch,
+        )
+        return np.asarray(out)
+
+    def _rows(self, seqs: list[Sequence], bucket: int) -> programs.DecodeRows:
+        requests = [seq.request for seq in seqs]
+
+        def column(values: list, dtype: type, pad: int) -> np.ndarray:
+            return np.array(values + [pad] * (bucket - len(values)), dtype)
+
+        stop_ids = np.full((bucket, N_STOP), -1, np.int32)
+        for b, request in enumerate(requests):
+            if not request.ignore_stop:
+                ids = self._stop_ids(request)
+                stop_ids[b, : len(ids)] = ids
+        sampling = [request.sampling for request in requests]
+        return programs.DecodeRows(
+            token=column([seq.last_token for seq in seqs], np.int32, 0),
+            position=column([seq.n_tokens - 1 for seq in seqs], np.int32, -1),
+            remaining=column([seq.remaining for seq in seqs], np.int32, 0),
+            seed=column([r.seed for r in requests], np.uint32, 0),
+            prompt_id=column([r.prompt_id for r in requests], np.uint32, 0),
+            sample=column([r.sample for r in requests], np.uint32, 0),
+            stop_ids=stop_ids,
+            page_table=self._page_table([seq.pages for seq in seqs], bucket),
+            sampling=SamplingParams(
+                temperature=column([s.temperature for s in sampling], np.float32, 0),
+                top_k=column([s.top_k for s in sampling], np.int32, 0),
+                top_p=column([s.top_p for s in sampling], np.float32, 1),
+                min_p=column([s.min_p for s in sampling], np.float32, 0),
+            ),
+        )
+
+    def _page_table(self, pages: list[list[int]], bucket: int) -> np.ndarray:
+        table = np.zeros((bucket, self.n_columns), np.int32)
+        for b, row in enumerate(pages):
+            table[b, : len(row)] = row
+        return table
+
+    # Results
+
+    def _advance(self, seqs: list[Sequence], out: np.ndarray) -> list[Generated]:
+        logps = out[1].view(np.float32)
+        generated = []
+        for b, seq in enumerate(seqs):
+            n_new = int((out[0, b] >= 0).sum())
+            tokens = out[0, b, :n_new].copy()
+            request = seq.request
+            finish = "length" if n_new == seq.remaining else ""
+            if not request.ignore_stop and tokens[-1] in self._stop_ids(request):
+                finish = "stop"
+            self.scheduler.advance(seq, tokens.tolist(), finish)
+            generated.append(Generated(seq.slot, tokens, logps[b, :n_new].copy(), finish))
+        return generated
+
+    def _count(self, plan: Plan, bucket: int, steps: int, n_tokens: int) -> None:
+        pool, stats = self.scheduler.pool, self._stats
+        used = pool.n_used / pool.n_pages
+        stats.n_dispatches += 1
+        stats.n_steps += steps
+        stats.n_tokens += n_tokens
+        stats.n_rows += bucket * steps
+        stats.running += len(plan.decode) * steps
+        stats.waiting += len(self.scheduler.waiting) * steps
+        stats.cache_used += used * steps
+        stats.cache_used_max = max(stats.cache_used_max, used)
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        return self.eos_ids + request.sampling.stop_token_ids
+
+    def _check_stop_ids(self, request: Request) -> None:
+        if (n := len(self._stop_ids(request))) > N_STOP:
+            raise ValueError(
+                f"{n} stop token ids (end-of-sequence ids included), at most {N_STOP} are possible; "
+                "shorten config.rollout.sampling.stop_token_ids"
+            )
+
+
+def _ladder(largest: int, *, factor: int) -> tuple[int, ...]:
+    """2, 2 * factor, ... and `largest`. Never 1: products with one row are slow on CPU, and rounded
+    differently."""
+    sizes = []
+    size = 2
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, max(largest, 2))
+
+
+def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
+    if max_len > cfg.max_len:
+        raise ValueError(
+            f"prompt and response may take {max_len} tokens, the model was made for {cfg.max_len}; "
+            "lower config.data.max_prompt_len or config.data.max_response_len"
+        )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):
+        if (value := getattr(rollout, name)) < 1:
+            raise ValueError(f"config.rollout.{name} is {value}; set it to 1 or more")

@@ -1,0 +1,143 @@
+"""From prompts to finished rollouts, through any engine."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl.config import SamplingConfig
+from jaxrl.rollout.api import Engine, EngineStats, Generated, Request
+from jaxrl.types import Prompt, Rollout, Tree
+
+Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
+
+
+@dataclasses.dataclass
+class _Response:
+    prompt: Prompt
+    sample: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    finish: str = ""
+
+
+def generate(
+    engine: Engine,
+    params: Tree,
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    sampling: SamplingConfig,
+    max_tokens: int | Sequence[int],
+    seed: int,
+    version: int,
+    decode: Decode,
+    on_progress: Callable[[int, int, int], None] | None = None,
+    ignore_stop: bool = False,
+) -> tuple[list[Rollout], dict[str, float]]:
+    """`n` responses to each prompt, ordered by prompt, then sample, and the rollout/* metrics.
+
+    `max_tokens` is one number or one per response, in that order; with `ignore_stop` it is the length
+    of every response. After each dispatch `on_progress` gets (tokens made, responses finished,
+    responses in all). Raises ValueError if a request can never fit the engine.
+    """
+    start = time.perf_counter()
+    engine.take_stats()
+    responses = [_Response(prompt, i) for prompt in prompts for i in range(n)]
+    lens = [max_tokens] * len(responses) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(lens) != len(responses):
+        raise ValueError(f"max_tokens has {len(lens)} numbers for {len(responses)} responses")
+    by_slot: dict[int, _Response] = {}
+    try:
+        for response, length in zip(responses, lens, strict=True):
+            request = Request(
+                tokens=response.prompt.tokens,
+                max_tokens=length,
+                sampling=sampling,
+                prompt_id=response.prompt.id,
+                sample=response.sample,
+                seed=seed,
+                ignore_stop=ignore_stop,
+            )
+            by_slot[engine.submit(request)] = response
+        unfinished = dict(by_slot)
+        n_tokens = 0
+        while unfinished:
+            for made in engine.generate(params):
+                response = unfinished[made.slot]
+                n_tokens += len(made.tokens)
+                _take(response, made, sampling.stop, decode)
+                if response.finish:
+                    del unfinished[made.slot]
+                    if not made.finish:
+                        engine.free(made.slot)
+            if on_progress is not None:
+                on_progress(n_tokens, len(responses) - len(unfinished), len(responses))
+    except BaseException:
+        for slot in by_slot:
+            with contextlib.suppress(KeyError):  # ended already
+                engine.free(slot)
+        raise
+    rollouts = [
+        Rollout(
+            prompt=r.prompt,
+            sample=r.sample,
+            tokens=np.array(r.tokens, np.int32),
+            logp=np.array(r.logp, np.float32),
+            version=version,
+            finish=r.finish,
+            text=decode(np.array(r.tokens, np.int32)),
+        )
+        for r in responses
+    ]
+    n_kept = sum(len(r.tokens) for r in rollouts)
+    return rollouts, metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
+
+
+def _take(response: _Response, made: Generated, stop: tuple[str, ...], decode: Decode) -> None:
+    """Appends what a dispatch made, up to the token that completes a stop string."""
+    n_old = len(response.tokens)
+    response.tokens += made.tokens.tolist()
+    response.logp += made.logp.tolist()
+    response.finish = made.finish
+    end = stop_string_end(response.tokens, n_old, stop, decode) if stop else None
+    if end is not None:
+        del response.tokens[end:], response.logp[end:]
+        response.finish = "stop"
+
+
+def stop_string_end(
+    tokens: Sequence[int], n_old: int, stop: tuple[str, ...], decode: Decode
+) -> int | None:
+    """How many tokens it takes until their text has one of the stop strings, None if it has none.
+    The first `n_old` have been looked at before."""
+    # A string that ends behind n_old starts at most its bytes' number of tokens before.
+    first = max(n_old - max(len(s.encode()) for s in stop), 0)
+
+    def stops(end: int) -> bool:
+        text = decode(np.asarray(tokens[first:end], np.int32))
+        return any(s in text for s in stop)
+
+    if not stops(len(tokens)):
+        return None
+    return next(end for end in range(n_old + 1, len(tokens) + 1) if stops(end))
+
+
+def metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float]:
+    """The rollout/* metrics of one call, means over its decode steps. Tokens count as useful only in
+    finished responses, wall time as a whole."""
+    steps = max(stats.n_steps, 1)
+    return {
+        "rollout/tokens_per_s": n_tokens / max(wall_s, 1e-9),
+        "rollout/cache_utilization": stats.cache_used / steps,
+        "rollout/cache_utilization_max": stats.cache_used_max,
+        "rollout/running": stats.running / steps,
+        "rollout/waiting": stats.waiting / steps,
+        "rollout/preempted": float(stats.n_preempted),
+        "rollout/prefill_tokens": float(stats.n_prefill_tokens),
+        "rollout/shared_tokens": float(stats.n_shared_tokens),
+        "rollout/padding_fraction": 1.0 - stats.n_tokens / max(stats.n_rows, 1),
+        "rollout/host_fraction": stats.host_s / max(stats.host_s + stats.device_s, 1e-9),
+    }

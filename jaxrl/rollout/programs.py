@@ -1,0 +1,129 @@
+"""What runs on the device: prefill rows, copy pages, decode many steps. The KV pool is donated to
+each of them and comes back updated in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
+from jaxrl import types
+from jaxrl.models.cache import KVCache
+from jaxrl.models.decoder import Decoder, forward_paged
+from jaxrl.rollout.sampling import SamplingParams, row_keys, sample, uniforms
+from sharding import Rules
+
+
+@struct.dataclass
+class DecodeRows:
+    """The sequences of one dispatch, B rows; a row with position -1 is padding."""
+
+    token: types.Array  # int32 [B], the last token of the sequence
+    position: types.Array  # int32 [B], its position
+    remaining: types.Array  # int32 [B], tokens that may still be sampled
+    seed: types.Array  # uint32 [B], as are the next two
+    prompt_id: types.Array
+    sample: types.Array
+    stop_ids: types.Array  # int32 [B, n_stop], -1 = none
+    page_table: types.Array  # int32 [B, C]
+    sampling: SamplingParams
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+def prefill(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    page_table: Int[Array, "B C"],
+    *,
+    rules: Rules,
+    implementation: str | None,
+) -> KVCache:
+    """Writes the keys and values of `tokens`. Rows may be consecutive pieces of one sequence: every
+    layer writes the keys of all rows before any row attends."""
+    _, cache = forward_paged(
+        params, tokens, positions, cache, page_table, rules=rules, implementation=implementation
+    )
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
+def copy_pages(
+    cache: KVCache,
+    sources: Int[Array, "n"],
+    targets: Int[Array, "n"],
+    *,
+    rules: Rules,
+    stacked: bool,
+) -> KVCache:
+    """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding."""
+    lead = (slice(None),) if stacked else ()
+    spec = rules.spec(*(None,) * len(lead), None, "kv_heads", None, None)
+
+    def copy(pages: jax.Array) -> jax.Array:
+        rows = pages.at[(*lead, sources)].get(out_sharding=spec)
+        return pages.at[(*lead, targets)].set(rows, mode="drop", out_sharding=spec)
+
+    return jax.tree.map(copy, cache)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rules", "implementation", "max_steps"), donate_argnames="cache"
+)
+def decode(
+    params: Decoder,
+    cache: KVCache,
+    rows: DecodeRows,
+    n_steps: Int[Array, ""],
+    leave_at: Int[Array, ""],
+    *,
+    rules: Rules,
+    implementation: str | None,
+    max_steps: int,
+) -> tuple[KVCache, Int[Array, "2 B S"]]:
+    """Up to `n_steps` steps, fewer once `leave_at` or fewer sequences are still going.
+
+    Returns the cache and, of every step, the sampled token (-1: the row had ended) and the bits of
+    its float32 logprob.
+    """
+    keys = row_keys(rows.seed, rows.prompt_id, rows.sample)
+    B = rows.token.shape[0]
+
+    def going(state) -> jax.Array:
+        step, _, _, position, *_ = state
+        return (step < n_steps) & (jnp.sum(position >= 0) > leave_at)
+
+    def one_step(state):
+        step, cache, token, position, remaining, out = state
+        active = position >= 0
+        hidden, cache = forward_paged(
+            params,
+            token[:, None],
+            position[:, None],
+            cache,
+            rows.page_table,
+            rules=rules,
+            implementation=implementation,
+        )
+        logits = jax.reshard(params.logits(hidden, rules), jax.P())[:, 0]
+        token, logp = sample(logits, uniforms(keys, position + 1), rows.sampling)
+        made = jnp.stack(
+            [jnp.where(active, token, -1), jax.lax.bitcast_convert_type(logp, jnp.int32)]
+        )
+        out = jax.lax.dynamic_update_slice(out, made[:, :, None], (0, 0, step))
+        ended = (remaining <= 1) | jnp.any(token[:, None] == rows.stop_ids, axis=1)
+        position = jnp.where(active & ~ended, position + 1, -1)
+        return step + 1, cache, token, position, remaining - 1, out
+
+    start = (
+        jnp.int32(0),
+        cache,
+        rows.token,
+        rows.position,
+        rows.remaining,
+        jnp.full((2, B, max_steps), -1, jnp.int32),
+    )
+    _, cache, _, _, _, out = jax.lax.while_loop(going, one_step, start)
+    return cache, out

@@ -1,0 +1,98 @@
+"""Prompts in, rollouts out."""
+
+import numpy as np
+import pytest
+from rollout_cases import make_engine
+
+from jaxrl.config import SamplingConfig
+from jaxrl.rollout.generate import generate, stop_string_end
+from jaxrl.types import Prompt
+
+RNG = np.random.default_rng(0)
+PROMPTS = [
+    Prompt(id=i, messages=(), tokens=RNG.integers(2, 512, n, dtype=np.int32), answer="")
+    for i, n in ((4, 70), (9, 5), (2, 130))
+]
+
+
+def letters(tokens: np.ndarray) -> str:
+    return "".join("abcdefghijklmnopqrstuvwxyz"[t % 26] for t in tokens)
+
+
+def call(engine, params, **changes):
+    kw = dict(n=3, sampling=SamplingConfig(), max_tokens=12, seed=7, version=5, decode=letters)
+    return generate(engine, params, PROMPTS, **(kw | changes))
+
+
+def test_rollouts_come_in_order_of_prompt_and_sample(llama):
+    cfg, params = llama
+    progress = []
+    rollouts, stats = call(make_engine(cfg), params, on_progress=lambda *p: progress.append(p))
+    assert [(r.prompt.id, r.sample) for r in rollouts] == [
+        (i, s) for i in (4, 9, 2) for s in range(3)
+    ]
+    for r in rollouts:
+        assert len(r.tokens) == len(r.logp) <= 12
+        assert r.finish == ("stop" if r.tokens[-1] == 1 else "length")
+        assert (r.version, r.text) == (5, letters(r.tokens))
+    assert len({r.tokens.tobytes() for r in rollouts}) == 9  # every sample is another
+    n_tokens = sum(len(r.tokens) for r in rollouts)
+    assert progress[-1] == (n_tokens, 9, 9)
+    assert 0 < stats["rollout/cache_utilization"] <= stats["rollout/cache_utilization_max"] <= 1
+    assert stats["rollout/running"] > 0 and stats["rollout/tokens_per_s"] > 0
+
+
+def test_the_seed_decides_the_samples(llama):
+    cfg, params = llama
+    engine = make_engine(cfg)
+    first, again, other = (call(engine, params, seed=s)[0] for s in (7, 7, 8))
+    same = [a.tokens.tolist() == b.tokens.tolist() for a, b in zip(first, again, strict=True)]
+    assert all(same)
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True))
+
+
+def test_forced_lengths_are_met(llama):
+    cfg, params = llama
+    lens = [5, 17, 9, 1, 30, 2, 8, 8, 11]
+    rollouts, _ = call(make_engine(cfg), params, max_tokens=lens, ignore_stop=True)
+    assert [len(r.tokens) for r in rollouts] == lens
+    with pytest.raises(ValueError, match="1 numbers for 9 responses"):
+        call(make_engine(cfg), params, max_tokens=[3])
+
+
+def test_a_stop_string_cuts_behind_the_token_that_completes_it(llama):
+    cfg, params = llama
+    free = call(make_engine(cfg), params, ignore_stop=True, max_tokens=30)[0]
+    stop = free[0].text[10:13]
+    engine = make_engine(cfg)
+    rollouts, _ = call(
+        engine, params, sampling=SamplingConfig(stop=(stop, "#")), ignore_stop=True, max_tokens=30
+    )
+    end = free[0].text.index(stop) + 3
+    assert rollouts[0].finish == "stop"
+    assert rollouts[0].tokens.tolist() == free[0].tokens[:end].tolist()
+    assert rollouts[0].logp.tolist() == free[0].logp[:end].tolist()
+    assert engine.n_unfinished == 0
+
+
+def test_stop_strings_are_found_across_the_border_of_dispatches():
+    tokens = [0, 1, 2, 3, 4]  # abcde
+    assert stop_string_end(tokens, 2, ("bcd",), letters) == 4
+    assert stop_string_end(tokens, 3, ("bcd", "cd"), letters) == 4
+    assert stop_string_end(tokens, 0, ("x",), letters) is None
+    assert stop_string_end(tokens, 0, ("e", "a"), letters) == 1
+
+
+def test_a_request_that_cannot_run_leaves_nothing_queued(llama):
+    cfg, params = llama
+    engine = make_engine(cfg)
+    with pytest.raises(ValueError, match="max_response_len"):
+        call(engine, params, max_tokens=[5] * 8 + [10_000])
+    assert engine.n_unfinished == 0
+    with pytest.raises(RuntimeError, match="stopped by the caller"):
+        call(engine, params, on_progress=stop_now)
+    assert engine.n_unfinished == 0 and engine.scheduler.pool.n_used == 0
+
+
+def stop_now(*_):
+    raise RuntimeError("stopped by the caller")
