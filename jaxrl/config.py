@@ -14,6 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.keys import (
+    REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -27,7 +28,7 @@ from jaxrl.keys import (
     RunConfig,
     SamplingConfig,
 )
-from jaxrl.schema import build, to_dict
+from jaxrl.schema import build, nearest, to_dict
 
 __all__ = [
     "AlgorithmConfig",
@@ -221,6 +222,14 @@ def _data_problems(run: RunConfig) -> list[str]:
         problems.append(
             "reward.functions is empty; set for example ('math',) or ('package.module:function',)"
         )
+    for name in (function.partition("?")[0] for function in run.reward.functions):
+        if ":" not in name and name not in REWARDS:
+            guess = nearest(name, REWARDS)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            problems.append(
+                f"reward.functions has {name!r}, which is not known; {hint}set names among "
+                f"{', '.join(REWARDS)}, or 'package.module:function'"
+            )
     if run.eval.every and not data.val:
         problems.append(f"eval.every={run.eval.every} needs prompts; set data.val, or eval.every=0")
     if not checkpoint.best_metric:

