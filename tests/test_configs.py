@@ -1,0 +1,131 @@
+"""Every config file runs as its docstring says: it resolves, and the 7B update type-checks without a device."""
+
+import ast
+import dataclasses
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import keys
+from jaxrl.algorithms import advantages, aggregate, kl, policy_loss
+from jaxrl.config import RunConfig, resolve
+from jaxrl.flags import load_config
+from jaxrl.kernels import attention, paged_attention
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.state import init_state
+from jaxrl.learner.step import make_score, make_update
+from jaxrl.models import decoder
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.hf_config import config_from_hf
+from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.rewards import functions
+from jaxrl.types import Batch, TrainState
+from sharding import TRAIN, abstract_mesh
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+DEVICES = {"grpo_7b": 64}  # what the docstring says; one where it says nothing
+FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
+INTS = ("tokens", "targets", "segments", "positions")
+
+# config.json of Qwen/Qwen2.5-7B-Instruct
+QWEN_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
+
+def run_of(name: str) -> RunConfig:
+    return resolve(load_config(str(CONFIGS / f"{name}.py")), n_devices=DEVICES.get(name, 1))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_resolves_for_the_devices_it_is_for(name):
+    assert run_of(name).name == name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_says_its_command(name):
+    doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
+    assert f"python -m jaxrl.train --config=configs/{name}.py" in doc
+    assert importlib.import_module(f"configs.{name}").get_config() is not None
+
+
+def abstract_batch(run: RunConfig, mesh) -> Batch:
+    """The largest micro-batch of a run: rows for every data-parallel rank."""
+    row_len = run.learner.row_lens[-1]
+    rows = mesh.shape["replica"] * mesh.shape["fsdp"] * (run.learner.token_budget // row_len)
+    sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
+    return Batch(
+        **{
+            name: jax.ShapeDtypeStruct(
+                (rows, row_len), jnp.int32 if name in INTS else jnp.float32, sharding=sharding
+            )
+            for name in Batch.__dataclass_fields__
+        }
+    )
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
+def test_the_7b_update_and_scoring_type_check_on_an_abstract_mesh(stacked):
+    run = run_of("grpo_7b")
+    model = dataclasses.replace(config_from_hf(QWEN_7B), stacked=stacked)
+    specs = decoder_specs(model)
+    assert count_params(specs) == 7_615_616_512
+    sizes = {axis: getattr(run.mesh, axis) for axis in ("replica", "fsdp", "tensor")}
+    mesh = abstract_mesh(64, **sizes)
+    check_mesh(model, mesh.shape)
+    with jax.sharding.use_abstract_mesh(mesh):
+        optimizer = make_optimizer(run.learner, 1000, specs)
+        params = abstract_params(specs, TRAIN, jnp.bfloat16)
+        state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+        batch = abstract_batch(run, mesh)
+        logp, entropy = jax.eval_shape(make_score(run, TRAIN), state.params, batch)
+        assert logp.shape == entropy.shape == batch.tokens.shape and logp.dtype == jnp.float32
+        update = make_update(run, optimizer, TRAIN)
+        total = jax.eval_shape(update.zeros, state.params)
+        total = jax.eval_shape(update.accumulate, state.params, None, total, batch)
+        new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
+    assert_same_types(new, state)
+    assert metrics["loss/total"].shape == ()
+
+
+def assert_same_types(new: TrainState, old: TrainState) -> None:
+    """Shape, dtype and layout of every array are those before the update: nothing is resharded."""
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if b.ndim:  # counters are replicated
+            assert a.sharding.spec == b.sharding.spec
+
+
+TABLES = [
+    (keys.ADVANTAGES, advantages.ESTIMATORS),
+    (keys.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
+    (keys.AGGREGATIONS, aggregate.AGGREGATIONS),
+    (keys.KLS, {*kl.ESTIMATORS, "full"}),  # full needs the logits and lives in kernels/logprob
+    (keys.REMATS, decoder.REMAT_POLICIES),
+    (keys.REWARDS, functions.BUILT_IN),
+    (keys.ATTENTIONS, {"auto", *attention.BUILT, *attention.PLANNED}),
+    (keys.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT, *paged_attention.PLANNED}),
+]
+
+
+@pytest.mark.parametrize("names, table", TABLES, ids=lambda value: str(value)[:20])
+def test_a_key_knows_the_names_of_its_rooms_table(names, table):
+    assert set(names) == set(table)
