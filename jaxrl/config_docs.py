@@ -22,6 +22,7 @@ returns it:
 ```python
 from jaxrl.config import default_config
 
+
 def get_config():
     config = default_config()
     config.model.path = "checkpoints/my-model"
