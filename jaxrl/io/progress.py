@@ -1,0 +1,182 @@
+"""What a run is doing at this moment: status lines, and bars with the time that is left."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+import rich
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+BAR_CHARS = 24
+NOTABLE_COMPILE_S = 1.0  # programs that compile faster are not worth a line
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for the run. Does not start a backend that is not distributed."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def duration(seconds: float) -> str:
+    """ "8 s", "2:05", "1:02:05"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+class Bar:
+    """One phase under way. Made by Progress.phase."""
+
+    def __init__(self, owner: "Progress", name: str, total: int):
+        self.name, self.total, self.done, self.info = name, total, 0, ""
+        self.start = time.monotonic()
+        self._owner = owner
+
+    def advance(self, n: int = 1, info: str = "") -> None:
+        """`n` more are done; `info` is shown beside the count, e.g. "412 tok/s"."""
+        self.update(self.done + n, info)
+
+    def update(self, done: int, info: str = "") -> None:
+        """`done` are done in all."""
+        self.done, self.info = done, info or self.info
+        self._owner.moved(self)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the pace so far; None before there is a pace."""
+        if not 0 < self.done <= self.total:
+            return None
+        return (time.monotonic() - self.start) / self.done * (self.total - self.done)
+
+    def words(self) -> str:
+        left = f", {duration(self.left_s)} left" if self.left_s is not None else ""
+        info = f", {self.info}" if self.info else ""
+        spent = duration(time.monotonic() - self.start)
+        return f"{self.name} {self.done}/{self.total}{info}, {spent}{left}"
+
+
+class Progress:
+    """Status lines at once; in a terminal also live bars, in a pipe a plain line every `interval_s`.
+
+    Silent under pytest, and in all processes of a run but the first. The console is rich's own, so
+    that lines printed by loggers go above the bars.
+    """
+
+    def __init__(
+        self, console: Console | None = None, *, quiet: bool | None = None, interval_s: float = 15.0
+    ):
+        self.console = console or rich.get_console()
+        self.quiet = ("pytest" in sys.modules or not is_first_process()) if quiet is None else quiet
+        self.interval_s = interval_s
+        self._start = self._spoke = time.monotonic()
+        self._bars: list[Bar] = []
+        self._waiting: list[tuple[str, float]] = []
+        self._steps: tuple[int, int] | None = None  # done, total
+        self._first: tuple[int, float] | None = None  # the first `done` heard of, and when
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if not self.quiet and self.console.is_terminal:
+            self._live = Live(
+                console=self.console,
+                get_renderable=self._render,
+                refresh_per_second=4,
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def status(self, text: str) -> None:
+        """A line that stays, with the time since the start before it."""
+        if not self.quiet:
+            since = f"{duration(time.monotonic() - self._start):>7}"
+            line = Text.assemble((since, "dim"), "  ", text)
+            self.console.print(line, soft_wrap=True)
+
+    def compiled(self, name: str, seconds: float) -> None:
+        """A program was compiled."""
+        if seconds >= NOTABLE_COMPILE_S:
+            self.status(f"compiled {name} in {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Something without a count, e.g. "compiling update [1, 512]": "... 12 s" when it is done."""
+        start = time.monotonic()
+        self._waiting.append((text, start))
+        if self._live is None:
+            self.status(f"{text} ...")
+        try:
+            yield
+            self.status(f"{text} ... {time.monotonic() - start:.1f} s")
+        finally:
+            self._waiting.pop()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Bar]:
+        """A bar of `total` sequences, micro-batches, ...; it goes when the block ends."""
+        bar = Bar(self, name, total)
+        self._bars.append(bar)
+        try:
+            yield bar
+        finally:
+            self._bars.remove(bar)
+
+    def steps(self, done: int, total: int) -> None:
+        """Steps of the whole run: call it before the first and after each; gives the run's ETA."""
+        self._steps = (done, total)
+        if self._first is None:
+            self._first = (done, time.monotonic())
+
+    @property
+    def run_left_s(self) -> float | None:
+        """Seconds to the end of the run at the pace of this process so far; None before a step."""
+        if self._steps is None or self._first is None or self._steps[0] <= self._first[0]:
+            return None
+        done, total = self._steps
+        return (time.monotonic() - self._first[1]) / (done - self._first[0]) * (total - done)
+
+    def moved(self, bar: Bar) -> None:
+        """A bar moved: in a pipe, says so when nothing was said for `interval_s`."""
+        now = time.monotonic()
+        quiet_since = max(self._spoke, bar.start)
+        if self._live is None and not self.quiet and now - quiet_since >= self.interval_s:
+            self._spoke = now
+            self.status(f"{self._step_words()}{bar.words()}")
+
+    def _step_words(self) -> str:
+        if self._steps is None:
+            return ""
+        done, total = self._steps
+        return f"step {min(done + 1, total)}/{total}: "
+
+    def _render(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        now = time.monotonic()
+        for text, start in self._waiting:
+            table.add_row(text, Text("...", "dim"), duration(now - start))
+        for bar in self._bars:
+            table.add_row(
+                Text(bar.name, "bold"), blocks(bar.done, bar.total), bar.words().partition(" ")[2]
+            )
+        if self._steps is not None:
+            done, total = self._steps
+            left = f", {duration(self.run_left_s)} left" if self.run_left_s is not None else ""
+            table.add_row(Text("run", "bold"), blocks(done, total), f"{done}/{total} steps{left}")
+        return table
+
+
+def blocks(done: int, total: int) -> Text:
+    """A bar of `BAR_CHARS` characters."""
+    full = round(BAR_CHARS * min(done / max(total, 1), 1.0))
+    return Text.assemble(("━" * full, "green"), ("━" * (BAR_CHARS - full), "bright_black"))
