@@ -54,19 +54,21 @@ __all__ = [
 PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
 UNBUILT_AXES = ("stage", "expert", "sequence")  # mesh axes that no program uses yet
 
-# What a resumed run may change: its numbers stay those of the run that was never stopped.
+# What a resumed run may change: its numbers stay those of a run that was never stopped.
 FREE_ON_RESUME = (
     "name",
     "run_dir",
     "resume",
-    "total_steps",
-    "total_epochs",
     "assert_no_recompile",
     "check_finite",
     "compilation_cache",
     "log",
     "checkpoint",
 )
+LENGTH = (
+    "total_steps",
+    "total_epochs",
+)  # free as well, where the learning rate does not fall to an end
 
 
 def default_config() -> ConfigDict:
@@ -296,14 +298,21 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str) -> RunConfig:
-    """The run that `to_json` wrote. Raises ValueError where the schema has changed since."""
-    return resolve(json.loads(text))
+    """The run that `to_json` wrote. Raises ValueError where the keys have changed since."""
+    run, problems = build(RunConfig, json.loads(text))
+    if problems:
+        raise ValueError(
+            "config.json was written by another version of jaxrl; set config.run_dir to a new folder:\n"
+            + "\n".join(f"  - {line}" for line in problems)
+        )
+    return run
 
 
 def config_hash(run: RunConfig) -> str:
     """Twelve hex digits over all that can change the numbers of a run: not its name, folder, logging or saving."""
     values = to_dict(run)
-    kept = {name: value for name, value in values.items() if name not in FREE_ON_RESUME}
+    free = FREE_ON_RESUME + (LENGTH if run.learner.lr_schedule == "constant" else ())
+    kept = {name: value for name, value in values.items() if name not in free}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -177,7 +177,7 @@ class LogConfig:
 class RunConfig:
     name: str = key("run", "name of the run")
     run_dir: str = key("", "folder of the run; '' = runs/<name>")
-    resume: bool = key(False, "go on from the newest checkpoint in run_dir; starting anew in a folder that has one is an error")
+    resume: bool = key(False, "insist on a checkpoint to go on from; a run folder that has one is gone on with in any case")
     seed: int = key(0, "of sampling, shuffling and initialisation", least=0)
     total_steps: int = key(0, "training steps; 0 = total_epochs over the data", least=0)
     total_epochs: int = key(1, "passes over the training prompts, used when total_steps is 0", least=1)

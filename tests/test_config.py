@@ -203,6 +203,22 @@ def test_the_hash_follows_what_changes_numbers_and_nothing_else():
     assert base != config_hash(resolve(runnable(seed=1)))
 
 
+def test_the_length_of_a_run_is_part_of_its_numbers_where_the_learning_rate_falls():
+    def hash_of(**changes) -> str:
+        return config_hash(resolve(runnable(**changes)))
+
+    assert hash_of(total_steps=10) == hash_of(total_steps=20)
+    falling = dict(learner__lr_schedule="cosine")
+    assert hash_of(total_steps=10, **falling) != hash_of(total_steps=20, **falling)
+
+
+def test_a_config_of_another_version_is_named_as_such():
+    text = to_json(resolve(runnable())).replace('"max_num_seqs"', '"max_sequences"')
+    with pytest.raises(ValueError, match="another version of jaxrl") as error:
+        from_json(text)
+    assert "max_sequences" in str(error.value) and "rollout.max_num_seqs" in str(error.value)
+
+
 # ---- the command line
 
 
