@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import pytest
 
 from jaxrl import config_docs
-from jaxrl.config import RunConfig
+from jaxrl.config import RunConfig, resolve
+from jaxrl.flags import load_config
 from jaxrl.schema import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -70,3 +71,9 @@ def test_every_key_has_its_place_in_the_key_table():
     assert not missing, (
         f"add to docs/keys.md what verl and OpenRLHF call {missing}, or that they have none"
     )
+
+
+def test_the_config_of_the_readme_resolves(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_run.py").write_text(blocks[0])
+    assert resolve(load_config(str(tmp_path / "my_run.py"))).name == "my_run"
