@@ -12,8 +12,9 @@ import pytest
 
 from jaxrl import keys
 from jaxrl.algorithms import advantages, aggregate, kl, policy_loss
-from jaxrl.config import RunConfig, resolve
+from jaxrl.config import LearnerConfig, LogConfig, RunConfig, resolve
 from jaxrl.flags import load_config
+from jaxrl.io.loggers import make_loggers
 from jaxrl.kernels import attention, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
@@ -129,3 +130,19 @@ TABLES = [
 @pytest.mark.parametrize("names, table", TABLES, ids=lambda value: str(value)[:20])
 def test_a_key_knows_the_names_of_its_rooms_table(names, table):
     assert set(names) == set(table)
+
+
+def refused(make, *args) -> str:
+    with pytest.raises(ValueError) as error:
+        make(*args)
+    return str(error.value)
+
+
+def test_keys_know_the_names_that_loggers_and_optimizer_accept(tmp_path):
+    run = run_of("gsm8k_smollm2")
+    loggers = refused(make_loggers, LogConfig(loggers=("no",)), tmp_path, run, None)
+    optimizer = refused(make_optimizer, LearnerConfig(optimizer="no"), 10, {})
+    schedule = refused(make_optimizer, LearnerConfig(lr_schedule="no"), 10, {})
+    assert loggers.endswith(", ".join(keys.LOGGERS))
+    assert optimizer.endswith(", ".join(map(repr, keys.OPTIMIZERS)))
+    assert schedule.endswith(", ".join(map(repr, keys.LR_SCHEDULES)))
