@@ -1,0 +1,48 @@
+"""How a run leaves its folder: checkpoints, export, report, and a word on how to go on."""
+
+import shlex
+import sys
+
+from jaxrl.models.hf_save import save_model
+from jaxrl.report import write_report
+from jaxrl.trainer.run import Run
+
+
+def save(run: Run) -> None:
+    """Starts the checkpoint of this step: the state, and all else that the next step depends on."""
+    host = {
+        "step": run.step,
+        "iterator": run.position,
+        "validated_at": run.validated_at,
+        "val_metrics": run.val_metrics,
+    }
+    metrics = run.val_metrics if run.validated_at == run.step else {}
+    with run.timed("save"):
+        run.checkpoints.save(run.step, run.state, host, metrics)
+    run.saved_at = run.step
+
+
+def stopped(run: Run, signal: object) -> None:
+    """Waits for the checkpoint and says how to go on."""
+    run.checkpoints.wait()
+    run.progress.status(
+        f"{signal}: saved after step {run.step} of {run.total_steps}. To go on:\n"
+        f"  {resume_command()}"
+    )
+    write_report(run.folder)
+
+
+def finish(run: Run) -> None:
+    """The last checkpoint, the weights as a Hugging Face folder, and the report."""
+    run.checkpoints.wait()
+    if run.cfg.checkpoint.export_hf:
+        save_model(run.folder / "hf", run.state.params, source=run.model_folder)
+        run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
+    report = write_report(run.folder)
+    run.progress.status(f"report in {report}")
+
+
+def resume_command() -> str:
+    """This process's command with config.resume set."""
+    argv = [a for a in sys.argv[1:] if not a.startswith("--config.resume")]
+    return shlex.join(["python", "-m", "jaxrl.train", *argv, "--config.resume=True"])

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM: the first asks the run to save and stop, the second stops it at once."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; the state of the last finished step is intact."""
+
+
+class StopFlag:
+    """Raised by a signal, looked at between dispatches."""
+
+    def __init__(self) -> None:
+        self.signal = ""
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal came in."""
+        if self.signal:
+            raise Interrupted(self.signal)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as it always did."""
+    flag = StopFlag()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    old = {s: signal.getsignal(s) for s in signals}
+
+    def restore() -> None:
+        for s, handler in old.items():
+            signal.signal(s, handler)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        flag.signal = signal.Signals(number).name
+        restore()
+
+    for s in signals:
+        signal.signal(s, on_signal)
+    try:
+        yield flag
+    finally:
+        restore()

@@ -1,0 +1,131 @@
+"""The phases of a step, each timed and shown: sample, reward, experience, update; and validation."""
+
+import time
+
+import numpy as np
+
+from jaxrl.algorithms.aggregate import idle_weight
+from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
+from jaxrl.rollout.generate import generate
+from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
+from jaxrl.trainer.experience import MiniBatch, Score, make_mini_batches
+from jaxrl.trainer.failure import check_finite
+from jaxrl.trainer.run import Run
+from jaxrl.types import Batch, Prompt, Rollout, Tree
+
+
+def train_step(run: Run) -> None:
+    """One step on the next prompts. Raises Interrupted only before the first update, so that the step
+    can be taken again from its beginning."""
+    with run.timed("step"):
+        rollouts, metrics = sample(run, next(run.iterator))
+        rollouts = reward(run, rollouts)
+        mini_batches, packing = experience(run, rollouts)
+        metrics |= reward_metrics(rollouts) | packing | update(run, mini_batches)
+    n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
+    metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
+    run.step, run.position = run.step + 1, run.iterator.state()
+    run.logger.metrics(run.step, metrics | run.take_seconds())
+    run.logger.samples(run.step, sample_records(rollouts, kind="train"))
+    run.progress.steps(run.step, run.total_steps)
+
+
+def validate(run: Run) -> None:
+    """Answers the validation prompts with the weights of now and logs val/*."""
+    rollouts, _ = sample(run, run.val_prompts, validation=True)
+    rollouts = reward(run, rollouts, validation=True)
+    run.validated_at, run.val_metrics = run.step, validation_metrics(rollouts)
+    run.logger.metrics(run.step, run.val_metrics | run.take_seconds())
+    run.logger.samples(run.step, sample_records(rollouts, kind="val"))
+
+
+def sample(
+    run: Run, prompts: list[Prompt], *, validation: bool = False
+) -> tuple[list[Rollout], dict[str, float]]:
+    """The samples of each prompt, side by side, from the trainer's own parameters; rollout/* metrics."""
+    cfg = run.cfg
+    n, sampling = cfg.rollout.n, cfg.rollout.sampling
+    if validation:
+        n, sampling = cfg.eval.n, cfg.eval.sampling
+    name = "validation" if validation else "rollout"
+    with (
+        run.timed("val" if validation else "gen"),
+        run.no_compile(name),
+        run.progress.phase(name, total=len(prompts) * n) as bar,
+    ):
+        start = time.perf_counter()
+
+        def on_progress(n_tokens: int, n_done: int, n_all: int) -> None:
+            run.stop.check()
+            bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
+
+        return generate(
+            run.engine,
+            run.state.params,
+            prompts,
+            n=n,
+            sampling=sampling,
+            max_tokens=cfg.data.max_response_len,
+            seed=run.sampling_seed(validation=validation),
+            version=run.step,
+            decode=run.renderer.decode,
+            on_progress=on_progress,
+        )
+
+
+def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[Rollout]:
+    with run.timed("val" if validation else "reward"):
+        rollouts = run.rewards.score(rollouts)
+        run.stop.check()
+        return rollouts
+
+
+def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:
+    """Advantages, packing, and the logprobs that the algorithm needs before its first update."""
+    cfg = run.cfg
+
+    def scorer(params: Tree, phase: str) -> Score:
+        def logp(batch: Batch) -> np.ndarray:
+            run.stop.check()
+            with run.timed(phase):
+                return np.asarray(run.score(params, run.update.put(batch))[0])
+
+        return logp
+
+    with run.timed("adv"), run.no_compile("scoring"):
+        return make_mini_batches(
+            rollouts,
+            cfg,
+            n_ranks=run.n_ranks,
+            score_old=scorer(run.state.params, "old_logp") if needs_old_logp(cfg) else None,
+            score_ref=scorer(run.ref_params, "ref") if needs_ref_logp(cfg) else None,
+        )
+
+
+def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    """All optimizer steps of a step; metrics are means over them. A mini-batch in which nothing can be
+    learned is passed over."""
+    cfg = run.cfg
+    work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        run.timed("update"),
+        run.no_compile("update"),
+        run.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
+    ):
+        for mini in work:
+            idle_lens = [len(r.tokens) for r in mini.idle]
+            run.state, one = run.update.update(
+                run.state,
+                [packed.batch for packed in mini.packed],
+                ref_params=run.ref_params,
+                extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            if cfg.check_finite:
+                check_finite(one, mini, run.folder, run.step + 1)
+            metrics.append(one)
+    names = metrics[0].keys() if metrics else ()
+    means = {name: float(np.mean([one[name] for one in metrics])) for name in names}
+    means |= {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}
+    return means | {"perf/n_updates": float(len(metrics))}

@@ -1,0 +1,105 @@
+"""The parts of one run, and what it remembers between steps."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.config import RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.iterator import PromptIterator
+from jaxrl.io.checkpoint import Checkpointer
+from jaxrl.io.loggers import Logger
+from jaxrl.io.progress import Progress
+from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.step import Update
+from jaxrl.models.decoder import Decoder
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.engine import PagedEngine
+from jaxrl.trainer.compiles import CompileWatch
+from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.types import Prompt, TrainState
+
+
+@dataclasses.dataclass
+class Run:
+    """What the loop of jaxrl/train.py holds in its hands. Built by trainer/setup.py."""
+
+    cfg: RunConfig
+    folder: Path
+    model_folder: Path
+    total_steps: int
+    n_ranks: int  # data-parallel ranks
+    renderer: ChatRenderer
+    iterator: PromptIterator
+    val_prompts: list[Prompt]
+    rewards: RewardPool
+    engine: PagedEngine
+    optimizer: Optimizer
+    update: Update
+    score: Callable  # learner.step.make_score
+    ref_params: Decoder | None
+    checkpoints: Checkpointer
+    logger: Logger
+    progress: Progress
+    watch: CompileWatch
+    stop: StopFlag
+    state: TrainState  # the only reference: an update donates it
+    step: int = 0  # steps done
+    position: dict = dataclasses.field(default_factory=dict)  # of the iterator after `step` steps
+    first_step: int = 0  # of this process
+    validated_at: int = -1  # the last step that was validated ...
+    val_metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # ... and its result
+    saved_at: int = -1
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of the step under way
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the block's wall seconds to time/<phase>_s of this step."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"time/{phase}_s"
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take_seconds(self) -> dict[str, float]:
+        """The timings so far; counting begins anew."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Raises RecompileError if the block compiles, from this process's second step on."""
+        armed = self.cfg.assert_no_recompile and self.step > self.first_step
+        return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
+
+    def sampling_seed(self, *, validation: bool) -> int:
+        """Seed of this step's samples: a prompt met again in a later step is sampled anew."""
+        entropy = [self.cfg.seed, self.step, int(validation)]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.total_steps
+
+    @property
+    def validation_due(self) -> bool:
+        """Before training, every eval.every steps, and at the end, where there is validation data."""
+        if not self.val_prompts or self.validated_at == self.step:
+            return False
+        if self.step == 0:
+            return self.cfg.eval.before_train
+        return self.done or _every(self.cfg.eval.every, self.step)
+
+    @property
+    def save_due(self) -> bool:
+        if self.saved_at == self.step:
+            return False
+        return self.done or _every(self.cfg.checkpoint.every, self.step)
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step > 0 and step % period == 0

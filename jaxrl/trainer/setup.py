@@ -1,0 +1,222 @@
+"""Builds a run from its config. The cheap checks come first: folder, data, tokenizer, rewards; then devices."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.config import RunConfig, check_devices
+from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
+from jaxrl.data.iterator import PromptIterator
+from jaxrl.data.prompts import load_prompts
+from jaxrl.io.checkpoint import Checkpointer
+from jaxrl.io.loggers import make_loggers
+from jaxrl.io.progress import Progress
+from jaxrl.learner.needs import needs_ref
+from jaxrl.learner.optimizer import Optimizer, make_optimizer
+from jaxrl.learner.state import abstract_state, frozen_copy, init_state
+from jaxrl.learner.step import make_score, make_update
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.hf_load import load_model, model_config
+from jaxrl.models.source import resolve_model
+from jaxrl.models.spec import count_params
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.engine import PagedEngine
+from jaxrl.trainer.compiles import CompileWatch
+from jaxrl.trainer.folder import open_folder
+from jaxrl.trainer.interrupt import stop_on_signals
+from jaxrl.trainer.run import Run
+from jaxrl.trainer.warmup import warm_up
+from jaxrl.types import TrainState
+from sharding import make_mesh
+from sharding.rules import DECODE, TRAIN
+
+
+@contextlib.contextmanager
+def open_run(cfg: RunConfig) -> Iterator[Run]:
+    """All parts of a run, from its newest checkpoint where the folder has one; closed at the end.
+
+    Raises ValueError or OSError with one message for whatever the config, the model, the data or the
+    folder is not right for.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        progress = stack.enter_context(Progress())
+        watch = CompileWatch(progress.compiled)
+        stack.callback(watch.detach)
+
+        progress.status(f"run folder {cfg.run_path}")
+        open_folder(cfg)
+        model_folder = resolve_model(cfg.model.path)
+        decoder = model_config(model_folder)
+        renderer = make_renderer(cfg, model_folder, decoder)
+        iterator, val_prompts = load_data(cfg, renderer, progress)
+        rewards = stack.enter_context(RewardPool(cfg.reward))
+
+        dtype, decoder = start_devices(cfg, decoder, progress)
+        mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
+        stack.enter_context(jax.set_mesh(mesh))
+        sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
+        progress.status(f"mesh {sizes} of {jax.devices()[0].device_kind} ({jax.default_backend()})")
+        checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
+        stack.callback(checkpoints.close)
+        steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
+        optimizer = make_optimizer(
+            cfg.learner, steps * cfg.updates_per_step, decoder_specs(decoder)
+        )
+        state, host = first_state(
+            cfg, decoder, dtype, optimizer, model_folder, checkpoints, progress
+        )
+        step = host.get("step", 0)
+        if host:
+            iterator.restore(host["iterator"])
+        logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
+        stack.callback(logger.close)
+        run = Run(
+            cfg=cfg,
+            folder=cfg.run_path,
+            model_folder=model_folder,
+            total_steps=steps,
+            n_ranks=data_parallel_ranks(),
+            renderer=renderer,
+            iterator=iterator,
+            val_prompts=val_prompts,
+            rewards=rewards,
+            engine=make_engine(cfg, decoder, dtype, model_folder, renderer),
+            optimizer=optimizer,
+            update=make_update(cfg, optimizer, TRAIN),
+            score=make_score(cfg, TRAIN),
+            ref_params=reference(cfg, state, step, model_folder, decoder, dtype),
+            checkpoints=checkpoints,
+            logger=logger,
+            progress=progress,
+            watch=watch,
+            stop=stop,
+            state=state,
+            step=step,
+            position=iterator.state(),
+            first_step=step,
+            validated_at=host.get("validated_at", -1),
+            val_metrics=host.get("val_metrics", {}),
+            saved_at=step if host else -1,
+        )
+        del state
+        if not run.done:
+            warm_up(run)
+        yield run
+
+
+def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, decoder.V)
+    data = cfg.data
+    return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
+
+
+def load_data(cfg: RunConfig, renderer: ChatRenderer, progress: Progress):
+    """(iterator over the training prompts, validation prompts)."""
+    data = cfg.data
+    prompts = load_prompts(data.train, renderer=renderer, data=data)
+    iterator = PromptIterator(
+        prompts,
+        prompts_per_step=data.prompts_per_step,
+        shuffle=data.shuffle,
+        seed=cfg.seed,
+    )
+    val_prompts = []
+    if data.val:
+        val_prompts = load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
+    progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
+    return iterator, val_prompts
+
+
+def start_devices(
+    cfg: RunConfig, decoder: DecoderConfig, progress: Progress
+) -> tuple[jnp.dtype, DecoderConfig]:
+    """Opens the backend; what 'auto' means for it: (dtype, layers as a list or stacked)."""
+    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    check_devices(cfg, jax.device_count())
+    backend = jax.default_backend()
+    name = cfg.model.dtype
+    if name == "auto":
+        name = "float32" if backend == "cpu" else "bfloat16"
+    stacked = backend == "tpu" if cfg.model.layers == "auto" else cfg.model.layers == "stacked"
+    decoder = dataclasses.replace(decoder, stacked=stacked)
+    n_params = count_params(decoder_specs(decoder))
+    progress.status(
+        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters, {name}"
+    )
+    return jnp.dtype(name), decoder
+
+
+def first_state(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    optimizer: Optimizer,
+    model_folder: Path,
+    checkpoints: Checkpointer,
+    progress: Progress,
+) -> tuple[TrainState, dict]:
+    """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
+    step = checkpoints.latest_step()
+    if step is None:
+        if cfg.resume:
+            raise ValueError(
+                f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
+                "set config.run_dir to the folder of the run, or leave out config.resume"
+            )
+        _, params = load_model(model_folder, rules=TRAIN, dtype=dtype, stacked=decoder.stacked)
+        return init_state(params, optimizer), {}
+    progress.status(f"resuming after step {step}")
+    abstract = abstract_state(
+        decoder_specs(decoder), dtype, optimizer, TRAIN, jax.sharding.get_mesh()
+    )
+    return checkpoints.restore(abstract, step)
+
+
+def reference(
+    cfg: RunConfig,
+    state: TrainState,
+    step: int,
+    model_folder: Path,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+) -> Decoder | None:
+    """The frozen model that the KL term compares with, where there is one: the model of step 0."""
+    if not needs_ref(cfg):
+        return None
+    if step == 0:
+        return frozen_copy(state.params)
+    return load_model(model_folder, rules=TRAIN, dtype=dtype, stacked=decoder.stacked)[1]
+
+
+def make_engine(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    model_folder: Path,
+    renderer: ChatRenderer,
+) -> PagedEngine:
+    name = cfg.model.paged_attention
+    return PagedEngine(
+        decoder,
+        cfg.rollout,
+        rules=DECODE,
+        dtype=dtype,
+        max_len=cfg.data.max_len,
+        eos_ids=stop_ids(model_folder, renderer.tokenizer),
+        implementation=None if name == "auto" else name,
+    )
+
+
+def data_parallel_ranks() -> int:
+    """Ranks that share the rows of a batch on the mesh that is set."""
+    axes = TRAIN.batch if isinstance(TRAIN.batch, tuple) else (TRAIN.batch,)
+    return math.prod(jax.sharding.get_mesh().shape[axis] for axis in axes)

@@ -1,0 +1,47 @@
+"""Compiles every program of a run before its first step, each with its name and seconds on the console."""
+
+import numpy as np
+
+from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
+from jaxrl.trainer.experience import token_kl
+from jaxrl.trainer.run import Run
+from jaxrl.types import Batch
+
+
+def warm_up(run: Run) -> None:
+    """Runs each program once on padding, in every declared shape. The state comes back unchanged."""
+    with run.progress.waiting("compiling prefill and decode"):
+        run.engine.warmup(run.state.params)
+    learner = run.cfg.learner
+    for row_len in learner.row_lens:
+        n_rows = run.n_ranks * (learner.token_budget // row_len)
+        with run.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):
+            learn_nothing(run, empty_batch(n_rows, row_len))
+    run.progress.steps(run.step, run.total_steps)
+
+
+def learn_nothing(run: Run, batch: Batch) -> None:
+    """One update on padding: it has no weight, so the loss is not finite and changes nothing."""
+    needs_ref_logps = needs_ref_logp(run.cfg)
+    if needs_old_logp(run.cfg) or needs_ref_logps:
+        run.score(run.state.params, run.update.put(batch))
+    if needs_ref_logps and run.cfg.algorithm.kl_in == "reward":
+        token_kl(batch, batch.ref_logp, run.cfg.algorithm)
+    run.state, _ = run.update.update(run.state, [batch], ref_params=run.ref_params)
+
+
+def empty_batch(n_rows: int, row_len: int) -> Batch:
+    """A batch of padding."""
+    ints, floats = np.zeros((n_rows, row_len), np.int32), np.zeros((n_rows, row_len), np.float32)
+    return Batch(
+        tokens=ints,
+        targets=ints,
+        segments=ints,
+        positions=ints,
+        mask=floats,
+        response_len=floats + 1.0,
+        advantages=floats,
+        rollout_logp=floats,
+        old_logp=floats,
+        ref_logp=floats,
+    )

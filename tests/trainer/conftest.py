@@ -1,0 +1,73 @@
+"""A tiny random model in a folder, and a config that trains it on one-digit sums in seconds."""
+
+import json
+
+import jax
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxrl.config import default_config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_model
+from jaxrl.models.hf_save import save_model
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A Llama of 2 layers with a byte-level tokenizer and the chatml template."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    cfg = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=259, tied=True, max_len=256)
+    with jax.set_mesh(make_mesh()):
+        save_model(folder, init_model(cfg, seed=0, rules=TRAIN))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture
+def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
+    """4 steps of 4 prompts x 4 samples, validation before and after, a dense reward, one device."""
+    monkeypatch.setattr("jaxrl.trainer.setup.check_devices", lambda cfg, n_devices: None)
+    config = default_config()
+    config.run_dir = str(tmp_path / "run")
+    config.total_steps = 4
+    config.compilation_cache = str(xla_cache)
+    config.model.path = str(tiny_model)
+    config.mesh.fsdp = 1
+    config.data.train = ("task:addition?digits=1&size=64&split=train",)
+    config.data.val = ("task:addition?digits=1&size=8&split=val",)
+    config.data.chat_template = "chatml"
+    config.data.prompts_per_step = 4
+    config.data.max_prompt_len = 128
+    config.data.max_response_len = 8
+    config.rollout.n = 4
+    config.rollout.max_num_seqs = 16
+    config.rollout.max_num_batched_tokens = 256
+    config.learner.token_budget = 256
+    config.learner.lr = 1e-3
+    config.reward.functions = (f"{__file__}:short_is_good",)
+    config.reward.workers = 1
+    config.log.loggers = ("console", "jsonl")
+    return config
+
+
+def short_is_good(data_source, solution_str, ground_truth, extra_info=None):
+    """A reward that differs between the samples of a random model."""
+    return sum(c.isalpha() for c in solution_str) / 8

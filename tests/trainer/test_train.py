@@ -1,0 +1,253 @@
+"""Whole runs of a tiny model: what they leave behind, and that resuming, killing and packing change nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.config import resolve
+from jaxrl.trainer.compiles import RecompileError
+from jaxrl.trainer.failure import NonFiniteError
+from jaxrl.train import train
+
+TIMES = ("time", "time/", "_per_s", "host_fraction")
+
+
+def weights(run_dir):
+    return load_file(Path(run_dir) / "hf" / "model.safetensors")
+
+
+def assert_same_weights(a, b):
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def metrics(run_dir):
+    """metrics.jsonl without what depends on the clock."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if k != "time" and not any(t in k for t in TIMES[1:])
+        }
+        for line in lines
+    ]
+
+
+def start_process(config, tmp_path, *overrides):
+    """The same run in a process of its own, through the command line."""
+    values = config.to_dict()
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from jaxrl.config import default_config\n"
+        f"VALUES = {values!r}\n"
+        "def get_config():\n"
+        "    config = default_config()\n"
+        "    config.update(VALUES)\n"
+        "    return config\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxrl.train", f"--config={path}", *overrides],
+        env={"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(run_dir, step, process, timeout_s=240):
+    """Until metrics.jsonl has a training line of `step`."""
+    path, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        if path.exists():
+            lines = [
+                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+            ]
+            if any(line["step"] >= step and "reward/mean" in line for line in lines):
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {timeout_s} s")
+
+
+def test_a_run_leaves_a_complete_folder(tiny_config):
+    assert train(resolve(tiny_config))
+    folder = Path(tiny_config.run_dir)
+    for name in ("config.json", "metrics.jsonl", "samples.jsonl", "report.html", "checkpoints/4"):
+        assert (folder / name).exists(), name
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder / "hf" / name).exists(), name
+    lines = metrics(folder)
+    assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "val/reward" in line] == [0, 4]
+    trained = [line for line in lines if "optim/grad_norm" in line]
+    assert trained and all(line["mismatch/logp_diff_max"] < 1e-4 for line in trained)
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 4 * 16 + 2 * 6
+
+
+def test_training_changes_the_weights_and_the_export_is_what_was_trained(tiny_config, tiny_model):
+    assert train(resolve(tiny_config))
+    before = load_file(tiny_model / "model.safetensors")
+    after = weights(tiny_config.run_dir)
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_packing_does_not_change_the_result(tiny_config, tmp_path):
+    tiny_config.total_steps = 2
+    assert train(resolve(tiny_config))
+    first = weights(tiny_config.run_dir)
+    tiny_config.run_dir = str(tmp_path / "other")
+    tiny_config.learner.token_budget = 512
+    tiny_config.learner.buckets = (256, 512)
+    assert train(resolve(tiny_config))
+    second = weights(tiny_config.run_dir)
+    for name in first:
+        np.testing.assert_allclose(first[name], second[name], atol=2e-5, err_msg=name)
+
+
+def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
+    tiny_config.total_steps = 2
+    tiny_config.learner.mini_batch_prompts = 2
+    tiny_config.learner.epochs = 2
+    tiny_config.algorithm.kl_coef = 0.1
+    tiny_config.algorithm.entropy_coef = 0.01
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "perf/n_updates" in line]
+    assert [line["perf/n_updates"] for line in lines] == [4.0, 4.0]
+    # the first update starts at the reference: all KL comes from the ones after it
+    assert 0 < lines[0]["loss/kl"] < lines[1]["loss/kl"]
+
+
+def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
+    tiny_config.total_steps = 2
+    tiny_config.algorithm.kl_coef = 0.1
+    tiny_config.algorithm.kl = "full"
+    assert train(resolve(tiny_config))
+    assert metrics(tiny_config.run_dir)[-2]["loss/kl"] >= 0
+    tiny_config.run_dir = str(tmp_path / "other")
+    tiny_config.algorithm.kl, tiny_config.algorithm.kl_in = "k1", "reward"
+    assert train(resolve(tiny_config))
+    assert "reward/kl" in metrics(tiny_config.run_dir)[1]
+
+
+def test_a_run_goes_on_in_its_folder_bitwise_where_an_unbroken_one_ends(tiny_config, tmp_path):
+    assert train(resolve(tiny_config))
+    unbroken = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "broken")
+    tiny_config.total_steps = 2
+    assert train(resolve(tiny_config))
+    tiny_config.total_steps = 4
+    assert train(resolve(tiny_config))
+    assert_same_weights(unbroken, tiny_config.run_dir)
+    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_run_resumes_bitwise(tiny_config, tmp_path, step):
+    tiny_config.total_steps = 6
+    tiny_config.checkpoint.every = 1
+    assert train(resolve(tiny_config))
+    unbroken = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "killed")
+    process = start_process(tiny_config, tmp_path)
+    wait_for_step(tiny_config.run_dir, step, process)
+    process.kill()
+    process.wait()
+    again = start_process(tiny_config, tmp_path, "--config.resume=True")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    assert_same_weights(unbroken, tiny_config.run_dir)
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bitwise(tiny_config, tmp_path):
+    tiny_config.total_steps = 40
+    process = start_process(tiny_config, tmp_path)
+    wait_for_step(tiny_config.run_dir, 2, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "--config.resume=True" in output and "SIGINT" in output
+    (saved,) = [
+        int(p.name) for p in Path(tiny_config.run_dir, "checkpoints").iterdir() if p.name.isdigit()
+    ]
+    assert 2 <= saved < 40
+
+    total = saved + 2
+    tiny_config.total_steps = total
+    tiny_config.resume = True
+    assert train(resolve(tiny_config))
+    resumed = tiny_config.run_dir
+    tiny_config.resume = False
+    tiny_config.run_dir = str(tmp_path / "unbroken")
+    assert train(resolve(tiny_config))
+    assert_same_weights(resumed, tiny_config.run_dir)
+
+
+def test_the_folder_of_another_run_is_refused(tiny_config):
+    tiny_config.total_steps = 1
+    assert train(resolve(tiny_config))
+    tiny_config.learner.lr = 1e-5
+    with pytest.raises(ValueError, match=r"learner\.lr: 0\.001 -> 1e-05.*run_dir"):
+        train(resolve(tiny_config))
+
+
+def test_resuming_without_a_checkpoint_is_refused(tiny_config):
+    tiny_config.resume = True
+    with pytest.raises(ValueError, match="no checkpoint"):
+        train(resolve(tiny_config))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tiny_config):
+    tiny_config.learner.lr = 1e30
+    tiny_config.learner.clip_norm = 0.0
+    with pytest.raises(NonFiniteError, match=r"step \d: .*nonfinite_step_\d\.npz"):
+        train(resolve(tiny_config))
+    (saved,) = Path(tiny_config.run_dir).glob("nonfinite_step_*.npz")
+    batch = np.load(saved)
+    assert batch["0/tokens"].shape == (1, 256)
+
+
+def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('x')\n"
+    )
+    tiny_config.total_steps = 1
+    tiny_config.reward.functions = (f"{path}:reward",)
+    assert train(resolve(tiny_config))
+    (line,) = [line for line in metrics(tiny_config.run_dir) if "reward/errors" in line]
+    assert line["reward/errors"] == 16.0
+
+
+def test_a_shape_outside_the_buckets_is_named(tiny_config):
+    """max_response_len is unknown to the engine's programs, so nothing recompiles; a new bucket does."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl.trainer.compiles import CompileWatch
+
+    watch = CompileWatch()
+    try:
+        f = jax.jit(lambda x: x * 2.0)
+        with watch.no_compile("update", step=3, armed=False):
+            f(jnp.ones((2, 3)))
+        with watch.no_compile("update", step=3, armed=True):
+            f(jnp.ones((2, 3)))
+        with (
+            pytest.raises(RecompileError, match=r"(?s)step 3.*float32\[5,3\]"),
+            watch.no_compile("update", step=3, armed=True),
+        ):
+            f(np.ones((5, 3), np.float32))
+    finally:
+        watch.detach()
