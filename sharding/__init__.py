@@ -2,7 +2,7 @@
 
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.rules import DECODE, PRESETS, TRAIN, Rules
-from sharding.tree import bytes_per_device, reshard_tree, shardings
+from sharding.tree import bytes_per_device, put_batch, reshard_tree, shardings
 
 __all__ = [
     "DECODE",
@@ -13,6 +13,7 @@ __all__ = [
     "abstract_mesh",
     "bytes_per_device",
     "make_mesh",
+    "put_batch",
     "reshard_tree",
     "shardings",
 ]

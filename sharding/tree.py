@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 Tree = Any
@@ -18,7 +19,28 @@ def shardings(tree: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -
 
 def reshard_tree(tree: Tree, specs: Tree) -> Tree:
     """Lays every leaf out as its PartitionSpec says; a leaf already there is passed through."""
-    return jax.tree.map(jax.reshard, tree, specs)
+
+    def lay(leaf: jax.Array, spec: jax.P) -> jax.Array:
+        there = jax.typeof(leaf).sharding.is_equivalent_to(
+            NamedSharding(jax.sharding.get_abstract_mesh(), spec), leaf.ndim
+        )
+        return leaf if there else jax.reshard(leaf, spec)  # jax.reshard copies in any case
+
+    return jax.tree.map(lay, tree, specs)
+
+
+def put_batch(batch: Tree, spec: jax.P) -> Tree:
+    """Host arrays onto the mesh that is set, all laid out as `spec` says.
+
+    Every process passes the whole batch, and each device takes its slice of it.
+    """
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+
+    def put(array: Any) -> jax.Array:
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, batch)
 
 
 def bytes_per_device(tree: Tree) -> int:

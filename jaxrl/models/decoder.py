@@ -4,6 +4,7 @@ B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vo
 Training and rollout call the same `Decoder`; they differ only in the `attend` they hand it.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -197,41 +198,42 @@ def run_layers(
     """
     cfg = model.cfg
     freqs = np.stack([inverse_frequencies(cfg.layer_rope(i), cfg.H) for i in range(cfg.L)])
+    traced_windows = cfg.stacked and any(cfg.windows)
 
     def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
         return layer(x, positions, inv_freq, window, attend, layer_state, rules)
 
     if remat != "none":
-        static = () if cfg.stacked else (3,)
+        # A window that is a Python number stays one: 0 means none only there.
+        static = () if traced_windows else (3,)
         layer_fn = jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
-    if cfg.stacked:
-        # A traced window; layers without one see as far as any position goes.
-        windows = np.array(
-            [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)], np.int32
-        )
-        has_window = any(cfg.windows)
+    if not cfg.stacked:
+        return _listed_layers(model, layer_fn, x, freqs, state)
+    # Traced, a layer without a window sees as far as any position goes.
+    windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
 
-        def body(x, per_layer):
-            layer, inv_freq, window, layer_state = per_layer
-            return layer_fn(layer, x, inv_freq, window if has_window else 0, layer_state)
+    def body(x, per_layer):
+        layer, inv_freq, window, layer_state = per_layer
+        return layer_fn(layer, x, inv_freq, window if traced_windows else 0, layer_state)
 
-        return jax.lax.scan(
-            body, x, (model.layers, jnp.asarray(freqs), jnp.asarray(windows), state)
-        )
+    per_layer = (model.layers, jnp.asarray(freqs), jnp.asarray(windows, jnp.int32), state)
+    return jax.lax.scan(body, x, per_layer)
+
+
+def _listed_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
+    """`run_layers` over a list of layers; every leaf list of `state` holds one entry a layer."""
     states = []
     for i, layer in enumerate(model.layers):
-        layer_state = (
-            None
-            if state is None
-            else jax.tree.map(
-                lambda pools, i=i: pools[i], state, is_leaf=lambda s: isinstance(s, list)
-            )
-        )
-        x, layer_state = layer_fn(layer, x, freqs[i], cfg.window(i), layer_state)
+        layer_state = jax.tree.map(operator.itemgetter(i), state, is_leaf=_is_list)
+        x, layer_state = layer_fn(layer, x, freqs[i], model.cfg.window(i), layer_state)
         states.append(layer_state)
     if state is None:
         return x, None
     return x, jax.tree.map(lambda *per_layer: list(per_layer), *states)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
 
 
 def forward_packed(

@@ -1,13 +1,16 @@
-"""Whether a model fits a mesh: every sharded dimension must divide evenly."""
+"""Whether a model fits a mesh, found out without devices."""
 
 import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.spec import is_spec
+from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.spec import abstract_params, is_spec
 from sharding import TRAIN, Rules
 
 SIZES = {
@@ -33,3 +36,41 @@ def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules =
             f"the mesh does not divide this {cfg.family} model evenly: {'; '.join(sorted(mistakes))}. "
             f"Set config.mesh sizes that divide these numbers"
         )
+
+
+def abstract_forward(
+    cfg: DecoderConfig,
+    mesh: AbstractMesh,
+    *,
+    rules: Rules = TRAIN,
+    dtype: DTypeLike = jnp.bfloat16,
+    rows: int | None = None,
+    row_len: int = 128,
+) -> tuple[jax.ShapeDtypeStruct, Decoder]:
+    """Types of the logits [rows, row_len, V] and of the gradient of their sum, on a mesh of no devices.
+
+    Explicit shardings are part of the types, so a model whose shardings do not fit together fails
+    here, on any machine, in seconds. `rows` None is one row per data-parallel rank.
+    """
+    check_mesh(cfg, mesh.shape, rules)
+    batch_axes = rules.batch if isinstance(rules.batch, tuple) else (rules.batch,)
+    n_ranks = math.prod(mesh.shape[axis] for axis in batch_axes if axis is not None)
+    with jax.sharding.use_abstract_mesh(mesh):
+        params = abstract_params(decoder_specs(cfg), rules, dtype)
+        shape, sharding = (
+            (rows or n_ranks, row_len),
+            NamedSharding(mesh, rules.spec("batch", "time")),
+        )
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+        def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
+            hidden = forward_packed(
+                params, tokens, jnp.ones_like(tokens), tokens, rules=rules, remat="full"
+            )
+            return params.logits(hidden, rules)
+
+        def total(params: Decoder, tokens: jax.Array) -> jax.Array:
+            return logits(params, tokens).sum()
+
+        out = jax.eval_shape(logits, params, tokens)
+        return out, jax.eval_shape(jax.grad(total), params, tokens)

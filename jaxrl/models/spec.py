@@ -8,6 +8,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.types import Tree
@@ -45,8 +46,17 @@ def partition_specs(specs: Tree, rules: Rules) -> Tree:
     return map_specs(lambda s: rules.spec(*s.axes), specs)
 
 
-def abstract_params(specs: Tree, dtype: DTypeLike) -> Tree:
-    return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
+def abstract_params(
+    specs: Tree, rules: Rules, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None = None
+) -> Tree:
+    """Shapes, dtypes and shardings of the parameters on `mesh` (default: the mesh that is set)."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+
+    def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, rules.spec(*spec.axes))
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+    return map_specs(abstract, specs)
 
 
 def count_params(specs: Tree) -> int:

@@ -1,0 +1,103 @@
+"""Fit of a model and a mesh: types on meshes without devices, collectives, memory of compiled steps."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.mesh_check import abstract_forward, check_mesh
+from jaxrl.models.spec import abstract_params, count_params
+from sharding import TRAIN, abstract_mesh, bytes_per_device, make_mesh
+
+QWEN2_7B = DecoderConfig(
+    family="qwen2",
+    L=28,
+    D=3584,
+    N=28,
+    K=4,
+    H=128,
+    F=18944,
+    V=152064,
+    qkv_bias=True,
+    stacked=True,
+)
+SMALL = DecoderConfig(family="llama", L=6, D=128, N=4, K=2, H=32, F=256, V=256, tied=True)
+ROW_LEN = 64
+
+
+def test_a_7b_model_types_on_64_devices_that_are_not_there():
+    mesh = abstract_mesh(64, fsdp=16, tensor=4)
+    logits, grads = abstract_forward(QWEN2_7B, mesh, row_len=4096)
+    assert logits.shape == (16, 4096, 152064) and logits.dtype == jnp.float32
+    assert logits.sharding.spec == jax.P(("replica", "fsdp", "expert"), None, "tensor")
+    up = grads.layers.mlp.up.w
+    assert up.shape == (28, 18944, 3584) and up.dtype == jnp.bfloat16
+    assert up.sharding.spec == jax.P(None, "tensor", "fsdp")
+
+
+def test_a_7b_model_takes_its_share_of_each_device():
+    specs = decoder_specs(QWEN2_7B)
+    assert count_params(specs) == 7_615_616_512  # as its model card says: 7.61B
+    with jax.sharding.use_abstract_mesh(abstract_mesh(64, fsdp=16, tensor=4)):
+        share = bytes_per_device(abstract_params(specs, TRAIN, jnp.bfloat16))
+    # Norms (57 x 3584) and biases of keys and values are not cut 64 times.
+    assert share == pytest.approx(2 * 7_615_616_512 / 64, rel=0.005)
+
+
+def test_a_mesh_that_does_not_divide_the_heads_is_one_clear_error():
+    check_mesh(SMALL, {"fsdp": 4, "tensor": 2})
+    with pytest.raises(ValueError, match=r"2 kv heads over tensor=4.*config\.mesh"):
+        check_mesh(SMALL, {"fsdp": 1, "tensor": 4})
+    with pytest.raises(ValueError, match=r"128 model features over fsdp=3; .*"):
+        check_mesh(SMALL, {"fsdp": 3, "tensor": 8})
+    with pytest.raises(ValueError, match=r"4 kv heads over tensor=8"):
+        abstract_forward(QWEN2_7B, abstract_mesh(64, fsdp=8, tensor=8))
+
+
+def total(model: Decoder, tokens: jax.Array, *, remat: str) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = forward_packed(
+        model, tokens, jnp.ones_like(tokens), positions, rules=TRAIN, remat=remat
+    )
+    return (model.logits(hidden, TRAIN) ** 2).sum()
+
+
+def compiled_gradient(cfg: DecoderConfig, remat: str, **sizes: int) -> tuple[str, Any]:
+    """(program text, memory use) of the gradient on a mesh of these sizes, one row per device."""
+    mesh = make_mesh(None, **sizes)
+    sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
+    tokens = jax.ShapeDtypeStruct((mesh.size, ROW_LEN), np.int32, sharding=sharding)
+    params = abstract_params(decoder_specs(cfg), TRAIN, np.float32, mesh)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(functools.partial(total, remat=remat)))
+        program = gradient.lower(params, tokens).compile()
+    return str(program.as_text()), program.memory_analysis()
+
+
+def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
+    """CPU's XLA sums gradients by all-reduce and slices; others may make a reduce-scatter of it."""
+    cfg = dataclasses.replace(SMALL, L=16, stacked=True)
+    n_bytes = 4 * count_params(decoder_specs(cfg))
+    text, memory = compiled_gradient(cfg, "full", fsdp=8)
+    assert re.search(r"\ball-gather\(", text)
+    assert re.search(r"\b(all-reduce|reduce-scatter)\(", text)
+    assert "all-to-all(" not in text and "collective-permute(" not in text
+    assert memory.argument_size_in_bytes < n_bytes / 8 * 1.1
+    assert memory.output_size_in_bytes < n_bytes / 8 * 1.1
+    assert memory.temp_size_in_bytes < n_bytes / 2
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_remat_saves_the_memory_of_activations(stacked):
+    cfg = dataclasses.replace(SMALL, stacked=stacked)
+    temp = {
+        remat: compiled_gradient(cfg, remat)[1].temp_size_in_bytes for remat in ("none", "full")
+    }
+    assert temp["full"] < 0.5 * temp["none"], temp

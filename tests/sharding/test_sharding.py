@@ -1,0 +1,91 @@
+"""Meshes, rules and trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding import (
+    MESH_AXES,
+    TRAIN,
+    Rules,
+    abstract_mesh,
+    bytes_per_device,
+    make_mesh,
+    put_batch,
+    reshard_tree,
+    shardings,
+)
+from sharding.mesh import axis_sizes
+
+
+def test_every_axis_is_always_there():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    assert mesh.axis_names == MESH_AXES
+    assert dict(mesh.shape) == dict.fromkeys(MESH_AXES, 1) | dict(fsdp=4, tensor=2)
+    assert make_mesh().size == 1
+
+
+def test_one_axis_takes_the_devices_that_are_left():
+    assert axis_sizes(8, fsdp=-1, tensor=2)["fsdp"] == 4
+    assert make_mesh(fsdp=-1).shape["fsdp"] == 8
+    assert abstract_mesh(64, replica=-1, fsdp=16).shape["replica"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(model=2), r"unknown mesh axes \['model'\]; the axes are stage, replica"),
+        (dict(fsdp=-1, tensor=-1), r"\['fsdp', 'tensor'\] are both -1"),
+        (dict(fsdp=0), r"must be positive, got \{'fsdp': 0\}"),
+        (dict(fsdp=2, tensor=2), r"fsdp 2 x tensor 2\) needs 4 devices but there are 8"),
+        (dict(fsdp=-1, tensor=3), r"needs 6 devices but there are 8"),
+    ],
+)
+def test_sizes_that_make_no_mesh_say_what_to_set(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        axis_sizes(8, **sizes)
+
+
+def test_rules_name_the_mesh_axes_of_an_array():
+    assert TRAIN.spec("vocab", "w_embed") == jax.P("tensor", "fsdp")
+    assert TRAIN.gathered("vocab", "w_embed") == jax.P("tensor", None)
+    assert TRAIN.spec("batch", None) == jax.P(("replica", "fsdp", "expert"), None)
+
+
+def test_two_dimensions_on_one_mesh_axis_are_refused():
+    with pytest.raises(ValueError, match="maps one mesh axis twice"):
+        TRAIN.spec("batch", "w_embed")
+    with pytest.raises(ValueError, match="maps one mesh axis twice"):
+        Rules(time="tensor").spec("time", "heads")
+
+
+def test_put_batch_gives_each_device_its_rows():
+    batch = {"tokens": np.arange(32).reshape(8, 4), "mask": np.ones((8, 4), np.float32)}
+    with jax.set_mesh(make_mesh(replica=2, fsdp=2, tensor=2)):
+        placed = put_batch(batch, TRAIN.spec("batch", "time"))
+        assert placed["tokens"].sharding.spec == TRAIN.spec("batch", "time")
+        for shard in placed["tokens"].addressable_shards:
+            assert shard.data.shape == (2, 4)  # 8 rows over replica 2 x fsdp 2
+            np.testing.assert_array_equal(shard.data, batch["tokens"][shard.index])
+
+
+def test_bytes_per_device_count_shards_and_replicas():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        tree = {"w": jnp.zeros((8, 16)), "norm": jnp.zeros(16)}
+        specs = {"w": jax.P("tensor", "fsdp"), "norm": jax.P(None)}
+        laid = reshard_tree(tree, specs)
+        assert laid["w"].sharding == shardings(specs, mesh)["w"]
+        # w: 8 * 16 * 4 bytes over 8 devices = 64; norm: 16 * 4 bytes on each = 64
+        assert bytes_per_device(laid) == 128
+        abstract = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=shardings(specs, mesh)["w"])
+        assert bytes_per_device(abstract) == 32
+
+
+def test_resharding_a_leaf_that_lies_right_copies_nothing():
+    with jax.set_mesh(make_mesh(fsdp=8)):
+        array = jax.device_put(jnp.arange(16.0), jax.P("fsdp"))
+        same = reshard_tree({"a": array}, {"a": jax.P("fsdp")})["a"]
+        pointer = array.addressable_shards[0].data.unsafe_buffer_pointer()
+        assert same.addressable_shards[0].data.unsafe_buffer_pointer() == pointer
