@@ -1,6 +1,11 @@
 """python -m jaxrl.train --config=configs/quickstart.py: sample, reward, update, on one page."""
 
+import os
 import sys
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    print("jaxrl: loading", flush=True)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
 from jaxrl.config import RunConfig
 from jaxrl.flags import parse

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
+from jaxrl.train import train
 from jaxrl.trainer.compiles import RecompileError
 from jaxrl.trainer.failure import NonFiniteError
-from jaxrl.train import train
 
 TIMES = ("time", "time/", "_per_s", "host_fraction")
 
