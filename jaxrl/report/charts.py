@@ -1,0 +1,152 @@
+"""Which charts a report has, and which metrics each of them shows."""
+
+import dataclasses
+from typing import Any
+
+from jaxrl.report.record import Points, Record, thin
+
+PHASES = {
+    "time/gen_s": "rollout",
+    "time/reward_s": "reward",
+    "time/old_logp_s": "old logprobs",
+    "time/ref_s": "reference",
+    "time/adv_s": "experience",
+    "time/update_s": "update",
+    "time/save_s": "save",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """`lines` maps metrics to legends."""
+
+    title: str
+    note: str
+    lines: dict[str, str]
+    unit: str = ""  # "fraction": the axis is 0 to 1; "s", ...
+    kind: str = "line"  # "line" | "dots" (few points, each marked) | "stack"
+    scale: str = "linear"  # "linear" | "log"
+
+
+def all_charts(record: Record) -> list[Chart]:
+    """In the order of the page. Charts of metrics that were not logged are among them."""
+    rewards = [name for name in record.series if name.startswith("reward/")]
+    parts = [n for n in rewards if n not in ("reward/mean", "reward/std", "reward/errors")]
+    parts = parts if len(parts) > 1 else []  # one function is the reward itself
+    per_source = [n for n in record.series if n.startswith("val/") and n.count("/") == 2]
+    per_source = [n for n in per_source if n.endswith("/reward")]
+    return [
+        Chart(
+            "Reward",
+            "mean over samples",
+            {"reward/mean": "reward"} | legend(parts, "reward/"),
+        ),
+        Chart(
+            "Validation accuracy",
+            "held-out prompts",
+            {"val/reward": "all"} | legend(per_source, "val/", "/reward"),
+            unit=unit_of(record, "val/reward"),
+            kind="dots",
+        ),
+        Chart(
+            "Response length",
+            "tokens",
+            {"rollout/response_len": "training", "val/response_len": "validation"},
+        ),
+        Chart(
+            "Truncated responses",
+            "at the length limit",
+            {"rollout/truncated_fraction": "training", "val/truncated_fraction": "validation"},
+            unit="fraction",
+        ),
+        Chart(
+            "KL",
+            "nats per token",
+            {"loss/kl": "to the reference policy", "loss/approx_kl": "to the sampling policy"},
+        ),
+        Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
+        Chart("Clip fraction", "tokens whose ratio was clipped", {"loss/clip_fraction": "clipped"}),
+        Chart(
+            "Rollout-trainer mismatch",
+            "of a token's logprob",
+            {
+                "mismatch/logp_diff_max": "largest",
+                "mismatch/logp_diff_mean": "mean",
+                "mismatch/kl": "KL",
+            },
+            scale="log",
+        ),
+        Chart("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+        Chart("Learning rate", "at the end of the step", {"optim/lr": "rate"}),
+        Chart(
+            "Time per phase",
+            "seconds of a step",
+            PHASES | {"other": "other"},
+            unit="s",
+            kind="stack",
+        ),
+        Chart(
+            "Throughput",
+            "tokens per second",
+            {"rollout/tokens_per_s": "generated", "perf/tokens_per_s": "whole step"},
+        ),
+        Chart(
+            "Cache and batch",
+            "fraction in use",
+            {
+                "rollout/cache_utilization": "KV pages in use",
+                "perf/padding_fraction": "padding of packed rows",
+            },
+            unit="fraction",
+        ),
+    ]
+
+
+def legend(names: list[str], prefix: str, suffix: str = "") -> dict[str, str]:
+    return {name: name.removeprefix(prefix).removesuffix(suffix) for name in names}
+
+
+def unit_of(record: Record, metric: str) -> str:
+    """A fraction where all values are between 0 and 1."""
+    values = [v for _, v in record.series.get(metric, ())]
+    return "fraction" if all(0 <= v <= 1 for v in values) else ""
+
+
+def other_time(record: Record) -> Points:
+    """Seconds of a step that no phase accounts for."""
+    phases = {name: dict(record.series.get(name, ())) for name in PHASES if name != "time/save_s"}
+    return [
+        (step, max(whole - sum(phase.get(step, 0.0) for phase in phases.values()), 0.0))
+        for step, whole in record.series.get("time/step_s", ())
+    ]
+
+
+def chart_data(record: Record) -> tuple[list[dict[str, Any]], list[str]]:
+    """The charts that have data, as the page's script wants them, and the titles of those that have none."""
+    charts, empty = [], []
+    series = record.series | {"other": other_time(record)}
+    for chart in all_charts(record):
+        points = {name: series[name] for name in chart.lines if series.get(name)}
+        if chart.kind == "stack":
+            points = on_common_steps(points)
+        lines = [
+            {"label": chart.lines[name], "points": thin(of, largest=name.endswith("_max"))}
+            for name, of in points.items()
+        ]
+        if lines:
+            charts.append(
+                dataclasses.asdict(chart) | {"lines": lines, "legend": len(chart.lines) > 1}
+            )
+        else:
+            empty.append(chart.title)
+    return charts, empty
+
+
+def on_common_steps(lines: dict[str, Points]) -> dict[str, Points]:
+    """Stacked lines need the same steps: those of the longest, 0 where another has none."""
+    lines = {name: points for name, points in lines.items() if any(v > 0 for _, v in points)}
+    if not lines:
+        return {}
+    steps = [step for step, _ in max(lines.values(), key=len)]
+    values = {name: dict(points) for name, points in lines.items()}
+    return {name: [(s, by_step.get(s, 0.0)) for s in steps] for name, by_step in values.items()}

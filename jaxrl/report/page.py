@@ -1,0 +1,201 @@
+"""The page: what is said in words is written here, charts and the table of samples are drawn by page.js."""
+
+import html
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import RunConfig
+from jaxrl.report.charts import chart_data
+from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
+from jaxrl.schema import to_dict
+
+HERE = Path(__file__).parent
+FIELDS = (
+    "step",
+    "kind",
+    "prompt_id",
+    "source",
+    "prompt",
+    "completion",
+    "answer",
+    "reward",
+    "finish",
+    "error",
+)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes run_dir/report.html from the files in the folder and returns its path.
+
+    The page holds its data, style and script: it opens anywhere, without a network. A run that has
+    logged nothing yet gives a page that says so. Raises ValueError where `run_dir` is no folder.
+    """
+    run_dir = Path(run_dir)
+    record = read_record(run_dir)
+    out = run_dir / "report.html"
+    out.write_text(render(record, run_dir.resolve().name), encoding="utf-8")
+    return out
+
+
+def render(record: Record, folder: str) -> str:
+    charts, empty = chart_data(record)
+    data = {"charts": charts, "samples": sample_rows(record), "fields": FIELDS}
+    name = str(record.config.get("name", folder))
+    parts = {
+        "TITLE": html.escape(name),
+        "SUBTITLE": html.escape(subtitle(record)),
+        "CARDS": "".join(card(*one) for one in headlines(record)),
+        "NOTICE": notice(record, empty),
+        "CONFIG": config_table(record.config),
+        "DATA": embedded(data),
+        "STYLE": (HERE / "page.css").read_text(),
+        "SCRIPT": (HERE / "page.js").read_text(),
+    }
+    page = (HERE / "page.html").read_text()
+    pieces = page.split("@@")  # text, name, text, name, ..., text
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand inside a script element: it has no "<", and null for NaN."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        if isinstance(value, dict):
+            return {key: strict(one) for key, one in value.items()}
+        return [strict(one) for one in value] if isinstance(value, list | tuple) else value
+
+    text = json.dumps(strict(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def sample_rows(record: Record) -> list[list[Any]]:
+    """One list a sample, in the order of FIELDS."""
+    samples = thin_samples(record.samples)
+    limit = max(MAX_SAMPLE_CHARS // max(2 * len(samples), 1), 500)
+
+    def field(sample: dict[str, Any], name: str) -> Any:
+        value = sample.get(name, "")
+        return cut(value, limit) if isinstance(value, str) else value
+
+    return [[field(sample, name) for name in FIELDS] for sample in samples]
+
+
+def subtitle(record: Record) -> str:
+    config = record.config
+    model = str(config.get("model.path", "")).removeprefix("package:").rstrip("/").split("/")[-1]
+    tasks = ", ".join(short_source(source) for source in config.get("data.train", ()))
+    algorithm = str(config.get("algorithm.advantage", "")).upper()
+    steps = f"{record.last_step} steps" if record.series else "no steps yet"
+    return " · ".join(part for part in (model, tasks, algorithm, steps) if part)
+
+
+def short_source(source: Any) -> str:
+    """ "task:addition?digits=1" -> "addition"; "/a/b/gsm8k.parquet" -> "gsm8k.parquet"."""
+    return str(source).split("?")[0].split("/")[-1].split(":")[-1]
+
+
+def headlines(record: Record) -> list[tuple[str, str, str]]:
+    """(label, value, small print) of the numbers on top."""
+    many = max(record.last_step // 20, 1)
+    cards = [
+        change(
+            record, "val/reward", "Validation accuracy", "held-out prompts, before and after", 1
+        ),
+        change(
+            record,
+            "reward/mean",
+            "Training reward",
+            f"mean of the first and the last {many} steps",
+            many,
+        )
+        if many > 1
+        else change(record, "reward/mean", "Training reward", "first and last step", 1),
+        change(record, "rollout/response_len", "Response length", "tokens, first and last", many),
+    ]
+    speed = record.last("perf/tokens_per_s", len(record.series.get("perf/tokens_per_s", ())))
+    if speed is not None:
+        cards.append(("Throughput", f"{speed:,.0f}", "tokens per second, whole step"))
+    seconds = record.total(("time/step_s", "time/val_s", "time/save_s"))
+    if seconds:
+        validation = record.total(("time/val_s",))
+        cards.append(("Time", clock(seconds), f"{clock(validation)} of it validation"))
+    if errors := record.total(("reward/errors",)):
+        cards.append(("Reward errors", f"{errors:,.0f}", "responses without a value"))
+    return [one for one in cards if one is not None]
+
+
+def change(
+    record: Record, metric: str, label: str, small: str, mean_of: int
+) -> tuple[str, str, str] | None:
+    before, after = record.first(metric, mean_of), record.last(metric, mean_of)
+    if before is None or after is None:
+        return None
+    if len(record.series[metric]) == 1:
+        return label, number(after), f"at step {record.series[metric][0][0]}"
+    return label, f"{number(before)} → {number(after)}", small
+
+
+def number(value: float) -> str:
+    return (
+        f"{value:.3f}"
+        if abs(value) < 10
+        else f"{value:,.1f}"
+        if abs(value) < 1000
+        else f"{value:,.0f}"
+    )
+
+
+def clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {whole % 60:02} s"
+
+
+def card(label: str, value: str, small: str) -> str:
+    label, value, small = map(html.escape, (label, value, small))
+    value = value.replace("→", '<span class="arrow">→</span>')
+    return f'<div class="card"><h3>{label}</h3><p>{value}</p><small>{small}</small></div>'
+
+
+def notice(record: Record, empty: list[str]) -> str:
+    """What the page does not show, and why."""
+    if not record.series:
+        words = (
+            "There are no metrics in this run folder yet. They appear in metrics.jsonl after the first "
+            "validation or step, with 'jsonl' in config.log.loggers; then write this report again with "
+            "python -m jaxrl.report RUN_DIR."
+        )
+    elif empty:
+        words = f"Not logged in this run: {', '.join(empty)}."
+    else:
+        return ""
+    return f'<p class="notice">{html.escape(words)}</p>'
+
+
+def config_table(config: dict[str, Any]) -> str:
+    """All keys, those that differ from the defaults first."""
+    if not config:
+        return '<p class="notice">There is no config.json in this run folder.</p>'
+    defaults = flatten(json.loads(json.dumps(to_dict(RunConfig()))))
+    changed = {key: value for key, value in config.items() if defaults.get(key) != value}
+    same = {key: value for key, value in config.items() if key not in changed}
+
+    def rows(values: dict[str, Any]) -> str:
+        cells = (
+            f"<tr><td>{html.escape(k)}</td><td>{html.escape(shown(v))}</td></tr>"
+            for k, v in values.items()
+        )
+        return f"<table>{''.join(cells)}</table>"
+
+    return (
+        f"<details><summary>Configuration: {len(changed)} keys set</summary>{rows(changed)}"
+        f"<details><summary>{len(same)} defaults</summary>{rows(same)}</details></details>"
+    )
+
+
+def shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
