@@ -16,8 +16,7 @@ def row_sum(x: Float[Array, "*B M S"]) -> Float[Array, "*B M"]:
     """
     if jax.default_backend() != "cpu":
         return jnp.sum(x, axis=-1)
-    rows = x.shape[-2]
-    missing = -(-MIN_SIZE // max(x.size // rows, 1)) - rows
-    if missing > 0:
-        x = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, missing), (0, 0)))
+    rows, copies = x.shape[-2], -(-MIN_SIZE // max(x.size, 1))
+    if copies > 1:  # a multiple of the rows keeps a sharded axis even
+        x = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows * (copies - 1)), (0, 0)))
     return jnp.sum(jax.lax.optimization_barrier(x), axis=-1)[..., :rows]

@@ -1,5 +1,6 @@
 """A linear map whose weight lies [out, in], as in Hugging Face files."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,17 @@ from jaxrl.models.spec import ParamSpec
 from sharding import Rules
 
 MakeParam = Callable[..., Any]  # (suffix, shape, axes, init=, hf_shape=) -> leaf
+ACTIVATION: dict[str | None, str] = {
+    "w_embed": "embed"
+}  # axes of a weight that are called otherwise in what it maps
 
 
 class Linear(nnx.Module):
-    """y = x Wᵀ + b. `eq` is the einsum of (x, W); W may have more than two dimensions."""
+    """y = x Wᵀ + b. `eq` is the einsum of (x, W), whose dimensions are out, then in; each may be several.
+
+    The product runs on [out, in] matrices: from a weight of three dimensions XLA would first copy a
+    transpose on CPU, on every call, and a row's bits would then depend on the number of rows.
+    """
 
     def __init__(
         self,
@@ -28,15 +36,14 @@ class Linear(nnx.Module):
         hf_shape: tuple[int, int],
         bias: bool = False,
     ):
-        self.eq, self.axes = eq, axes
         x_dims, rest = eq.split(",")
         w_dims, out_dims = rest.split("->")
-        out_axes = dict(zip(w_dims, axes, strict=True)) | {"B": "batch", "T": "time", "D": "embed"}
-        self.out_axes = tuple(out_axes[d] for d in out_dims)
+        self.n_out = sum(d not in x_dims for d in w_dims)
+        if not (w_dims == out_dims[2:] + x_dims[2:] and x_dims[:2] == out_dims[:2] == "BT"):
+            raise ValueError(f"{eq!r} is no [B, T, in] x [out, in] product")
+        self.axes = axes
         self.w = nnx.data(make(f"{name}.weight", shape, axes, hf_shape=hf_shape))
-        free = [i for i, d in enumerate(w_dims) if d not in x_dims]
-        bias_shape = tuple(shape[i] for i in free)
-        self.bias_axes = tuple(axes[i] for i in free)
+        bias_shape, self.bias_axes = shape[: self.n_out], axes[: self.n_out]
         self.b = nnx.data(
             make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_shape[:1])
             if bias
@@ -45,7 +52,23 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
         w = jax.reshard(self.w, rules.gathered(*self.axes))
-        y = jnp.einsum(self.eq, x, w, out_sharding=rules.spec(*self.out_axes))
+        n_in = math.prod(w.shape[self.n_out :])
+        # Of dimensions that become one, only the first is ever sharded.
+        out_axes = [ACTIVATION.get(axis, axis) for axis in self.axes[: self.n_out]]
+        out_axis, in_axis = (
+            out_axes[0],
+            ACTIVATION.get(self.axes[self.n_out], self.axes[self.n_out]),
+        )
+        x = jnp.reshape(x, (*x.shape[:2], n_in), out_sharding=rules.spec("batch", "time", in_axis))
+        flat = rules.gathered(self.axes[0], self.axes[self.n_out])
+        y = jnp.einsum(
+            "BTI,OI->BTO",
+            x,
+            jnp.reshape(w, (-1, n_in), out_sharding=flat),
+            out_sharding=rules.spec("batch", "time", out_axis),
+        )
+        out = rules.spec("batch", "time", *out_axes)
+        y = jnp.reshape(y, (*y.shape[:2], *w.shape[: self.n_out]), out_sharding=out)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxrl.kernels.row_sum import row_sum
 from jaxrl.models.linear import MakeParam
 
 
@@ -18,7 +19,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
+        normed = x32 * jax.lax.rsqrt(mean + self.eps)
         if self.unit_offset:  # Gemma scales before it rounds, the others after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.w

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention.blocks import MASKED
 from sharding import Rules
-
-MASKED = -1e30  # not -inf: a row with every key masked must stay finite
 
 
 def attention_reference(
@@ -20,7 +19,7 @@ def attention_reference(
     scale: float,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the keys that causality, segment and window leave."""
+    """softmax(cap(q kᵀ * scale)) v over the keys that causality, segment and window leave; zeros at padding, segment 0."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = rules.spec("batch", None, "kv_heads", None, None)
@@ -34,9 +33,9 @@ def attention_reference(
         scores = softcap * jnp.tanh(scores / softcap)
     row = jnp.arange(T)
     seen = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
-    if not isinstance(window, int) or window > 0:
-        seen &= row[:, None] - row[None, :] < window
+    seen &= (row[:, None] - row[None, :] < window) | (window <= 0)
     probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     mixed = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
+    mixed = jnp.where(segments[:, :, None, None, None] > 0, mixed, 0.0)
     heads = rules.spec("batch", None, "heads", None)
     return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)

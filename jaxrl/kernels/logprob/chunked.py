@@ -56,7 +56,10 @@ class Head:
 
 
 def _names(axis) -> tuple[str, ...]:
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    """The mesh axes of a rule that have more than one device, inside shard_map. A collective over one
+    device is not free: on CPU it copies its argument, which here is the whole unembedding."""
+    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    return tuple(name for name in names if lax.axis_size(name) > 1)
 
 
 def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:

@@ -3,11 +3,24 @@ chunked prefill, one implementation per backend."""
 
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.choice import choose
+from jaxrl.kernels.paged_attention.columns import paged_attention_columns
 from jaxrl.kernels.paged_attention.pages import write_pages
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
 from sharding import Rules
 
 __all__ = ["paged_attention", "write_pages"]
+
+BUILT = {"columns": paged_attention_columns, "reference": paged_attention_reference}
+PLANNED = {
+    "batched_rpa": "the ragged paged attention kernel for TPU",
+    "triton": "the Pallas Triton kernel for GPUs",
+}
+DEFAULTS = {
+    "cpu": ("columns", "bitwise equal to training attention"),
+    "gpu": ("columns", "plain XLA, because 'triton' is not built yet"),
+    "tpu": ("columns", "plain XLA, because 'batched_rpa' is not built yet"),
+}
 
 
 def paged_attention(
@@ -24,8 +37,19 @@ def paged_attention(
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """The query at position p attends to the row's keys at positions 0..p (the last `window` of them
-    where it is > 0), which lie in the pages of `page_table`; its own key has been written already."""
-    return paged_attention_reference(
+    where it is > 0), which lie in the pages of `page_table`; its own key has been written already.
+
+    A position of -1 is padding and gives zeros. `implementation` is config.model.paged_attention:
+    None or "auto" picks for the backend.
+    """
+    attend = choose(
+        "config.model.paged_attention",
+        implementation,
+        built=BUILT,
+        planned=PLANNED,
+        defaults=DEFAULTS,
+    )
+    return attend(
         q,
         k_pages,
         v_pages,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.reference import MASKED
+from jaxrl.kernels.attention.blocks import MASKED
 from sharding import Rules
 
 
@@ -20,7 +20,7 @@ def paged_attention_reference(
     scale: float,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages."""
+    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages; zeros where p is -1."""
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     S = page_table.shape[1] * page_len
@@ -38,10 +38,9 @@ def paged_attention_reference(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     distance = positions[:, :, None] - jnp.arange(S)
-    seen = distance >= 0
-    if not isinstance(window, int) or window > 0:
-        seen &= distance < window
+    seen = (distance >= 0) & ((distance < window) | (window <= 0))
     probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     mixed = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
+    mixed = jnp.where(positions[:, :, None, None, None] >= 0, mixed, 0.0)
     heads = rules.spec("batch", None, "heads", None)
     return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)

@@ -1,0 +1,197 @@
+"""Packed attention block by block: no [T, T], backward keeps the output and one number per query.
+
+Blocks of queries meet blocks of 64 keys (blocks.py); loop bounds are read from the segments, so that
+a block of queries visits only the keys from its earliest segment start (or window) to itself.
+Forward and backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import (
+    BLOCK,
+    MASKED,
+    add_block,
+    block_scores,
+    finish,
+    pad_axis,
+    product,
+    start,
+)
+from sharding import Rules
+
+QUERY_BLOCK = 128  # query positions; each brings G rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How scores come about."""
+
+    scale: float
+    softcap: float | None
+
+
+@struct.dataclass
+class Span:
+    """The keys that each query may see, first..last, and the key blocks that a query block visits."""
+
+    first: Any  # int32 [n, M]
+    last: Any  # int32 [n, M], -1 where there is nothing to see
+    low: Any  # int32 [n]
+    high: Any  # int32 [n], exclusive
+
+    @classmethod
+    def of(cls, first, last):
+        seen = first <= last
+        low = jnp.min(jnp.where(seen, first, jnp.iinfo(jnp.int32).max), axis=-1) // BLOCK
+        high = jnp.max(jnp.where(seen, last, -1), axis=-1) // BLOCK + 1
+        return cls(first, last, jnp.minimum(low, high), high)
+
+
+def attention_blockwise(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    query_block: int = QUERY_BLOCK,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads."""
+    heads, kv_heads = (rules.spec("batch", None, h, None) for h in ("heads", "kv_heads"))
+    rows = rules.spec("batch", None)
+    local = jax.shard_map(
+        functools.partial(_local_attention, Scores(scale, softcap), query_block),
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
+    window = jnp.asarray(window, jnp.int32)
+    out = local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+    return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+
+
+def _local_attention(how: Scores, query_block: int, q, k, v, segments, window):
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
+    block = min(query_block, T + -T % BLOCK)
+    span = Span.of(*(jnp.repeat(a, G, -1) for a in _visible(segments, window, block)))
+    out = _flash(how, _query_blocks(q, G, block), _key_rows(k), _value_rows(v), span)
+    # [B * blocks, K, block * G, W] -> [B, T, N, H]
+    out = out.reshape(B, -1, N // G, block, G, out.shape[-1])[..., :H]
+    return out.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, N, H)[:, :T].astype(q.dtype)
+
+
+def _visible(segments, window, block: int):
+    """First and last key of every query, int32 [B * blocks, block]. A segment is one run of a row."""
+    T = segments.shape[1]
+    here = jnp.arange(T, dtype=jnp.int32)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = lax.cummax(jnp.where(starts, here, 0), axis=1)
+    first = jnp.where(window > 0, jnp.maximum(first, here - window + 1), first)
+    last = jnp.where(segments > 0, here, -1)
+    cut = [pad_axis(a + 1, 1, block).reshape(-1, block) - 1 for a in (first, last)]
+    return cut[0], cut[1]  # behind T: nothing to see, last = -1
+
+
+def _query_blocks(q, G: int, block: int):
+    """[B, T, N, H] -> float32 [B * blocks, K, block * G, H]"""
+    B, _, N, H = q.shape
+    q = pad_axis(q.astype(jnp.float32), 1, block).reshape(B, -1, block, N // G, G, H)
+    return q.transpose(0, 1, 3, 2, 4, 5).reshape(-1, N // G, block * G, H)
+
+
+def _key_rows(k):
+    """[B, T, K, H] -> float32 [B, K, T, H], T and a multiple of 64"""
+    return pad_axis(k.astype(jnp.float32), 1, BLOCK).swapaxes(1, 2)
+
+
+def _value_rows(v):
+    """[B, T, K, H] -> float32 [B, K, T, W]"""
+    return pad_axis(_key_rows(v), 3, BLOCK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(how: Scores, q, k, v, span: Span):
+    """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B query blocks a row."""
+    return _flash_forward(how, q, k, v, span)[0]
+
+
+def _flash_forward(how: Scores, q, k, v, span: Span):
+    per_row = q.shape[0] // k.shape[0]
+
+    def query_block(i):
+        q_i, row = q[i], i // per_row
+
+        def key_block(j, state):
+            k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
+            return add_block(
+                state, q_i, k_j, v_j, _seen(span, i, j), scale=how.scale, softcap=how.softcap
+            )
+
+        state = start(q_i.shape[:2], v.shape[-1])
+        return finish(lax.fori_loop(span.low[i], span.high[i], key_block, state))
+
+    out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
+    return out, (q, k, v, span, out, norm)
+
+
+def _flash_backward(how: Scores, saved, d_out):
+    q, k, v, span, out, norm = saved
+    per_row = q.shape[0] // k.shape[0]
+    delta = jnp.sum(out * d_out, axis=-1)
+
+    def query_block(grads, i):
+        q_i, do_i, row = q[i], d_out[i], i // per_row
+
+        def key_block(j, carry):
+            dq, dk, dv = carry
+            k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
+            scores = block_scores(q_i, k_j, scale=how.scale, softcap=how.softcap)
+            seen = _seen(span, i, j)
+            p = jnp.exp(jnp.where(seen, scores - norm[i][..., None], MASKED))
+            ds = p * (product(do_i, v_j, transpose_b=True) - delta[i][..., None]) * how.scale
+            if how.softcap is not None:
+                ds *= 1.0 - (scores / how.softcap) ** 2
+            dv = _add_block(dv, product(p, do_i, transpose_a=True), row, j)
+            dk = _add_block(dk, product(ds, q_i, transpose_a=True), row, j)
+            return dq + product(ds, k_j), dk, dv
+
+        carry = jnp.zeros_like(q_i), *grads
+        dq, *grads = lax.fori_loop(span.low[i], span.high[i], key_block, carry)
+        return tuple(grads), dq
+
+    grads = jnp.zeros_like(k), jnp.zeros_like(v)
+    (dk, dv), dq = lax.scan(query_block, grads, jnp.arange(q.shape[0]))
+    return dq, dk, dv, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _seen(span: Span, i, j):
+    """bool [M, 64]: the keys of block j that the rows of query block i see."""
+    key = j * BLOCK + jnp.arange(BLOCK)
+    return ((key >= span.first[i][:, None]) & (key <= span.last[i][:, None]))[None]
+
+
+def _key_block(keys, row, j):
+    """[K, 64, H] of [B, K, T, H]"""
+    size = (1, keys.shape[1], BLOCK, keys.shape[3])
+    return lax.dynamic_slice(keys, (row, 0, j * BLOCK, 0), size)[0]
+
+
+def _add_block(total, block, row, j):
+    at = (row, 0, j * BLOCK, 0)
+    return lax.dynamic_update_slice(total, (_key_block(total, row, j) + block)[None], at)

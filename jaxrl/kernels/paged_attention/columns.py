@@ -1,0 +1,91 @@
+"""Paged attention column by column of the page table: 64 keys of every row at a time.
+
+The blocks and their arithmetic are those of training attention (kernels/attention/blocks.py), so a
+token gets the same bits from pages as from a packed row whose segment starts on a multiple of 64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
+from sharding import Rules
+
+
+def paged_attention_columns(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K page H"],
+    v_pages: Float[Array, "P K page H"],
+    *,
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
+
+    The loop ends at the largest position present and starts at the earliest key that a window leaves.
+    Raises ValueError if the page length is not a multiple of 64.
+    """
+    if k_pages.shape[2] % BLOCK:
+        raise ValueError(
+            f"pages of {k_pages.shape[2]} tokens do not divide into blocks of {BLOCK} keys; "
+            f"set config.rollout.page_len to a multiple of {BLOCK}"
+        )
+    heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
+    pool = rules.spec(None, "kv_heads", None, None)
+    local = jax.shard_map(
+        functools.partial(_local_attention, scale, softcap),
+        in_specs=(heads, pool, pool, rows, rows, jax.P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
+    table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)
+    k_pages, v_pages = jax.reshard(k_pages, pool), jax.reshard(v_pages, pool)
+    return jax.reshard(
+        local(q, k_pages, v_pages, table, positions, window),
+        rules.spec("batch", "time", "heads", None),
+    )
+
+
+def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions, window):
+    B, T, N, H = q.shape
+    K, page_len = k_pages.shape[1:3]
+    G = N // K
+    rows = q.astype(jnp.float32).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(B, K, T * G, H)
+    if T * G == 1:  # a product with one row takes another path on CPU
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    M = rows.shape[2]
+
+    last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
+    first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
+    low = jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK
+    high = jnp.max(last) // BLOCK + 1
+
+    def column(j, state):
+        page, offset = j * BLOCK // page_len, j * BLOCK % page_len
+        pages = lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
+        k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
+        key = j * BLOCK + jnp.arange(BLOCK)
+        seen = (key >= first[..., None]) & (key <= last[..., None])
+        v = pad_axis(v, 3, BLOCK)
+        return add_block(state, rows, k, v, seen[:, None], scale=scale, softcap=softcap)
+
+    state = start((B, K, M), H + -H % BLOCK)
+    out, _ = finish(lax.fori_loop(low, high, column, state))
+    out = out[:, :, : T * G, :H].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
+    return out.reshape(B, T, N, H).astype(q.dtype)
+
+
+def _key_block(pool, pages, offset):
+    """float32 [B, K, 64, H]: 64 keys from `offset` on of one page per row."""
+    size = (1, pool.shape[1], BLOCK, pool.shape[3])
+    block = jax.vmap(lambda page: lax.dynamic_slice(pool, (page, 0, offset, 0), size)[0])(pages)
+    return block.astype(jnp.float32)

@@ -1,0 +1,160 @@
+"""Block-wise attention over packed rows against the [T, T] reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention.blockwise import attention_blockwise
+from sharding import Rules, make_mesh
+
+RULES = Rules()
+LENGTHS = [
+    [70, 64, 30],
+    [200],
+    [1, 129],
+]  # of the segments in a row, each starts on a multiple of 64
+
+
+def problem(N, K, H, *, T=220, lengths=LENGTHS, dtype=jnp.float32):
+    """q, k, v, a weight for every output, and segments with padding between and behind."""
+    B = len(lengths)
+    segments = np.zeros((B, T), np.int32)
+    for row, row_lengths in zip(segments, lengths, strict=True):
+        start = 0
+        for number, length in enumerate(row_lengths, 1):
+            row[start : start + length] = number
+            start += length + -length % 64
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
+    arrays = [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+    return arrays, jnp.asarray(segments)
+
+
+def value_and_grad(attend, arrays, segments, **options):
+    """Output and the gradients of its weighted sum into q, k, v."""
+    *qkv, weight = arrays
+    options = dict(segments=segments, window=0, softcap=None, rules=RULES) | options
+
+    def loss(q, k, v):
+        out = attend(q, k, v, scale=q.shape[-1] ** -0.5, **options)
+        return jnp.sum((out * weight).astype(jnp.float32)), out
+
+    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (_, out), grads = grad(*qkv)
+    return jax.device_get((out, *grads))
+
+
+def assert_close(want, got, tol=1e-5):
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+
+
+reference = functools.partial(attention, implementation="reference")
+blockwise = functools.partial(attention, implementation="blockwise")
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((9, 3, 64), dict()),
+        ((4, 4, 16), dict(softcap=2.0)),  # one query head a kv head, and a width that is padded
+        ((8, 2, 32), dict(window=40)),
+        ((4, 1, 32), dict(window=jnp.int32(70), softcap=5.0)),
+    ],
+)
+def test_values_and_gradients_equal_the_reference(one_device, heads, options):
+    arrays, segments = problem(*heads)
+    want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, blockwise))
+    assert_close(want, got)
+
+
+@pytest.mark.parametrize("query_block", [64, 192])
+def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
+    arrays, segments = problem(6, 2, 32)
+    options = dict(segments=segments, window=0, softcap=None, scale=0.2, rules=RULES)
+    want = attention_blockwise(*arrays[:3], **options)
+    got = attention_blockwise(*arrays[:3], **options, query_block=query_block)
+    np.testing.assert_array_equal(want, got)
+
+
+def test_a_segment_has_the_bits_it_has_alone(one_device):
+    """Behind other segments of its row, which end on multiples of 64, and in a row of its own."""
+    arrays, segments = problem(6, 2, 32, lengths=[[70, 64, 28]])
+    attend = jax.jit(functools.partial(attention, window=0, softcap=None, scale=0.2, rules=RULES))
+    q, k, v = arrays[:3]
+    packed = attend(q, k, v, segments=segments)
+    for start, length in ((0, 70), (128, 64), (192, 28)):
+        own = [x[:, start : start + length] for x in (q, k, v)]
+        alone = attend(*own, segments=jnp.ones((1, length), jnp.int32))
+        np.testing.assert_array_equal(packed[:, start : start + length], alone)
+
+
+def test_padding_gives_zeros_and_takes_no_gradient(one_device):
+    arrays, segments = problem(4, 2, 32)
+    for attend in (reference, blockwise):
+        out, dq, dk, dv = value_and_grad(attend, arrays, segments)
+        for x in (out, dq, dk, dv):
+            assert not np.any(x[np.asarray(segments) == 0])
+
+
+def test_bfloat16_is_computed_in_float32(one_device):
+    arrays, segments = problem(6, 2, 32, dtype=jnp.bfloat16)
+    want = value_and_grad(reference, [a.astype(jnp.float32) for a in arrays], segments)
+    got = value_and_grad(blockwise, arrays, segments)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_close(want, [x.astype(np.float32) for x in got], tol=2e-2)  # the rounding of the results
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4)])
+def test_same_numbers_on_every_mesh(mesh):
+    arrays, segments = problem(8, 4, 16, T=128, lengths=[[60, 30], [100]] * 4)
+    results = []
+    for sizes in ({}, mesh):
+        with jax.set_mesh(make_mesh(**sizes)):
+            spec = RULES.spec("batch", None, "heads", None)
+            placed = [jax.reshard(a, spec) for a in arrays]
+            rows = jax.reshard(segments, RULES.spec("batch", None))
+            results.append(value_and_grad(blockwise, placed, rows, window=50))
+    assert_close(*results)
+
+
+def test_temporaries_grow_with_the_row_not_with_its_square(one_device):
+    def temporaries(T):
+        array = jax.ShapeDtypeStruct((1, T, 4, 64), jnp.float32)
+
+        def loss(q, k, v):
+            segments = jnp.ones((1, T), jnp.int32)
+            options = dict(window=0, softcap=None, scale=0.1, rules=RULES)
+            return jnp.sum(blockwise(q, k, v, segments=segments, **options))
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(array, array, array).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4096) < 4096 * 4096 * 4  # less than one head's scores
+    assert temporaries(4096) < 2.2 * temporaries(2048)
+
+
+@pytest.mark.parametrize("name", ["splash", "mosaic_gpu", "triton", "cudnn"])
+def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
+    arrays, segments = problem(4, 2, 32)
+    with pytest.raises(
+        NotImplementedError, match=r"config\.model\.attention='auto|set it to 'auto'"
+    ):
+        value_and_grad(functools.partial(attention, implementation=name), arrays, segments)
+
+
+def test_an_unknown_name_lists_the_known_ones(one_device):
+    arrays, segments = problem(4, 2, 32)
+    with pytest.raises(ValueError, match="'flash' is not known; set one of auto, blockwise"):
+        value_and_grad(functools.partial(attention, implementation="flash"), arrays, segments)
+
+
+def test_auto_is_the_default(one_device):
+    arrays, segments = problem(4, 2, 32)
+    attend = [functools.partial(attention, implementation=name) for name in (None, "auto")]
+    for a, b in zip(*(value_and_grad(f, arrays, segments) for f in attend), strict=True):
+        np.testing.assert_array_equal(a, b)

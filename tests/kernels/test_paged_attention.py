@@ -1,0 +1,170 @@
+"""Attention over pages against the reference, and bit for bit against training attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels.attention import attention
+from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from sharding import DECODE, make_mesh
+
+DECODE_HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80)]
+
+
+def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
+    """q, k, v [B, S, ...], the pools that hold k and v in scattered pages, and the page table."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (B, S, heads, H), dtype)
+        for key, heads in zip(keys, (N, K, K), strict=True)
+    )
+    C = -(-S // page_len)
+    n_pages = B * C + 2
+    pages = np.random.default_rng(0).permutation(n_pages)[: B * C].astype(np.int32)
+    table = jnp.asarray(pages.reshape(B, C))
+    pool = jnp.zeros((n_pages, K, page_len, H), dtype)
+    places = jnp.tile(jnp.arange(S), (B, 1))
+    write = jax.jit(functools.partial(write_pages, rules=DECODE))
+    return (q, k, v), write(pool, pool, k, v, table, places), table
+
+
+def run_paged(q, pools, table, positions, *, implementation=None, window=0, softcap=None):
+    attend = jax.jit(
+        functools.partial(
+            paged_attention,
+            window=window,
+            softcap=softcap,
+            scale=0.15,
+            rules=DECODE,
+            implementation=implementation,
+        )
+    )
+    return attend(q, *pools, page_table=table, positions=jnp.asarray(positions, jnp.int32))
+
+
+@pytest.mark.parametrize("page_len", [64, 128])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(window=70, softcap=3.0), dict(window=jnp.int32(40))]
+)
+def test_columns_equal_the_reference(one_device, page_len, options):
+    (q, _, _), pools, table = paged_problem(6, 2, 32, page_len=page_len)
+    chunk = np.stack([np.arange(100, 148), np.arange(48), np.full(48, -1)])
+    chunk[1, 40:] = -1  # padding
+    cases = [(q[:, :48], chunk), (q[:, :1], [[191], [64], [-1]])]
+    for queries, positions in cases:
+        want, got = (
+            run_paged(queries, pools, table, positions, implementation=name, **options)
+            for name in ("reference", "columns")
+        )
+        np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
+        assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
+
+
+@pytest.mark.parametrize("heads", DECODE_HEADS)
+@pytest.mark.parametrize("options", [dict(), dict(window=50, softcap=4.0)])
+@pytest.mark.parametrize("page_len", [64, 128])
+def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_len):
+    """Three sequences packed into one row, against prefill by chunks of 48 and decode one by one."""
+    (q, k, v), pools, table = paged_problem(*heads, page_len=page_len)
+    B, S = q.shape[:2]
+    packed = [x.reshape(1, B * S, *x.shape[2:]) for x in (q, k, v)]
+    segments = jnp.repeat(jnp.arange(1, B + 1), S)[None]
+    trained = attention(
+        *packed,
+        segments=segments,
+        scale=0.15,
+        rules=DECODE,
+        **(dict(window=0, softcap=None) | options),
+    )
+    trained = np.asarray(trained).reshape(q.shape)
+    for t in range(0, S, 48):
+        places = np.tile(np.arange(t, t + 48), (B, 1))
+        chunk = run_paged(q[:, t : t + 48], pools, table, places, **options)
+        np.testing.assert_array_equal(chunk, trained[:, t : t + 48])
+    for t in (0, 1, 63, 64, 100, 191):
+        token = run_paged(q[:, t : t + 1], pools, table, np.full((B, 1), t), **options)
+        np.testing.assert_array_equal(token, trained[:, t : t + 1])
+
+
+def test_bfloat16_pages_give_the_bits_of_a_packed_row(one_device):
+    (q, k, v), pools, table = paged_problem(6, 2, 32, dtype=jnp.bfloat16)
+    options = dict(window=0, softcap=None, scale=0.15, rules=DECODE)
+    trained = attention(q, k, v, segments=jnp.ones(q.shape[:2], jnp.int32), **options)
+    token = run_paged(q[:, 150:151], pools, table, np.full((3, 1), 150))
+    np.testing.assert_array_equal(token[:, 0], trained[:, 150])
+
+
+def test_a_row_does_not_depend_on_its_batch(one_device):
+    (q, _, _), pools, table = paged_problem(6, 2, 32, B=8)
+    positions = np.arange(8)[:, None] * 20 + 3
+    together = run_paged(q[:, :1], pools, table, positions)
+    for rows in ([0], [7, 2], [5, 4, 1]):
+        some = run_paged(q[np.array(rows), :1], pools, table[np.array(rows)], positions[rows])
+        np.testing.assert_array_equal(some, together[np.array(rows)])
+
+
+@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=4)])
+def test_same_numbers_on_every_mesh(mesh):
+    results = []
+    for sizes in ({}, mesh):
+        with jax.set_mesh(make_mesh(**sizes)):
+            (q, _, _), pools, table = paged_problem(8, 4, 16)
+            results.append(np.asarray(run_paged(q[:, :1], pools, table, [[191], [64], [5]])))
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_writes_are_in_place_inside_a_loop(one_device):
+    """No copy of the pool in the compiled program: neither in its text nor in its memory."""
+    B, K, H, N = 4, 2, 64, 4
+    pool = jax.ShapeDtypeStruct((256, K, 64, H), jnp.float32)  # 8 MiB
+    table = jnp.arange(B * 4, dtype=jnp.int32).reshape(B, 4)
+
+    def steps(k_pages, v_pages, q, n):
+        def step(i, carry):
+            k_pages, v_pages, q = carry
+            places = jnp.full((B, 1), i)
+            new = q[:, :, :K]
+            k_pages, v_pages = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
+            options = dict(window=0, softcap=None, scale=0.1, rules=DECODE)
+            q = paged_attention(q, k_pages, v_pages, page_table=table, positions=places, **options)
+            return k_pages, v_pages, q
+
+        return jax.lax.fori_loop(0, n, step, (k_pages, v_pages, q))
+
+    compiled = (
+        jax.jit(steps, donate_argnums=(0, 1))
+        .lower(pool, pool, jax.ShapeDtypeStruct((B, 1, N, H), jnp.float32), 8)
+        .compile()
+    )
+    copies = [
+        line
+        for line in compiled.as_text().splitlines()
+        if " copy(" in line and "256,2,64,64" in line
+    ]
+    assert not copies
+    assert compiled.memory_analysis().temp_size_in_bytes < 256 * K * 64 * H * 4 / 4
+
+
+def test_padding_writes_nothing(one_device):
+    pool = jnp.zeros((3, 2, 64, 16))
+    new = jnp.ones((1, 2, 2, 16))
+    table, places = jnp.array([[2, 0]]), jnp.array([[70, -1]])
+    k_pages, v_pages = write_pages(pool, pool, new, new, table, places, rules=DECODE)
+    assert float(k_pages.sum()) == float(v_pages.sum()) == 2 * 16  # position 70: page 0, offset 6
+    assert float(k_pages[0, :, 6].sum()) == 2 * 16
+
+
+@pytest.mark.parametrize("name", ["batched_rpa", "triton"])
+def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
+    (q, _, _), pools, table = paged_problem(4, 2, 16, S=64)
+    with pytest.raises(NotImplementedError, match=r"config\.model\.paged_attention"):
+        run_paged(q[:, :1], pools, table, np.zeros((3, 1)), implementation=name)
+
+
+def test_pages_that_are_no_multiple_of_64_are_refused(one_device):
+    (q, _, _), pools, table = paged_problem(4, 2, 16, S=64, page_len=16)
+    with pytest.raises(ValueError, match=r"set config\.rollout\.page_len to a multiple of 64"):
+        run_paged(q[:, :1], pools, table, np.zeros((3, 1)))
