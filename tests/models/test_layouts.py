@@ -90,7 +90,8 @@ def assert_close_trees(a: Tree, b: Tree) -> None:
 
 @pytest.mark.parametrize(("family", "mesh"), QUICK)
 def test_a_mesh_gives_the_numbers_of_one_device(family, mesh):
-    assert_same(on_mesh(family, MESHES[mesh]), alone(family))
+    stacked = family.startswith("gemma")  # many layers: quicker to compile
+    assert_same(on_mesh(family, MESHES[mesh], stacked=stacked), alone(family, stacked=stacked))
 
 
 @pytest.mark.slow
@@ -102,7 +103,7 @@ def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh
         assert_same(here, alone(family, stacked=stacked))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_stacked_layers_give_the_numbers_of_a_list(family):
     value, logp, grads = alone(family)
     value_s, logp_s, grads_s = alone(family, stacked=True)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file
 
 import jaxrl.models.source as source
 from jaxrl import convert
-from jaxrl.models.decoder import forward_packed
+from jaxrl.models.decoder import Decoder, forward_packed
 from jaxrl.models.hf_load import load_model, model_config
 from jaxrl.models.source import resolve_model
 from sharding import TRAIN
@@ -181,11 +182,13 @@ def test_the_packaged_model_knows_the_capital_of_france(one_device):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     tokens = list(tokens) + tokenizer("The capital of France is")["input_ids"]
-    cfg, model = load_model(folder, rules=TRAIN)
+    cfg, model = load_model(folder, rules=TRAIN, stacked=True)  # one layer to compile
     assert (cfg.L, cfg.D, cfg.V) == (30, 576, 49152)
-    row = jnp.array([tokens], jnp.int32)
-    hidden = forward_packed(
-        model, row, jnp.ones_like(row), jnp.arange(len(tokens))[None], rules=TRAIN
-    )
-    best = int(model.logits(hidden[:, -1:], TRAIN)[0, 0].argmax())
-    assert tokenizer.decode([best]) == " Paris"
+
+    @jax.jit
+    def best(model: Decoder, row: jax.Array) -> jax.Array:
+        positions = jnp.arange(row.shape[1])[None]
+        hidden = forward_packed(model, row, jnp.ones_like(row), positions, rules=TRAIN)
+        return model.logits(hidden[:, -1:], TRAIN)[0, 0].argmax()
+
+    assert tokenizer.decode([int(best(model, jnp.array([tokens])))]) == " Paris"
