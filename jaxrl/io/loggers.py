@@ -11,8 +11,10 @@ from jaxrl.config import LogConfig, RunConfig
 from jaxrl.io.console import ConsoleLogger
 from jaxrl.io.json_lines import JsonlLogger
 from jaxrl.io.progress import is_first_process
-from jaxrl.io.trackers import MlflowLogger, TensorBoardLogger, WandbLogger
+from jaxrl.io.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
 from jaxrl.schema import flatten, to_dict
+
+SERVICES = ("wandb", "mlflow")  # may be down when a run starts
 
 
 @runtime_checkable
@@ -61,12 +63,14 @@ class Fanout:
                 self._warn(name, error)
 
     def _warn(self, name: str, error: Exception) -> None:
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        words = " ".join(str(error).split())[:300]
-        message = f"warning: the logger {name!r} fails and the run goes on without it: {type(error).__name__}: {words}"
-        rich.get_console().print(Text(message, "yellow"), soft_wrap=True)
+        if name not in self._warned:
+            self._warned.add(name)
+            warn(f"the logger {name!r} fails and the run goes on without it", error)
+
+
+def warn(what: str, error: Exception) -> None:
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    rich.get_console().print(Text(f"warning: {what}: {words}", "yellow"), soft_wrap=True)
 
 
 def make_loggers(
@@ -81,7 +85,8 @@ def make_loggers(
 
     `resume_step` is the step of the checkpoint that the run goes on from: what was logged later is
     dropped. None is a new run: files of an earlier one in the same folder are started anew.
-    Raises ValueError for a name that is not known or a package that is not installed.
+    Raises ValueError for a name that is not known or a package that is not installed. A service that
+    cannot be reached is warned about and left out.
     """
     if not is_first_process():
         return Fanout({})
@@ -98,4 +103,14 @@ def make_loggers(
     }
     if unknown := [name for name in cfg.loggers if name not in makers]:
         raise ValueError(f"config.log.loggers has {unknown}; the loggers are {', '.join(makers)}")
-    return Fanout({name: makers[name]() for name in cfg.loggers})
+    loggers: dict[str, Logger] = {}
+    for name in cfg.loggers:
+        try:
+            loggers[name] = makers[name]()
+        except MissingPackage:
+            raise
+        except Exception as error:
+            if name not in SERVICES:
+                raise
+            warn(f"the logger {name!r} does not start and the run goes on without it", error)
+    return Fanout(loggers)

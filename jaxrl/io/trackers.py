@@ -21,12 +21,16 @@ from jaxrl.config import LogConfig
 COLUMNS = ("kind", "source", "prompt", "completion", "answer", "reward", "finish")
 
 
+class MissingPackage(ValueError):
+    """A logger was asked for whose package is not installed."""
+
+
 def need(module: str, logger: str) -> ModuleType:
-    """The module, or ValueError naming the extra to install."""
+    """The module, or MissingPackage naming the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(
+        raise MissingPackage(
             f"the logger {logger!r} needs the package {module}, which cannot be imported ({error}); "
             f"install it with `uv sync --extra {logger}`, or take {logger!r} out of config.log.loggers"
         ) from error

@@ -139,6 +139,23 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, name):
         make(tmp_path, name)
 
 
+@pytest.mark.parametrize("name, start", [("wandb", "init"), ("mlflow", "set_experiment")])
+def test_a_service_that_is_down_at_the_start_does_not_stop_the_run(
+    tmp_path, monkeypatch, capsys, name, start
+):
+    def down(*args, **kw):
+        raise ConnectionError("no route to host")
+
+    module = types.ModuleType(name)
+    setattr(module, start, down)
+    monkeypatch.setitem(sys.modules, name, module)
+    logger = make(tmp_path, name, "jsonl")
+    logger.metrics(1, {"a": 1.0})
+    logger.close()
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+    assert f"the logger '{name}' does not start" in capsys.readouterr().out
+
+
 def read_events(folder) -> list[Event]:
     """All events of a folder: records of [length u64, crc u32, event, crc u32]."""
     events = []
