@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
     parser.add_argument("--workload", required=True, help="JSON file of prompts and lengths")
     parser.add_argument("--out", default="", help="file for the JSON line")
@@ -177,7 +178,7 @@ def make_config(args: argparse.Namespace, workload: dict):
     prompt_lens = [len(p["ids"]) for s in workload["steps"] for p in s["prompts"]]
     response_lens = [n for s in workload["steps"] for row in s["resp_len"] for n in row]
     first = workload["steps"][0]
-    config = default_config()
+    config: Any = default_config()
     config.model.path = args.model
     config.data.train = (args.workload,)
     config.data.prompts_per_step = len(first["prompts"])
