@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.row_sum import row_sum
+from jaxrl.kernels.bits import row_sum
 from jaxrl.models.linear import MakeParam
 
 

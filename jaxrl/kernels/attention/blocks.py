@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.kernels.row_sum import row_sum
+from jaxrl.kernels.bits import row_sum, settle
 
 BLOCK = 64  # keys
 MASKED = -1e30  # not -inf: a row with every key masked must stay finite
@@ -51,9 +51,9 @@ def add_block(
 ) -> Softmax:
     """Takes one block of keys into the mean."""
     scores = jnp.where(seen, block_scores(q, k, scale=scale, softcap=softcap), MASKED)
-    scores = jax.lax.optimization_barrier(scores)
+    scores = settle(scores)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-    weights = jax.lax.optimization_barrier(jnp.exp(scores - top[..., None]))
+    weights = settle(jnp.exp(scores - top[..., None]))
     keep = jnp.exp(state.top - top)
     return Softmax(
         top=top,

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.bits import row_sum, settle
 from jaxrl.kernels.logprob.reference import head_logits
-from jaxrl.kernels.row_sum import row_sum
 from sharding import Rules
 
 
@@ -68,6 +68,7 @@ def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Arr
     The engine calls this on the logits it sampled from (divided by the temperature already), so that
     its logprobs and the trainer's are the same arithmetic.
     """
+    logits = settle(logits)
     top = jnp.max(logits, axis=-1)
     total = row_sum(jnp.exp(logits - top[..., None]))
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.bits import settle
+
 
 def head_logits(
     hidden: Float[Array, "*B D"],
@@ -17,7 +19,7 @@ def head_logits(
     logits = jax.lax.dot_general(hidden, unembed, dims, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    return logits / temperature
+    return settle(logits / temperature)
 
 
 def logprob_reference(
