@@ -62,7 +62,7 @@ class EngineStats:
     waiting: float = 0.0
     cache_used: float = 0.0  # fraction of pages in use
     cache_used_max: float = 0.0  # the largest, no sum
-    device_s: float = 0.0  # wall time between handing a dispatch to the device and its result
+    device_s: float = 0.0  # wall time of calls of compiled programs, their results included
     host_s: float = 0.0  # wall time of `generate` beside that
 
 

@@ -1,7 +1,9 @@
 """The paged, continuously batching engine: a pool of KV pages and three compiled programs."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 N_STOP = 16  # stop token ids of one request
 COPY_ROWS = 16  # pages copied by one call
 PREFILL_LEN = 64  # tokens of one prefill row, a multiple of page_len where pages are longer
+UINT32 = 0xFFFFFFFF  # what a random key takes of a number
 
 
 class PagedEngine:
@@ -54,8 +57,8 @@ class PagedEngine:
         self.kv_dtype = jnp.dtype(dtype if rollout.kv_dtype == "auto" else rollout.kv_dtype)
         self.row_len = max(rollout.page_len, PREFILL_LEN // rollout.page_len * rollout.page_len)
         self.n_columns = -(-max_len // rollout.page_len)
-        self.batch_buckets = _ladder(rollout.max_num_seqs, factor=2)
-        self.prefill_buckets = _ladder(rollout.max_num_batched_tokens // self.row_len, factor=4)
+        self.batch_buckets = _batch_buckets(rollout.max_num_seqs)
+        self.prefill_buckets = _prefill_buckets(rollout.max_num_batched_tokens // self.row_len)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._stats = EngineStats()
@@ -82,21 +85,14 @@ class PagedEngine:
         return self.scheduler.submit(request)
 
     def generate(self, params: Tree) -> list[Generated]:
-        start = time.perf_counter()
-        try:
-            plan = self.scheduler.plan()
-            self._fill(params, plan.fills)
-            self._copy(plan.copies)
-            if not plan.decode:
-                return []
-            sent = time.perf_counter()
-            out = self._decode(params, plan)
-            device_s = time.perf_counter() - sent
-        except BaseException:  # the donated pool is gone, or half written
-            self.release()
-            raise
-        generated = self._advance(plan.decode, out)
-        self._stats.device_s += device_s
+        start, device_s = time.perf_counter(), self._stats.device_s
+        plan = self.scheduler.plan()
+        self._fill(params, plan.fills)
+        self._copy(plan.copies)
+        if not plan.decode:
+            return []
+        generated = self._advance(plan.decode, self._decode(params, plan))
+        device_s = self._stats.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
 
@@ -190,6 +186,19 @@ class PagedEngine:
             self._cache = init_cache(self.cfg, n_pages, page_len, self.kv_dtype, rules)
         return self._cache
 
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Times a call of a program. Where it fails the donated pool is gone or half written, so
+        everything that lies in it ends."""
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            self._stats.device_s += time.perf_counter() - start
+
     def _fill(self, params: Tree, fills: list[Fill]) -> None:
         """Cuts fills into rows, and rows into dispatches of the prefill buckets, in order."""
         n = self.row_len
@@ -213,15 +222,16 @@ class PagedEngine:
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
         table = self._page_table([row.pages for row in rows], bucket)
         self._shapes.add(("prefill", bucket))
-        self._cache = programs.prefill(
-            params,
-            self._pool(),
-            tokens,
-            positions,
-            table,
-            rules=self.rules,
-            implementation=self.implementation,
-        )
+        with self._on_device():
+            self._cache = programs.prefill(
+                params,
+                self._pool(),
+                tokens,
+                positions,
+                table,
+                rules=self.rules,
+                implementation=self.implementation,
+            )
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         for i in range(0, len(copies), COPY_ROWS):
@@ -232,9 +242,10 @@ class PagedEngine:
         pairs[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
         pairs[0, len(copies) :] = 0
         self._shapes.add(("copy", COPY_ROWS))
-        self._cache = programs.copy_pages(
-            self._pool(), pairs[0], pairs[1], rules=self.rules, stacked=self.cfg.stacked
-        )
+        with self._on_device():
+            self._cache = programs.copy_pages(
+                self._pool(), pairs[0], pairs[1], rules=self.rules, stacked=self.cfg.stacked
+            )
 
     def _decode(self, params: Tree, plan: Plan) -> np.ndarray:
         """int32 [2, B, n_steps]: tokens (-1 where a row had ended) and the bits of their logprobs."""
@@ -255,17 +266,18 @@ class PagedEngine:
     ) -> np.ndarray:
         rows = self._rows(seqs, bucket)
         self._shapes.add(("decode", bucket))
-        self._cache, out = programs.decode(
-            params,
-            self._pool(),
-            rows,
-            np.int32(n_steps),
-            np.int32(leave_at),
-            rules=self.rules,
-            implementation=self.implementation,
-            max_steps=self.rollout.steps_per_dispatch,
-        )
-        return np.asarray(out)
+        with self._on_device():
+            self._cache, out = programs.decode(
+                params,
+                self._pool(),
+                rows,
+                np.int32(n_steps),
+                np.int32(leave_at),
+                rules=self.rules,
+                implementation=self.implementation,
+                max_steps=self.rollout.steps_per_dispatch,
+            )
+            return np.asarray(out)
 
     def _rows(self, seqs: list[Sequence], bucket: int) -> programs.DecodeRows:
         requests = [seq.request for seq in seqs]
@@ -283,8 +295,8 @@ class PagedEngine:
             token=column([seq.last_token for seq in seqs], np.int32, 0),
             position=column([seq.n_tokens - 1 for seq in seqs], np.int32, -1),
             remaining=column([seq.remaining for seq in seqs], np.int32, 0),
-            seed=column([r.seed for r in requests], np.uint32, 0),
-            prompt_id=column([r.prompt_id for r in requests], np.uint32, 0),
+            seed=column([r.seed & UINT32 for r in requests], np.uint32, 0),
+            prompt_id=column([r.prompt_id & UINT32 for r in requests], np.uint32, 0),
             sample=column([r.sample for r in requests], np.uint32, 0),
             stop_ids=stop_ids,
             page_table=self._page_table([seq.pages for seq in seqs], bucket),
@@ -341,15 +353,24 @@ class PagedEngine:
             )
 
 
-def _ladder(largest: int, *, factor: int) -> tuple[int, ...]:
-    """2, 2 * factor, ... and `largest`. Never 1: products with one row are slow on CPU, and rounded
-    differently."""
-    sizes = []
-    size = 2
+def _batch_buckets(largest: int) -> tuple[int, ...]:
+    """Sizes of the decode batch: doubling from 8 (4 where 16 are the most), and three quarters of the
+    largest, where a rollout whose sequences end one by one spends most of its time. Smaller batches
+    are no faster, and a single row takes another path on CPU, slow and rounded differently."""
+    sizes = {max(largest, 2)} | ({largest * 3 // 4} if largest >= 32 else set())
+    size = 4 if largest <= 16 else 8
     while size < largest:
-        sizes.append(size)
-        size *= factor
-    return (*sizes, max(largest, 2))
+        sizes.add(size)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def _prefill_buckets(largest: int) -> tuple[int, ...]:
+    """Rows of a prefill dispatch: more than these are cut into several dispatches."""
+    sizes = [2]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes)
 
 
 def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:

@@ -38,7 +38,6 @@ def test_engine_and_trainer_logprobs_agree(one_device, family):
         assert np.min(want) < -1  # the distributions are not so sharp that anything would agree
 
 
-@pytest.mark.xfail(reason="attention on CPU rounds differently in another batch", strict=False)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_llama_logprobs_are_bitwise_the_trainers(llama, temperature):
     cfg, params = llama
@@ -71,7 +70,6 @@ def test_greedy_tokens_are_the_full_forwards_argmax(llama):
         assert finish == ("stop" if made[-1] == 1 else "length")
 
 
-@pytest.mark.xfail(reason="attention on CPU rounds differently in another batch", strict=False)
 def test_a_request_gives_the_same_alone_in_company_and_in_any_order(llama):
     cfg, params = llama
     requests = make_requests(12)
@@ -82,7 +80,6 @@ def test_a_request_gives_the_same_alone_in_company_and_in_any_order(llama):
     assert run(make_engine(cfg, max_num_seqs=3, steps_per_dispatch=5), params, requests) == results
 
 
-@pytest.mark.xfail(reason="attention on CPU rounds differently in another batch", strict=False)
 def test_a_tiny_pool_preempts_and_changes_nothing(llama):
     cfg, params = llama
     requests = make_requests(8, max_tokens=100, ignore_stop=True)
