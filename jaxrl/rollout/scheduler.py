@@ -92,8 +92,14 @@ class Scheduler:
         return seq.slot
 
     def prefill(self, tokens: np.ndarray) -> tuple[Prefix, list[Fill]]:
-        """Pages for a prompt, and what must be computed to fill them. Raises OutOfPages."""
+        """Pages for a prompt, and what must be computed to fill them. Raises OutOfPages, or ValueError
+        if the prompt leaves no room for a response."""
         tokens = np.asarray(tokens, np.int32)
+        if not 0 < len(tokens) < self.max_len:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens leaves no room for a response in the engine's "
+                f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
+            )
         pages, fills = self._pages_with(tokens[:-1], n_keys=len(tokens) - 1, copies=None)
         return Prefix(tokens, tuple(pages)), fills
 

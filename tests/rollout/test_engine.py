@@ -19,6 +19,7 @@ from rollout_cases import (
 from jaxrl.config import SamplingConfig
 from jaxrl.models.decoder import forward_packed
 from jaxrl.rollout import programs
+from jaxrl.rollout.engine import PagedEngine
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
@@ -267,6 +268,31 @@ def test_requests_that_can_never_run_are_refused(llama):
         make_engine(dataclasses.replace(cfg, max_len=100))
     with pytest.raises(ValueError, match=r"rollout\.page_len is 0"):
         make_engine(cfg, dataclasses.replace(SMALL, page_len=0))
+
+
+def test_the_pool_takes_what_memory_utilization_leaves(llama, monkeypatch):
+    cfg, _ = llama
+    page = 2 * cfg.L * cfg.K * 64 * cfg.H * 4  # bytes: keys and values, all layers, float32
+
+    def with_memory(n_pages_left: float) -> PagedEngine:
+        memory = dict(bytes_limit=1000 * page, bytes_in_use=int((500 - n_pages_left) * page))
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(memory), Device(None)])
+        return make_engine(cfg, memory_utilization=0.5)
+
+    assert with_memory(9.5).scheduler.pool.n_pages == 9
+    assert (
+        with_memory(300).scheduler.pool.n_pages == 8 * 4
+    )  # 8 sequences of 256 tokens need no more
+    with pytest.raises(ValueError, match=r"room for 3 KV pages.*memory_utilization \(0.5\)"):
+        _ = with_memory(3.9).scheduler
+
+
+@dataclasses.dataclass
+class Device:
+    memory: dict | None
+
+    def memory_stats(self) -> dict | None:
+        return self.memory
 
 
 def test_a_failed_dispatch_leaves_an_engine_that_works(llama, monkeypatch):

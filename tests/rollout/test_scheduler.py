@@ -69,6 +69,26 @@ def test_a_second_sample_copies_the_partly_filled_page_and_shares_the_full_ones(
     assert plan.copies == [(first.pages[1], second.pages[1]), (first.pages[1], third.pages[1])]
 
 
+def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
+    s = scheduler(16)
+    system = list(range(8))
+    s.submit(request([*system, 20, 21, 22], 4))
+    s.submit(request([*system, 30, 31], 4))
+    plan = s.plan()
+    first, second = plan.decode
+    assert first.pages[:2] == second.pages[:2]
+    assert [(fill.start, fill.tokens.tolist()) for fill in plan.fills] == [
+        (0, [*system, 20, 21]),
+        (8, [30]),
+    ]
+    assert plan.copies == []
+
+
+def test_a_prompt_without_room_for_a_response_is_refused():
+    with pytest.raises(ValueError, match="64 tokens leaves no room"):
+        scheduler(32).prefill(np.arange(64, dtype=np.int32))
+
+
 def test_the_pages_of_a_prompt_stay_for_samples_that_wait():
     s = scheduler(16, max_num_seqs=1)
     for i in range(2):
