@@ -1,5 +1,7 @@
 """Chunked logprob, entropy and KL against the naive form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,10 +89,35 @@ def test_without_a_reference(one_device, with_entropy):
     assert_close(want[1], got[1], tol=2e-5)
 
 
+def test_masked_tokens_give_zeros_and_take_no_gradient(one_device):
+    """Also where they hold no numbers at all, and where whole chunks of them are left out."""
+    inputs, weights = problem()
+    mask = jax.random.bernoulli(jax.random.key(5), 0.4, (8, 13)).astype(jnp.float32)
+    naive = functools.partial(logprob_reference, temperature=0.9, softcap=None)
+    kernel = functools.partial(logprob_entropy_kl, temperature=0.9, chunk=9, rules=RULES, mask=mask)
+    want = value_and_grad(naive, inputs, [w * mask for w in weights])
+    kept = mask[..., None] > 0
+    inputs["hidden"] = jnp.where(kept, inputs["hidden"], jnp.nan)
+    got = value_and_grad(kernel, inputs, weights)
+    assert_close(tuple(a * mask for a in want[0]), got[0])
+    assert_close(want[1], got[1], tol=2e-5)
+
+
+def test_a_mask_without_tokens_gives_zeros(one_device):
+    inputs, weights = problem()
+    kernel = functools.partial(
+        logprob_entropy_kl, temperature=1.0, chunk=9, rules=RULES, mask=jnp.zeros((8, 13))
+    )
+    for a in jax.tree.leaves(value_and_grad(kernel, inputs, weights)):
+        assert not np.any(a)
+
+
 @pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(sequence=2, tensor=4)])
 def test_same_numbers_on_every_mesh(mesh):
+    """Also where the devices have unlike numbers of tokens that matter, one of them none."""
     rules = Rules(time="sequence")
     inputs, weights = problem(T=14)
+    inputs["mask"] = (jnp.arange(8)[:, None] * 2 > jnp.arange(14)).astype(jnp.float32)
 
     def kernel(**k):
         return logprob_entropy_kl(**k, temperature=0.9, logit_softcap=5.0, chunk=9, rules=rules)
@@ -102,7 +129,7 @@ def test_same_numbers_on_every_mesh(mesh):
             rows = [jax.reshard(w, tokens) for w in weights]
             axes = dict(hidden=("batch", "time", None), ref_hidden=("batch", "time", None))
             axes |= dict(unembed=("vocab", "w_embed"), ref_unembed=("vocab", "w_embed"))
-            axes |= dict(targets=("batch", "time"))
+            axes |= dict(targets=("batch", "time"), mask=("batch", "time"))
             placed = {k: jax.reshard(inputs[k], rules.spec(*axes[k])) for k in inputs}
             results.append(value_and_grad(kernel, placed, rows))
     assert_close(*results, tol=2e-5)

@@ -1,6 +1,7 @@
 """Logprob, entropy and KL of target tokens straight from hidden states and the unembedding."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
@@ -18,18 +19,21 @@ def logprob_entropy(
     logit_softcap: float | None = None,
     chunk: int,
     rules: Rules,
+    mask: Float[Array, "B T"] | None = None,
     with_entropy: bool = True,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(targets) and -Σ p log p of p = softmax(cap(h Wᵀ) / temperature), float32.
 
     The logits of `chunk` tokens (per device) exist at one time; backward computes them again. Rows
     lie on the batch axes, the vocabulary on its own; dW is summed in float32 and comes back in the
-    sharding of `unembed`. With `with_entropy=False` the entropy is zeros and costs nothing.
+    sharding of `unembed`. Tokens whose `mask` is 0 give zeros, take no gradient and cost nothing, and
+    so does the entropy with `with_entropy=False`.
     Raises ValueError for a temperature or chunk that is not positive.
     """
     head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=False)
-    hidden, unembed, targets = _lay_out(rules, hidden, unembed, targets)
-    logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, ())
+    hidden, unembed = _lay_out(rules, hidden, unembed)
+    targets, keep = _lay_out_tokens(rules, targets, mask)
+    logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, keep, ())
     return logp, entropy
 
 
@@ -44,15 +48,16 @@ def logprob_entropy_kl(
     logit_softcap: float | None = None,
     chunk: int,
     rules: Rules,
+    mask: Float[Array, "B T"] | None = None,
     with_entropy: bool = True,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """`logprob_entropy`, and the exact KL(p | q) = Σ p (log p - log q) over the vocabulary, where q
     is the reference's distribution at the same temperature. No gradient goes into the reference."""
     head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=True)
-    hidden, unembed, targets = _lay_out(rules, hidden, unembed, targets)
-    ref_hidden, ref_unembed, _ = _lay_out(rules, ref_hidden, ref_unembed, targets)
-    ref = jax.lax.stop_gradient((ref_hidden, ref_unembed))
-    return chunked_logprob(head, hidden, unembed, targets, ref)
+    hidden, unembed = _lay_out(rules, hidden, unembed)
+    targets, keep = _lay_out_tokens(rules, targets, mask)
+    ref = jax.lax.stop_gradient(_lay_out(rules, ref_hidden, ref_unembed))
+    return chunked_logprob(head, hidden, unembed, targets, keep, ref)
 
 
 def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
@@ -65,10 +70,15 @@ def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
     return Head(temperature, softcap, chunk, rules, with_entropy, with_kl)
 
 
-def _lay_out(rules: Rules, hidden, unembed, targets):
+def _lay_out(rules: Rules, hidden, unembed):
     """The shardings that the kernel's shard_map expects."""
     return (
         jax.reshard(hidden, rules.spec("batch", "time", None)),
         jax.reshard(unembed, rules.spec("vocab", "w_embed")),
-        jax.reshard(targets, rules.spec("batch", "time")),
     )
+
+
+def _lay_out_tokens(rules: Rules, targets, mask):
+    keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
+    spec = rules.spec("batch", "time")
+    return jax.reshard(targets, spec), jax.reshard(keep, spec)

@@ -1,18 +1,21 @@
 """Logprob, entropy and KL of the unembedding without ever holding [tokens, vocab].
 
-Forward walks over chunks of tokens: a row's softmax is one plain sum over the vocabulary, as in the
-engine. Backward knows the normaliser of every token, so it walks over blocks of the vocabulary: each
-block of dW is written once, and only the small dh accumulates.
+Tokens that do not matter are moved behind the others, and the loops end before them. Forward walks
+over chunks of tokens: a row's softmax is one sum over the vocabulary, as in the engine. Backward knows
+the normaliser of every token, so it may cut the vocabulary as well: four chunks of tokens at a time
+against blocks of it, which adds to the large dW a quarter as often in the memory of one chunk.
 
-n tokens of this device, c of a chunk, v vocabulary of this device, D model.
+n tokens of this device, c of a chunk, r of a block in backward, v vocabulary of this device, D model.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -41,6 +44,12 @@ class Head:
             return 1.0 / self.temperature
         capped = logits * (self.temperature / self.softcap)
         return (1.0 - capped * capped) / self.temperature
+
+    def specs(self, n_ref: int) -> tuple:
+        """PartitionSpecs: of [B, T], then of hidden, unembed, targets, keep, (ref_hidden, ref_unembed)."""
+        tokens = self.rules.spec("batch", "time")
+        rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
+        return tokens, rows, weight, tokens, tokens, (rows, weight)[:n_ref]
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -76,73 +85,90 @@ def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_logprob(head: Head, hidden, unembed, targets, ref):
-    """(logp, entropy, kl), each float32 [B, T]; zeros for what `head` leaves out."""
-    return _forward(head, hidden, unembed, targets, ref)[0]
+def chunked_logprob(head: Head, hidden, unembed, targets, keep, ref):
+    """(logp, entropy, kl), each float32 [B, T]; zeros where `keep` is False and for what `head` leaves
+    out. `ref` is (hidden, unembed) of the reference, or () without one."""
+    return _forward(head, hidden, unembed, targets, keep, ref)[0]
 
 
-def _forward(head: Head, hidden, unembed, targets, ref):
-    rules = head.rules
-    tokens, rows = rules.spec("batch", "time"), rules.spec("batch", "time", None)
-    weight = rules.spec("vocab", "w_embed")
+def _forward(head: Head, hidden, unembed, targets, keep, ref):
+    tokens, *inputs = head.specs(len(ref))
     local = jax.shard_map(
         functools.partial(_local_forward, head),
-        in_specs=(rows, weight, tokens, (rows, weight)[: len(ref)]),
+        in_specs=tuple(inputs),
         out_specs=((tokens,) * 3, (tokens,) * 2),
         check_vma=False,
     )
-    out, norms = local(hidden, unembed, targets, ref)
-    return out, (hidden, unembed, targets, ref, out, norms)
+    out, norms = local(hidden, unembed, targets, keep, ref)
+    return out, (hidden, unembed, targets, keep, ref, out, norms)
 
 
 def _backward(head: Head, saved, grads):
-    rules = head.rules
-    hidden, unembed, targets, ref, out, norms = saved
-    tokens, rows = rules.spec("batch", "time"), rules.spec("batch", "time", None)
-    weight = rules.spec("vocab", "w_embed")
+    hidden, unembed, targets, keep, ref, out, norms = saved
+    tokens, *specs = head.specs(len(ref))
+    rows, weight = specs[:2]
     local = jax.shard_map(
         functools.partial(_local_backward, head),
-        in_specs=(
-            rows,
-            weight,
-            tokens,
-            (rows, weight)[: len(ref)],
-            (tokens,) * 3,
-            (tokens,) * 2,
-            (tokens,) * 3,
-        ),
+        in_specs=(*specs, (tokens,) * 3, (tokens,) * 2, (tokens,) * 3),
         out_specs=(rows, weight),
         check_vma=False,
     )
-    dx, dw = local(hidden, unembed, targets, ref, out, norms, tuple(grads))
-    return dx, dw, None, jax.tree.map(jnp.zeros_like, ref)
+    dx, dw = local(hidden, unembed, targets, keep, ref, out, norms, tuple(grads))
+    return dx, dw, None, None, jax.tree.map(jnp.zeros_like, ref)
 
 
 chunked_logprob.defvjp(_forward, _backward)
 
 
-def _local_forward(head: Head, x, w, y, ref):
+def _local_forward(head: Head, x, w, y, keep, ref):
     """This device's tokens, chunk by chunk -> ((logp, entropy, kl), (norm, ref_norm)), all [b, t]."""
-    shape = y.shape
     n = y.size
-    w = _gather(head, w)
-    n_chunks = math.ceil(n / head.chunk)
-    c = max(math.ceil(n / n_chunks), 2)  # a product with one row takes another path on CPU
+    c = max(math.ceil(n / math.ceil(n / head.chunk)), 2)  # one row takes another path on CPU
+    kept = Kept.of(keep, c)
+    ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
+    rows = [kept.rows(a) for a in (x, y, ref_x)]
+    w, ref_w = _gather(head, w), _gather(head, ref_w)
 
-    def cut(a):  # [b, t, ...] -> [chunks, c, ...]
-        flat = a.reshape((n, *a.shape[2:]))
-        flat = jnp.pad(flat, ((0, n_chunks * c - n),) + ((0, 0),) * (flat.ndim - 1))
-        return flat.reshape((n_chunks, c, *flat.shape[1:]))
+    def chunk(i, out):
+        x, y, ref_x = (_slice(a, i, c) for a in rows)
+        stats = jnp.stack(_chunk_stats(head, x, y, w, ref_x, ref_w))
+        return lax.dynamic_update_slice(out, stats, (0, i * c))
 
-    ref_x, ref_w = (cut(ref[0]), _gather(head, ref[1])) if head.with_kl else (None, None)
-
-    def stats(chunk):
-        x, y, ref_x = chunk
-        return _chunk_stats(head, x, y, w, ref_x, ref_w)
-
-    out = lax.map(stats, (cut(x), cut(y), ref_x))
-    logp, entropy, kl, norm, ref_norm = (a.reshape(-1)[:n].reshape(shape) for a in out)
+    out = jnp.zeros((5, len(kept.order)), jnp.float32)
+    out = lax.fori_loop(0, -(-kept.count // c), chunk, out)
+    logp, entropy, kl, norm, ref_norm = (kept.back(a, keep) for a in out)
     return (logp, entropy, kl), (norm, ref_norm)
+
+
+@struct.dataclass
+class Kept:
+    """The tokens of a device that matter, moved to the front and padded to whole blocks."""
+
+    order: Any  # int32 [n'], the token that stands in each row; n (out of range) at padding
+    count: Any  # int32 [], rows that matter
+
+    @classmethod
+    def of(cls, keep, block: int):
+        flat = keep.reshape(-1)
+        order = jnp.argsort(~flat, stable=True).astype(jnp.int32)
+        count = jnp.sum(flat, dtype=jnp.int32)
+        order = jnp.where(jnp.arange(flat.size) < count, order, flat.size)
+        padding = ((0, -flat.size % block),)
+        return cls(jnp.pad(order, padding, constant_values=flat.size), count)
+
+    def rows(self, a):
+        """[b, t, ...] -> [n', ...], zeros in rows that do not matter"""
+        flat = a.reshape((-1, *a.shape[2:]))
+        return flat.at[self.order].get(mode="fill", fill_value=0)
+
+    def back(self, a, like):
+        """[n', ...] -> [b, t, ...], zeros at tokens that do not matter"""
+        out = jnp.zeros((like.size, *a.shape[1:]), a.dtype)
+        return out.at[self.order].set(a, mode="drop").reshape(*like.shape, *a.shape[1:])
+
+
+def _slice(a, i, size: int):
+    return lax.dynamic_slice_in_dim(a, i * size, size)
 
 
 def _chunk_stats(head: Head, x, y, w, ref_x, ref_w):
@@ -188,66 +214,74 @@ def _pick(head: Head, logits, y):
     return lax.psum(jnp.where(here, chosen, 0.0), head.vocab_axes)
 
 
-def _local_backward(head: Head, x, w, y, ref, out, norms, grads):
+def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
     """dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl), then
-    dh = dl W and dW = dlᵀ h, block by block of the vocabulary."""
-    b, t, D = x.shape
-    n = b * t
-    w, x = _gather(head, w), x.reshape(n, D)
-    v = w.shape[0]
-    if head.with_kl:
-        ref_x, ref_w = ref[0].reshape(n, -1), _gather(head, ref[1])
-
-    def column(a):
-        return a.reshape(n, 1)
-
-    _, entropy, kl = map(column, out)
-    norm, ref_norm = map(column, norms)
-    g_logp, g_entropy, g_kl = map(column, grads)
-    first = lax.axis_index(head.vocab_axes) * v if head.vocab_axes else 0
-    y = column(y) - first
-
-    def block_grads(start, size):
-        w_block = lax.dynamic_slice_in_dim(w, start, size)
-        logits = head.logits(x, w_block)
-        logp = logits - norm
-        p = jnp.exp(logp)
-        hit = (start + jnp.arange(size))[None, :] == y
-        d = g_logp * (hit - p)
-        if head.with_entropy:
-            d -= g_entropy * p * (logp + entropy)
-        if head.with_kl:
-            ref_block = lax.dynamic_slice_in_dim(ref_w, start, size)
-            d += g_kl * p * (logp - (head.logits(ref_x, ref_block) - ref_norm) - kl)
-        d = (d * head.logits_slope(logits)).astype(x.dtype)
-        dx = lax.dot_general(
-            d, w_block, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        dw = lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return dx, dw
-
-    def body(i, carry):
-        dx, dw = carry
-        dx_block, dw_block = block_grads(i * size, size)
-        return dx + dx_block, lax.dynamic_update_slice_in_dim(dw, dw_block, i * size, 0)
-
-    size = _block_size(v, n, head.chunk)
+    dh = dl W and dW = dlᵀ h: blocks of four chunks of tokens meet blocks of the vocabulary."""
+    r = min(4 * head.chunk, y.size)
+    kept = Kept.of(keep, r)
+    ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
+    w, ref_w = _gather(head, w), _gather(head, ref_w)
+    v, D = w.shape
+    y = y - (lax.axis_index(head.vocab_axes) * v if head.vocab_axes else 0)
+    columns = [kept.rows(a)[:, None] for a in (y, *out, *norms, *grads)]
+    rows = [kept.rows(x), *columns, kept.rows(ref_x)]
+    size = _block_size(v, r, head.chunk)
     n_blocks, rest = divmod(v, size)
-    carry = jnp.zeros((n, D), jnp.float32), jnp.zeros((v, D), jnp.float32)
-    dx, dw = lax.fori_loop(0, n_blocks, body, carry)
-    if rest:
-        dx_block, dw_block = block_grads(v - rest, rest)
-        dx, dw = dx + dx_block, lax.dynamic_update_slice_in_dim(dw, dw_block, v - rest, 0)
+
+    def block_of_tokens(i, carry):
+        part = [_slice(a, i, r) for a in rows]
+
+        def add(start, size, dx, dw):
+            w_block = lax.dynamic_slice_in_dim(w, start, size)
+            ref_block = lax.dynamic_slice_in_dim(ref_w, start, size)
+            d = _logits_gradient(head, part, w_block, ref_block, start)
+            new = _dot(d, part[0], 0, 0)
+            dw = _add_rows(dw, new, start)
+            return dx + _dot(d, w_block, 1, 0), dw
+
+        dx_all, dw = carry
+        dx = jnp.zeros((r, D), jnp.float32)
+        dx, dw = lax.fori_loop(0, n_blocks, lambda j, c: add(j * size, size, *c), (dx, dw))
+        if rest:
+            dx, dw = add(v - rest, rest, dx, dw)
+        return lax.dynamic_update_slice(dx_all, dx, (i * r, 0)), dw
+
+    carry = jnp.zeros((len(kept.order), D), jnp.float32), jnp.zeros((v, D), jnp.float32)
+    dx, dw = lax.fori_loop(0, -(-kept.count // r), block_of_tokens, carry)
     if head.vocab_axes:
         dx = lax.psum(dx, head.vocab_axes)
-    return dx.astype(x.dtype).reshape(b, t, D), _scatter(head, dw).astype(w.dtype)
+    return kept.back(dx.astype(x.dtype), keep), _scatter(head, dw).astype(w.dtype)
 
 
-def _block_size(v: int, n: int, chunk: int) -> int:
-    """Vocabulary per block, so that n x block is what chunk x v was; multiples of 128."""
-    if n <= chunk:
+def _logits_gradient(head: Head, part, w_block, ref_block, start):
+    """[r, size], in the type of the hidden states: dl of one block of tokens and vocabulary."""
+    x, y, _, entropy, kl, norm, ref_norm, g_logp, g_entropy, g_kl, ref_x = part
+    logits = head.logits(x, w_block)
+    logp = logits - norm
+    p = jnp.exp(logp)
+    d = g_logp * ((start + jnp.arange(len(w_block)))[None, :] == y) - g_logp * p
+    if head.with_entropy:
+        d -= g_entropy * p * (logp + entropy)
+    if head.with_kl:
+        d += g_kl * p * (logp - (head.logits(ref_x, ref_block) - ref_norm) - kl)
+    return (d * head.logits_slope(logits)).astype(x.dtype)
+
+
+def _dot(a, b, a_dim: int, b_dim: int):
+    dims = (((a_dim,), (b_dim,)), ((), ()))
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _add_rows(total, rows, start):
+    old = lax.dynamic_slice_in_dim(total, start, len(rows))
+    return lax.dynamic_update_slice_in_dim(total, old + rows, start, 0)
+
+
+def _block_size(v: int, r: int, chunk: int) -> int:
+    """Vocabulary per block, so that r x block is about chunk x v; multiples of 128."""
+    if r <= chunk:
         return v
-    return min(max(v * chunk // n // 128 * 128, 128), v)
+    return min(max(v * chunk // r // 128 * 128, 128), v)
 
 
 def _gather(head: Head, w):
