@@ -1,6 +1,8 @@
 """A tiny decoder, random rollouts for it, and one update of them on any mesh and packing."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,10 @@ from jaxrl.config import (
 from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
-from jaxrl.learner.step import make_update
+from jaxrl.learner.step import make_score, make_update
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.spec import init_params
+from jaxrl.models.spec import init_params, is_spec
 from jaxrl.types import Prompt, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -77,21 +79,43 @@ def batches(some: list[Rollout], *, row_len: int, token_budget: int, n_ranks: in
 
 
 def new_params(dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0):
-    """Weights ten times the usual spread, so that the model has opinions."""
-    params = init_params(jax.random.key(seed), decoder_specs(model), TRAIN, dtype)
-    return jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
+    """Weights ten times the usual spread, so that the model has opinions; the same for both layouts."""
+    listed = dataclasses.replace(model, stacked=False)
+    params = init_params(jax.random.key(seed), decoder_specs(listed), TRAIN, dtype)
+    params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
+    return stack_layers(params, model) if model.stacked else params
+
+
+def stack_layers(params, model: DecoderConfig):
+    """The tree of a stacked model from that of a listed one."""
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = re.sub(r"layers\W+\d+\W+", "layers.", jax.tree_util.keystr(path))
+        leaves.setdefault(name, []).append(leaf)
+    joined = [jnp.stack(found) if "layers" in name else found[0] for name, found in leaves.items()]
+    specs = decoder_specs(model)
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
+    by_name = dict(zip(leaves, joined, strict=True))
+    return jax.tree.unflatten(
+        jax.tree.structure(specs, is_leaf=is_spec), [by_name[n] for n in names]
+    )
+
+
+@functools.cache
+def programs(cfg: RunConfig, model: DecoderConfig = MODEL):
+    """(optimizer, update, score) of a config, kept so that tests share what they compile."""
+    optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
+    return optimizer, make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
 
 
 def new_state(cfg: RunConfig, dtype=jnp.float32, model: DecoderConfig = MODEL):
-    optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
-    return init_state(new_params(dtype, model), optimizer), optimizer
+    return init_state(new_params(dtype, model), programs(cfg, model)[0])
 
 
 def update_once(cfg: RunConfig, micro_batches, mesh_sizes: dict, model: DecoderConfig = MODEL):
     """(gradient of the loss, metrics, updated parameters) as host arrays."""
     with jax.set_mesh(make_mesh(**mesh_sizes)):
-        state, optimizer = new_state(cfg, model=model)
-        update = make_update(cfg, optimizer, TRAIN)
+        state, (_, update, _) = new_state(cfg, model=model), programs(cfg, model)
         total = update.zeros(state.params)
         for batch in micro_batches:
             total = update.accumulate(state.params, None, total, update.put(batch))

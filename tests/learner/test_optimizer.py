@@ -1,0 +1,86 @@
+"""Schedules and the optimizer by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_policy import MODEL
+
+from jaxrl.config import LearnerConfig
+from jaxrl.learner.optimizer import lr_schedule, make_optimizer, matrices
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import ParamSpec
+
+SPECS = {
+    "w": ParamSpec((2, 2), (None, None), "normal", "w", (2, 2)),
+    "b": ParamSpec((2, 2), (None, None), "zeros", "b", (4,)),  # a bias of two heads of two
+}
+
+
+def rates(at, total=12, **keys):
+    schedule = lr_schedule(LearnerConfig(lr=2.0, **keys), total)
+    return [float(schedule(k)) for k in at]
+
+
+def test_warm_up_rises_by_equal_steps_and_its_first_update_learns():
+    # 2 * (1, 2, 3, 4) / 4
+    got = rates([0, 1, 2, 3, 4, 99], lr_schedule="constant", warmup_steps=4)
+    np.testing.assert_allclose(got, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+
+
+def test_linear_falls_to_the_minimum_at_the_last_update():
+    # from update 4 on: 2 * (1 - 0.75 * (k - 4) / 8), ends at 2 * 0.25
+    keys = dict(lr_schedule="linear", warmup_steps=4, min_lr_ratio=0.25)
+    np.testing.assert_allclose(rates([3, 4, 8, 12, 20], **keys), [2.0, 2.0, 1.25, 0.5, 0.5])
+
+
+def test_cosine_is_half_way_in_the_middle():
+    # 2 * (0.1 + 0.9 * (1 + cos(pi / 2)) / 2) = 2 * 0.55
+    keys = dict(lr_schedule="cosine", min_lr_ratio=0.1)
+    np.testing.assert_allclose(rates([0, 6, 12], **keys), [2.0, 1.1, 0.2], rtol=1e-6)
+
+
+def test_a_falling_schedule_that_is_all_warm_up_is_an_error():
+    with pytest.raises(ValueError, match="all of them are warm-up"):
+        lr_schedule(LearnerConfig(lr_schedule="linear", warmup_steps=12), 12)
+
+
+@pytest.mark.parametrize("key", ["lr_schedule", "optimizer"])
+def test_unknown_names_are_errors(key):
+    cfg = dataclasses.replace(LearnerConfig(), **{key: "adamm"})
+    with pytest.raises(ValueError, match=rf"learner\.{key} = 'adamm'"):
+        make_optimizer(cfg, 10, SPECS)
+
+
+def step(cfg, grads):
+    params = {name: jnp.ones((2, 2)) for name in SPECS}
+    transform = make_optimizer(cfg, 10, SPECS).transform
+    updates, _ = transform.update(grads, transform.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def test_adamw_steps_by_lr_and_decays_matrices_only():
+    cfg = LearnerConfig(lr=0.1, weight_decay=0.5, clip_norm=0.0, eps=0.0)
+    new = step(cfg, {"w": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), -3.0)})
+    # first step of Adam is sign(g): 1 - 0.1 * (1 + 0.5 * 1) and 1 - 0.1 * -1
+    np.testing.assert_allclose(new["w"], 0.85, rtol=1e-6)
+    np.testing.assert_allclose(new["b"], 1.1, rtol=1e-6)
+
+
+def test_the_global_norm_is_clipped():
+    cfg = LearnerConfig(optimizer="sgd", lr=1.0, clip_norm=0.5)
+    # norm = sqrt(4 * 3^2 + 4 * 4^2) = 10, scaled by 0.05
+    new = step(cfg, {"w": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), 4.0)})
+    np.testing.assert_allclose(new["w"], 1 - 0.15, rtol=1e-6)
+    np.testing.assert_allclose(new["b"], 1 - 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_matrices_are_those_of_the_file_whatever_shape_they_have_here(stacked):
+    specs = decoder_specs(dataclasses.replace(MODEL, stacked=stacked))
+    decayed = jax.tree_util.tree_leaves_with_path(matrices(specs))
+    names = {jax.tree_util.keystr(path): decays for path, decays in decayed}
+    assert all(decays != (".b" in n or "norm" in n) for n, decays in names.items()), names
