@@ -46,6 +46,10 @@ def train(cfg: RunConfig) -> bool:
             save(run)
             stopped(run, signal)
             return False
+        except NonFiniteError:
+            if run.whole:
+                save(run)
+            raise
         finish(run)
         return True
 

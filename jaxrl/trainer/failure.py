@@ -25,7 +25,7 @@ def check_finite(metrics: dict[str, float], mini: MiniBatch, folder: Path, step:
     np.savez_compressed(path, allow_pickle=False, **arrays)
     wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
     raise NonFiniteError(
-        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied. Its batch is in "
-        f"{path}, the weights of before it are saved. Lower config.learner.lr or clip_norm, or look at the "
-        "batch; config.check_finite=False skips such updates instead"
+        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied and its batch is in "
+        f"{path}. Look at the batch, lower config.learner.lr or config.learner.clip_norm in a new run, or go "
+        "on in this one with --config.check_finite=False, which passes over such updates"
     )

@@ -24,7 +24,7 @@ def train_step(run: Run) -> None:
         metrics |= reward_metrics(rollouts) | packing | update(run, mini_batches)
     n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
     metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
-    run.step, run.position = run.step + 1, run.iterator.state()
+    run.step, run.position, run.whole = run.step + 1, run.iterator.state(), True
     run.logger.metrics(run.step, metrics | run.take_seconds())
     run.logger.samples(run.step, sample_records(rollouts, kind="train"))
     run.progress.steps(run.step, run.total_steps)
@@ -124,6 +124,7 @@ def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
             )
             if cfg.check_finite:
                 check_finite(one, mini, run.folder, run.step + 1)
+            run.whole = False
             metrics.append(one)
     names = metrics[0].keys() if metrics else ()
     means = {name: float(np.mean([one[name] for one in metrics])) for name in names}

@@ -49,6 +49,7 @@ class Run:
     stop: StopFlag
     state: TrainState  # the only reference: an update donates it
     step: int = 0  # steps done
+    whole: bool = True  # no update of the next step has changed `state` yet
     position: dict = dataclasses.field(default_factory=dict)  # of the iterator after `step` steps
     first_step: int = 0  # of this process
     validated_at: int = -1  # the last step that was validated ...

@@ -20,7 +20,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 def tiny_model(tmp_path_factory):
     """A Llama of 2 layers with a byte-level tokenizer and the chatml template."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    cfg = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=259, tied=True, max_len=256)
+    cfg = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
     with jax.set_mesh(make_mesh()):
         save_model(folder, init_model(cfg, seed=0, rules=TRAIN))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -64,6 +64,14 @@ def start_process(config, tmp_path, *overrides):
     )
 
 
+def finish_process(config, tmp_path, *overrides):
+    """Runs it to the end. Bits are compared between processes only: thread pools differ with the
+    number of simulated devices, and with them the last bit of a sum."""
+    process = start_process(config, tmp_path, *overrides)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
 def wait_for_step(run_dir, step, process, timeout_s=240):
     """Until metrics.jsonl has a training line of `step`."""
     path, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + timeout_s
@@ -114,6 +122,19 @@ def test_packing_does_not_change_the_result(tiny_config, tmp_path):
         np.testing.assert_allclose(first[name], second[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
+def test_eight_devices_end_with_the_weights_of_one(tiny_config, tmp_path):
+    tiny_config.total_steps = 2
+    assert train(resolve(tiny_config))
+    one = weights(tiny_config.run_dir)
+    tiny_config.run_dir = str(tmp_path / "eight")
+    tiny_config.mesh.fsdp, tiny_config.mesh.tensor = 4, 2
+    assert train(resolve(tiny_config))
+    eight = weights(tiny_config.run_dir)
+    for name in one:
+        np.testing.assert_allclose(one[name], eight[name], atol=2e-5, err_msg=name)
+
+
 def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
     tiny_config.total_steps = 2
     tiny_config.learner.mini_batch_prompts = 2
@@ -157,16 +178,14 @@ def test_a_run_goes_on_in_its_folder_bitwise_where_an_unbroken_one_ends(tiny_con
 def test_a_killed_run_resumes_bitwise(tiny_config, tmp_path, step):
     tiny_config.total_steps = 6
     tiny_config.checkpoint.every = 1
-    assert train(resolve(tiny_config))
+    finish_process(tiny_config, tmp_path)
     unbroken = tiny_config.run_dir
     tiny_config.run_dir = str(tmp_path / "killed")
     process = start_process(tiny_config, tmp_path)
     wait_for_step(tiny_config.run_dir, step, process)
     process.kill()
     process.wait()
-    again = start_process(tiny_config, tmp_path, "--config.resume=True")
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
+    finish_process(tiny_config, tmp_path)  # goes on where the folder has a checkpoint, else begins
     assert_same_weights(unbroken, tiny_config.run_dir)
 
 
@@ -183,14 +202,11 @@ def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bitwise(tiny_config, tmp_pat
     ]
     assert 2 <= saved < 40
 
-    total = saved + 2
-    tiny_config.total_steps = total
-    tiny_config.resume = True
-    assert train(resolve(tiny_config))
+    tiny_config.total_steps = saved + 2
+    finish_process(tiny_config, tmp_path, "--config.resume=True")
     resumed = tiny_config.run_dir
-    tiny_config.resume = False
     tiny_config.run_dir = str(tmp_path / "unbroken")
-    assert train(resolve(tiny_config))
+    finish_process(tiny_config, tmp_path)
     assert_same_weights(resumed, tiny_config.run_dir)
 
 
@@ -216,6 +232,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tiny_config
     (saved,) = Path(tiny_config.run_dir).glob("nonfinite_step_*.npz")
     batch = np.load(saved)
     assert batch["0/tokens"].shape == (1, 256)
+    step = int(saved.stem.rpartition("_")[2])
+    assert Path(tiny_config.run_dir, "checkpoints", str(step - 1)).is_dir()
 
 
 def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, tmp_path):
