@@ -11,8 +11,6 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from sharding import DECODE, make_mesh
 
-DECODE_HEADS = [(9, 3, 64), (4, 4, 16), (8, 2, 80)]
-
 
 def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
     """q, k, v [B, S, ...], the pools that hold k and v in scattered pages, and the page table."""
@@ -31,18 +29,24 @@ def paged_problem(N, K, H, *, B=3, S=192, page_len=64, dtype=jnp.float32):
     return (q, k, v), write(pool, pool, k, v, table, places), table
 
 
-def run_paged(q, pools, table, positions, *, implementation=None, window=0, softcap=None):
-    attend = jax.jit(
-        functools.partial(
-            paged_attention,
+def paged(pools, *, implementation=None, window=0, softcap=None):
+    """Jitted attention over the pools: (q, page table, positions) -> out."""
+
+    @jax.jit
+    def attend(q, table, positions):
+        return paged_attention(
+            q,
+            *pools,
+            page_table=table,
+            positions=positions,
             window=window,
             softcap=softcap,
             scale=0.15,
             rules=DECODE,
             implementation=implementation,
         )
-    )
-    return attend(q, *pools, page_table=table, positions=jnp.asarray(positions, jnp.int32))
+
+    return lambda q, table, positions: attend(q, table, jnp.asarray(positions, jnp.int32))
 
 
 @pytest.mark.parametrize("page_len", [64, 128])
@@ -54,38 +58,38 @@ def test_columns_equal_the_reference(one_device, page_len, options):
     chunk = np.stack([np.arange(100, 148), np.arange(48), np.full(48, -1)])
     chunk[1, 40:] = -1  # padding
     cases = [(q[:, :48], chunk), (q[:, :1], [[191], [64], [-1]])]
+    attends = [paged(pools, implementation=name, **options) for name in ("reference", "columns")]
     for queries, positions in cases:
-        want, got = (
-            run_paged(queries, pools, table, positions, implementation=name, **options)
-            for name in ("reference", "columns")
-        )
+        want, got = (attend(queries, table, positions) for attend in attends)
         np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
 
-@pytest.mark.parametrize("heads", DECODE_HEADS)
-@pytest.mark.parametrize("options", [dict(), dict(window=50, softcap=4.0)])
-@pytest.mark.parametrize("page_len", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "options", "page_len"),
+    [
+        ((9, 3, 64), dict(), 64),
+        ((9, 3, 64), dict(window=50), 128),
+        ((4, 4, 16), dict(softcap=4.0), 64),  # one query row a kv head, and a padded width
+        ((8, 2, 80), dict(), 128),
+    ],
+)
 def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_len):
     """Three sequences packed into one row, against prefill by chunks of 48 and decode one by one."""
     (q, k, v), pools, table = paged_problem(*heads, page_len=page_len)
     B, S = q.shape[:2]
     packed = [x.reshape(1, B * S, *x.shape[2:]) for x in (q, k, v)]
     segments = jnp.repeat(jnp.arange(1, B + 1), S)[None]
-    trained = attention(
-        *packed,
-        segments=segments,
-        scale=0.15,
-        rules=DECODE,
-        **(dict(window=0, softcap=None) | options),
-    )
-    trained = np.asarray(trained).reshape(q.shape)
+    options = dict(window=0, softcap=None) | options
+    train = jax.jit(functools.partial(attention, scale=0.15, rules=DECODE, **options))
+    trained = np.asarray(train(*packed, segments=segments)).reshape(q.shape)
+    attend = paged(pools, **options)
     for t in range(0, S, 48):
         places = np.tile(np.arange(t, t + 48), (B, 1))
-        chunk = run_paged(q[:, t : t + 48], pools, table, places, **options)
+        chunk = attend(q[:, t : t + 48], table, places)
         np.testing.assert_array_equal(chunk, trained[:, t : t + 48])
     for t in (0, 1, 63, 64, 100, 191):
-        token = run_paged(q[:, t : t + 1], pools, table, np.full((B, 1), t), **options)
+        token = attend(q[:, t : t + 1], table, np.full((B, 1), t))
         np.testing.assert_array_equal(token, trained[:, t : t + 1])
 
 
@@ -93,17 +97,19 @@ def test_bfloat16_pages_give_the_bits_of_a_packed_row(one_device):
     (q, k, v), pools, table = paged_problem(6, 2, 32, dtype=jnp.bfloat16)
     options = dict(window=0, softcap=None, scale=0.15, rules=DECODE)
     trained = attention(q, k, v, segments=jnp.ones(q.shape[:2], jnp.int32), **options)
-    token = run_paged(q[:, 150:151], pools, table, np.full((3, 1), 150))
+    token = paged(pools)(q[:, 150:151], table, np.full((3, 1), 150))
     np.testing.assert_array_equal(token[:, 0], trained[:, 150])
 
 
 def test_a_row_does_not_depend_on_its_batch(one_device):
     (q, _, _), pools, table = paged_problem(6, 2, 32, B=8)
     positions = np.arange(8)[:, None] * 20 + 3
-    together = run_paged(q[:, :1], pools, table, positions)
+    attend = paged(pools)
+    together = attend(q[:, :1], table, positions)
     for rows in ([0], [7, 2], [5, 4, 1]):
-        some = run_paged(q[np.array(rows), :1], pools, table[np.array(rows)], positions[rows])
-        np.testing.assert_array_equal(some, together[np.array(rows)])
+        rows = np.array(rows)
+        some = attend(q[rows, :1], table[rows], positions[rows])
+        np.testing.assert_array_equal(some, together[rows])
 
 
 @pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=4)])
@@ -112,7 +118,7 @@ def test_same_numbers_on_every_mesh(mesh):
     for sizes in ({}, mesh):
         with jax.set_mesh(make_mesh(**sizes)):
             (q, _, _), pools, table = paged_problem(8, 4, 16)
-            results.append(np.asarray(run_paged(q[:, :1], pools, table, [[191], [64], [5]])))
+            results.append(np.asarray(paged(pools)(q[:, :1], table, [[191], [64], [5]])))
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
 
@@ -161,10 +167,10 @@ def test_padding_writes_nothing(one_device):
 def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
     (q, _, _), pools, table = paged_problem(4, 2, 16, S=64)
     with pytest.raises(NotImplementedError, match=r"config\.model\.paged_attention"):
-        run_paged(q[:, :1], pools, table, np.zeros((3, 1)), implementation=name)
+        paged(pools, implementation=name)(q[:, :1], table, np.zeros((3, 1)))
 
 
 def test_pages_that_are_no_multiple_of_64_are_refused(one_device):
     (q, _, _), pools, table = paged_problem(4, 2, 16, S=64, page_len=16)
     with pytest.raises(ValueError, match=r"set config\.rollout\.page_len to a multiple of 64"):
-        run_paged(q[:, :1], pools, table, np.zeros((3, 1)))
+        paged(pools)(q[:, :1], table, np.zeros((3, 1)))
