@@ -1,9 +1,10 @@
-"""The optimizer of a run: schedule, clipping, AdamW or SGD, as one optax transformation."""
+"""The optimizer of a run: schedule, clipping, and AdamW or SGD as an optax transformation."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from jaxrl.algorithms.choose import choose
 from jaxrl.config import LearnerConfig
@@ -13,14 +14,15 @@ from jaxrl.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """What `learner/state.py` needs to step: the transformation, and the learning rate it uses."""
+    """How a gradient becomes a step: scaled by `clip_factor`, then through the transformation."""
 
     transform: optax.GradientTransformation
     lr: optax.Schedule  # optimizer steps taken so far -> learning rate of the next one
+    clip_norm: float  # 0 = off
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
-    """Clip by the global norm, then AdamW (https://arxiv.org/abs/1711.05101) or plain SGD.
+    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD.
 
     `specs` is the model's parameter table: only its matrices decay, not biases and norms.
     """
@@ -28,9 +30,18 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
     adamw = optax.adamw(
         lr, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=matrices(specs)
     )
-    step = choose({"adamw": adamw, "sgd": optax.sgd(lr)}, cfg.optimizer, "learner.optimizer")
-    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm > 0 else optax.identity()
-    return Optimizer(optax.chain(clip, step), lr)
+    known = {"adamw": adamw, "sgd": optax.sgd(lr)}
+    return Optimizer(choose(known, cfg.optimizer, "learner.optimizer"), lr, cfg.clip_norm)
+
+
+def clip_factor(norm: Float[Array, ""], clip_norm: float) -> Float[Array, ""]:
+    """min(1, clip_norm / norm) (https://arxiv.org/abs/1211.5063, algorithm 1); 1 where clip_norm is 0.
+
+    One number, so that it joins the division by the loss's weight: a gradient tree is never written
+    again just to be scaled, as it is by optax's own clipping.
+    """
+    one = jnp.ones_like(norm)
+    return one if clip_norm == 0 else jnp.minimum(one, clip_norm / norm)
 
 
 def matrices(specs: Tree) -> Tree:

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxrl.config import RunConfig
 from jaxrl.learner.loss import LossSums, policy_loss_sums, score_tokens, zero_sums
-from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.state import apply_gradients, on_mesh
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules
@@ -106,8 +106,9 @@ class Update:
     def _apply(self, state: TrainState, total: GradSums, extra_weight):
         sums = total.sums
         weight = sums.weight + extra_weight
-        grads = jax.tree.map(lambda g: g / weight, total.grads)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(total.grads) / weight
+        factor = clip_factor(norm, self._optimizer.clip_norm) / weight
+        grads = jax.tree.map(lambda g: g * factor, total.grads)
         losses = {name: value / weight for name, value in sums.losses.items()}
         nonfinite = ~(jnp.isfinite(losses["loss/total"]) & jnp.isfinite(norm))
         metrics = {

@@ -10,7 +10,7 @@ import pytest
 from tiny_policy import MODEL
 
 from jaxrl.config import LearnerConfig
-from jaxrl.learner.optimizer import lr_schedule, make_optimizer, matrices
+from jaxrl.learner.optimizer import clip_factor, lr_schedule, make_optimizer, matrices
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import ParamSpec
 
@@ -63,19 +63,18 @@ def step(cfg, grads):
 
 
 def test_adamw_steps_by_lr_and_decays_matrices_only():
-    cfg = LearnerConfig(lr=0.1, weight_decay=0.5, clip_norm=0.0, eps=0.0)
+    cfg = LearnerConfig(lr=0.1, weight_decay=0.5, eps=0.0)
     new = step(cfg, {"w": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), -3.0)})
     # first step of Adam is sign(g): 1 - 0.1 * (1 + 0.5 * 1) and 1 - 0.1 * -1
     np.testing.assert_allclose(new["w"], 0.85, rtol=1e-6)
     np.testing.assert_allclose(new["b"], 1.1, rtol=1e-6)
 
 
-def test_the_global_norm_is_clipped():
-    cfg = LearnerConfig(optimizer="sgd", lr=1.0, clip_norm=0.5)
-    # norm = sqrt(4 * 3^2 + 4 * 4^2) = 10, scaled by 0.05
-    new = step(cfg, {"w": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), 4.0)})
-    np.testing.assert_allclose(new["w"], 1 - 0.15, rtol=1e-6)
-    np.testing.assert_allclose(new["b"], 1 - 0.2, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("norm", "clip_norm", "want"), [(10.0, 0.5, 0.05), (0.4, 0.5, 1.0), (10.0, 0.0, 1.0)]
+)
+def test_a_gradient_longer_than_the_clip_norm_is_scaled_back_to_it(norm, clip_norm, want):
+    np.testing.assert_allclose(clip_factor(jnp.float32(norm), clip_norm), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

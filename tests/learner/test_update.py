@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny_policy import (
     MODEL,
@@ -126,6 +127,20 @@ def test_updates_make_good_answers_likelier_and_bad_ones_less(one_device):
         state, _ = update.update(state, [batch])
     after = jax.device_get(score(state.params, put_batch(batch, TRAIN))[0])
     assert np.sum((after - before) * batch.advantages * batch.mask) > 0
+
+
+def test_the_step_is_clipped_by_the_norm_of_the_mean_gradient(one_device):
+    some = batches(ROLLOUTS, row_len=32, token_budget=256)
+    moved = []
+    for clip_norm in (0.0, 0.5):
+        cfg = run_config(learner=dict(optimizer="sgd", lr=1.0, clip_norm=clip_norm))
+        state, (_, update, _) = new_state(cfg), programs(cfg)
+        before = jax.device_get(state.params)
+        state, metrics = update.update(state, some)
+        step = jax.tree.map(lambda a, b: a - b, before, jax.device_get(state.params))
+        moved.append(float(optax.tree.norm(step)))
+    np.testing.assert_allclose(moved, [metrics["optim/grad_norm"], 0.5], rtol=1e-4)
+    assert metrics["optim/grad_norm"] > 0.5
 
 
 def test_the_old_state_is_given_up_and_no_alias_of_it_is_left(one_device):
