@@ -34,7 +34,6 @@ def get_config() -> ConfigDict:
     config.learner.lr = 1e-5
     config.learner.token_budget = 1024
     config.learner.buckets = (512,)
-    config.learner.logprob_chunk = 256
 
     config.reward.functions = ("gsm8k?method=flexible",)  # the last number counts, "####" or not
 

@@ -119,9 +119,10 @@ class LearnerConfig:
     epochs: int = key(1, "passes over the rollouts of a step", least=1)
     token_budget: int = key(8192, "tokens of one micro-batch per data-parallel rank, padding included", least=1)
     buckets: tuple[int, ...] = key((), "allowed row lengths in tokens, ascending multiples of segment_align; () = token_budget alone", least=1)
+    halvings: int = key(2, "how often the shape of a micro-batch is halved, in rows or else in their length, for what is left at the end of a mini-batch; each shape is compiled", least=0)
     segment_align: int = key(64, "packed sequences start on multiples of this many tokens", least=1)
     remat: str = key("full", "what backward recomputes: all of a layer, all but its matrix products, nothing", among=REMATS)
-    logprob_chunk: int = key(1024, "tokens whose logits exist at one time", least=1)
+    logprob_chunk: int = key(0, "tokens whose logits exist at one time; 0 = 256 on CPU, 1024 elsewhere", least=0)
     optimizer: str = key("adamw", "optimizer", among=OPTIMIZERS)
     lr: float = key(1e-6, "peak learning rate", least=0)
     lr_schedule: str = key("constant", "of the learning rate after warm-up", among=LR_SCHEDULES)
@@ -137,6 +138,21 @@ class LearnerConfig:
     def row_lens(self) -> tuple[int, ...]:
         """Row lengths a micro-batch may have, ascending."""
         return self.buckets or (self.token_budget,)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows per data-parallel rank, tokens of a row) that a micro-batch may have, the largest last."""
+        shapes = set()
+        for row_len in self.row_lens:
+            shape = max(self.token_budget // row_len, 1), row_len
+            for _ in range(self.halvings + 1):
+                shapes.add(shape)
+                rows, length = shape
+                if rows > 1:
+                    shape = rows // 2, length
+                elif len(self.row_lens) == 1 and length % (2 * self.segment_align) == 0:
+                    shape = 1, length // 2
+        return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1])))
 
 
 @dataclasses.dataclass(frozen=True)

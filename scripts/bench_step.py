@@ -90,6 +90,7 @@ def bench(args: argparse.Namespace) -> dict:
     from jaxrl.rollout.engine import PagedEngine
     from jaxrl.rollout.generate import generate
     from jaxrl.trainer.experience import make_mini_batches
+    from jaxrl.trainer.warmup import empty_batch
     from jaxrl.types import Prompt
     from sharding import make_mesh
     from sharding.rules import DECODE, TRAIN
@@ -113,6 +114,9 @@ def bench(args: argparse.Namespace) -> dict:
         )
         update, score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
         engine.warmup(state.params)
+        for shape in cfg.learner.shapes:
+            score(reference, update.put(empty_batch(*shape)))
+            state, _ = update.update(state, [empty_batch(*shape)])
         losses = []
         for i, work in enumerate(steps):
             prompts = [

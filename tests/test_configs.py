@@ -70,8 +70,8 @@ def test_config_says_its_command(name):
 
 def abstract_batch(run: RunConfig, mesh) -> Batch:
     """The largest micro-batch of a run: rows for every data-parallel rank."""
-    row_len = run.learner.row_lens[-1]
-    rows = mesh.shape["replica"] * mesh.shape["fsdp"] * (run.learner.token_budget // row_len)
+    rows, row_len = run.learner.shapes[-1]
+    rows *= mesh.shape["replica"] * mesh.shape["fsdp"]
     sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
     return Batch(
         **{

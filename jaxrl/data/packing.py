@@ -6,10 +6,12 @@ rounded up to `align`.
 
 1. Bins. Sequences go by descending length, each into the first row that still has room
    (first-fit decreasing: with one bucket at most 11/9 of the fewest rows). Where none has, a micro-batch
-   opens: token_budget // T rows on each rank, T the smallest allowed bucket that holds the sequence.
-   The plan is made once with all buckets allowed, once without the smallest, and so on; the one
-   with the fewest micro-batches wins, then the one with the least attention area (sum of T * T), so
-   that a micro-batch gets the smallest bucket which costs no further micro-batch.
+   opens, of the smallest allowed row length T that holds the sequence and as many rows as any shape of
+   that length has. A micro-batch that ends up emptier than that takes the smallest shape which still
+   holds its sequences. The plan is made once with all row lengths allowed, once without the smallest, and
+   so on. The one with the fewest tokens (padding included) wins, where every micro-batch counts as an
+   eighth of the largest shape more, for what it costs whatever its size; then the one with the least
+   attention area (sum of T * T).
 2. Balance. Within a micro-batch the ranks wait for each other, so its sequences are dealt anew over
    its rows: by descending cost, each to the rank with the least cost so far that has a row with
    room (longest-processing-time rule). If the last ones then find no room, whole rows of step 1 are
@@ -55,43 +57,50 @@ class Packed:
         return float(np.mean(self.batch.segments == 0))
 
 
+Shape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)
+
+
 @dataclasses.dataclass
 class _Plan:
-    """Rows in the order they were opened, and the row of each item."""
+    """The micro-batches in order, and where each item is to lie."""
 
-    row_len: list[int]  # per micro-batch
-    first_row: list[int]  # per micro-batch; its rows are consecutive
-    row_of: np.ndarray  # int [n_items]
+    shape: list[Shape]  # per micro-batch
+    micro_of: np.ndarray  # int [n_items]
+    row_of: np.ndarray  # int [n_items], row within the micro-batch, over all ranks
+
+    def tokens(self) -> int:
+        return sum(rows * T for rows, T in self.shape)
+
+    def area(self) -> int:
+        return sum(rows * T * T for rows, T in self.shape)
 
 
 def pack(
     rollouts: Sequence[Rollout],
     *,
-    row_lens: Sequence[int],
-    token_budget: int,
+    shapes: Sequence[Shape],
     align: int,
     n_ranks: int,
     linear_cost: int = 24576,
 ) -> list[Packed]:
-    """Micro-batches of [n_ranks * (token_budget // T), T] that hold every rollout once, T in row_lens.
+    """Micro-batches that hold every rollout once, each [n_ranks * rows, T] of a (rows, T) in `shapes`.
 
-    Raises ValueError where a sequence is longer than the largest bucket or has an empty prompt, and
-    where the buckets are not multiples of align within token_budget.
+    Raises ValueError where a sequence is longer than the longest row or has an empty prompt, and
+    where row lengths are not multiples of align.
     """
     if not rollouts:
         return []
-    row_lens = tuple(sorted(set(row_lens)))
-    _check_buckets(row_lens, token_budget=token_budget, align=align)
+    shapes = sorted(set(shapes), key=lambda shape: (shape[1], shape[0]))
+    _check_shapes(shapes, align=align)
     prompt_len = np.array([len(r.prompt.tokens) for r in rollouts])
     response_len = np.array([len(r.tokens) for r in rollouts])
     lens = prompt_len + response_len - 1
-    _check_lens(rollouts, lens, prompt_len, row_lens)
+    _check_lens(rollouts, lens, prompt_len, longest=shapes[-1][1])
 
     size = -(-lens // align) * align
-    rows = {T: n_ranks * (token_budget // T) for T in row_lens}
-    plan = _plan(size, rows)
-    row, start = _balance(plan, size, lens * linear_cost + lens * lens, rows, n_ranks)
-    return _fill(rollouts, plan, rows, row, start, prompt_len, response_len)
+    plan = _plan(size, shapes, n_ranks)
+    row, start = _balance(plan, size, lens * linear_cost + lens * lens, n_ranks)
+    return _fill(rollouts, plan, row, start, prompt_len, response_len, n_ranks)
 
 
 def gather(
@@ -106,23 +115,18 @@ def gather(
     return [found[item] for item in range(len(found))]
 
 
-def _check_buckets(row_lens: tuple[int, ...], *, token_budget: int, align: int) -> None:
-    if not row_lens:
-        raise ValueError("no row lengths given; set learner.buckets or learner.token_budget")
-    for row_len in row_lens:
-        if row_len <= 0 or row_len % align:
+def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
+    if not shapes:
+        raise ValueError("no shapes given; set learner.buckets or learner.token_budget")
+    for rows, row_len in shapes:
+        if row_len <= 0 or row_len % align or rows <= 0:
             raise ValueError(
-                f"row length {row_len} is not a multiple of the segment alignment {align}; "
-                "set learner.buckets to multiples of learner.segment_align"
-            )
-        if row_len > token_budget:
-            raise ValueError(
-                f"a row of {row_len} tokens exceeds the token budget {token_budget} of a "
-                f"micro-batch; set learner.token_budget to at least {row_len} or drop that bucket"
+                f"a micro-batch of {rows} rows of {row_len} tokens does not go with the segment alignment "
+                f"{align}; set learner.buckets and learner.token_budget to multiples of learner.segment_align"
             )
 
 
-def _check_lens(rollouts, lens, prompt_len, row_lens) -> None:
+def _check_lens(rollouts, lens, prompt_len, *, longest: int) -> None:
     if not prompt_len.all():
         item = int(np.argmin(prompt_len))
         raise ValueError(
@@ -130,58 +134,87 @@ def _check_lens(rollouts, lens, prompt_len, row_lens) -> None:
             "predecessor; let the chat template emit at least one token"
         )
     item = int(np.argmax(lens))
-    if lens[item] > row_lens[-1]:
+    if lens[item] > longest:
         r = rollouts[item]
         raise ValueError(
             f"prompt {r.prompt.id} sample {r.sample} takes {lens[item]} tokens (prompt "
             f"{len(r.prompt.tokens)} + response {len(r.tokens)} - 1), more than the longest row of "
-            f"{row_lens[-1]}; raise the largest of learner.buckets (and learner.token_budget), or "
+            f"{longest}; raise the largest of learner.buckets (and learner.token_budget), or "
             "lower data.max_prompt_len or data.max_response_len"
         )
 
 
-def _plan(size: np.ndarray, rows: dict[int, int]) -> _Plan:
-    """The best of the first-fit plans that forbid none, one, two, ... of the smallest buckets."""
-    longest = size.max()
-    forbidden = [list(rows)[:n] for n in range(len(rows))]
-    allowed = [{T: n for T, n in rows.items() if T not in small} for small in forbidden]
-    plans = [_first_fit(size, a) for a in allowed if max(a) >= longest]
-    return min(plans, key=lambda p: (len(p.row_len), sum(T * T * rows[T] for T in p.row_len)))
+def _plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
+    """The best of the first-fit plans that forbid none, one, two, ... of the shortest row lengths."""
+    plans = []
+    for shortest in sorted({T for _, T in shapes}):
+        allowed = [shape for shape in shapes if shape[1] >= shortest]
+        plans.append(
+            _shrink(_first_fit(size, dict(_largest(allowed)), n_ranks), size, shapes, n_ranks)
+        )
+    overhead = max(rows * T for rows, T in shapes) // 8
+    return min(plans, key=lambda p: (p.tokens() + overhead * len(p.shape), p.area()))
 
 
-def _first_fit(size: np.ndarray, rows: dict[int, int]) -> _Plan:
-    """First-fit decreasing; a micro-batch of the smallest bucket that fits opens when nothing does."""
+def _largest(shapes: Sequence[Shape]) -> list[tuple[int, int]]:
+    """(row length, most rows) of every row length, ascending."""
+    return sorted({T: rows for rows, T in sorted(shapes)}.items())
+
+
+def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> _Plan:
+    """First-fit decreasing; a micro-batch of the shortest rows that fit opens when nothing does."""
     free = np.zeros(0, size.dtype)
-    plan = _Plan(row_len=[], first_row=[], row_of=np.zeros(len(size), int))
+    shapes: list[Shape] = []
+    first_row: list[int] = []
+    row_of = np.zeros(len(size), int)
     for item in np.argsort(-size, kind="stable"):
         fits = free >= size[item]
         row = int(fits.argmax()) if len(free) else 0
         if not len(free) or not fits[row]:
-            T = min(row_len for row_len in rows if row_len >= size[item])
+            T = min(row_len for row_len in rows_of if row_len >= size[item])
             row = len(free)
-            plan.row_len.append(T)
-            plan.first_row.append(row)
-            free = np.concatenate([free, np.full(rows[T], T, size.dtype)])
+            shapes.append((rows_of[T], T))
+            first_row.append(row)
+            free = np.concatenate([free, np.full(n_ranks * rows_of[T], T, size.dtype)])
         free[row] -= size[item]
-        plan.row_of[item] = row
+        row_of[item] = row
+    micro_of = np.searchsorted(first_row, row_of, side="right") - 1
+    return _Plan(shapes, micro_of, row_of - np.array(first_row)[micro_of])
+
+
+def _shrink(plan: _Plan, size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
+    """Every micro-batch in the smallest shape that holds its items."""
+    by_size = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    for micro, (rows, T) in enumerate(plan.shape):
+        items = np.flatnonzero(plan.micro_of == micro)
+        used = size[items].sum()
+        for shape in by_size:
+            if shape[0] * shape[1] >= rows * T:
+                break
+            if used > n_ranks * shape[0] * shape[1] or size[items].max() > shape[1]:
+                continue
+            tight = _first_fit(size[items], {shape[1]: shape[0]}, n_ranks)
+            if len(tight.shape) == 1:
+                plan.shape[micro], plan.row_of[items] = shape, tight.row_of
+                break
     return plan
 
 
 def _balance(
-    plan: _Plan, size: np.ndarray, cost: np.ndarray, rows: dict[int, int], n_ranks: int
+    plan: _Plan, size: np.ndarray, cost: np.ndarray, n_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row, start) of every item, the rows of each micro-batch ordered by rank."""
+    """(row within its micro-batch, start) of every item, the rows ordered by rank."""
     row, start = np.zeros(len(size), int), np.zeros(len(size), int)
-    micro_of = np.searchsorted(plan.first_row, plan.row_of, side="right") - 1
-    for micro, (T, first) in enumerate(zip(plan.row_len, plan.first_row, strict=True)):
-        items = np.flatnonzero(micro_of == micro)
+    for micro, (rows, T) in enumerate(plan.shape):
+        n_rows = n_ranks * rows
+        items = np.flatnonzero(plan.micro_of == micro)
         items = items[np.lexsort((items, -size[items], -cost[items]))]
-        local = _deal_items(items, size, cost, T, rows[T], n_ranks)
+        local = _deal_items(items, size, cost, T, n_rows, n_ranks)
         if local is None:
-            local = _deal_rows(plan.row_of[items] - first, cost[items], rows[T], n_ranks)
-        used = np.zeros(rows[T], int)
+            local = _deal_rows(plan.row_of[items], cost[items], n_rows, n_ranks)
+        used = np.zeros(n_rows, int)
         for item, where in zip(items, local, strict=True):
-            row[item], start[item] = first + where, used[where]
+            row[item], start[item] = where, used[where]
             used[where] += size[item]
     return row, start
 
@@ -217,24 +250,27 @@ def _deal_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) 
     return new_row[row_of]
 
 
-def _fill(rollouts, plan: _Plan, rows, row, start, prompt_len, response_len) -> list[Packed]:
+def _fill(
+    rollouts, plan: _Plan, row, start, prompt_len, response_len, n_ranks: int
+) -> list[Packed]:
     """Writes all micro-batches through one flat buffer per field, then cuts it into [B, T] views."""
-    area = np.array([rows[T] * T for T in plan.row_len])
+    T_of = np.array([T for _, T in plan.shape])
+    area = np.array([n_ranks * rows * T for rows, T in plan.shape])
     offset = np.concatenate([[0], np.cumsum(area)])
-    first_row, T_of = np.array(plan.first_row), np.array(plan.row_len)
-    micro_of = np.searchsorted(first_row, row, side="right") - 1
-    row_in_micro = row - first_row[micro_of]
-    base = offset[micro_of] + row_in_micro * T_of[micro_of] + start
+    first_row = np.cumsum(area // T_of) - area // T_of
+    micro_of = plan.micro_of
+    base = offset[micro_of] + row * T_of[micro_of] + start
 
-    fields = _flat_fields(rollouts, base, _segment_ids(row, start), int(offset[-1]), prompt_len)
+    segment = _segment_ids(first_row[micro_of] + row, start)
+    fields = _flat_fields(rollouts, base, segment, int(offset[-1]), prompt_len)
     packed = []
-    for micro, T in enumerate(plan.row_len):
+    for micro, T in enumerate(T_of):
         cut = slice(offset[micro], offset[micro + 1])
         batch = Batch(**{name: flat[cut].reshape(-1, T) for name, flat in fields.items()})
         places = tuple(
             Place(
                 item=int(i),
-                row=int(row_in_micro[i]),
+                row=int(row[i]),
                 start=int(start[i] + prompt_len[i] - 1),
                 length=int(response_len[i]),
             )

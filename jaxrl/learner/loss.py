@@ -37,6 +37,7 @@ class LossSums:
         )
 
 
+DEFAULT_CHUNK = {"cpu": 256}  # larger ones leave the cache: a third more time for an update
 LOSSES = ("loss/total", "loss/policy")
 MEANS = (
     "loss/kl",
@@ -163,7 +164,7 @@ def _head(params: Decoder, cfg: RunConfig, rules: Rules) -> dict:
     return dict(
         temperature=cfg.rollout.sampling.temperature,
         logit_softcap=params.cfg.logit_softcap,
-        chunk=cfg.learner.logprob_chunk,
+        chunk=cfg.learner.logprob_chunk or DEFAULT_CHUNK.get(jax.default_backend(), 1024),
         rules=rules,
     )
 

@@ -101,8 +101,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int) -> 
     learner = cfg.learner
     return pack(
         rollouts,
-        row_lens=learner.buckets or (learner.token_budget,),
-        token_budget=learner.token_budget,
+        shapes=learner.shapes,
         align=learner.segment_align,
         n_ranks=n_ranks,
     )

@@ -12,9 +12,8 @@ def warm_up(run: Run) -> None:
     """Runs each program once on padding, in every declared shape. The state comes back unchanged."""
     with run.progress.waiting("compiling prefill and decode"):
         run.engine.warmup(run.state.params)
-    learner = run.cfg.learner
-    for row_len in learner.row_lens:
-        n_rows = run.n_ranks * (learner.token_budget // row_len)
+    for rows, row_len in run.cfg.learner.shapes:
+        n_rows = run.n_ranks * rows
         with run.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):
             learn_nothing(run, empty_batch(n_rows, row_len))
     run.progress.steps(run.step, run.total_steps)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.data.packing import gather, pack
+from jaxrl.keys import LearnerConfig
 from jaxrl.types import Prompt, Rollout
 
 
@@ -25,9 +26,7 @@ def rollout(item, prompt_len, response_len):
 
 def test_two_sequences_in_a_row_by_hand():
     # [0 1 | 2 3] takes 3 tokens, [1000 | 1001 1002] takes 2; the longer goes first, the next on a multiple of 4
-    [packed] = pack(
-        [rollout(0, 2, 2), rollout(1, 1, 2)], row_lens=(8,), token_budget=8, align=4, n_ranks=1
-    )
+    [packed] = pack([rollout(0, 2, 2), rollout(1, 1, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     batch = packed.batch
     np.testing.assert_array_equal(batch.tokens, [[0, 1, 2, 0, 1000, 1001, 0, 0]])
     np.testing.assert_array_equal(batch.targets, [[1, 2, 3, 0, 1001, 1002, 0, 0]])
@@ -44,7 +43,7 @@ def test_two_sequences_in_a_row_by_hand():
 
 
 def test_dtypes_are_those_of_the_batch():
-    [packed] = pack([rollout(0, 2, 2)], row_lens=(8,), token_budget=8, align=4, n_ranks=1)
+    [packed] = pack([rollout(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions"}
     for name, array in vars(packed.batch).items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
@@ -60,18 +59,21 @@ lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1
     st.sampled_from([1, 2, 4]),
     st.sampled_from([(64,), (16, 64), (8, 16, 32, 64)]),
     st.sampled_from([64, 100, 200]),
+    st.sampled_from([0, 1, 3]),
 )
-def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, token_budget):
+def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget, halvings):
     rollouts = [rollout(i, p, r) for i, (p, r) in enumerate(lens)]
-    sizes = {"row_lens": row_lens, "token_budget": token_budget, "align": align, "n_ranks": n_ranks}
+    learner = LearnerConfig(
+        token_budget=budget, buckets=row_lens, halvings=halvings, segment_align=align
+    )
+    sizes = {"shapes": learner.shapes, "align": align, "n_ranks": n_ranks}
     packed = pack(rollouts, **sizes)
 
     seen = []
     for micro in packed:
         batch = micro.batch
         B, T = batch.tokens.shape
-        assert T in row_lens
-        assert n_ranks * (token_budget // T) == B
+        assert B % n_ranks == 0 and (B // n_ranks, T) in learner.shapes
         for b in range(B):
             for segment in range(1, batch.segments[b].max() + 1):
                 at = np.flatnonzero(batch.segments[b] == segment)
@@ -107,30 +109,50 @@ def test_micro_batches_are_few():
     # sixteen of 20 tokens (rounded to 24) fill 16 * 24 = 384 tokens: rows of 64 hold two each, so
     # 8 rows, 4 per micro-batch on two ranks
     rollouts = [rollout(i, 5, 16) for i in range(16)]
-    packed = pack(rollouts, row_lens=(64,), token_budget=128, align=8, n_ranks=2)
+    packed = pack(rollouts, shapes=((2, 64),), align=8, n_ranks=2)
     assert [m.batch.tokens.shape for m in packed] == [(4, 64), (4, 64)]
 
 
 def test_smallest_bucket_that_needs_no_further_micro_batch_is_chosen():
     short = [rollout(i, 4, 5) for i in range(8)]  # 8 tokens each
-    [packed] = pack(short, row_lens=(8, 16, 64), token_budget=64, align=8, n_ranks=1)
+    [packed] = pack(short, shapes=((8, 8), (4, 16), (1, 64)), align=8, n_ranks=1)
     assert packed.batch.tokens.shape == (8, 8)
     # 24 tokens: a row of 32 would hold one, two rows two in all; one row of 64 holds only two as well
     medium = [rollout(i, 4, 21) for i in range(2)]
-    [packed] = pack(medium, row_lens=(32, 64), token_budget=64, align=8, n_ranks=1)
+    [packed] = pack(medium, shapes=((2, 32), (1, 64)), align=8, n_ranks=1)
     assert packed.batch.tokens.shape == (2, 32)
     # 20 tokens and align 4: rows of 32 hold one each, a row of 64 three
     three = [rollout(i, 4, 17) for i in range(3)]
-    [packed] = pack(three, row_lens=(32, 64), token_budget=64, align=4, n_ranks=1)
+    [packed] = pack(three, shapes=((2, 32), (1, 64)), align=4, n_ranks=1)
     assert packed.batch.tokens.shape == (1, 64)
+
+
+def test_what_is_left_takes_the_smallest_declared_shape():
+    # eight of 24 tokens (23 and their padding): five fill a row of 120, three need 72
+    rollouts = [rollout(i, 4, 20) for i in range(8)]
+    shapes = ((1, 120), (1, 72), (1, 48))
+    packed = pack(rollouts, shapes=shapes, align=8, n_ranks=1)
+    assert [m.batch.tokens.shape for m in packed] == [(1, 120), (1, 72)]
+    # on two ranks 16 of them are five a rank, then three a rank
+    packed = pack([rollout(i, 4, 20) for i in range(16)], shapes=shapes, align=8, n_ranks=2)
+    assert [m.batch.tokens.shape for m in packed] == [(2, 120), (2, 72)]
+
+
+def test_shapes_halve_in_rows_and_then_in_length():
+    cfg = LearnerConfig(token_budget=16384, buckets=(4096,), halvings=2)
+    assert cfg.shapes == ((1, 4096), (2, 4096), (4, 4096))
+    cfg = LearnerConfig(token_budget=1024, halvings=2)
+    assert cfg.shapes == ((1, 256), (1, 512), (1, 1024))
+    assert LearnerConfig(token_budget=192, halvings=2).shapes == ((1, 192),)  # 96 is not aligned
+    # a length that is declared stays: only its rows are halved
+    cfg = LearnerConfig(token_budget=1024, buckets=(256, 1024), halvings=1)
+    assert cfg.shapes == ((2, 256), (4, 256), (1, 1024))
 
 
 def test_ranks_are_balanced_by_cost():
     rng = np.random.default_rng(0)
     rollouts = [rollout(i, 30, int(n)) for i, n in enumerate(rng.integers(1, 900, 64))]
-    packed = pack(
-        rollouts, row_lens=(1024,), token_budget=2048, align=8, n_ranks=4, linear_cost=100
-    )
+    packed = pack(rollouts, shapes=((2, 1024),), align=8, n_ranks=4, linear_cost=100)
     for micro in packed:
         lens = np.zeros((4, len(rollouts)))
         for place in micro.places:
@@ -142,7 +164,7 @@ def test_ranks_are_balanced_by_cost():
 
 
 def test_empty_list_packs_to_nothing():
-    assert pack([], row_lens=(8,), token_budget=8, align=8, n_ranks=1) == []
+    assert pack([], shapes=((1, 8),), align=8, n_ranks=1) == []
 
 
 @pytest.mark.parametrize(
@@ -150,12 +172,15 @@ def test_empty_list_packs_to_nothing():
     [
         ((4, 14), {}, r"prompt 0 sample 0 takes 17 tokens \(prompt 4 \+ response 14 - 1\)"),
         ((0, 4), {}, "prompt 0 has no tokens"),
-        ((4, 4), {"row_lens": (12,)}, "row length 12 is not a multiple of the segment alignment 8"),
-        ((4, 4), {"token_budget": 8}, "a row of 16 tokens exceeds the token budget 8"),
-        ((4, 4), {"row_lens": ()}, "no row lengths"),
+        (
+            (4, 4),
+            {"shapes": ((2, 12),)},
+            "2 rows of 12 tokens does not go with the segment alignment 8",
+        ),
+        ((4, 4), {"shapes": ()}, "no shapes"),
     ],
 )
 def test_what_cannot_be_packed_says_what_to_set(lens, sizes, message):
-    sizes = {"row_lens": (8, 16), "token_budget": 32, "align": 8, "n_ranks": 1} | sizes
+    sizes = {"shapes": ((4, 8), (2, 16)), "align": 8, "n_ranks": 1} | sizes
     with pytest.raises(ValueError, match=message):
         pack([rollout(0, *lens)], **sizes)

@@ -74,7 +74,8 @@ def rollouts(n: int = 16, seed: int = 0) -> list[Rollout]:
 
 
 def batches(some: list[Rollout], *, row_len: int, token_budget: int, n_ranks: int = 1):
-    packed = pack(some, row_lens=(row_len,), token_budget=token_budget, align=8, n_ranks=n_ranks)
+    shapes = ((token_budget // row_len, row_len),)
+    packed = pack(some, shapes=shapes, align=8, n_ranks=n_ranks)
     return [p.batch for p in packed]
 
 

@@ -216,6 +216,7 @@ def start_parent(hazards, action):
     """A program of its own that makes a pool, prints the workers' pids, acts, and waits for a reward."""
     program = f"""
         import os, signal, sys, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from test_pool import RewardConfig, RewardPool, rollout
         pool = RewardPool(RewardConfig(functions=({hazards + ":obey"!r},)))

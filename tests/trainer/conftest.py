@@ -61,6 +61,7 @@ def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
     config.rollout.max_num_seqs = 16
     config.rollout.max_num_batched_tokens = 256
     config.learner.token_budget = 256
+    config.learner.halvings = 0
     config.learner.lr = 1e-3
     config.reward.functions = (f"{__file__}:short_is_good",)
     config.reward.workers = 1
