@@ -82,6 +82,7 @@ def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
     from jaxrl.data.packing import Packed
+    from jaxrl.host_memory import keep_freed_memory
     from jaxrl.learner.optimizer import make_optimizer
     from jaxrl.learner.state import frozen_copy, init_state
     from jaxrl.learner.step import make_score, make_update
@@ -95,6 +96,8 @@ def bench(args: argparse.Namespace) -> dict:
     from sharding import make_mesh
     from sharding.rules import DECODE, TRAIN
 
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     workload = json.loads(Path(args.workload).read_text())
     steps = workload["steps"][: args.steps]
     cfg = make_config(args, workload)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 LAYERS = [  # lowest first; rooms of one layer do not import each other
-    {"sharding", "jaxrl.types", "jaxrl.schema"},
+    {"sharding", "jaxrl.types", "jaxrl.schema", "jaxrl.host_memory"},
     {"jaxrl.keys"},
     {"jaxrl.config"},
     {

@@ -13,6 +13,7 @@ from jaxrl.config import RunConfig, check_devices
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.data.iterator import PromptIterator
 from jaxrl.data.prompts import load_prompts
+from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
 from jaxrl.io.progress import Progress
@@ -143,6 +144,8 @@ def start_devices(
     jax.config.update("jax_compilation_cache_dir", str(cache))
     check_devices(cfg, jax.device_count())
     backend = jax.default_backend()
+    if backend == "cpu":
+        keep_freed_memory()
     name = cfg.model.dtype
     if name == "auto":
         name = "float32" if backend == "cpu" else "bfloat16"
