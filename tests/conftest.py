@@ -12,5 +12,5 @@ from sharding import make_mesh  # noqa: E402  the device count is set first
 @pytest.fixture
 def one_device():
     """Runs the test on a mesh of one device."""
-    with jax.set_mesh(make_mesh()) as mesh:
-        yield mesh
+    with jax.set_mesh(make_mesh()):
+        yield

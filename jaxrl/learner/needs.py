@@ -3,12 +3,6 @@
 from jaxrl.config import RunConfig
 
 
-def updates_per_step(cfg: RunConfig) -> int:
-    """Optimizer steps taken on the rollouts of one step."""
-    mini_batch = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
-    return cfg.learner.epochs * -(-cfg.data.prompts_per_step // mini_batch)
-
-
 def ratio_source(cfg: RunConfig) -> str:
     """Where old_logp in the ratio exp(logp - old_logp) comes from.
 
@@ -17,7 +11,7 @@ def ratio_source(cfg: RunConfig) -> str:
     """
     wanted = cfg.algorithm.old_logp
     if wanted == "auto":
-        return "recompute" if updates_per_step(cfg) > 1 else "policy"
+        return "recompute" if cfg.updates_per_step > 1 else "policy"
     if wanted in ("rollout", "recompute"):
         return wanted
     raise ValueError(

@@ -32,11 +32,6 @@ def test_old_logp_is_scored_only_where_a_step_makes_several_updates(keys, source
     assert needs.needs_old_logp(cfg(**keys)) == (source == "recompute")
 
 
-def test_updates_per_step_count_epochs_and_a_last_smaller_mini_batch():
-    # 8 prompts in threes: 3, 3, 2; twice
-    assert needs.updates_per_step(cfg(mini_batch_prompts=3, epochs=2)) == 6
-
-
 @pytest.mark.parametrize(
     ("keys", "model", "logp", "full"),
     [
