@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, make_spec
@@ -246,11 +247,15 @@ def forward_packed(
     remat: str = "none",
     implementation: str | None = None,
 ) -> Float[Array, "B T D"]:
-    """Final hidden states of packed rows; a token attends causally within its own segment."""
+    """Final hidden states of packed rows; a token attends causally within its own segment.
+
+    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py).
+    """
     cfg = model.cfg
+    attend_rows = ring_attention if rules.ring else attention
 
     def attend(q, k, v, window, state):
-        out = attention(
+        out = attend_rows(
             q,
             k,
             v,
