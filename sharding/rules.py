@@ -57,9 +57,7 @@ class Rules:
 TRAIN = Rules()
 # Rows cut over the sequence axis, which shares the weights as the fsdp axis does. In attention, Ulysses
 # (https://arxiv.org/abs/2309.14509) cuts heads instead; ring attention (https://arxiv.org/abs/2310.01889) passes keys around.
-ULYSSES = Rules(
-    time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fsdp", "sequence")
-)
+ULYSSES = Rules(time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fsdp", "sequence"))
 RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
 DECODE = Rules(batch=None)  # every device steps all slots; weights stay where training keeps them
 PRESETS: dict[str, Rules] = {"train": TRAIN, "ulysses": ULYSSES, "ring": RING, "decode": DECODE}

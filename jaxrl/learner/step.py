@@ -15,7 +15,7 @@ from jaxrl.learner.loss import LossSums, policy_loss_sums, score_tokens, zero_su
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.state import apply_gradients, on_mesh
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules
+from sharding import Rules, mesh_order, row_order
 
 
 @struct.dataclass
@@ -27,14 +27,19 @@ class GradSums:
 
 
 def put_batch(batch: Batch, rules: Rules) -> Batch:
-    """A host batch onto the mesh, rows over the data-parallel axes."""
+    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules."""
     spec = rules.spec("batch", "time")
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    return jax.device_put(batch, sharding)
+    return jax.device_put(jax.tree.map(lambda rows: mesh_order(rows, rules), batch), sharding)
+
+
+def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
+    """A result [B, T] of the mesh on the host, tokens in their own order."""
+    return row_order(np.asarray(per_token), rules)
 
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:
-    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted."""
+    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
     return jax.jit(functools.partial(score_tokens, cfg=cfg, rules=rules))
 
 
@@ -50,6 +55,7 @@ class Update:
         self._loss = functools.partial(policy_loss_sums, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self.put = functools.partial(put_batch, rules=rules)
+        self.take = functools.partial(take_tokens, rules=rules)
         self.zeros = jax.jit(_zeros)
         self.accumulate = jax.jit(self._accumulate, donate_argnames="so_far")
         self.apply = jax.jit(self._apply, donate_argnames="state")

@@ -25,6 +25,12 @@ SIZES = {
 def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules = TRAIN) -> None:
     """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide."""
     mistakes = set()
+    sharing = rules.mesh_axes("attn_heads")
+    if cfg.N % math.prod(mesh_sizes.get(axis, 1) for axis in sharing):
+        shown = " x ".join(f"{axis}={mesh_sizes.get(axis, 1)}" for axis in sharing)
+        mistakes.add(
+            f"{cfg.N} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
+        )
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical, axis in zip(spec.shape, spec.axes, rules.spec(*spec.axes), strict=True):
             axes = (axis,) if isinstance(axis, str) else axis or ()

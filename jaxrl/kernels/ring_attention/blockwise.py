@@ -85,13 +85,10 @@ def ring_blockwise(
 
 
 def _local_ring(ring: Ring, q, k, v, segments, window):
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    G = N // K
+    B, N, H = q.shape[0], *q.shape[2:]
+    G = N // k.shape[2]
     block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
-    cut = [
-        blocks_of(a.reshape(2 * B, -1), block) for a in _visible_here(ring, segments, window)
-    ]
+    cut = [blocks_of(a.reshape(2 * B, -1), block) for a in _visible_here(ring, segments, window)]
     first, last = (jnp.repeat(a, G, -1) for a in cut)
     keys = [_key_chunks(x) for x in (k, v)]
     q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
