@@ -123,14 +123,12 @@ def _ring_forward(ring: Ring, q, k, v, first, last):
     per_row = q.shape[0] // k.shape[1]
 
     def meet(step, keys, states: Softmax) -> Softmax:
-        spans = _spans(ring, step, first, last)
-        k, v = (x.astype(jnp.float32) for x in keys)
+        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
 
         def query_block(i):
             state = jax.tree.map(lambda a: a[i], states)
-            for chunk, span in enumerate(spans):
-                row = i // per_row
-                state = mix_keys(ring.scores, state, q[i], k[chunk], v[chunk], row, span, i)
+            for k, v, span in chunks:
+                state = mix_keys(ring.scores, state, q[i], k, v, i // per_row, span, i)
             return state
 
         return lax.map(query_block, jnp.arange(q.shape[0]))
@@ -151,19 +149,15 @@ def _ring_backward(ring: Ring, saved, d_out):
     delta = jnp.sum(out * d_out, axis=-1)
 
     def meet(step, keys, dq, key_grads):
-        spans = _spans(ring, step, first, last)
-        k, v = (x.astype(jnp.float32) for x in keys)
+        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
 
-        def query_block(grads, i):
-            dq_i, rows = dq[i], (q[i], d_out[i], norm[i], delta[i])
-            (dk, dv), row = grads, i // per_row
-            for chunk, span in enumerate(spans):
-                some = dq_i, dk[chunk], dv[chunk]
-                dq_i, dk_c, dv_c = mix_gradients(
-                    ring.scores, some, rows, k[chunk], v[chunk], row, span, i
-                )
-                dk, dv = _replaced(dk, chunk, dk_c), _replaced(dv, chunk, dv_c)
-            return (dk, dv), dq_i
+        def query_block(key_grads, i):
+            dq_i, rows, added = dq[i], (q[i], d_out[i], norm[i], delta[i]), []
+            for (k, v, span), (dk, dv) in zip(chunks, key_grads, strict=True):
+                some = dq_i, dk, dv
+                dq_i, *some = mix_gradients(ring.scores, some, rows, k, v, i // per_row, span, i)
+                added.append(tuple(some))
+            return added, dq_i
 
         return lax.scan(query_block, key_grads, jnp.arange(q.shape[0]))
 
@@ -172,19 +166,21 @@ def _ring_backward(ring: Ring, saved, d_out):
         key_grads, dq = meet(s, keys, dq, key_grads)
         return ring.pass_on(keys), dq, ring.pass_on(key_grads)
 
-    zeros = tuple((jnp.zeros(x.shape[1:], jnp.float32),) * 2 for x in (k, v))
-    carry = (k, v), jnp.zeros_like(q), zeros
+    zeros = tuple(jnp.zeros(x.shape[1:], jnp.float32) for x in (k, v))
+    carry = (k, v), jnp.zeros_like(q), [zeros] * 2
     keys, dq, key_grads = lax.fori_loop(0, ring.size - 1, step, carry)
     key_grads, dq = meet(ring.size - 1, keys, dq, key_grads)
-    dk, dv = (jnp.stack(chunks) for chunks in ring.pass_on(key_grads))
+    dk, dv = (jnp.stack(chunks) for chunks in zip(*ring.pass_on(key_grads), strict=True))
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _replaced(pair: tuple, i: int, value) -> tuple:
-    return tuple(value if j == i else old for j, old in enumerate(pair))
+def _chunks(keys) -> tuple[list, list]:
+    """(keys of either chunk, values of either chunk), float32 [B, K, c, H]."""
+    k, v = ([x[i].astype(jnp.float32) for i in range(2)] for x in keys)
+    return k, v
 
 
 def _spans(ring: Ring, step, first, last) -> list[Span]:
