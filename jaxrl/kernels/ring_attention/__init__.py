@@ -8,8 +8,8 @@ from jaxrl.kernels.ring_attention.reference import ring_reference
 from sharding import Rules
 
 BUILT = {"blockwise": ring_blockwise, "reference": ring_reference}
-PLANNED = dict.fromkeys(("splash", "mosaic_gpu", "triton", "cudnn"), "as a step of the ring")
-DEFAULTS = dict.fromkeys(("cpu", "gpu", "tpu"), ("blockwise", "the one ring that is built"))
+PLANNED = {name: "as a step of the ring" for name in ("splash", "mosaic_gpu", "triton", "cudnn")}
+DEFAULTS = {name: ("blockwise", "the one ring that is built") for name in ("cpu", "gpu", "tpu")}
 
 
 def ring_attention(
