@@ -78,6 +78,38 @@ MODELS = {
             **GEMMA,
         ),
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(
+            num_hidden_layers=2,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+        ),
+    ),
+    "qwen3_moe_plain": (
+        "Qwen3Moe",
+        dict(
+            num_hidden_layers=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+        ),
+    ),
+    "mixtral": (
+        "Mixtral",
+        dict(
+            num_hidden_layers=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=9,
+        ),
+    ),
 }
 ROWS, LENGTH = 2, 40
 
@@ -94,7 +126,12 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         elif "embed" in name:
             weight.data = 0.3 * noise
         else:
-            weight.data = 1.5 * noise / weight.shape[1] ** 0.5
+            weight.data = 1.5 * noise / weight.shape[-1] ** 0.5
+
+
+def routers(config: transformers.PreTrainedConfig) -> dict:
+    """What makes a mixture of experts report its load-balancing loss."""
+    return {"output_router_logits": True} if hasattr(config, "router_aux_loss_coef") else {}
 
 
 def main(target: Path) -> None:
@@ -107,8 +144,10 @@ def main(target: Path) -> None:
         model.save_pretrained(target / name)
         tokens = np.random.default_rng(seed).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
         with torch.no_grad():
-            logits = model(torch.from_numpy(tokens).long()).logits.numpy()
-        np.savez(target / name / "golden.npz", tokens=tokens, logits=logits)
+            out = model(torch.from_numpy(tokens).long(), **routers(config))
+        logits = out.logits.numpy()
+        saved = {} if out.get("aux_loss") is None else dict(aux_loss=out.aux_loss.numpy())
+        np.savez(target / name / "golden.npz", tokens=tokens, logits=logits, **saved)
         print(f"{name}: |logit| up to {np.abs(logits).max():.1f}")
 
 

@@ -1,4 +1,4 @@
-"""Every config file runs as its docstring says: it resolves, and the 7B update type-checks without a device."""
+"""Every config file runs as its docstring says: it resolves, and the large ones' updates type-check without a device."""
 
 import ast
 import dataclasses
@@ -15,7 +15,7 @@ from jaxrl.algorithms import advantages, aggregate, kl, policy_loss
 from jaxrl.config import LearnerConfig, LogConfig, RunConfig, resolve
 from jaxrl.flags import load_config
 from jaxrl.io.loggers import make_loggers
-from jaxrl.kernels import attention, paged_attention
+from jaxrl.kernels import attention, grouped_matmul, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update
@@ -26,10 +26,10 @@ from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.rewards import functions
 from jaxrl.types import Batch, TrainState
-from sharding import PRESETS, TRAIN, abstract_mesh
+from sharding import TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-DEVICES = {"grpo_7b": 64}  # what the docstring says; one where it says nothing
+DEVICES = {"grpo_7b": 64, "grpo_30b_a3b": 64}  # what the docstring says; one where it says nothing
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions")
 
@@ -50,6 +50,33 @@ QWEN_7B = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+# config.json of Qwen/Qwen3-30B-A3B
+QWEN_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# config.json and number of parameters of the model that a config names.
+LARGE = {"grpo_7b": (QWEN_7B, 7_615_616_512), "grpo_30b_a3b": (QWEN_30B_A3B, 30_532_122_624)}
 
 
 def run_of(name: str) -> RunConfig:
@@ -71,7 +98,7 @@ def test_config_says_its_command(name):
 def abstract_batch(run: RunConfig, mesh) -> Batch:
     """The largest micro-batch of a run: rows for every data-parallel rank."""
     rows, row_len = run.learner.shapes[-1]
-    rows *= mesh.shape["replica"] * mesh.shape["fsdp"]
+    rows *= mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
     sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
     return Batch(
         **{
@@ -84,12 +111,14 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
-def test_the_7b_update_and_scoring_type_check_on_an_abstract_mesh(stacked):
-    run = run_of("grpo_7b")
-    model = dataclasses.replace(config_from_hf(QWEN_7B), stacked=stacked)
+@pytest.mark.parametrize("name", LARGE)
+def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name, stacked):
+    run = run_of(name)
+    shape, n_params = LARGE[name]
+    model = dataclasses.replace(config_from_hf(shape), stacked=stacked)
     specs = decoder_specs(model)
-    assert count_params(specs) == 7_615_616_512
-    sizes = {axis: getattr(run.mesh, axis) for axis in ("replica", "fsdp", "tensor")}
+    assert count_params(specs) == n_params
+    sizes = {axis: getattr(run.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
     mesh = abstract_mesh(64, **sizes)
     check_mesh(model, mesh.shape)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -127,6 +156,10 @@ TABLES = {
         keys.PAGED_ATTENTIONS,
         {"auto", *paged_attention.BUILT, *paged_attention.PLANNED},
     ),
+    "grouped_matmul": (
+        keys.GROUPED_MATMULS,
+        {"auto", *grouped_matmul.BUILT, *grouped_matmul.PLANNED},
+    ),
 }
 
 
@@ -134,10 +167,6 @@ TABLES = {
 def test_a_key_knows_the_names_of_its_rooms_table(key):
     names, table = TABLES[key]
     assert set(names) == set(table)
-
-
-def test_every_kind_of_sequence_parallelism_is_a_preset_that_cuts_rows():
-    assert all(PRESETS[name].time == "sequence" for name in keys.SEQUENCE_PARALLELS)
 
 
 def refused(make, *args) -> str:

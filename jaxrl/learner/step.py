@@ -11,11 +11,12 @@ import optax
 from flax import struct
 
 from jaxrl.config import RunConfig
-from jaxrl.learner.loss import LossSums, policy_loss_sums, score_tokens, zero_sums
+from jaxrl.learner.loss import LossSums, count_tokens, policy_loss_sums, score_tokens, zero_sums
 from jaxrl.learner.optimizer import Optimizer, clip_factor
+from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients, on_mesh
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, mesh_order, row_order
+from sharding import Rules
 
 
 @struct.dataclass
@@ -27,19 +28,14 @@ class GradSums:
 
 
 def put_batch(batch: Batch, rules: Rules) -> Batch:
-    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules."""
+    """A host batch onto the mesh, rows over the data-parallel axes."""
     spec = rules.spec("batch", "time")
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    return jax.device_put(jax.tree.map(lambda rows: mesh_order(rows, rules), batch), sharding)
-
-
-def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
-    """A result [B, T] of the mesh on the host, tokens in their own order."""
-    return row_order(np.asarray(per_token), rules)
+    return jax.device_put(batch, sharding)
 
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:
-    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
+    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted."""
     return jax.jit(functools.partial(score_tokens, cfg=cfg, rules=rules))
 
 
@@ -54,9 +50,12 @@ class Update:
     def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules):
         self._loss = functools.partial(policy_loss_sums, cfg=cfg, rules=rules)
         self._optimizer = optimizer
+        self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
-        self.take = functools.partial(take_tokens, rules=rules)
         self.zeros = jax.jit(_zeros)
+        self.uncounted = jax.jit(_uncounted)
+        count = functools.partial(count_tokens, cfg=cfg, rules=rules)
+        self.count = jax.jit(count, donate_argnames="so_far")
         self.accumulate = jax.jit(self._accumulate, donate_argnames="so_far")
         self.apply = jax.jit(self._apply, donate_argnames="state")
 
@@ -73,11 +72,13 @@ class Update:
 
         `extra_weight` counts rollouts without a gradient that were left out of `batches`, in the unit
         of `algorithm.aggregation` (`idle_weight`). `on_micro_batch(i)` is called when micro-batch i is
-        done.
+        done. With a load-balancing loss a first pass over the micro-batches counts the tokens of each
+        expert (learner/router.py).
         """
         total = self.zeros(state.params)
+        balance = self.balance(state.params, batches, extra_weight)
         for i, batch in enumerate(batches):
-            total = self.accumulate(state.params, ref_params, total, self.put(batch))
+            total = self.accumulate(state.params, ref_params, total, self.put(batch), balance)
             if on_micro_batch is not None:
                 jax.block_until_ready(total.sums.weight)
                 on_micro_batch(i)
@@ -90,20 +91,44 @@ class Update:
         """The programs of an update of (abstract) arguments, to compile ahead of the first call."""
         mesh = jax.tree.leaves(state.params)[0].sharding.mesh
         total = on_mesh(jax.eval_shape(self.zeros, state.params), mesh)
-        return {
-            "accumulate": self.accumulate.lower(state.params, ref_params, total, batch),
+        balance, counting = None, {}
+        if self._balances:
+            uncounted = jax.eval_shape(self.uncounted, state.params, np.float32(0))
+            balance = on_mesh(uncounted, mesh)
+            counting = {"count": self.count.lower(state.params, balance, batch)}
+        return counting | {
+            "accumulate": self.accumulate.lower(state.params, ref_params, total, batch, balance),
             "apply": self.apply.lower(state, total, np.float32(0)),
         }
+
+    def balance(
+        self, params: Tree, batches: Sequence[Batch], extra_weight: int | float = 0.0
+    ) -> Balance | None:
+        """What the micro-batches together send to the experts; None without a load-balancing loss."""
+        if not self._balances:
+            return None
+        balance = self.uncounted(params, np.float32(extra_weight))
+        for batch in batches:
+            balance = self.count(params, balance, self.put(batch))
+        return balance
 
     @property
     def n_compiled(self) -> int:
         """Programs compiled by the calls so far; it stops growing after warm-up."""
-        programs: tuple[Any, ...] = (self.zeros, self.accumulate, self.apply)
+        programs: tuple[Any, ...] = (
+            self.zeros,
+            self.uncounted,
+            self.count,
+            self.accumulate,
+            self.apply,
+        )
         return sum(program._cache_size() for program in programs)
 
-    def _accumulate(self, params, ref_params, so_far: GradSums, batch: Batch) -> GradSums:
+    def _accumulate(
+        self, params, ref_params, so_far: GradSums, batch: Batch, balance: Balance | None = None
+    ) -> GradSums:
         def loss(params):
-            return self._loss(params, ref_params, batch)
+            return self._loss(params, ref_params, batch, balance)
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
         added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
@@ -121,6 +146,7 @@ class Update:
             **losses,
             **{name: mean / jnp.maximum(n, 1e-9) for name, (mean, n) in sums.means.items()},
             **{name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in sums.maxima.items()},
+            **router_metrics(sums.router),
             "optim/grad_norm": norm,
             "optim/lr": self._optimizer.lr(state.step),
             "optim/nonfinite": nonfinite.astype(jnp.float32),
@@ -130,7 +156,11 @@ class Update:
 
 def _zeros(params: Tree) -> GradSums:
     grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    return GradSums(grads, zero_sums())
+    return GradSums(grads, zero_sums(params.cfg))
+
+
+def _uncounted(params: Tree, extra_weight: jax.Array) -> Balance:
+    return Balance(no_load(params.cfg), extra_weight)
 
 
 def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:

@@ -19,7 +19,9 @@ class Rope:
 class DecoderConfig:
     """L layers, D model, N query heads, K kv heads, H head dim, F feed-forward, V vocabulary."""
 
-    family: str  # key of models/families: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"
+    family: (
+        str  # key of models/families: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", ...
+    )
     L: int
     D: int
     N: int
@@ -27,6 +29,10 @@ class DecoderConfig:
     H: int
     F: int
     V: int
+    E: int = 0  # experts; 0 = a dense model
+    top_k: int = 0  # experts of a token
+    F_expert: int = 0  # feed-forward of one expert
+    norm_topk: bool = True  # the weights of a token's experts add up to 1
     norm_eps: float = 1e-6
     rope: Rope = Rope()
     local_rope: Rope | None = None  # of layers with a window, where it differs (Gemma 3)
@@ -44,6 +50,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     embed_scale: float = 1.0
     max_len: int = 2048
+    grouped_matmul: str = "auto"  # implementation of the experts' products; see kernels/
     stacked: bool = False  # layers stacked on a leading axis and scanned (TPU), else a list
 
     @property

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
-from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, make_spec
+from jaxrl.models.mlp import MLP
+from jaxrl.models.moe import MoE, RouterLoad
 from jaxrl.models.norms import RMSNorm
 from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params
@@ -28,7 +29,6 @@ from sharding import Rules
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
 Attend = Callable[..., tuple[jax.Array, Any]]
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -75,25 +75,6 @@ class Attention(nnx.Module):
         return self.o(out, rules), state
 
 
-class MLP(nnx.Module):
-    """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, make: MakeParam, cfg: DecoderConfig):
-        def up(name: str) -> Linear:
-            shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
-            return Linear(make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias)
-
-        self.act = cfg.act
-        self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
-        shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
-        self.down = Linear(
-            make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
-        )
-
-    def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
-        return self.down(ACTIVATIONS[self.act](self.gate(x, rules)) * self.up(x, rules), rules)
-
-
 class Layer(nnx.Module):
     """One residual block. Gemma adds a second norm behind attention and behind the MLP."""
 
@@ -101,7 +82,8 @@ class Layer(nnx.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(make, name, cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
 
-        self.attn, self.mlp = Attention(make, cfg), MLP(make, cfg)
+        self.attn = Attention(make, cfg)
+        self.mlp = MoE(make, cfg) if cfg.E else MLP(make, cfg)
         self.attn_norm = norm("input_layernorm")
         self.mlp_norm = norm(
             "pre_feedforward_layernorm" if cfg.post_norms else "post_attention_layernorm"
@@ -109,12 +91,17 @@ class Layer(nnx.Module):
         self.post_attn_norm = norm("post_attention_layernorm") if cfg.post_norms else None
         self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
 
-    def __call__(self, x, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+    def __call__(self, x, live, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+        """(x, state, router load or None)."""
         h = self.attn_norm(x)
         h, state = self.attn(h, positions, inv_freq, window, attend, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
-        h = self.mlp(self.mlp_norm(x), rules)
-        return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h)), state
+        h, load = self.mlp_norm(x), None
+        if isinstance(self.mlp, MoE):
+            h, load = self.mlp(h, live, rules)
+        else:
+            h = self.mlp(h, rules)
+        return x + (h if self.post_mlp_norm is None else self.post_mlp_norm(h)), state, load
 
 
 class Decoder(nnx.Module):
@@ -149,15 +136,19 @@ class Decoder(nnx.Module):
         attend: Attend,
         state: Any = None,
         *,
+        live: Bool[Array, "B T"],
         rules: Rules,
         remat: str = "none",
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Final hidden states, and the layers' states (the KV cache) as `attend` left them."""
+    ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
+        """Final hidden states, the layers' states (the KV cache) as `attend` left them, and what the
+        routers of a mixture of experts did with the `live` tokens, layers first."""
         table = jax.reshard(self.embed, rules.gathered("vocab", "w_embed"))
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
         x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
-        x, state = run_layers(self, x, positions, attend, state, rules=rules, remat=remat)
-        return self.norm(x), state
+        x, state, load = run_layers(
+            self, x, positions, attend, state, live=live, rules=rules, remat=remat
+        )
+        return self.norm(x), state, load
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:
         """float32 logits, soft-capped where the family does."""
@@ -189,9 +180,10 @@ def run_layers(
     attend: Attend,
     state: Any,
     *,
+    live: Bool[Array, "B T"],
     rules: Rules,
     remat: str,
-) -> tuple[Float[Array, "B T D"], Any]:
+) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
     """All layers in order: a scan where they are stacked, a loop where they are a list.
 
     `state` is a pytree of per-layer states in the same layout. `remat` names what the backward pass
@@ -202,7 +194,7 @@ def run_layers(
     traced_windows = cfg.stacked and any(cfg.windows)
 
     def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
-        return layer(x, positions, inv_freq, window, attend, layer_state, rules)
+        return layer(x, live, positions, inv_freq, window, attend, layer_state, rules)
 
     if remat != "none":
         # A window that is a Python number stays one: 0 means none only there.
@@ -215,22 +207,26 @@ def run_layers(
 
     def body(x, per_layer):
         layer, inv_freq, window, layer_state = per_layer
-        return layer_fn(layer, x, inv_freq, window if traced_windows else 0, layer_state)
+        x, *out = layer_fn(layer, x, inv_freq, window if traced_windows else 0, layer_state)
+        return x, tuple(out)
 
     per_layer = (model.layers, jnp.asarray(freqs), jnp.asarray(windows, jnp.int32), state)
-    return jax.lax.scan(body, x, per_layer)
+    x, (state, load) = jax.lax.scan(body, x, per_layer)
+    return x, state, load
 
 
 def _listed_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
     """`run_layers` over a list of layers; every leaf list of `state` holds one entry a layer."""
-    states = []
+    states, loads = [], []
     for i, layer in enumerate(model.layers):
         layer_state = jax.tree.map(operator.itemgetter(i), state, is_leaf=_is_list)
-        x, layer_state = layer_fn(layer, x, freqs[i], model.cfg.window(i), layer_state)
+        x, layer_state, load = layer_fn(layer, x, freqs[i], model.cfg.window(i), layer_state)
         states.append(layer_state)
+        loads.append(load)
+    load = jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)
     if state is None:
-        return x, None
-    return x, jax.tree.map(lambda *per_layer: list(per_layer), *states)
+        return x, None, load
+    return x, jax.tree.map(lambda *per_layer: list(per_layer), *states), load
 
 
 def _is_list(value: object) -> bool:
@@ -247,15 +243,33 @@ def forward_packed(
     remat: str = "none",
     implementation: str | None = None,
 ) -> Float[Array, "B T D"]:
-    """Final hidden states of packed rows; a token attends causally within its own segment.
+    """Final hidden states of packed rows; a token attends causally within its own segment."""
+    return forward_routed(
+        model,
+        tokens,
+        segments,
+        positions,
+        rules=rules,
+        remat=remat,
+        implementation=implementation,
+    )[0]
 
-    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py).
-    """
+
+def forward_routed(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    *,
+    rules: Rules,
+    remat: str = "none",
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
+    """`forward_packed`, and what the routers of a mixture of experts did: None of a dense model."""
     cfg = model.cfg
-    attend_rows = ring_attention if rules.ring else attention
 
     def attend(q, k, v, window, state):
-        out = attend_rows(
+        out = attention(
             q,
             k,
             v,
@@ -268,7 +282,8 @@ def forward_packed(
         )
         return out, state
 
-    return model(tokens, positions, attend, rules=rules, remat=remat)[0]
+    hidden, _, load = model(tokens, positions, attend, live=segments > 0, rules=rules, remat=remat)
+    return hidden, load
 
 
 def forward_paged(
@@ -306,4 +321,4 @@ def forward_paged(
         )
         return out, KVCache(k=k_pages, v=v_pages)
 
-    return model(tokens, positions, attend, cache, rules=rules)
+    return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from jaxrl.models.families import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 # A new family is a file in families/ and a line here. Keys are `DecoderConfig.family`.
 FAMILIES = {
@@ -15,6 +24,8 @@ FAMILIES = {
     "mistral": mistral,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
 }
 # `model_type` in config.json, where it is not the family's name.
 MODEL_TYPES = {name: name for name in FAMILIES} | {"gemma3_text": "gemma3"}
@@ -49,5 +60,5 @@ def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
-    """Whether two configs differ at most in the layout of the layers."""
-    return dataclasses.replace(a, stacked=b.stacked) == b
+    """Whether two configs differ at most in what no file holds: layout of the layers, kernels."""
+    return dataclasses.replace(a, stacked=b.stacked, grouped_matmul=b.grouped_matmul) == b

@@ -51,17 +51,21 @@ def load_model(
     rules: Rules,
     dtype: DTypeLike = jnp.float32,
     stacked: bool = False,
+    grouped_matmul: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecoderConfig, Decoder]:
     """The checkpoint at `path` (anything `resolve_model` takes) on the mesh that is set.
 
     Each device's slice is read, cast and sent on its own: host memory holds about one tensor more
-    than the host's own share. `on_progress` hears (bytes read, bytes in all).
+    than the host's own share. `stacked` and `grouped_matmul` are fields of the config that the files do
+    not hold. `on_progress` hears (bytes read, bytes in all).
 
     Raises ValueError, listing the names, where tensors are missing, unexpected or mis-shaped.
     """
     folder = resolve_model(path)
-    cfg = dataclasses.replace(config_from_hf(read_config(folder)), stacked=stacked)
+    cfg = dataclasses.replace(
+        config_from_hf(read_config(folder)), stacked=stacked, grouped_matmul=grouped_matmul
+    )
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
     check_mesh(cfg, mesh.shape, rules)
     check_tensors(specs, tensors, folder)
@@ -152,20 +156,22 @@ def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) 
 def read_param(
     spec: ParamSpec, infos: list[TensorInfo], sharding: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
-    """One parameter in its sharding; a stacked one takes one tensor a layer from `infos`."""
-    stacked = "{layer}" in spec.hf
+    """One parameter in its sharding; a stacked one takes one tensor a layer, or a layer and expert,
+    from `infos`."""
+    places = np.arange(len(infos)).reshape(spec.lead)
+    n_lead = places.ndim
     slices: dict[Any, np.ndarray] = {}  # devices that hold the same slice share the read
 
     def view(info: TensorInfo) -> np.ndarray:
-        return map_tensor(info).reshape(spec.shape[1:] if stacked else spec.shape)
+        return map_tensor(info).reshape(spec.shape[n_lead:])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        if not stacked:
+        if not n_lead:
             return np.array(view(infos[0])[index], dtype)
-        layers, rest = infos[index[0]], index[1:]
-        out = np.empty((len(layers), *view(layers[0])[rest].shape), dtype)
-        for i, info in enumerate(layers):
-            out[i] = view(info)[rest]
+        here, rest = places[index[:n_lead]], index[n_lead:]
+        out = np.empty((*here.shape, *view(infos[0])[rest].shape), dtype)
+        for i in np.ndindex(here.shape):
+            out[i] = view(infos[here[i]])[rest]
         return out
 
     def device_slice(index: Any) -> np.ndarray:

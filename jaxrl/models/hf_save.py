@@ -97,15 +97,29 @@ def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
     """The parameters under their Hugging Face names and shapes, a stacked one layer by layer."""
     specs = jax.tree.leaves(decoder_specs(params.cfg), is_leaf=is_spec)
     for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
-        stacked = "{layer}" in spec.hf
-        for layer, name in enumerate(hf_names(spec)):
+        for place, name in zip(np.ndindex(spec.lead), hf_names(spec), strict=True):
             to = np.dtype(leaf.dtype if dtype is None else dtype)
 
-            def read(leaf=leaf, layer=layer, stacked=stacked, spec=spec, to=to) -> np.ndarray:
-                host = host_array(leaf[layer] if stacked else leaf)
+            def read(leaf=leaf, place=place, spec=spec, to=to) -> np.ndarray:
+                host = host_array(take_tensor(leaf, place))
                 return host.astype(to, copy=False).reshape(spec.hf_shape)
 
             yield Tensor(name, to, spec.hf_shape, read)
+
+
+def take_tensor(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    """`leaf[place]`; the devices along a sharded leading axis send the one slice, not their shares."""
+    if not place:
+        return leaf
+    return _take_tensor(leaf, np.array(place, np.int32))
+
+
+@jax.jit
+def _take_tensor(leaf: jax.Array, place: jax.Array) -> jax.Array:
+    rest = jax.P(*jax.typeof(leaf).sharding.spec[place.shape[0] :])
+    # Arrays of one index: a scalar would be a slice, which JAX does not take of a sharded axis.
+    one = leaf.at[tuple(place[:, None])].get(out_sharding=jax.P(None, *rest))
+    return one[0]
 
 
 def host_array(array: jax.Array) -> np.ndarray:

@@ -18,6 +18,7 @@ SIZES = {
     "kv_heads": "kv heads",
     "ffw": "feed-forward features",
     "vocab": "vocabulary entries",
+    "experts": "experts",
     "w_embed": "model features",
 }
 
@@ -25,16 +26,12 @@ SIZES = {
 def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules = TRAIN) -> None:
     """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide."""
     mistakes = set()
-    sharing = rules.mesh_axes("attn_heads")
-    if cfg.N % math.prod(mesh_sizes.get(axis, 1) for axis in sharing):
-        shown = " x ".join(f"{axis}={mesh_sizes.get(axis, 1)}" for axis in sharing)
-        mistakes.add(
-            f"{cfg.N} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
-        )
+    if not cfg.E and (n := _devices(rules.experts, mesh_sizes)) > 1:
+        mistakes.add(f"no experts to share over {rules.experts}={n}")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical, axis in zip(spec.shape, spec.axes, rules.spec(*spec.axes), strict=True):
             axes = (axis,) if isinstance(axis, str) else axis or ()
-            if size % math.prod(mesh_sizes.get(a, 1) for a in axes):
+            if size % _devices(axis, mesh_sizes):
                 shown = " x ".join(f"{a}={mesh_sizes[a]}" for a in axes)
                 mistakes.add(f"{size} {SIZES[logical]} over {shown}")
     if mistakes:
@@ -42,6 +39,12 @@ def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules =
             f"the mesh does not divide this {cfg.family} model evenly: {'; '.join(sorted(mistakes))}. "
             f"Set config.mesh sizes that divide these numbers"
         )
+
+
+def _devices(axis: str | tuple[str, ...] | None, mesh_sizes: Mapping[str, int]) -> int:
+    """Devices along the mesh axes of a rule."""
+    axes = (axis,) if isinstance(axis, str) else axis or ()
+    return math.prod(mesh_sizes.get(a, 1) for a in axes)
 
 
 def abstract_forward(

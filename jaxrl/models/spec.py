@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import zlib
 
 import jax
@@ -14,17 +15,24 @@ from jax.typing import DTypeLike
 from jaxrl.types import Tree
 from sharding import Rules
 
+PLACEHOLDER = re.compile(r"\{(layer|expert)\}")
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. Where layers are stacked, `shape` and `axes` carry the leading layer axis
-    and `hf` holds the placeholder `{layer}`."""
+    """One parameter. Where layers or experts are stacked, `shape` and `axes` carry leading axes for
+    them, layers first, and `hf` holds the placeholders `{layer}` and `{expert}`."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str  # "normal" | "zeros" | "ones"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
-    hf_shape: tuple[int, ...]  # of one layer, as the file holds it
+    hf_shape: tuple[int, ...]  # of one tensor, as the file holds it
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Sizes of the leading axes that are tensors of their own in a file."""
+        return self.shape[: len(PLACEHOLDER.findall(self.hf))]
 
 
 def is_spec(leaf: object) -> bool:
@@ -32,10 +40,10 @@ def is_spec(leaf: object) -> bool:
 
 
 def hf_names(spec: ParamSpec) -> list[str]:
-    """The parameter's tensors in a Hugging Face file: one, or one a layer where it is stacked."""
-    if "{layer}" not in spec.hf:
-        return [spec.hf]
-    return [spec.hf.format(layer=i) for i in range(spec.shape[0])]
+    """The parameter's tensors in a Hugging Face file: one, or one for every index of `spec.lead`."""
+    names = PLACEHOLDER.findall(spec.hf)
+    places = [dict(zip(names, index, strict=True)) for index in np.ndindex(spec.lead)]
+    return [spec.hf.format(**place) for place in places]
 
 
 def map_specs(fn, specs: Tree, *rest: Tree) -> Tree:
@@ -73,8 +81,8 @@ def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> 
     def create(spec: ParamSpec) -> jax.Array:
         seeds = np.array([zlib.crc32(name.encode()) for name in hf_names(spec)], np.uint32)
         out = rules.spec(*spec.axes)
-        stacked = "{layer}" in spec.hf
-        return _init_param(key, seeds, spec.shape, spec.init, stacked, jnp.dtype(dtype), out)
+        n_lead = len(spec.lead)
+        return _init_param(key, seeds, spec.shape, spec.init, n_lead, jnp.dtype(dtype), out)
 
     return map_specs(create, specs)
 
@@ -85,14 +93,14 @@ def _init_param(
     seeds: jax.Array,
     shape: tuple[int, ...],
     init: str,
-    stacked: bool,
+    n_lead: int,
     dtype: jnp.dtype,
     out: jax.P,
 ) -> jax.Array:
-    """One parameter; `seeds` holds one number, or one a layer where it is stacked."""
+    """One parameter; `seeds` holds one number for every index of its first `n_lead` axes."""
     if init != "normal":
         return jax.reshard((jnp.zeros if init == "zeros" else jnp.ones)(shape, dtype), out)
     keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
-    draw = functools.partial(jax.random.normal, shape=shape[1:] if stacked else shape)
-    values = jax.vmap(draw)(keys) if stacked else draw(keys[0])
+    draw = functools.partial(jax.random.normal, shape=shape[n_lead:])
+    values = jax.vmap(draw)(keys).reshape(shape) if n_lead else draw(keys[0])
     return jax.reshard((0.02 * values).astype(dtype), out)

@@ -44,7 +44,7 @@ def make_mini_batches(
     size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
     result = []
     for start in range(0, len(rollouts), size):
-        active, idle = split_idle(rollouts[start : start + size], cfg.algorithm)
+        active, idle = split_idle(rollouts[start : start + size], cfg)
         packed = pack_rollouts(active, cfg, n_ranks)
         result.append(MiniBatch([with_scores(p, score_old, score_ref) for p in packed], idle))
     n_idle = sum(len(m.idle) for m in result)
@@ -85,13 +85,14 @@ def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.nda
     return np.asarray(KL_ESTIMATORS[cfg.kl](jnp.asarray(batch.rollout_logp), jnp.asarray(ref_logp)))
 
 
-def split_idle(
-    rollouts: Sequence[Rollout], cfg: AlgorithmConfig
-) -> tuple[list[Rollout], list[Rollout]]:
-    """(rollouts with a gradient, rollouts without). Where neither KL nor entropy is in the loss, a zero
-    advantage gives a zero gradient, so a group of equal rewards need not be run."""
-    learns_anyway = cfg.entropy_coef != 0.0 or (cfg.kl_coef != 0.0 and cfg.kl_in == "loss")
-    if learns_anyway or not cfg.drop_flat_groups:
+def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollout], list[Rollout]]:
+    """(rollouts with a gradient, rollouts without). Where neither KL nor entropy nor the load of the
+    experts is in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
+    be run."""
+    algo = cfg.algorithm
+    kl_in_loss = algo.kl_coef != 0.0 and algo.kl_in == "loss"
+    learns_anyway = algo.entropy_coef != 0.0 or kl_in_loss or cfg.learner.router_aux_coef != 0.0
+    if learns_anyway or not algo.drop_flat_groups:
         return list(rollouts), []
     active = [r for r in rollouts if r.advantage != 0.0]
     return active, [r for r in rollouts if r.advantage == 0.0]

@@ -117,6 +117,13 @@ def test_what_is_not_supported_is_named(change, message):
         config_from_hf(LLAMA | change)
 
 
+def test_qwen_with_dense_layers_among_the_sparse_is_refused():
+    config = golden_config("qwen3_moe")
+    for change in (dict(mlp_only_layers=[0]), dict(decoder_sparse_step=2)):
+        with pytest.raises(ValueError, match="has dense layers among those with experts"):
+            config_from_hf(config | change)
+
+
 def test_a_missing_key_is_named():
     config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     with pytest.raises(ValueError, match="llama model lacks 'vocab_size'"):

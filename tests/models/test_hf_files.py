@@ -57,6 +57,22 @@ def test_every_device_gets_its_slice(stacked):
         assert bytes_per_device(q) * 4 == q.nbytes  # fsdp 2 x tensor 2; the replicas hold copies
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_experts_go_to_their_devices_and_back_into_files(stacked, tmp_path):
+    files = weights(GOLDEN / "qwen3_moe")
+    whole = np.stack([files[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] for e in range(8)])
+    with jax.set_mesh(make_mesh(fsdp=2, expert=2, tensor=2)):
+        _, model = load_model(GOLDEN / "qwen3_moe", rules=TRAIN, stacked=stacked)
+        up = model.layers.mlp.up if stacked else model.layers[1].mlp.up
+        for shard in up.addressable_shards:
+            index = shard.index[1:] if stacked else shard.index
+            local = np.asarray(shard.data)[1] if stacked else np.asarray(shard.data)
+            np.testing.assert_array_equal(local, whole[index])
+        assert bytes_per_device(up) * 8 == up.nbytes
+        save_model(tmp_path / "out", model, source=GOLDEN / "qwen3_moe")
+    assert_same_weights(files, weights(tmp_path / "out"))
+
+
 def test_dtype_and_progress(one_device):
     seen = []
     progress = lambda done, total: seen.append((done, total))  # noqa: E731
@@ -185,6 +201,15 @@ def test_heads_that_the_mesh_does_not_divide_are_refused_before_reading(tmp_path
         pytest.raises(ValueError, match=r"2 kv heads over tensor=4"),
     ):
         load_model(GOLDEN / "llama", rules=TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("mixtral", r"4 experts over expert=8"), ("llama", r"no experts to share over expert=8")],
+)
+def test_experts_that_the_mesh_does_not_divide_are_refused(name, message):
+    with jax.set_mesh(make_mesh(expert=8)), pytest.raises(ValueError, match=message):
+        load_model(GOLDEN / name, rules=TRAIN)
 
 
 def test_a_model_from_scratch_exports_with_a_config_of_its_own(one_device, tmp_path):

@@ -17,7 +17,8 @@ from jaxrl.types import Tree
 from sharding import DECODE, TRAIN, make_mesh
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"]
+EXPERTS = ["qwen3_moe", "mixtral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", *EXPERTS]
 MESHES = {
     "fsdp": dict(fsdp=8),
     "tensor": dict(tensor=2),
@@ -25,10 +26,18 @@ MESHES = {
     "hsdp": dict(replica=2, fsdp=4),
     "hsdp_tensor": dict(replica=2, fsdp=2, tensor=2),
 }
+EXPERT_MESHES = {
+    "expert2": dict(expert=2),
+    "expert4": dict(expert=4),
+    "fsdp_expert_tensor": dict(fsdp=2, expert=2, tensor=2),
+    "replica_expert": dict(replica=2, expert=4),
+}
 ROWS, LENGTH = 8, 32
 QUICK = [(family, "hsdp_tensor") for family in FAMILIES] + [
     ("llama", "fsdp"),
     ("qwen2", "fsdp_tensor"),
+    ("qwen3_moe", "replica_expert"),
+    ("mixtral", "fsdp_expert_tensor"),
 ]
 
 
@@ -91,19 +100,23 @@ def assert_close_trees(a: Tree, b: Tree) -> None:
 @pytest.mark.parametrize(("family", "mesh"), QUICK)
 def test_a_mesh_gives_the_numbers_of_one_device(family, mesh):
     stacked = family.startswith("gemma")  # many layers: quicker to compile
-    assert_same(on_mesh(family, MESHES[mesh], stacked=stacked), alone(family, stacked=stacked))
+    sizes = (MESHES | EXPERT_MESHES)[mesh]
+    assert_same(on_mesh(family, sizes, stacked=stacked), alone(family, stacked=stacked))
+
+
+EVERY = [(family, mesh) for family in FAMILIES for mesh in MESHES]
+EVERY += [(family, mesh) for family in EXPERTS for mesh in EXPERT_MESHES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mesh"), EVERY)
 def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh):
     for stacked in (False, True):
-        here = on_mesh(family, MESHES[mesh], stacked=stacked)
+        here = on_mesh(family, (MESHES | EXPERT_MESHES)[mesh], stacked=stacked)
         assert_same(here, alone(family, stacked=stacked))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
 def test_stacked_layers_give_the_numbers_of_a_list(family):
     value, logp, grads = alone(family)
     value_s, logp_s, grads_s = alone(family, stacked=True)
@@ -126,7 +139,8 @@ def test_remat_does_not_change_gradients(stacked, one_device):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [(family, {}) for family in FAMILIES] + [("llama", dict(fsdp=2, tensor=2))],
+    [(family, {}) for family in FAMILIES]
+    + [("llama", dict(fsdp=2, tensor=2)), ("mixtral", dict(expert=2, tensor=2))],
 )
 def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
     """Two rows, 10 tokens prefilled (one row padded), then one at a time from scattered pages."""

@@ -1,6 +1,7 @@
 """Logits against Hugging Face's torch models, on the tiny checkpoints of scripts/make_golden.py."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.learner.router import balance_loss
 from jaxrl.models.config import Rope
-from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed, forward_routed
 from jaxrl.models.hf_load import load_model
 from jaxrl.models.spec import is_spec
 from sharding import TRAIN
@@ -55,6 +57,21 @@ def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
     )
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_plain"])
+def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
+    """Also of packed rows with padding: torch saw the two rows of 40 tokens alone."""
+    tokens, _ = golden(name)
+    _, model = load_model(GOLDEN / name, rules=TRAIN)
+    row = jnp.concatenate([tokens[0], jnp.zeros(3, jnp.int32), tokens[1], jnp.zeros(5, jnp.int32)])
+    segments = jnp.array([1] * 40 + [0] * 3 + [2] * 40 + [0] * 5)
+    positions = jnp.concatenate([jnp.arange(n) for n in (40, 3, 40, 5)])
+    routed = jax.jit(functools.partial(forward_routed, rules=TRAIN))
+    _, load = routed(model, row[None], segments[None], positions[None])
+    assert load.count.sum() == 2 * 80 * model.cfg.top_k  # layers, tokens, experts of a token
+    expected = np.load(GOLDEN / name / "golden.npz")["aux_loss"]
+    np.testing.assert_allclose(float(balance_loss(load, load)), expected, rtol=1e-5)
+
+
 PLAIN = [
     ("llama", dict(rope=Rope())),
     ("llama3_rope", dict(rope=Rope())),
@@ -66,6 +83,10 @@ PLAIN = [
     ("gemma2", dict(attn_scale=None)),
     ("gemma3", dict(local_rope=None)),
     ("gemma3", dict(embed_scale=1.0)),
+    ("mixtral", dict(top_k=1)),
+    ("mixtral", dict(windows=())),
+    ("qwen3_moe", dict(norm_topk=False)),
+    ("qwen3_moe_plain", dict(norm_topk=True)),
 ]
 
 

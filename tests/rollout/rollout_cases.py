@@ -34,6 +34,10 @@ FAMILIES = {
     "gemma3": DecoderConfig(
         family="gemma3", **SHAPE, **GEMMA, windows=(32, 0), qk_norm=True, local_rope=Rope(10_000.0)
     ),
+    "qwen3_moe": DecoderConfig(
+        family="qwen3_moe", **SHAPE, E=8, top_k=3, F_expert=32, qk_norm=True, norm_topk=True
+    ),
+    "mixtral": DecoderConfig(family="mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
 }
 SMALL = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8)
 

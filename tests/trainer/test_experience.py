@@ -56,7 +56,7 @@ def test_a_group_of_equal_rewards_is_left_out_but_counted():
 @pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}])
 def test_nothing_is_idle_where_entropy_or_kl_learns_from_every_token(algorithm):
     cfg = resolve(config(**algorithm))
-    active, idle = split_idle(rollouts_with([[3, 3]]), cfg.algorithm)
+    active, idle = split_idle(rollouts_with([[3, 3]]), cfg)
     assert len(active) == 2 and not idle
 
 

@@ -1,0 +1,28 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts, whose weights add up to 1."""
+
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.families import fields
+
+
+def from_hf(c: fields.Json) -> DecoderConfig:
+    return DecoderConfig(
+        family="mixtral",
+        rope=fields.read_rope(c, theta=1e6),
+        windows=fields.read_windows(c, [fields.LOCAL] * c["num_hidden_layers"]),
+        E=c["num_local_experts"],
+        top_k=c["num_experts_per_tok"],
+        F_expert=c["intermediate_size"],
+        norm_topk=True,
+        **fields.sizes({"rms_norm_eps": 1e-5} | dict(c)),
+    )
+
+
+def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
+    base = fields.sizes_json(cfg, "mixtral", "MixtralForCausalLM")
+    return base | dict(
+        num_local_experts=cfg.E,
+        num_experts_per_tok=cfg.top_k,
+        sliding_window=cfg.window(0) or None,
+    )

@@ -1,0 +1,30 @@
+"""The feed-forward part of a dense layer."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.linear import Linear, MakeParam
+from sharding import Rules
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+
+
+class MLP(nnx.Module):
+    """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        def up(name: str) -> Linear:
+            shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
+            return Linear(make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias)
+
+        self.act = cfg.act
+        self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
+        shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
+        self.down = Linear(
+            make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
+        return self.down(ACTIVATIONS[self.act](self.gate(x, rules)) * self.up(x, rules), rules)

@@ -1,0 +1,217 @@
+"""A mixture of experts: a router sends every token to a few of E small MLPs. Nothing is dropped.
+
+The tokens of a device are sorted by expert and meet their experts in grouped matrix products. Where
+experts lie on several devices, each device takes the tokens of all of them, computes what its own
+experts owe to them, and the sums go back to the tokens' devices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl import types
+from jaxrl.kernels.bits import row_sum, settle
+from jaxrl.kernels.grouped_matmul import grouped_matmul
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.linear import MakeParam
+from jaxrl.models.mlp import ACTIVATIONS
+from sharding import Rules
+
+# Names in a layer of a Hugging Face file: the router, then gate, up and down of an expert.
+NAMES = {
+    "qwen3_moe": ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": (
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts.{expert}.%s",
+        ("w1", "w3", "w2"),
+    ),
+}
+
+
+@struct.dataclass
+class RouterLoad:
+    """What a router did with the tokens that are no padding. Adds up over tokens; with layers on a
+    leading axis over those, too."""
+
+    prob: types.Array  # float32 [E], sum of each expert's probability
+    count: types.Array  # float32 [E], tokens that each expert was given
+    n_tokens: types.Array  # float32 []
+
+
+class MoE(nnx.Module):
+    """Σ over the k chosen experts e of p_e down_e(act(gate_e(x)) * up_e(x)).
+
+    p = softmax(x Wrᵀ) over all experts, then the k largest, divided by their sum where the model
+    normalises (which is the softmax over the k largest logits alone).
+    """
+
+    def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        router, expert, (gate, up, down) = NAMES[cfg.family]
+        E, F, D = cfg.E, cfg.F_expert, cfg.D
+        self.top_k, self.norm_topk, self.act = cfg.top_k, cfg.norm_topk, cfg.act
+        self.implementation = cfg.grouped_matmul
+        self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
+
+        def weight(name: str, *dims: tuple[int, str]):
+            shape, axes = zip((E, "experts"), *dims, strict=True)
+            return nnx.data(make(f"{expert % name}.weight", shape, axes, hf_shape=shape[1:]))
+
+        self.gate = weight(gate, (F, "ffw"), (D, "w_embed"))
+        self.up = weight(up, (F, "ffw"), (D, "w_embed"))
+        self.down = weight(down, (D, "w_embed"), (F, "ffw"))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], live: Bool[Array, "B T"], rules: Rules
+    ) -> tuple[Float[Array, "B T D"], RouterLoad]:
+        """(y, load). Tokens that are not `live` are padding: no expert sees them, they give zeros."""
+        rows = rules.spec("batch", "time", None)
+        w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
+        logits = jnp.einsum(
+            "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
+        )
+        choose = functools.partial(route, top_k=self.top_k, norm_topk=self.norm_topk)
+        probs, weights, experts = jax.shard_map(choose, in_specs=rows, out_specs=rows)(logits)
+        y = self._apply(jax.reshard(x, rows), weights, experts, live, rules)
+        return y, router_load(probs, experts, live)
+
+    def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
+        rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")
+        up, down = (
+            rules.gathered("experts", "ffw", "w_embed"),
+            rules.gathered("experts", "w_embed", "ffw"),
+        )
+        matrices = [
+            jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
+        ]
+        body = functools.partial(
+            exchange, act=self.act, rules=rules, implementation=self.implementation
+        )
+        in_specs = (rows, rows, rows, tokens, up, up, down)
+        mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
+        return mapped(x, weights, experts, jax.reshard(live, tokens), *matrices)
+
+
+def route(
+    logits: Float[Array, "B T E"], *, top_k: int, norm_topk: bool
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """(probabilities of all experts, weights and numbers of the chosen ones, the likeliest first)."""
+    logits = settle(logits)
+    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    probs = powers / row_sum(powers)[..., None]
+    weights, experts = lax.top_k(probs, top_k)
+    if norm_topk:
+        # One by one: the order of a reduction could differ between engine and trainer.
+        total = functools.reduce(jnp.add, [weights[..., i] for i in range(top_k)])
+        weights = weights / total[..., None]
+    return probs, weights, experts
+
+
+def router_load(
+    probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Bool[Array, "B T"]
+) -> RouterLoad:
+    """Sums over the live tokens of this layer."""
+    E, kept = probs.shape[-1], live.astype(jnp.float32)
+    chosen = jnp.sum(experts[..., None] == jnp.arange(E), axis=-2)
+    return RouterLoad(
+        prob=jnp.sum(probs * kept[..., None], axis=(0, 1)),
+        count=jnp.sum(chosen * kept[..., None], axis=(0, 1)),
+        n_tokens=jnp.sum(kept),
+    )
+
+
+def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, implementation):
+    """One device of shard_map: its own experts' part of the tokens of all devices that hold experts.
+
+    Tokens are gathered along the expert axis where the batch lies on it, and the sums scattered back;
+    where every device has all tokens anyway (decoding), the sums are added up.
+    """
+    shape, n = x.shape, x.shape[0] * x.shape[1]
+    x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
+    n_experts = gate.shape[0]
+    expert_axes, ffw_axes = _axes(rules.experts), _axes(rules.ffw)
+    token_axes = _axes(rules.batch) + _axes(rules.time)
+    shared = tuple(a for a in expert_axes if a in token_axes)  # the tokens lie on these, too
+    weight_axes = expert_axes + ffw_axes
+
+    experts = jnp.where(live.reshape(n, 1), experts, -1)
+    vary = functools.partial(_vary, have=token_axes, want=weight_axes)
+    x, weights, experts = vary(x), vary(weights), vary(experts)
+    gate, up, down = (_vary(w, have=weight_axes, want=token_axes) for w in (gate, up, down))
+    if shared:
+        gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
+        x, weights, experts = gather(x), gather(weights), gather(experts)
+    if expert_axes:
+        experts = experts - lax.axis_index(expert_axes) * n_experts
+    y = local_experts(
+        x, weights, experts, gate, up, down, act=act, implementation=implementation
+    ).astype(x.dtype)
+    if rest := tuple(a for a in weight_axes if a not in shared):
+        y = lax.psum(y, rest)
+    if shared:
+        y = lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
+    return y.reshape(shape)
+
+
+def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
+    """float32 [n, D]: for each token the weighted sum over those of its experts that are in 0..E-1."""
+    (n, top_k), E = experts.shape, gate.shape[0]
+    multiply = functools.partial(grouped_matmul, implementation=implementation)
+    slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
+    order = jnp.argsort(
+        slots, stable=True
+    )  # slots of other devices' experts and of padding come last
+    place = jnp.argsort(order).reshape(n, top_k)
+    sizes = jnp.sum(slots[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    rows = spread(x, order, place)
+    hidden = ACTIVATIONS[act](multiply(rows, gate, sizes)) * multiply(rows, up, sizes)
+    # Weighted before the product, so that what is added up below is added as it is.
+    scale = weights.reshape(-1)[order].astype(jnp.float32)
+    hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
+    return collect(multiply(hidden, down, sizes).astype(jnp.float32), order, place)
+
+
+@jax.custom_vjp
+def spread(
+    x: Float[Array, "n D"], order: Int[Array, "m"], place: Int[Array, "n k"]
+) -> Float[Array, "m D"]:
+    """Row order[i] // k of `x` at i; place[j, s] is where the s-th copy of row j comes to lie."""
+    return x[order // place.shape[1]]
+
+
+@jax.custom_vjp
+def collect(
+    rows: Float[Array, "m D"], order: Int[Array, "m"], place: Int[Array, "n k"]
+) -> Float[Array, "n D"]:
+    """The sum of each token's k rows, in the order of its experts' weights: no scatter, so the bits do
+    not depend on the other tokens."""
+    rows = settle(rows)
+    return functools.reduce(jnp.add, [rows[place[:, i]] for i in range(place.shape[1])])
+
+
+def _add_copies(grad: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    return collect(grad.astype(jnp.float32), order, place).astype(grad.dtype)
+
+
+# Each is the other's transpose.
+spread.defvjp(
+    lambda x, order, place: (spread(x, order, place), (order, place)),
+    lambda saved, grad: (_add_copies(grad, *saved), None, None),
+)
+collect.defvjp(
+    lambda rows, order, place: (collect(rows, order, place), (order, place)),
+    lambda saved, grad: (spread(grad, *saved), None, None),
+)
+
+
+def _axes(rule) -> tuple[str, ...]:
+    return () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+
+
+def _vary(a: jax.Array, *, have: tuple[str, ...], want: tuple[str, ...]) -> jax.Array:
+    """`a`, typed as varying over the axes `want` as well; its gradient is summed over them."""
+    more = tuple(axis for axis in want if axis not in have)
+    return lax.pcast(a, more, to="varying") if more else a
