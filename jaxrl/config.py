@@ -52,7 +52,8 @@ __all__ = [
 ]
 
 PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
-UNBUILT_AXES = ("stage", "sequence")  # mesh axes that no program uses yet
+CHUNK_ALIGN = 64  # tokens of a block of ring attention; a chunk of other lengths is padded
+UNBUILT_AXES = ("stage",)  # mesh axes that no program uses yet
 
 # What a resumed run may change: its numbers stay those of a run that was never stopped.
 FREE_ON_RESUME = (
@@ -86,7 +87,8 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, problems = build(RunConfig, values)
-    raise_problems(problems + contradictions(run) + mesh_problems(run.mesh, n_devices))
+    problems += contradictions(run) + mesh_problems(run.mesh, n_devices)
+    raise_problems(problems + cut_problems(run, n_devices))
     for line in doubts(run):
         warnings.warn(line, stacklevel=2)
     return run
@@ -94,7 +96,7 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
 
 def check_devices(run: RunConfig, n_devices: int) -> None:
     """Raises ValueError when the mesh of a resolved run is not of `n_devices`."""
-    raise_problems(mesh_problems(run.mesh, n_devices))
+    raise_problems(mesh_problems(run.mesh, n_devices) + cut_problems(run, n_devices))
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -260,7 +262,7 @@ def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
         if size == 0
     ]
     problems += [
-        f"mesh.{axis}={sizes[axis]} is not built yet; set mesh.{axis}=1 and use replica, fsdp, expert and tensor"
+        f"mesh.{axis}={sizes[axis]} is not built yet; set mesh.{axis}=1 and use the other axes"
         for axis in UNBUILT_AXES
         if sizes[axis] not in (0, 1)
     ]
@@ -279,6 +281,27 @@ def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
             f"product is {n_devices}, or set one to -1 to take what is left"
         )
     return problems
+
+
+def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
+    """Rows that the devices of mesh.sequence cannot share evenly, where their number is known."""
+    learner, n = run.learner, run.mesh.sequence
+    if n == -1 and n_devices is not None:
+        others = (size for axis, size in to_dict(run.mesh).items() if axis != "sequence")
+        n = n_devices // math.prod(size for size in others if size > 0)
+    if n <= 1:
+        return []
+    unit = 2 * CHUNK_ALIGN * n if learner.sequence_parallel == "ring" else n
+    bad = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
+    if not bad:
+        return []
+    source = "learner.buckets" if learner.buckets else "learner.token_budget"
+    return [
+        f"{source}={_shown(learner.row_lens)} with learner.halvings={learner.halvings} makes rows of "
+        f"{', '.join(map(str, bad))} tokens, which mesh.sequence={n} devices cannot share under "
+        f"learner.sequence_parallel={learner.sequence_parallel!r}; make {source} a multiple of {unit}, and set "
+        f"learner.halvings=0 if halves of it are not"
+    ]
 
 
 def doubts(run: RunConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """Logical axis -> mesh axes. A strategy (FSDP, tensor parallel, ...) is a `Rules` value, not code."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -22,6 +23,8 @@ class Rules:
     )
     embed: Axis = None  # the model dimension of activations
     w_embed: Axis = "fsdp"  # the model dimension of weights: gathered just before use
+    attn_heads: Axis = "tensor"  # heads while attention sees whole rows
+    ring: bool = False  # attention leaves rows cut over `time`, which then lie in zig-zag order
 
     def spec(self, *logical: str | None) -> jax.P:
         """PartitionSpec of an array whose dimensions carry these logical axes (None: replicated).
@@ -34,6 +37,20 @@ class Rules:
             raise ValueError(f"{logical} maps one mesh axis twice: {axes}; change one of the rules")
         return jax.P(*axes)
 
+    def n_shards(self, logical: str) -> int:
+        """Devices of the mesh that is set over which this logical axis is cut."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+        return math.prod(sizes[axis] for axis in self.mesh_axes(logical))
+
+    def mesh_axes(self, logical: str) -> tuple[str, ...]:
+        axis = getattr(self, logical)
+        return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+    def whole_rows(self) -> "Rules":
+        """The rules inside attention over whole rows: devices that shared a row share its heads."""
+        heads = self.attn_heads
+        return dataclasses.replace(self, time=None, heads=heads, kv_heads=heads)
+
     def gathered(self, *logical: str | None) -> jax.P:
         """`spec` of a weight at its point of use: the FSDP shards of `w_embed` brought together."""
         return self.spec(*(None if name == "w_embed" else name for name in logical))
@@ -41,5 +58,9 @@ class Rules:
 
 # FSDP and tensor parallelism are one rule set: the mesh sizes decide how much of each there is.
 TRAIN = Rules()
+# Rows cut over the sequence axis, which shares the weights as the fsdp axis does. In attention, Ulysses
+# (https://arxiv.org/abs/2309.14509) cuts heads instead; ring attention (https://arxiv.org/abs/2310.01889) passes keys around.
+ULYSSES = Rules(time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fsdp", "sequence"))
+RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
 DECODE = Rules(batch=None)  # every device steps all slots; weights stay where training keeps them
-PRESETS: dict[str, Rules] = {"train": TRAIN, "decode": DECODE}
+PRESETS: dict[str, Rules] = {"train": TRAIN, "ulysses": ULYSSES, "ring": RING, "decode": DECODE}

@@ -98,7 +98,18 @@ WRONG = [
     (dict(learner__warmup_steps=20, total_steps=10), "warmup_steps=20", "the 10 optimizer steps"),
     (dict(mesh__tensor=-1), "mesh.fsdp and mesh.tensor are -1"),
     (dict(mesh__tensor=0), "mesh.tensor=0", "set 1"),
-    (dict(mesh__sequence=2), "mesh.sequence=2 is not built yet"),
+    (
+        dict(mesh__sequence=3),
+        "token_budget=8192 with learner.halvings=2 makes rows of 2048, 4096, 8192",
+        "mesh.sequence=3",
+        "a multiple of 3",
+    ),
+    (
+        dict(mesh__sequence=16, learner__sequence_parallel="ring", learner__token_budget=4096),
+        "makes rows of 1024 tokens",  # 16 devices x 2 chunks x 64 tokens is 2048
+        "a multiple of 2048",
+        "learner.halvings=0",
+    ),
     (dict(mesh__stage=2), "mesh.stage=2 is not built yet"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),
 ]

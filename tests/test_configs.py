@@ -26,7 +26,7 @@ from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.rewards import functions
 from jaxrl.types import Batch, TrainState
-from sharding import TRAIN, abstract_mesh
+from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEVICES = {"grpo_7b": 64, "grpo_30b_a3b": 64}  # what the docstring says; one where it says nothing
@@ -167,6 +167,10 @@ TABLES = {
 def test_a_key_knows_the_names_of_its_rooms_table(key):
     names, table = TABLES[key]
     assert set(names) == set(table)
+
+
+def test_every_kind_of_sequence_parallelism_is_a_preset_that_cuts_rows():
+    assert all(PRESETS[name].time == "sequence" for name in keys.SEQUENCE_PARALLELS)
 
 
 def refused(make, *args) -> str:

@@ -16,7 +16,7 @@ from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients, on_mesh
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules
+from sharding import Rules, mesh_order, row_order
 
 
 @struct.dataclass
@@ -28,14 +28,19 @@ class GradSums:
 
 
 def put_batch(batch: Batch, rules: Rules) -> Batch:
-    """A host batch onto the mesh, rows over the data-parallel axes."""
+    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules."""
     spec = rules.spec("batch", "time")
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    return jax.device_put(batch, sharding)
+    return jax.device_put(jax.tree.map(lambda rows: mesh_order(rows, rules), batch), sharding)
+
+
+def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
+    """A result [B, T] of the mesh on the host, tokens in their own order."""
+    return row_order(np.asarray(per_token), rules)
 
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:
-    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted."""
+    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
     return jax.jit(functools.partial(score_tokens, cfg=cfg, rules=rules))
 
 
@@ -52,6 +57,7 @@ class Update:
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
+        self.take = functools.partial(take_tokens, rules=rules)
         self.zeros = jax.jit(_zeros)
         self.uncounted = jax.jit(_uncounted)
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)

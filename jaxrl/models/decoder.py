@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, make_spec
@@ -243,7 +244,10 @@ def forward_packed(
     remat: str = "none",
     implementation: str | None = None,
 ) -> Float[Array, "B T D"]:
-    """Final hidden states of packed rows; a token attends causally within its own segment."""
+    """Final hidden states of packed rows; a token attends causally within its own segment.
+
+    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py).
+    """
     return forward_routed(
         model,
         tokens,
@@ -267,9 +271,10 @@ def forward_routed(
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
     """`forward_packed`, and what the routers of a mixture of experts did: None of a dense model."""
     cfg = model.cfg
+    attend_rows = ring_attention if rules.ring else attention
 
     def attend(q, k, v, window, state):
-        out = attention(
+        out = attend_rows(
             q,
             k,
             v,

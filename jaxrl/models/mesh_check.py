@@ -26,6 +26,12 @@ SIZES = {
 def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules = TRAIN) -> None:
     """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide."""
     mistakes = set()
+    sharing = rules.mesh_axes("attn_heads")
+    if cfg.N % math.prod(mesh_sizes.get(axis, 1) for axis in sharing):
+        shown = " x ".join(f"{axis}={mesh_sizes.get(axis, 1)}" for axis in sharing)
+        mistakes.add(
+            f"{cfg.N} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
+        )
     if not cfg.E and (n := _devices(rules.experts, mesh_sizes)) > 1:
         mistakes.add(f"no experts to share over {rules.experts}={n}")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):

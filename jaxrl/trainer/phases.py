@@ -88,7 +88,7 @@ def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict
         def logp(batch: Batch) -> np.ndarray:
             run.stop.check()
             with run.timed(phase):
-                return np.asarray(run.score(params, run.update.put(batch))[0])
+                return run.update.take(run.score(params, run.update.put(batch))[0])
 
         return logp
 

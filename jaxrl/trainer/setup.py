@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
 from jaxrl.types import TrainState
 from sharding import make_mesh
-from sharding.rules import DECODE, TRAIN
+from sharding.rules import DECODE, PRESETS, TRAIN, Rules
 
 
 @contextlib.contextmanager
@@ -64,6 +63,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         stack.enter_context(jax.set_mesh(mesh))
         sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
         progress.status(f"mesh {sizes} of {jax.devices()[0].device_kind} ({jax.default_backend()})")
+        rules = training_rules(cfg)
         checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
         stack.callback(checkpoints.close)
         steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
@@ -71,7 +71,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             cfg.learner, steps * cfg.updates_per_step, decoder_specs(decoder)
         )
         state, host = first_state(
-            cfg, decoder, dtype, optimizer, model_folder, checkpoints, progress
+            cfg, rules, decoder, dtype, optimizer, model_folder, checkpoints, progress
         )
         step = host.get("step", 0)
         if host:
@@ -83,16 +83,16 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             folder=cfg.run_path,
             model_folder=model_folder,
             total_steps=steps,
-            n_ranks=data_parallel_ranks(),
+            n_ranks=rules.n_shards("batch"),
             renderer=renderer,
             iterator=iterator,
             val_prompts=val_prompts,
             rewards=rewards,
             engine=make_engine(cfg, decoder, dtype, model_folder, renderer),
             optimizer=optimizer,
-            update=make_update(cfg, optimizer, TRAIN),
-            score=make_score(cfg, TRAIN),
-            ref_params=reference(cfg, state, step, model_folder, decoder, dtype),
+            update=make_update(cfg, optimizer, rules),
+            score=make_score(cfg, rules),
+            ref_params=reference(cfg, rules, state, step, model_folder, decoder, dtype),
             checkpoints=checkpoints,
             logger=logger,
             progress=progress,
@@ -110,6 +110,11 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         if not run.done:
             warm_up(run)
         yield run
+
+
+def training_rules(cfg: RunConfig) -> Rules:
+    """How scoring and updates lie on the mesh."""
+    return TRAIN if cfg.mesh.sequence == 1 else PRESETS[cfg.learner.sequence_parallel]
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
@@ -165,6 +170,7 @@ def start_devices(
 
 def first_state(
     cfg: RunConfig,
+    rules: Rules,
     decoder: DecoderConfig,
     dtype: jnp.dtype,
     optimizer: Optimizer,
@@ -180,16 +186,17 @@ def first_state(
                 f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
                 "set config.run_dir to the folder of the run, or leave out config.resume"
             )
-        return init_state(load_params(model_folder, decoder, dtype), optimizer), {}
+        return init_state(load_params(model_folder, rules, decoder, dtype), optimizer), {}
     progress.status(f"resuming after step {step}")
     abstract = abstract_state(
-        decoder_specs(decoder), dtype, optimizer, TRAIN, jax.sharding.get_mesh()
+        decoder_specs(decoder), dtype, optimizer, rules, jax.sharding.get_mesh()
     )
     return checkpoints.restore(abstract, step)
 
 
 def reference(
     cfg: RunConfig,
+    rules: Rules,
     state: TrainState,
     step: int,
     model_folder: Path,
@@ -201,13 +208,15 @@ def reference(
         return None
     if step == 0:
         return frozen_copy(state.params)
-    return load_params(model_folder, decoder, dtype)
+    return load_params(model_folder, rules, decoder, dtype)
 
 
-def load_params(folder: Path, decoder: DecoderConfig, dtype: jnp.dtype) -> Decoder:
+def load_params(
+    folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.dtype
+) -> Decoder:
     return load_model(
         folder,
-        rules=TRAIN,
+        rules=rules,
         dtype=dtype,
         stacked=decoder.stacked,
         grouped_matmul=decoder.grouped_matmul,
@@ -231,9 +240,3 @@ def make_engine(
         eos_ids=stop_ids(model_folder, renderer.tokenizer),
         implementation=None if name == "auto" else name,
     )
-
-
-def data_parallel_ranks() -> int:
-    """Ranks that share the rows of a batch on the mesh that is set."""
-    axes = TRAIN.batch if isinstance(TRAIN.batch, tuple) else (TRAIN.batch,)
-    return math.prod(jax.sharding.get_mesh().shape[axis] for axis in axes)

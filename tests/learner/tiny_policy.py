@@ -24,7 +24,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, is_spec
 from jaxrl.types import Prompt, Rollout
-from sharding import make_mesh
+from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
 
 MODEL = DecoderConfig(
@@ -79,10 +79,12 @@ def batches(some: list[Rollout], *, row_len: int, token_budget: int, n_ranks: in
     return [p.batch for p in packed]
 
 
-def new_params(dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0):
+def new_params(
+    dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0, rules: Rules = TRAIN
+):
     """Weights ten times the usual spread, so that the model has opinions; the same for both layouts."""
     listed = dataclasses.replace(model, stacked=False)
-    params = init_params(jax.random.key(seed), decoder_specs(listed), TRAIN, dtype)
+    params = init_params(jax.random.key(seed), decoder_specs(listed), rules, dtype)
     params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
     return stack_layers(params, model) if model.stacked else params
 
@@ -103,20 +105,29 @@ def stack_layers(params, model: DecoderConfig):
 
 
 @functools.cache
-def programs(cfg: RunConfig, model: DecoderConfig = MODEL):
+def programs(cfg: RunConfig, model: DecoderConfig = MODEL, rules: Rules = TRAIN):
     """(optimizer, update, score) of a config, kept so that tests share what they compile."""
     optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
-    return optimizer, make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
+    return optimizer, make_update(cfg, optimizer, rules), make_score(cfg, rules)
 
 
-def new_state(cfg: RunConfig, dtype=jnp.float32, model: DecoderConfig = MODEL):
-    return init_state(new_params(dtype, model), programs(cfg, model)[0])
+def new_state(
+    cfg: RunConfig, dtype=jnp.float32, model: DecoderConfig = MODEL, rules: Rules = TRAIN
+):
+    return init_state(new_params(dtype, model, rules=rules), programs(cfg, model, rules)[0])
 
 
-def update_once(cfg: RunConfig, micro_batches, mesh_sizes: dict, model: DecoderConfig = MODEL):
+def update_once(
+    cfg: RunConfig,
+    micro_batches,
+    mesh_sizes: dict,
+    model: DecoderConfig = MODEL,
+    rules: Rules = TRAIN,
+):
     """(gradient of the loss, metrics, updated parameters) as host arrays."""
     with jax.set_mesh(make_mesh(**mesh_sizes)):
-        state, (_, update, _) = new_state(cfg, model=model), programs(cfg, model)
+        state = new_state(cfg, model=model, rules=rules)
+        _, update, _ = programs(cfg, model, rules)
         total = update.zeros(state.params)
         balance = update.balance(state.params, micro_batches)
         for batch in micro_batches:

@@ -14,7 +14,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
 from jaxrl.models.mesh_check import abstract_forward, check_mesh
 from jaxrl.models.spec import abstract_params, count_params
-from sharding import TRAIN, abstract_mesh, bytes_per_device, make_mesh
+from sharding import RING, TRAIN, ULYSSES, abstract_mesh, bytes_per_device, make_mesh
 
 QWEN2_7B = DecoderConfig(
     family="qwen2",
@@ -51,12 +51,30 @@ def test_a_7b_model_takes_its_share_of_each_device():
     assert share == pytest.approx(2 * 7_615_616_512 / 64, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("rules", "sizes"),
+    [
+        (ULYSSES, dict(fsdp=8, sequence=2, tensor=2)),  # 28 heads over 4, 4 kv heads
+        (ULYSSES, dict(fsdp=2, sequence=14, tensor=2)),  # a head each, 7 copies of the kv heads
+        (RING, dict(fsdp=4, sequence=4, tensor=4)),
+    ],
+)
+def test_a_7b_model_types_with_rows_cut_over_devices(rules, sizes):
+    mesh = abstract_mesh(int(np.prod(list(sizes.values()))), **sizes)
+    logits, grads = abstract_forward(QWEN2_7B, mesh, rules=rules, row_len=14336)
+    assert logits.sharding.spec == rules.spec("batch", "time", "vocab")
+    assert grads.layers.mlp.up.w.sharding.spec == jax.P(None, "tensor", ("fsdp", "sequence"))
+
+
 def test_a_mesh_that_does_not_divide_the_heads_is_one_clear_error():
     check_mesh(SMALL, {"fsdp": 4, "tensor": 2})
     with pytest.raises(ValueError, match=r"2 kv heads over tensor=4.*config\.mesh"):
         check_mesh(SMALL, {"fsdp": 1, "tensor": 4})
     with pytest.raises(ValueError, match=r"128 model features over fsdp=3; .*"):
         check_mesh(SMALL, {"fsdp": 3, "tensor": 8})
+    with pytest.raises(ValueError, match=r"4 query heads over tensor=2 x sequence=4 in attention"):
+        check_mesh(SMALL, {"sequence": 4, "tensor": 2}, ULYSSES)
+    check_mesh(SMALL, {"sequence": 4, "tensor": 2}, RING)
     with pytest.raises(ValueError, match=r"4 kv heads over tensor=8"):
         abstract_forward(QWEN2_7B, abstract_mesh(64, fsdp=8, tensor=8))
 

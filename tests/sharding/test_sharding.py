@@ -7,14 +7,19 @@ import pytest
 
 from sharding import (
     MESH_AXES,
+    RING,
     TRAIN,
+    ULYSSES,
     Rules,
     abstract_mesh,
     bytes_per_device,
     make_mesh,
+    mesh_order,
     put_batch,
     reshard_tree,
+    row_order,
     shardings,
+    zigzag,
 )
 from sharding.mesh import axis_sizes
 
@@ -89,3 +94,26 @@ def test_resharding_a_leaf_that_lies_right_copies_nothing():
         same = reshard_tree({"a": array}, {"a": jax.P("fsdp")})["a"]
         pointer = array.addressable_shards[0].data.unsafe_buffer_pointer()
         assert same.addressable_shards[0].data.unsafe_buffer_pointer() == pointer
+
+
+def test_zigzag_gives_every_device_an_early_and_a_late_chunk():
+    # 12 tokens, 3 devices, chunks of 2: device 0 has chunks 0 and 5, device 1 has 1 and 4, device 2 has 2 and 3
+    assert zigzag(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    with pytest.raises(ValueError, match=r"10 tokens.*3 devices; make its length a multiple of 6"):
+        zigzag(10, 3)
+
+
+@pytest.mark.parametrize("rules", [TRAIN, ULYSSES, RING])
+def test_the_order_of_a_row_comes_back(rules):
+    rows = np.arange(24).reshape(2, 12)
+    with jax.set_mesh(make_mesh(sequence=3)):
+        laid = mesh_order(rows, rules)
+        assert (laid[0].tolist() == list(range(12))) != rules.ring
+        np.testing.assert_array_equal(row_order(laid, rules), rows)
+
+
+def test_whole_rows_exchange_the_cut_of_time_for_one_of_heads():
+    inside = ULYSSES.whole_rows()
+    assert ULYSSES.spec("batch", "time", "heads", None)[1:] == ("sequence", "tensor", None)
+    assert inside.spec("batch", "time", "heads", None)[1:] == (None, ("tensor", "sequence"), None)
+    assert TRAIN.whole_rows() == TRAIN

@@ -122,13 +122,24 @@ def test_packing_does_not_change_the_result(tiny_config, tmp_path):
         np.testing.assert_allclose(first[name], second[name], atol=2e-5, err_msg=name)
 
 
+MESHES = {
+    "fsdp 4, tensor 2": dict(fsdp=4, tensor=2),
+    "ulysses": dict(fsdp=2, sequence=2, tensor=2),
+    "ring": dict(replica=2, fsdp=2, sequence=2),
+}
+
+
 @pytest.mark.slow
-def test_eight_devices_end_with_the_weights_of_one(tiny_config, tmp_path):
+@pytest.mark.parametrize("mesh", MESHES)
+def test_eight_devices_end_with_the_weights_of_one(tiny_config, tmp_path, mesh):
     tiny_config.total_steps = 2
+    tiny_config.learner.mini_batch_prompts = 2  # so that old_logp is scored
     assert train(resolve(tiny_config))
     one = weights(tiny_config.run_dir)
     tiny_config.run_dir = str(tmp_path / "eight")
-    tiny_config.mesh.fsdp, tiny_config.mesh.tensor = 4, 2
+    tiny_config.mesh.update(MESHES[mesh])
+    if mesh in ("ulysses", "ring"):
+        tiny_config.learner.sequence_parallel = mesh
     assert train(resolve(tiny_config))
     eight = weights(tiny_config.run_dir)
     for name in one:

@@ -1,5 +1,9 @@
 """Causal attention over packed rows: one signature, one implementation per backend."""
 
+import math
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blockwise import attention_blockwise
@@ -37,11 +41,41 @@ def attention(
     `window` of them, itself included. Scores are scaled, then soft-capped, in float32.
 
     A segment is one run of equal numbers in its row; padding, segment 0, gives zeros.
+    Rows that lie cut over `rules.time` are exchanged for heads before, and back after (Ulysses,
+    https://arxiv.org/abs/2309.14509); implementations see whole rows.
     `implementation` is config.model.attention: None or "auto" picks for the backend.
+    Raises ValueError where the devices that share the heads do not divide their number.
     """
     attend = choose(
         "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
     )
-    return attend(
-        q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=rules
+    inside = rules.whole_rows()
+    k, v = (_one_for_each(x, q.shape[2], rules) for x in (k, v))
+    spec = inside.spec("batch", "time", "heads", None)
+    q, k, v = (jax.reshard(x, spec) for x in (q, k, v))
+    segments = jax.reshard(segments, inside.spec("batch", "time"))
+    out = attend(
+        q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=inside
     )
+    return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+
+
+def _one_for_each(
+    x: Float[Array, "B T K H"], n_heads: int, rules: Rules
+) -> Float[Array, "B T K2 H"]:
+    """Keys or values with as few copies of each head as give every device of `attn_heads` its own."""
+    B, T, K, H = x.shape
+    n = rules.n_shards("attn_heads")
+    if n_heads % n:
+        shown = " x ".join(rules.mesh_axes("attn_heads"))
+        raise ValueError(
+            f"{n_heads} query heads cannot be shared by {n} devices ({shown}) in attention; set "
+            f"config.mesh sizes whose product divides {n_heads}, or config.learner.sequence_parallel='ring'"
+        )
+    copies = math.lcm(K, n) // K
+    if copies == 1:
+        return x
+    spec = rules.spec("batch", "time", "kv_heads", None, None)
+    wide = jax.lax.broadcast_in_dim(x, (B, T, K, copies, H), (0, 1, 2, 4), out_sharding=spec)
+    out = rules.spec("batch", "time", "kv_heads", None)
+    return jnp.reshape(wide, (B, T, K * copies, H), out_sharding=out)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blocks import (
     BLOCK,
     MASKED,
+    Softmax,
     add_block,
     block_scores,
     finish,
@@ -86,40 +87,50 @@ def _local_attention(how: Scores, query_block: int, q, k, v, segments, window):
     B, T, N, H = q.shape
     G = N // k.shape[2]
     block = min(query_block, T + -T % BLOCK)
-    span = Span.of(*(jnp.repeat(a, G, -1) for a in _visible(segments, window, block)))
-    out = _flash(how, _query_blocks(q, G, block), _key_rows(k), _value_rows(v), span)
-    # [B * blocks, K, block * G, W] -> [B, T, N, H]
-    out = out.reshape(B, -1, N // G, block, G, out.shape[-1])[..., :H]
-    return out.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, N, H)[:, :T].astype(q.dtype)
+    cut = [blocks_of(a, block) for a in visible(segments, window)]
+    span = Span.of(*(jnp.repeat(a, G, -1) for a in cut))
+    out = _flash(how, query_rows(q, G, block), key_rows(k), _value_rows(v), span)
+    return from_query_rows(out, B, G, block)[:, :T, :, :H].astype(q.dtype)
 
 
-def _visible(segments, window, block: int):
-    """First and last key of every query, int32 [B * blocks, block]. A segment is one run of a row."""
+def visible(segments, window):
+    """First and last key of every query, int32 [B, T]; last is -1 at padding. A segment is one run of
+    its row."""
     T = segments.shape[1]
     here = jnp.arange(T, dtype=jnp.int32)
     starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     first = lax.cummax(jnp.where(starts, here, 0), axis=1)
     first = jnp.where(window > 0, jnp.maximum(first, here - window + 1), first)
-    last = jnp.where(segments > 0, here, -1)
-    cut = [pad_axis(a + 1, 1, block).reshape(-1, block) - 1 for a in (first, last)]
-    return cut[0], cut[1]  # behind T: nothing to see, last = -1
+    return first, jnp.where(segments > 0, here, -1)
 
 
-def _query_blocks(q, G: int, block: int):
+def blocks_of(bound, block: int):
+    """int32 [B, T] -> [B * blocks, block], -1 behind T: nothing to see."""
+    return pad_axis(bound + 1, 1, block).reshape(-1, block) - 1
+
+
+def query_rows(q, G: int, block: int):
     """[B, T, N, H] -> float32 [B * blocks, K, block * G, H]"""
     B, _, N, H = q.shape
     q = pad_axis(q.astype(jnp.float32), 1, block).reshape(B, -1, block, N // G, G, H)
     return q.transpose(0, 1, 3, 2, 4, 5).reshape(-1, N // G, block * G, H)
 
 
-def _key_rows(k):
+def from_query_rows(out, B: int, G: int, block: int):
+    """[B * blocks, K, block * G, W] -> [B, T, N, W], T a multiple of the block"""
+    K, W = out.shape[1], out.shape[-1]
+    out = out.reshape(B, -1, K, block, G, W)
+    return out.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, K * G, W)
+
+
+def key_rows(k):
     """[B, T, K, H] -> float32 [B, K, T, H], T and a multiple of 64"""
     return pad_axis(k.astype(jnp.float32), 1, BLOCK).swapaxes(1, 2)
 
 
 def _value_rows(v):
     """[B, T, K, H] -> float32 [B, K, T, W]"""
-    return pad_axis(_key_rows(v), 3, BLOCK)
+    return pad_axis(key_rows(v), 3, BLOCK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -132,19 +143,23 @@ def _flash_forward(how: Scores, q, k, v, span: Span):
     per_row = q.shape[0] // k.shape[0]
 
     def query_block(i):
-        q_i, row = q[i], i // per_row
-
-        def key_block(j, state):
-            k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
-            return add_block(
-                state, q_i, k_j, v_j, _seen(span, i, j), scale=how.scale, softcap=how.softcap
-            )
-
-        state = start(q_i.shape[:2], v.shape[-1])
-        return finish(lax.fori_loop(span.low[i], span.high[i], key_block, state))
+        state = start(q.shape[1:3], v.shape[-1])
+        return finish(mix_keys(how, state, q[i], k, v, i // per_row, span, i))
 
     out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
     return out, (q, k, v, span, out, norm)
+
+
+def mix_keys(how: Scores, state: Softmax, q_i, k, v, row, span: Span, i) -> Softmax:
+    """Takes the keys of `row` that query block i sees into its softmax."""
+
+    def key_block(j, state):
+        k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
+        return add_block(
+            state, q_i, k_j, v_j, _seen(span, i, j), scale=how.scale, softcap=how.softcap
+        )
+
+    return lax.fori_loop(span.low[i], span.high[i], key_block, state)
 
 
 def _flash_backward(how: Scores, saved, d_out):
@@ -153,28 +168,37 @@ def _flash_backward(how: Scores, saved, d_out):
     delta = jnp.sum(out * d_out, axis=-1)
 
     def query_block(grads, i):
-        q_i, do_i, row = q[i], d_out[i], i // per_row
-
-        def key_block(j, carry):
-            dq, dk, dv = carry
-            k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
-            scores = block_scores(q_i, k_j, scale=how.scale, softcap=how.softcap)
-            seen = _seen(span, i, j)
-            p = jnp.exp(jnp.where(seen, scores - norm[i][..., None], MASKED))
-            ds = p * (product(do_i, v_j, transpose_b=True) - delta[i][..., None]) * how.scale
-            if how.softcap is not None:
-                ds *= 1.0 - (scores / how.softcap) ** 2
-            dv = _add_block(dv, product(p, do_i, transpose_a=True), row, j)
-            dk = _add_block(dk, product(ds, q_i, transpose_a=True), row, j)
-            return dq + product(ds, k_j), dk, dv
-
-        carry = jnp.zeros_like(q_i), *grads
-        dq, *grads = lax.fori_loop(span.low[i], span.high[i], key_block, carry)
-        return tuple(grads), dq
+        dq, dk, dv = jnp.zeros_like(q[i]), *grads
+        rows = q[i], d_out[i], norm[i], delta[i]
+        dq, dk, dv = mix_gradients(how, (dq, dk, dv), rows, k, v, i // per_row, span, i)
+        return (dk, dv), dq
 
     grads = jnp.zeros_like(k), jnp.zeros_like(v)
     (dk, dv), dq = lax.scan(query_block, grads, jnp.arange(q.shape[0]))
     return dq, dk, dv, None
+
+
+def mix_gradients(how: Scores, grads, rows, k, v, row, span: Span, i):
+    """Adds to (dq of query block i, dk, dv) what the keys of `row` that it sees bring.
+
+    `rows` is (q, d_out, log of the softmax's sum, Σ out d_out) of the query block.
+    """
+    q_i, do_i, norm_i, delta_i = rows
+
+    def key_block(j, carry):
+        dq, dk, dv = carry
+        k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
+        scores = block_scores(q_i, k_j, scale=how.scale, softcap=how.softcap)
+        seen = _seen(span, i, j)
+        p = jnp.exp(jnp.where(seen, scores - norm_i[..., None], MASKED))
+        ds = p * (product(do_i, v_j, transpose_b=True) - delta_i[..., None]) * how.scale
+        if how.softcap is not None:
+            ds *= 1.0 - (scores / how.softcap) ** 2
+        dv = _add_block(dv, product(p, do_i, transpose_a=True), row, j)
+        dk = _add_block(dk, product(ds, q_i, transpose_a=True), row, j)
+        return dq + product(ds, k_j), dk, dv
+
+    return lax.fori_loop(span.low[i], span.high[i], key_block, grads)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

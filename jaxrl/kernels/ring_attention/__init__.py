@@ -1,0 +1,38 @@
+"""Causal attention over packed rows that stay cut over the mesh: keys travel, queries do not."""
+
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.choice import choose
+from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
+from jaxrl.kernels.ring_attention.reference import ring_reference
+from sharding import Rules
+
+BUILT = {"blockwise": ring_blockwise, "reference": ring_reference}
+PLANNED = {name: "as a step of the ring" for name in ("splash", "mosaic_gpu", "triton", "cudnn")}
+DEFAULTS = {name: ("blockwise", "the one ring that is built") for name in ("cpu", "gpu", "tpu")}
+
+
+def ring_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """What `attention` computes, of rows that lie cut over `rules.time` in zig-zag order (sharding/order.py).
+
+    Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device pass
+    by all others. Causality, segments and windows follow the tokens' own order in the row.
+    `implementation` is config.model.attention: None or "auto" picks for the backend.
+    """
+    attend = choose(
+        "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
+    )
+    return attend(
+        q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=rules
+    )

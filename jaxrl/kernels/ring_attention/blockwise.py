@@ -1,0 +1,191 @@
+"""A ring of block-wise attention: n steps, in each of which the keys of one device meet all queries.
+
+A device holds two chunks of c tokens of each row, one from either half (sharding/order.py), and so do
+the keys that pass by. The online softmax of its queries goes on from step to step; loop bounds are read
+from the segments, so that keys of other segments, or behind the query, cost nothing but their passage.
+Backward sends keys around again, and with them the sums of their gradients, which are home after n steps.
+The next keys are on their way while the present ones are worked on.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import BLOCK, Softmax, finish, start
+from jaxrl.kernels.attention.blockwise import (
+    QUERY_BLOCK,
+    Scores,
+    Span,
+    blocks_of,
+    from_query_rows,
+    key_rows,
+    mix_gradients,
+    mix_keys,
+    query_rows,
+    visible,
+)
+from sharding import Rules, zigzag
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """How scores come about, and the devices that share a row."""
+
+    scores: Scores
+    axes: tuple[str, ...]
+    chunk: int  # tokens
+
+    @property
+    def size(self) -> int:
+        return lax.axis_size(self.axes)
+
+    def bases(self, step):
+        """First row position of the two chunks that are here after `step` steps."""
+        n = self.size
+        source = (lax.axis_index(self.axes) - step) % n
+        return source * self.chunk, (2 * n - 1 - source) * self.chunk
+
+    def pass_on(self, tree):
+        """Everything to the next device."""
+        to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, to_next), tree)
+
+
+def ring_blockwise(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
+    heads, kv_heads = (rules.spec("batch", "time", h, None) for h in ("heads", "kv_heads"))
+    rows = rules.spec("batch", "time")
+    axes = rules.mesh_axes("time")
+    n = rules.n_shards("time")
+    zigzag(q.shape[1], n)  # says what is wrong with a length that cannot be cut
+    ring = Ring(Scores(scale, softcap), axes, q.shape[1] // (2 * n))
+    local = jax.shard_map(
+        functools.partial(_local_ring, ring),
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
+    window = jnp.asarray(window, jnp.int32)
+    return local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+
+
+def _local_ring(ring: Ring, q, k, v, segments, window):
+    B, N, H = q.shape[0], *q.shape[2:]
+    G = N // k.shape[2]
+    block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
+    cut = [blocks_of(a.reshape(2 * B, -1), block) for a in _visible_here(ring, segments, window)]
+    first, last = (jnp.repeat(a, G, -1) for a in cut)
+    keys = [_key_chunks(x) for x in (k, v)]
+    q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
+    out = from_query_rows(_ring(ring, q_rows, *keys, first, last), 2 * B, G, block)
+    return out[:, : ring.chunk].reshape(q.shape).astype(q.dtype)
+
+
+def _key_chunks(k):
+    """[B, 2 c, K, H] -> [2, B, K, c, H], c and a multiple of 64; float32 only while it is worked on"""
+    B, T, K, H = k.shape
+    rows = key_rows(k.reshape(2 * B, T // 2, K, H)).astype(k.dtype)
+    return rows.reshape(B, 2, *rows.shape[1:]).swapaxes(0, 1)
+
+
+def _visible_here(ring: Ring, segments, window):
+    """First and last key of this device's queries, as positions in the row."""
+    T = segments.shape[1]
+    segments = lax.all_gather(segments, ring.axes, axis=1, tiled=True)
+    order = zigzag(segments.shape[1], ring.size)
+    bounds = visible(segments[:, order.argsort()], window)
+    begin = lax.axis_index(ring.axes) * T
+    return [lax.dynamic_slice_in_dim(a[:, order], begin, T, axis=1) for a in bounds]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: Ring, q, k, v, first, last):
+    """q [n, K, M, H], k and v [2, B, K, c, H], first and last [n, M] -> float32 [n, K, M, H]"""
+    return _ring_forward(ring, q, k, v, first, last)[0]
+
+
+def _ring_forward(ring: Ring, q, k, v, first, last):
+    per_row = q.shape[0] // k.shape[1]
+
+    def meet(step, keys, states: Softmax) -> Softmax:
+        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
+
+        def query_block(i):
+            state = jax.tree.map(lambda a: a[i], states)
+            for k, v, span in chunks:
+                state = mix_keys(ring.scores, state, q[i], k, v, i // per_row, span, i)
+            return state
+
+        return lax.map(query_block, jnp.arange(q.shape[0]))
+
+    def step(s, carry):
+        keys, states = carry
+        return ring.pass_on(keys), meet(s, keys, states)
+
+    states = start(q.shape[:3], v.shape[-1])
+    keys, states = lax.fori_loop(0, ring.size - 1, step, ((k, v), states))
+    out, norm = finish(meet(ring.size - 1, keys, states))
+    return out, (q, k, v, first, last, out, norm)
+
+
+def _ring_backward(ring: Ring, saved, d_out):
+    q, k, v, first, last, out, norm = saved
+    per_row = q.shape[0] // k.shape[1]
+    delta = jnp.sum(out * d_out, axis=-1)
+
+    def meet(step, keys, dq, key_grads):
+        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
+
+        def query_block(key_grads, i):
+            dq_i, rows, added = dq[i], (q[i], d_out[i], norm[i], delta[i]), []
+            for (k, v, span), (dk, dv) in zip(chunks, key_grads, strict=True):
+                some = dq_i, dk, dv
+                dq_i, *some = mix_gradients(ring.scores, some, rows, k, v, i // per_row, span, i)
+                added.append(tuple(some))
+            return added, dq_i
+
+        return lax.scan(query_block, key_grads, jnp.arange(q.shape[0]))
+
+    def step(s, carry):
+        keys, dq, key_grads = carry
+        key_grads, dq = meet(s, keys, dq, key_grads)
+        return ring.pass_on(keys), dq, ring.pass_on(key_grads)
+
+    zeros = tuple(jnp.zeros(x.shape[1:], jnp.float32) for x in (k, v))
+    carry = (k, v), jnp.zeros_like(q), [zeros] * 2
+    keys, dq, key_grads = lax.fori_loop(0, ring.size - 1, step, carry)
+    key_grads, dq = meet(ring.size - 1, keys, dq, key_grads)
+    dk, dv = (jnp.stack(chunks) for chunks in zip(*ring.pass_on(key_grads), strict=True))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _chunks(keys) -> tuple[list, list]:
+    """(keys of either chunk, values of either chunk), float32 [B, K, c, H]."""
+    k, v = ([x[i].astype(jnp.float32) for i in range(2)] for x in keys)
+    return k, v
+
+
+def _spans(ring: Ring, step, first, last) -> list[Span]:
+    """What every query sees of either chunk that is here, counted from its start."""
+    return [
+        Span.of(jnp.maximum(first - base, 0), jnp.minimum(last - base, ring.chunk - 1))
+        for base in ring.bases(step)
+    ]

@@ -1,0 +1,178 @@
+"""Attention over rows that are cut over the mesh, against the reference on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.kernels.attention import attention
+from jaxrl.kernels.ring_attention import ring_attention
+from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh, mesh_order, row_order
+
+# Segments of a row of 512 tokens. Over 4 devices a chunk is 64 tokens.
+LENGTHS = [
+    [300, 150],  # crosses borders of all devices, padding at the end
+    [10, 64, 100, 1, 330],
+]
+T = 512
+
+
+def problem(N, K, H, *, dtype=jnp.float32, lengths=LENGTHS, T=T):
+    """q, k, v and a weight for every output, and segments, on the host."""
+    segments = np.zeros((len(lengths), T), np.int32)
+    for row, row_lengths in zip(segments, lengths, strict=True):
+        ends = np.cumsum(row_lengths)
+        for number, (end, length) in enumerate(zip(ends, row_lengths, strict=True), 1):
+            row[end - length : end] = number
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(len(lengths), T, heads, H) for heads in (N, K, K, N)]
+    arrays = [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+    return [np.asarray(a) for a in arrays], segments
+
+
+def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, **options):
+    """Output and the gradients of its weighted sum into q, k, v, in the rows' own order."""
+    options = dict(window=0, softcap=None) | options
+
+    def loss(q, k, v, weight, segments):
+        scale = q.shape[-1] ** -0.5
+        out = attend(q, k, v, segments=segments, scale=scale, rules=rules, **options)
+        return jnp.sum((out * weight).astype(jnp.float32)), out
+
+    with jax.set_mesh(make_mesh(**mesh)):
+        names = ("heads", "kv_heads", "kv_heads", "heads")
+        specs = [rules.spec("batch", "time", name, None) for name in names]
+        inputs = [
+            jax.device_put(in_order(mesh_order, a, rules), spec)
+            for a, spec in zip(
+                (*arrays, segments), (*specs, rules.spec("batch", "time")), strict=True
+            )
+        ]
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+        (_, out), grads = grad(*inputs)
+        return [in_order(row_order, np.asarray(x), rules) for x in (out, *grads)]
+
+
+def in_order(order, array, rules):
+    """mesh_order and row_order speak of [B, T]."""
+    flat = array.reshape(*array.shape[:2], -1)
+    return np.stack([order(flat[..., i], rules) for i in range(flat.shape[-1])], -1).reshape(
+        array.shape
+    )
+
+
+def assert_close(got, want, tol=1e-5):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+
+
+reference = functools.partial(attention, implementation="reference")
+one = functools.partial(value_and_grad, reference, TRAIN, {})
+OPTIONS = dict(window=jnp.int32(200), softcap=5.0)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Arrays, segments, and what one device makes of them."""
+    arrays, segments = problem(4, 2, 16)
+    return arrays, segments, one(arrays, segments, **OPTIONS)
+
+
+QUICK = [
+    (ring_attention, RING, dict(sequence=4)),
+    (ring_attention, RING, dict(fsdp=2, sequence=2, tensor=2)),
+    (attention, ULYSSES, dict(fsdp=2, sequence=2, tensor=2)),
+]
+MORE = [
+    (ring_attention, RING, dict()),
+    (ring_attention, RING, dict(sequence=8)),  # chunks of 32 tokens, padded to blocks of 64
+    (functools.partial(ring_attention, implementation="reference"), RING, dict(sequence=4)),
+    (attention, ULYSSES, dict(sequence=4)),
+]
+
+
+def name(value):
+    return str(getattr(value, "__name__", value)) if not isinstance(value, Rules) else ""
+
+
+@pytest.mark.parametrize(("attend", "rules", "mesh"), QUICK, ids=name)
+def test_cut_rows_give_values_and_gradients_of_the_reference(attend, rules, mesh, alone):
+    arrays, segments, want = alone
+    assert_close(value_and_grad(attend, rules, mesh, arrays, segments, **OPTIONS), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attend", "rules", "mesh"), MORE, ids=name)
+def test_any_number_of_devices_gives_the_same_values_and_gradients(attend, rules, mesh, alone):
+    arrays, segments, want = alone
+    assert_close(value_and_grad(attend, rules, mesh, arrays, segments, **OPTIONS), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [((4, 2, 32), dict()), ((2, 2, 16), dict(softcap=2.0)), ((4, 1, 16), dict(window=100))],
+)
+def test_a_ring_knows_caps_and_windows(heads, options):
+    arrays, segments = problem(*heads)
+    got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments, **options)
+    assert_close(got, one(arrays, segments, **options))
+
+
+def test_chunks_that_are_no_multiple_of_64_are_padded():
+    arrays, segments = problem(4, 2, 16, T=80, lengths=[[33, 40], [80]])
+    got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments)  # chunks of 10
+    assert_close(got, one(arrays, segments))
+
+
+@pytest.mark.slow
+def test_a_ring_in_bfloat16_computes_in_float32():
+    arrays, segments = problem(4, 2, 16, dtype=jnp.bfloat16)
+    got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments)
+    want = one([a.astype(np.float32) for a in arrays], segments)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_close([x.astype(np.float32) for x in got], want, tol=2e-2)  # the results' rounding
+    for x in got:
+        assert not np.any(x[segments == 0]) and np.any(x)  # padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "mesh"),
+    [
+        ((8, 2), dict(sequence=8)),  # four copies of each kv head
+        ((6, 3), dict(sequence=2)),  # two copies of each, where one and a half would do
+    ],
+    ids=str,
+)
+def test_ulysses_copies_kv_heads_that_do_not_divide(heads, mesh):
+    arrays, segments = problem(*heads, 16)
+    got = value_and_grad(attention, ULYSSES, mesh, arrays, segments)
+    assert_close(got, one(arrays, segments))
+
+
+def test_ulysses_moves_heads_by_all_to_all_alone():
+    arrays, segments = problem(8, 2, 16)
+    with jax.set_mesh(make_mesh(sequence=4, tensor=2)):
+        spec = [ULYSSES.spec("batch", "time", h, None) for h in ("heads", "kv_heads", "kv_heads")]
+        q, k, v = (jax.device_put(a, s) for a, s in zip(arrays, spec, strict=False))
+        rows = jax.device_put(segments, ULYSSES.spec("batch", "time"))
+        attend = functools.partial(attention, window=0, softcap=None, scale=0.2, rules=ULYSSES)
+        text = jax.jit(attend).lower(q, k, v, segments=rows).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    assert all("s32" in line for line in gathered), gathered  # the segments' numbers
+    assert " all-to-all(" in text and " collective-permute(" not in text
+
+
+def test_query_heads_that_do_not_divide_are_one_clear_error():
+    arrays, segments = problem(6, 2, 16)
+    with pytest.raises(ValueError, match=r"6 query heads cannot be shared by 4 devices.*'ring'"):
+        value_and_grad(attention, ULYSSES, dict(sequence=4), arrays, segments)
+
+
+def test_a_row_that_cannot_be_cut_is_one_clear_error():
+    arrays, segments = problem(4, 2, 16, T=68, lengths=[[68]])
+    with pytest.raises(ValueError, match=r"68 tokens.*4 devices; make its length a multiple of 8"):
+        value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments)

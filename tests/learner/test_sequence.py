@@ -1,0 +1,77 @@
+"""Rows cut over the sequence axis: every number is that of one device, in its own place."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config, update_once
+
+from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh
+
+# Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk is 8 tokens, a sequence 3 to 21.
+BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
+CFG = run_config(old_logp="rollout", entropy_coef=0.01)
+PRESETS = {"ulysses": ULYSSES, "ring": RING}
+STACKED = dataclasses.replace(MODEL, stacked=True)  # one layer to compile
+QUICK = [
+    ("ulysses", dict(fsdp=2, sequence=2, tensor=2)),
+    ("ring", dict(replica=2, fsdp=2, sequence=2)),
+]
+MORE = [
+    ("ulysses", dict(sequence=2)),
+    ("ulysses", dict(sequence=4)),
+    ("ulysses", dict(replica=2, fsdp=2, sequence=2)),
+    ("ring", dict(sequence=2)),
+    ("ring", dict(sequence=4)),
+    ("ring", dict(sequence=8)),
+    ("ring", dict(fsdp=2, sequence=2, tensor=2)),
+]
+
+
+def numbers(rules: Rules, mesh: dict, model=MODEL):
+    """(logp and entropy of every token, gradient of the loss, metrics, updated parameters)."""
+    _, update, score = programs(CFG, model, rules)
+    with jax.set_mesh(make_mesh(**mesh)):
+        params = new_params(model=model, rules=rules)
+        scores = [[update.take(x) for x in score(params, update.put(b))] for b in BATCHES]
+    return scores, *update_once(CFG, BATCHES, mesh, model, rules)
+
+
+@functools.cache
+def alone(model=MODEL):
+    return numbers(TRAIN, {}, model)
+
+
+def assert_same(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_sequences_lie_across_the_borders_of_devices():
+    batch = BATCHES[0]
+    for n_chunks in (2, 4, 16):
+        border = batch.segments.reshape(4, n_chunks, -1)
+        crossing = (border[:, :-1, -1] == border[:, 1:, 0]) & (border[:, 1:, 0] > 0)
+        assert crossing.any(), n_chunks
+
+
+@pytest.mark.parametrize(("preset", "mesh"), QUICK, ids=str)
+def test_a_cut_row_gives_the_numbers_of_one_device(preset, mesh):
+    assert_same(numbers(PRESETS[preset], mesh, STACKED), alone(STACKED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "mesh"), MORE, ids=str)
+def test_every_cut_gives_the_numbers_of_one_device(preset, mesh):
+    assert_same(numbers(PRESETS[preset], mesh), alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_windows_caps_and_stacked_layers_on_cut_rows(preset):
+    model = dataclasses.replace(
+        MODEL, stacked=True, windows=(9, 0), attn_softcap=5.0, logit_softcap=10.0, qk_norm=True
+    )
+    got = numbers(PRESETS[preset], dict(fsdp=2, sequence=4), model)
+    assert_same(got, alone(model))
