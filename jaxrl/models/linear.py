@@ -97,7 +97,7 @@ def make_spec(prefix: str, n_stacked: int = 0) -> MakeParam:
     lead = (n_stacked,) if n_stacked else ()
 
     def make(name, shape, axes, *, init="normal", hf_shape=None) -> ParamSpec:
-        stacked_axes = (None,) * len(lead) + tuple(axes)
+        stacked_axes = ("layers",) * len(lead) + tuple(axes)
         return ParamSpec(lead + tuple(shape), stacked_axes, init, prefix + name, hf_shape or shape)
 
     return make

@@ -14,6 +14,7 @@ from jaxrl.models.spec import abstract_params, is_spec
 from sharding import TRAIN, Rules
 
 SIZES = {
+    "layers": "layers",
     "heads": "query heads",
     "kv_heads": "kv heads",
     "ffw": "feed-forward features",
@@ -34,6 +35,8 @@ def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules =
         )
     if not cfg.E and (n := _devices(rules.experts, mesh_sizes)) > 1:
         mistakes.add(f"no experts to share over {rules.experts}={n}")
+    if cfg.E and (n := _devices(rules.layers, mesh_sizes)) > 1:
+        mistakes.add(f"experts in {rules.layers}={n} stages of layers, which are not built yet")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical, axis in zip(spec.shape, spec.axes, rules.spec(*spec.axes), strict=True):
             axes = (axis,) if isinstance(axis, str) else axis or ()

@@ -34,7 +34,7 @@ from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
 from jaxrl.types import TrainState
 from sharding import make_mesh
-from sharding.rules import DECODE, PRESETS, TRAIN, Rules
+from sharding.rules import DECODE, PIPELINE, PRESETS, TRAIN, Rules
 
 
 @contextlib.contextmanager
@@ -114,6 +114,8 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
 
 def training_rules(cfg: RunConfig) -> Rules:
     """How scoring and updates lie on the mesh."""
+    if cfg.mesh.stage != 1:
+        return PIPELINE
     return TRAIN if cfg.mesh.sequence == 1 else PRESETS[cfg.learner.sequence_parallel]
 
 
@@ -154,7 +156,9 @@ def start_devices(
     name = cfg.model.dtype
     if name == "auto":
         name = "float32" if backend == "cpu" else "bfloat16"
-    stacked = backend == "tpu" if cfg.model.layers == "auto" else cfg.model.layers == "stacked"
+    stacked = cfg.model.layers == "stacked"
+    if cfg.model.layers == "auto":
+        stacked = backend == "tpu" or cfg.mesh.stage != 1
     decoder = dataclasses.replace(decoder, stacked=stacked, grouped_matmul=cfg.model.grouped_matmul)
     if cfg.learner.router_aux_coef and not decoder.E:
         raise ValueError(

@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config, update_once
+from tiny_policy import MODEL, all_numbers, batches, rollouts, run_config
 
-from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh
+from sharding import RING, TRAIN, ULYSSES, Rules
 
 # Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk is 8 tokens, a sequence 3 to 21.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
@@ -31,12 +31,7 @@ MORE = [
 
 
 def numbers(rules: Rules, mesh: dict, model=MODEL):
-    """(logp and entropy of every token, gradient of the loss, metrics, updated parameters)."""
-    _, update, score = programs(CFG, model, rules)
-    with jax.set_mesh(make_mesh(**mesh)):
-        params = new_params(model=model, rules=rules)
-        scores = [[update.take(x) for x in score(params, update.put(b))] for b in BATCHES]
-    return scores, *update_once(CFG, BATCHES, mesh, model, rules)
+    return all_numbers(CFG, BATCHES, mesh, model, rules)
 
 
 @functools.cache

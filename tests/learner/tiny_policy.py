@@ -22,9 +22,9 @@ from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.spec import init_params, is_spec
+from jaxrl.models.spec import init_params, is_spec, partition_specs
 from jaxrl.types import Prompt, Rollout
-from sharding import Rules, make_mesh
+from sharding import Rules, make_mesh, reshard_tree
 from sharding.rules import TRAIN
 
 MODEL = DecoderConfig(
@@ -86,7 +86,9 @@ def new_params(
     listed = dataclasses.replace(model, stacked=False)
     params = init_params(jax.random.key(seed), decoder_specs(listed), rules, dtype)
     params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
-    return stack_layers(params, model) if model.stacked else params
+    if not model.stacked:
+        return params
+    return reshard_tree(stack_layers(params, model), partition_specs(decoder_specs(model), rules))
 
 
 def stack_layers(params, model: DecoderConfig):
@@ -135,3 +137,14 @@ def update_once(
         grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
         state, metrics = update.update(state, micro_batches)
         return grads, metrics, jax.device_get(state.params)
+
+
+def all_numbers(
+    cfg: RunConfig, micro_batches, mesh_sizes: dict, model: DecoderConfig, rules: Rules
+) -> tuple:
+    """(logp and entropy of every token, gradient of the loss, metrics, updated parameters)."""
+    _, update, score = programs(cfg, model, rules)
+    with jax.set_mesh(make_mesh(**mesh_sizes)):
+        params = new_params(model=model, rules=rules)
+        scores = [[update.take(x) for x in score(params, update.put(b))] for b in micro_batches]
+    return scores, *update_once(cfg, micro_batches, mesh_sizes, model, rules)

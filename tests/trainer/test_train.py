@@ -126,6 +126,7 @@ MESHES = {
     "fsdp 4, tensor 2": dict(fsdp=4, tensor=2),
     "ulysses": dict(fsdp=2, sequence=2, tensor=2),
     "ring": dict(replica=2, fsdp=2, sequence=2),
+    "pipeline": dict(stage=2, fsdp=2, tensor=2),
 }
 
 

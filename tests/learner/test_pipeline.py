@@ -1,0 +1,49 @@
+"""Layers in stages: every number is that of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_policy import MODEL, all_numbers, batches, new_params, rollouts, run_config
+
+from jaxrl.models.hf_load import load_model
+from jaxrl.models.hf_save import save_model
+from sharding import PIPELINE, TRAIN, make_mesh
+
+# Two micro-batches of four rows of 128 tokens, which go through the stages one by one.
+BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
+CFG = run_config(old_logp="rollout", entropy_coef=0.01)
+DEEP = dataclasses.replace(MODEL, L=4, stacked=True, windows=(9, 0, 0, 20))
+
+
+@functools.cache
+def alone():
+    return all_numbers(CFG, BATCHES, {}, DEEP, TRAIN)
+
+
+def assert_same(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_stages_give_the_numbers_of_one_device():
+    mesh = dict(stage=2, fsdp=2, tensor=2)
+    assert_same(all_numbers(CFG, BATCHES, mesh, DEEP, PIPELINE), alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [dict(stage=2), dict(stage=4), dict(stage=2, replica=2, fsdp=2)], ids=str
+)
+def test_any_number_of_stages_gives_the_numbers_of_one_device(mesh):
+    assert_same(all_numbers(CFG, BATCHES, mesh, DEEP, PIPELINE), alone())
+
+
+def test_a_model_in_stages_is_saved_and_loaded_bit_for_bit(tmp_path):
+    with jax.set_mesh(make_mesh(stage=2, fsdp=2, tensor=2)):
+        params = new_params(model=DEEP, rules=PIPELINE)
+        save_model(tmp_path / "model", params)
+        _, again = load_model(tmp_path / "model", rules=PIPELINE, stacked=True)
+        assert again.layers.mlp.up.w.sharding.spec == jax.P("stage", "tensor", "fsdp")
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
