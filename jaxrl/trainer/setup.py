@@ -215,9 +215,7 @@ def reference(
     return load_params(model_folder, rules, decoder, dtype)
 
 
-def load_params(
-    folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.dtype
-) -> Decoder:
+def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.dtype) -> Decoder:
     return load_model(
         folder,
         rules=rules,
