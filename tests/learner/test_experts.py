@@ -11,7 +11,7 @@ from tiny_policy import update_once as update_any
 from jaxrl.learner.step import put_batch
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_routed
-from sharding import TRAIN
+from sharding import RING, TRAIN, ULYSSES
 
 MOE = DecoderConfig(
     family="qwen3_moe",
@@ -66,6 +66,14 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 def test_an_update_does_not_depend_on_the_layout(layout, want):
     packing, mesh = (LAYOUTS | MORE)[layout]
     assert_same(update_once(packing, mesh), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [ULYSSES, RING], ids=["ulysses", "ring"])
+def test_experts_see_the_tokens_of_rows_that_are_cut(rules, want):
+    some = batches(ROLLOUTS, row_len=64, token_budget=64, n_ranks=4)
+    mesh = dict(fsdp=2, expert=2, sequence=2)
+    assert_same(update_any(CFG, some, mesh, model=MOE, rules=rules), want)
 
 
 def test_the_balance_loss_is_that_of_all_tokens_of_the_mini_batch(want, one_device):
