@@ -41,9 +41,11 @@ def test_any_number_of_stages_gives_the_numbers_of_one_device(mesh):
 
 
 def test_a_model_in_stages_is_saved_and_loaded_bit_for_bit(tmp_path):
+    model = dataclasses.replace(DEEP, windows=())
     with jax.set_mesh(make_mesh(stage=2, fsdp=2, tensor=2)):
-        params = new_params(model=DEEP, rules=PIPELINE)
+        params = new_params(model=model, rules=PIPELINE)
         save_model(tmp_path / "model", params)
         _, again = load_model(tmp_path / "model", rules=PIPELINE, stacked=True)
         assert again.layers.mlp.up.w.sharding.spec == jax.P("stage", "tensor", "fsdp")
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
