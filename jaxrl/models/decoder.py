@@ -340,8 +340,9 @@ def forward_routed(
 
     def stage(layers, x, positions, segments):
         attend, live = attend_to(segments, inside), segments > 0
-        options = dict(live=live, rules=inside, remat=remat)
-        return scan_layers(cfg, layers, x, positions, attend, **options)[0]
+        return scan_layers(cfg, layers, x, positions, attend, live=live, rules=inside, remat=remat)[
+            0
+        ]
 
     x = model.embedded(tokens, rules)
     layers = stacked_layers(model, None, rules)
