@@ -18,9 +18,7 @@ class Rules:
     kv_heads: Axis = "tensor"
     ffw: Axis = "tensor"
     vocab: Axis = "tensor"
-    experts: Axis = (
-        "expert"  # experts of a layer; their weights lie on it, tokens go there and back
-    )
+    experts: Axis = "expert"  # the experts of a layer; tokens go there and back
     embed: Axis = None  # the model dimension of activations
     w_embed: Axis = "fsdp"  # the model dimension of weights: gathered just before use
     layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
