@@ -19,8 +19,19 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A Llama of 2 layers with a byte-level tokenizer and the chatml template."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
     cfg = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
+    return write_model(tmp_path_factory.mktemp("tiny") / "model", cfg)
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tmp_path_factory):
+    """A Mixtral of one layer with four experts, two of them for a token."""
+    sizes = dict(L=1, D=32, N=4, K=2, H=8, F=32, V=260, tied=True, max_len=256)
+    cfg = DecoderConfig("mixtral", **sizes, E=4, top_k=2, F_expert=32)
+    return write_model(tmp_path_factory.mktemp("experts") / "model", cfg)
+
+
+def write_model(folder, cfg):
     with jax.set_mesh(make_mesh()):
         save_model(folder, init_model(cfg, seed=0, rules=TRAIN))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -102,6 +102,27 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 4 * 16 + 2 * 6
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_with_its_experts_on_two_devices(tiny_config, tiny_experts):
+    tiny_config.model.path = str(tiny_experts)
+    tiny_config.mesh.expert = 2
+    tiny_config.learner.router_aux_coef = 0.01
+    tiny_config.total_steps = 2
+    assert train(resolve(tiny_config))  # nothing compiles after warm-up
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["mismatch/logp_diff_max"] < 1e-4
+        assert 1.9 < line["router/balance_loss"] < 4 and line["router/load_max"] >= 1
+        aux = 0.01 * line["router/balance_loss"]
+        np.testing.assert_allclose(line["loss/total"], line["loss/policy"] + aux, rtol=1e-4)
+    before = load_file(tiny_experts / "model.safetensors")
+    after = weights(tiny_config.run_dir)
+    assert before.keys() == after.keys()
+    router = "model.layers.0.block_sparse_moe.gate.weight"
+    assert (before[router] != after[router]).any()
+
+
 def test_training_changes_the_weights_and_the_export_is_what_was_trained(tiny_config, tiny_model):
     assert train(resolve(tiny_config))
     before = load_file(tiny_model / "model.safetensors")
