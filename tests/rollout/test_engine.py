@@ -39,9 +39,12 @@ def test_engine_and_trainer_logprobs_agree(one_device, family):
         assert np.min(want) < -1  # the distributions are not so sharp that anything would agree
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_llama_logprobs_are_bitwise_the_trainers(llama, temperature):
-    cfg, params = llama
+@pytest.mark.parametrize(
+    ("family", "temperature"), [("llama", 1.0), ("llama", 0.7), ("qwen3_moe", 1.0)]
+)
+def test_logprobs_are_bitwise_the_trainers(one_device, family, temperature):
+    cfg = FAMILIES[family]
+    params = make_params(cfg)
     requests = make_requests(8, sampling=SamplingConfig(temperature=temperature))
     results = run(make_engine(cfg), params, requests)
     want = trainer_logps(cfg, params, requests, results, temperature)
@@ -49,8 +52,10 @@ def test_llama_logprobs_are_bitwise_the_trainers(llama, temperature):
         np.testing.assert_array_equal(np.array(logps, np.float32), row)
 
 
-def test_greedy_tokens_are_the_full_forwards_argmax(llama):
-    cfg, params = llama
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
+    cfg = FAMILIES[family]
+    params = make_params(cfg)
     requests = make_requests(4, sampling=GREEDY)
     results = run(make_engine(cfg), params, requests)
 
@@ -103,9 +108,12 @@ def test_pages_shorter_than_a_prefill_row_give_the_same(llama):
         np.testing.assert_allclose(logps, want[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=2, tensor=2)])
-def test_a_mesh_gives_the_numbers_of_one_device(sizes):
-    cfg = FAMILIES["llama"]
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", dict(fsdp=2, tensor=2)), ("mixtral", dict(expert=2, tensor=2))],
+)
+def test_a_mesh_gives_the_numbers_of_one_device(family, sizes):
+    cfg = FAMILIES[family]
     requests = make_requests(6, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)
