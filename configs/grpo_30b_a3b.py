@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
     config.learner.lr = 1e-6
     config.learner.warmup_steps = 10
     config.learner.mini_batch_prompts = 128  # four updates a step
-    config.learner.token_budget = 8192
+    config.learner.token_budget = 4096  # the exchange of tokens and experts needs room
     config.learner.buckets = (4096,)
 
     config.reward.functions = ("by_source",)
