@@ -13,6 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.algorithm_rules import algorithm_doubts, algorithm_problems
 from jaxrl.keys import (
     REWARDS,
     AlgorithmConfig,
@@ -111,7 +112,8 @@ def contradictions(run: RunConfig) -> list[str]:
         *_batch_problems(run),
         *_length_problems(run),
         *_page_problems(run),
-        *_algorithm_problems(run),
+        *algorithm_problems(run),
+        *_sample_problems(run),
         *_data_problems(run),
     ]
 
@@ -180,25 +182,16 @@ def _page_problems(run: RunConfig) -> list[str]:
     return problems
 
 
-def _algorithm_problems(run: RunConfig) -> list[str]:
-    problems, algorithm, rollout, evaluation = [], run.algorithm, run.rollout, run.eval
-    if algorithm.advantage == "grpo" and rollout.n == 1:
-        problems.append(
-            "rollout.n=1 gives algorithm.advantage='grpo' nothing to compare a sample with; set rollout.n to 2 or more"
-        )
-    if algorithm.kl == "full" and algorithm.kl_coef == 0:
-        problems.append(
-            "algorithm.kl='full' has no effect with algorithm.kl_coef=0; set algorithm.kl_coef above 0, or "
-            "leave algorithm.kl at 'k3'"
-        )
-    if algorithm.kl == "full" and algorithm.kl_in == "reward":
-        problems.append(
-            "algorithm.kl='full' is a loss over the whole vocabulary and cannot be a token reward; set "
-            "algorithm.kl_in='loss', or algorithm.kl to 'k1', 'abs', 'k2' or 'k3'"
-        )
+def _sample_problems(run: RunConfig) -> list[str]:
+    problems, rollout, evaluation = [], run.rollout, run.eval
     if rollout.sampling.temperature == 0:
         problems.append(
             "rollout.sampling.temperature=0 makes the samples of a group equal, so nothing is learnt; set it above 0"
+        )
+    if rollout.sampling.top_k == 1:
+        problems.append(
+            "rollout.sampling.top_k=1 makes the samples of a group equal, so nothing is learnt; set 0 for the whole "
+            "vocabulary"
         )
     if evaluation.n > 1 and evaluation.sampling.temperature == 0:
         problems.append(
@@ -327,12 +320,16 @@ def doubts(run: RunConfig) -> list[str]:
         f"mesh.stage={stages} stages wait for each other: with {rows} rows a rank they are busy "
         f"{rows / (rows + stages - 1):.0%} of the time; raise learner.token_budget, or set shorter learner.buckets"
     ]
-    return (idle if rows < 2 * stages and stages > 1 else []) + [
-        f"rollout.sampling.{name}={getattr(sampling, name)} cuts the distribution that is sampled, while the update "
-        f"scores the whole one: the ratio is biased (see mismatch/kl); leave it off for training"
-        for name, cut in cuts.items()
-        if cut
-    ]
+    return (
+        (idle if rows < 2 * stages and stages > 1 else [])
+        + [
+            f"rollout.sampling.{name}={getattr(sampling, name)} cuts the distribution that is sampled, while the update "
+            f"scores the whole one: the ratio is biased (see mismatch/kl); leave it off for training"
+            for name, cut in cuts.items()
+            if cut
+        ]
+        + algorithm_doubts(run)
+    )
 
 
 def to_json(run: RunConfig) -> str:

@@ -18,4 +18,6 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # musl, macOS
         return False
     # Arrays come from the one growing heap, and it does not shrink.
-    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_ARENA_MAX, 1))
+    return bool(
+        mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_ARENA_MAX, 1)
+    )

@@ -15,16 +15,44 @@ ATTENTIONS = ("auto", "blockwise", "reference", "splash", "mosaic_gpu", "triton"
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "mosaic_tpu")
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "batched_rpa", "triton")
 TRUNCATIONS = ("error", "left", "right", "middle")
-ADVANTAGES = ("grpo",)
-POLICY_LOSSES = ("ppo_clip",)
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "gae",
+)
+TOKEN_ADVANTAGES = ("reinforce_plus_plus", "gae")  # one number per token, from rewards per token
+GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, "remax"))
+POLICY_LOSSES = (
+    "ppo_clip",
+    "dual_clip",
+    "policy_gradient",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "gmpo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+)
+COV_LOSSES = ("clip_cov", "kl_cov")  # single tokens out by covariance, before the update
 AGGREGATIONS = (
     "token_mean",
     "seq_mean_token_mean",
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
 )
-KLS = ("k1", "abs", "k2", "k3", "full")
+KLS = ("k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+")
+FULL_KLS = ("full", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")
+CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop")
+REJECTIONS = ("none", "geo_mean")
 OLD_LOGPS = ("auto", "rollout", "recompute")
 REMATS = ("full", "dots", "none")
 SEQUENCE_PARALLELS = ("ulysses", "ring")
@@ -68,6 +96,7 @@ class DataConfig:
     filter_overlong_prompts: bool = key(True, "drop prompts longer than max_prompt_len before training")
     truncation: str = key("error", "what is done to an overlong prompt that was not filtered: stop, or cut at that side", among=TRUNCATIONS)
     shuffle: bool = key(True, "shuffle the training prompts anew in every epoch")
+    skip_solved: float = key(0.0, "curriculum: a prompt whose samples reach this mean reward is not asked again, until fewer than a step's prompts are left; 0 = off", least=0)
     system_prompt: str = key("", "put before every conversation that has no system message; '' = none")
     chat_template: str = key("", "path of a Jinja file used instead of the checkpoint's template; '' = the checkpoint's")
 
@@ -103,17 +132,48 @@ class RolloutConfig:
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
     advantage: str = key("grpo", "estimator of advantages", among=ADVANTAGES)
-    norm_adv_by_std: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr.GRPO)")
+    norm_adv_by_std: bool = key(True, "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same as dr_grpo)")
+    gamma: float = key(1.0, "reinforce_plus_plus: discount of later token rewards", least=0, most=1)
     policy_loss: str = key("ppo_clip", "policy loss", among=POLICY_LOSSES)
-    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", least=0, most=1)
-    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high", least=0)
+    clip_low: float = key(0.2, "ratio clipped below 1 - clip_low; of gspo the ratio of a response, of gmpo the log ratio below -clip_low", least=0, most=1)
+    clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (clip-higher: more than clip_low); of gmpo the log ratio above clip_high", least=0)
+    clip_dual: float = key(3.0, "dual_clip: with a negative advantage the ratio counts as at most this", above=1)
+    sapo_tau_positive: float = key(1.0, "sapo: steepness of the gate where the advantage is positive", above=0)
+    sapo_tau_negative: float = key(1.05, "sapo: steepness of the gate where it is not", above=0)
+    cov_fraction: float = key(0.0002, "clip_cov and kl_cov: fraction of a mini-batch's response tokens that are singled out", above=0, most=1)
+    clip_cov_low: float = key(1.0, "clip_cov: tokens of a larger covariance may be singled out")
+    clip_cov_high: float = key(5.0, "clip_cov: tokens of a smaller covariance may be singled out")
+    kl_cov_coef: float = key(1.0, "kl_cov: weight of |logp - old_logp| at the tokens singled out", least=0)
     aggregation: str = key("token_mean", "how token losses become one number; seq_mean_token_sum_norm is Dr.GRPO: sum over tokens / max_response_len", among=AGGREGATIONS)
-    kl: str = key("k3", "estimator of KL(policy | reference)", among=KLS)
-    kl_coef: float = key(0.0, "weight of the KL term; 0 = no reference model is kept", least=0)
+    kl: str = key("k3", "estimator of KL(policy | reference); with + its value but the gradient of k2", among=KLS)
+    kl_coef: float = key(0.0, "weight of the KL term, with kl_target at the start; 0 = no reference model is kept", least=0)
     kl_in: str = key("loss", "where the KL term goes: into the loss, or subtracted from the token rewards", among=KL_PLACES)
-    entropy_coef: float = key(0.0, "weight of the entropy bonus", least=0)
+    kl_target: float = key(0.0, "KL per token that the weight is adapted to; 0 = the weight is fixed", least=0)
+    kl_horizon: float = key(10000.0, "samples over which the adapted weight changes by at most a fifth", above=0)
+    entropy_coef: float = key(0.0, "weight of the entropy bonus, with entropy_target at the start", least=0)
+    entropy_target: float = key(0.0, "entropy per token below which the bonus grows and above which it shrinks and is off; 0 = the weight is fixed", least=0)
+    entropy_delta: float = key(0.0001, "what the adapted entropy weight changes by in a step", above=0)
+    correction: str = key("none", "importance weight for the mismatch of engine and trainer and for staleness", among=CORRECTIONS)
+    correction_low: float = key(0.5, "icepop: tokens whose ratio is below are masked", least=0)
+    correction_high: float = key(2.0, "token_tis, seq_tis: weights are truncated at this; icepop: tokens whose ratio is above are masked", above=0)
+    rejection: str = key("none", "responses left without gradient for a mismatch too large, beside the correction", among=REJECTIONS)
+    rejection_low: float = key(0.99, "geometric mean of the ratios of a response below which it is rejected", least=0)
+    rejection_high: float = key(1.01, "geometric mean of the ratios of a response above which it is rejected", above=0)
     old_logp: str = key("auto", "logprobs in the ratio's denominator: the engine's, or scored by the trainer; auto = recompute only where a step makes more than one update", among=OLD_LOGPS)
+    dynamic_sampling: bool = key(False, "DAPO: drop groups whose rewards are all equal and ask further prompts in their place")
+    dynamic_sampling_batches: int = key(4, "batches of data.prompts_per_step prompts that a step with dynamic_sampling asks at most; then flat groups fill it up", least=1)
+    overlong_filtering: bool = key(False, "DAPO: responses cut off at data.max_response_len count for the advantages of their group but not in the loss")
     drop_flat_groups: bool = key(True, "leave groups whose rewards are all equal out of the update when neither KL nor entropy could learn from them")
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether the entropy is part of the loss."""
+        return self.entropy_coef != 0.0 or self.entropy_target > 0.0
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether tokens of the policy loss carry weights."""
+        return self.correction != "none" or self.rejection != "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +226,8 @@ class RewardConfig:
     weights: tuple[float, ...] = key((), "one per function; () = 1 each")
     workers: int = key(2, "worker processes", least=1)
     timeout_s: float = key(10.0, "seconds one call may take before its worker is killed", above=0)
+    overlong_buffer: int = key(0, "DAPO's soft overlong punishment: the reward falls over the last so many tokens before data.max_response_len; 0 = off", least=0)
+    overlong_penalty: float = key(1.0, "what a response of data.max_response_len tokens loses then", least=0)
     error_value: float = key(0.0, "reward of a response whose function raised, hung or returned no finite number")
 
 

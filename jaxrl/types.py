@@ -31,14 +31,20 @@ class Rollout:
     prompt: Prompt
     sample: int  # 0..n-1 within the prompt's group
     tokens: np.ndarray  # int32 [response_len], the stop token included
-    logp: np.ndarray  # float32 [response_len], log softmax(logits / temperature), before top-k, top-p, min-p
+    logp: (
+        np.ndarray
+    )  # float32 [response_len], log softmax(logits / temperature), before top-k, top-p, min-p
     version: int  # optimizer step of the weights that sampled it
     finish: str  # "stop" | "length"
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     reward_error: str = ""  # why the reward function gave no value; "" when it gave one
-    advantage: float = 0.0
+    baseline: float = 0.0  # reward of the greedy response to the same prompt, where it is needed
+    advantages: np.ndarray | None = None  # float32 [response_len]
+    selected: np.ndarray | None = (
+        None  # bool [response_len], tokens that clip_cov and kl_cov single out
+    )
 
 
 @struct.dataclass
@@ -52,6 +58,7 @@ class Batch:
     mask: Array  # float32 [B, T], 1 where targets[t] is a response token
     response_len: Array  # float32 [B, T], response tokens of the token's sequence; 1 at padding
     advantages: Array  # float32 [B, T]
+    selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov single out
     rollout_logp: Array  # float32 [B, T], from the engine
     old_logp: Array  # float32 [B, T], of the policy at the start of the step
     ref_logp: Array  # float32 [B, T], of the reference policy

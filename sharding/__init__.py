@@ -1,7 +1,7 @@
 """Named mesh axes, and the rules that map logical array axes onto them."""
 
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
-from sharding.order import mesh_order, row_order, zigzag
+from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.rules import DECODE, PIPELINE, PRESETS, RING, TRAIN, ULYSSES, Rules
 from sharding.tree import bytes_per_device, put_batch, reshard_tree, shardings
 
@@ -22,5 +22,6 @@ __all__ = [
     "reshard_tree",
     "row_order",
     "shardings",
+    "unshuffle",
     "zigzag",
 ]

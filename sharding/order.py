@@ -6,8 +6,10 @@ into 2n chunks for n devices, and device i takes chunks i and 2n - 1 - i: each h
 is the order changed; in between every token carries its position and segment with it.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from sharding.rules import Rules
 
@@ -36,3 +38,13 @@ def row_order(rows: Shaped[np.ndarray, "B T"], rules: Rules) -> Shaped[np.ndarra
     if not rules.ring:
         return rows
     return rows[:, np.argsort(zigzag(rows.shape[1], rules.n_shards("time")))]
+
+
+def unshuffle(rows: Shaped[Array, "B T"], rules: Rules) -> Shaped[Array, "B T"]:
+    """`row_order` on the mesh: every device gets whole rows. For what looks at neighbours in a row."""
+    if not rules.ring:
+        return rows
+    n = rules.n_shards("time")
+    chunks = jax.reshard(rows, rules.spec("batch", None)).reshape(len(rows), n, 2, -1)
+    ordered = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], axis=1)], axis=1)
+    return ordered.reshape(rows.shape)

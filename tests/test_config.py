@@ -79,11 +79,48 @@ WRONG = [
     (dict(rollout__max_num_batched_tokens=32), "max_num_batched_tokens=32", "page_len=64"),
     (dict(rollout__n_pages=8), "n_pages=8", "576 tokens", "at least 9"),
     (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
+    (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
+    (dict(algorithm__advantage="remax"), "rollout.n=8", "rollout.n=1", "rloo"),
+    (dict(algorithm__advantage="gae"), "needs the values of a critic", "reinforce_plus_plus"),
+    (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
+    (
+        dict(algorithm__dynamic_sampling=True, rollout__n=1),
+        "dynamic_sampling=True",
+        "groups of one",
+    ),
+    (
+        dict(algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_batches=1),
+        "set 2 or more",
+    ),
+    (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
+    (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
     (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),
+    (dict(rollout__sampling__top_k=1), "rollout.sampling.top_k=1", "set 0"),
     (dict(eval__n=4), "eval.n=4", "eval.sampling.temperature"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
     (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of k1, abs, k2, k3, full"),
+    (dict(algorithm__kl="full+"), "kl='full+'", "kl_coef=0", "above 0"),
+    (dict(algorithm__kl_target=0.1), "kl_target=0.1", "kl_coef=0", "to start from"),
+    (
+        dict(algorithm__correction="token_tis", algorithm__old_logp="rollout"),
+        "correction='token_tis'",
+        "old_logp='auto'",
+    ),
+    (dict(algorithm__correction="tis"), "set one of none, token_tis, seq_tis, icepop"),
+    (
+        dict(algorithm__correction="icepop", algorithm__correction_low=3.0),
+        "correction_low=3.0 is not below algorithm.correction_high=2.0",
+    ),
+    (
+        dict(algorithm__rejection="geo_mean", algorithm__rejection_high=0.5),
+        "rejection_low=0.99 is not below algorithm.rejection_high=0.5",
+    ),
+    (
+        dict(algorithm__policy_loss="clip_cov", algorithm__clip_cov_low=9.0),
+        "clip_cov_low=9.0 is not below",
+    ),
+    (dict(algorithm__policy_loss="kl_cov"), "one update", "learner.epochs=2"),
     (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),
@@ -191,6 +228,20 @@ def test_the_mesh_must_be_of_the_devices_there_are(sizes, n_devices, fits):
 def test_cut_sampling_while_training_is_doubted_not_refused():
     with pytest.warns(UserWarning, match="top_p"):
         resolve(runnable(rollout__sampling__top_p=0.9))
+
+
+DOUBTFUL = [
+    (dict(algorithm__policy_loss="gspo"), "clip_low=3e-4"),
+    (dict(algorithm__policy_loss="gmpo"), "seq_mean_token_mean"),
+    (dict(algorithm__policy_loss="policy_gradient", learner__epochs=2), "makes 2 updates"),
+]
+
+
+@pytest.mark.parametrize("case", DOUBTFUL, ids=lambda case: case[0]["algorithm__policy_loss"])
+def test_losses_far_from_their_papers_are_doubted_not_refused(case):
+    changes, word = case
+    with pytest.warns(UserWarning, match=word):
+        resolve(runnable(**changes))
 
 
 def test_numbers_of_a_step_follow_from_the_keys():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl import keys
-from jaxrl.algorithms import advantages, aggregate, kl, policy_loss
+from jaxrl.algorithms import advantages, aggregate, correction, kl, policy_loss
 from jaxrl.config import LearnerConfig, LogConfig, RunConfig, resolve
 from jaxrl.flags import load_config
 from jaxrl.io.loggers import make_loggers
@@ -149,7 +149,9 @@ TABLES = {
     "advantage": (keys.ADVANTAGES, advantages.ESTIMATORS),
     "policy_loss": (keys.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
     "aggregation": (keys.AGGREGATIONS, aggregate.AGGREGATIONS),
-    "kl": (keys.KLS, {*kl.ESTIMATORS, "full"}),  # full needs all logits: kernels/logprob
+    "kl": (keys.KLS, {*kl.ESTIMATORS, *keys.FULL_KLS}),  # full needs all logits: kernels/logprob
+    "correction": (keys.CORRECTIONS, {"none", *correction.WEIGHTS}),
+    "rejection": (keys.REJECTIONS, {"none", *correction.REJECTIONS}),
     "remat": (keys.REMATS, decoder.REMAT_POLICIES),
     "rewards": (keys.REWARDS, functions.BUILT_IN),
     "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT, *attention.PLANNED}),

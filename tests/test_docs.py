@@ -7,8 +7,9 @@ from importlib.util import find_spec
 import pytest
 
 from jaxrl import config_docs
-from jaxrl.config import RunConfig, resolve
-from jaxrl.flags import load_config
+from jaxrl import keys as config_keys
+from jaxrl.config import RunConfig, default_config, resolve
+from jaxrl.flags import load_config, override
 from jaxrl.schema import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -63,6 +64,41 @@ def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
         for name in re.findall(r"`([^`]+)`", ours):
             assert name in KEYS, f"{theirs} leads to {name}"
         assert ours or remark.startswith(("not needed", "not yet", "not there")), theirs
+
+
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+CHOICES = {
+    "advantage": config_keys.ADVANTAGES,
+    "policy_loss": config_keys.POLICY_LOSSES,
+    "aggregation": config_keys.AGGREGATIONS,
+    "kl": config_keys.KLS,
+    "kl_in": config_keys.KL_PLACES,
+    "correction": config_keys.CORRECTIONS,
+    "rejection": config_keys.REJECTIONS,
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_the_page_of_algorithms_has_a_row_for_every_name(key):
+    table = [line for line in ALGORITHMS.splitlines() if line.startswith("| ")]
+    for name in CHOICES[key]:
+        choice = f"`algorithm.{key}={name}`"
+        assert any(choice in line.split("|")[2] for line in table), f"add a row for {choice}"
+
+
+def test_the_page_of_algorithms_sets_keys_that_exist_to_values_they_take():
+    config = default_config()
+    for name, value in re.findall(
+        r"`((?:algorithm|data|reward|rollout)\.\w+)=([^`]*)`", ALGORITHMS
+    ):
+        override(config, name, value)
+        spec = KEYS[name]
+        assert not spec.among or value in spec.among, f"{name}={value}"
+
+
+def test_every_key_of_the_algorithm_is_on_the_page_of_algorithms():
+    missing = [n for n in KEYS if n.startswith("algorithm.") and f"`{n}" not in ALGORITHMS]
+    assert not missing, f"say in docs/algorithms.md what {missing} are for"
 
 
 def test_every_key_has_its_place_in_the_key_table():

@@ -10,6 +10,7 @@ import sys
 LAYERS = [  # lowest first; rooms of one layer do not import each other
     {"sharding", "jaxrl.types", "jaxrl.schema", "jaxrl.host_memory"},
     {"jaxrl.keys"},
+    {"jaxrl.algorithm_rules"},
     {"jaxrl.config"},
     {
         "jaxrl.kernels",

@@ -1,28 +1,184 @@
-"""Advantages from the rewards of grouped samples. Host arrays: P prompts with n samples each."""
+"""Advantages from rewards. Host arrays: P prompts with n samples each, or N responses of up to T tokens.
+
+An estimator of groups gives one number per response, which stands at each of its tokens; `gae` and
+`reinforce_plus_plus` look at the tokens one by one. All arithmetic is float64: in float32 the mean of
+equal rewards is off by a rounding, which a small standard deviation would blow up.
+"""
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+Groups = Float[np.ndarray, "P n"]
+Tokens = Float[np.ndarray, "N T"]
 
 
-def grpo(
-    rewards: Float[np.ndarray, "P n"], *, norm_by_std: bool = True, eps: float = 1e-6
-) -> Float[np.ndarray, "P n"]:
+def grpo(rewards: Groups, *, norm_by_std: bool = True, eps: float = 1e-6) -> Groups:
     """A = (r - mean(r)) / (std(r) + eps) over each group, with the n - 1 form of std.
 
-    GRPO, section 4.1.2 (https://arxiv.org/abs/2402.03300). Without `norm_by_std` A = r - mean(r):
-    Dr.GRPO, section 3.1 (https://arxiv.org/abs/2503.20783). A group of equal rewards gives zeros.
-    Raises ValueError for groups of one, which have no baseline.
+    GRPO, section 4.1.2 (https://arxiv.org/abs/2402.03300). Without `norm_by_std` it is `dr_grpo`.
+    A group of equal rewards gives zeros. Raises ValueError for groups of one, which have no baseline.
     """
+    r, centred = _centred("grpo", rewards)
+    return _float32(centred / (_std(r) + eps) if norm_by_std else centred)
+
+
+def dr_grpo(rewards: Groups) -> Groups:
+    """A = r - mean(r) over each group: Dr.GRPO (https://arxiv.org/abs/2503.20783).
+
+    Dr.GRPO aggregates by seq_mean_token_sum_norm as well. Raises ValueError for groups of one.
+    """
+    return _float32(_centred("dr_grpo", rewards)[1])
+
+
+def rloo(rewards: Groups) -> Groups:
+    """A_i = r_i - mean of the other n - 1 rewards = (r_i - mean(r)) n / (n - 1).
+
+    RLOO (https://arxiv.org/abs/2402.14740). Raises ValueError for groups of one.
+    """
+    n = rewards.shape[1]
+    return _float32(_centred("rloo", rewards)[1] * n / max(n - 1, 1))
+
+
+def opo(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
+    """A_i = r_i - Σ_j l_j r_j / Σ_j l_j with the lengths l in tokens: the baseline of least variance where
+    the squared gradient of a response grows with its length.
+
+    OPO (https://arxiv.org/abs/2505.23585). Raises ValueError for groups of one.
+    """
+    _check_groups("opo", rewards)
+    r, weights = rewards.astype(np.float64), np.maximum(lengths, 1).astype(np.float64)
+    # Differences to one reward of the group: equal rewards cancel exactly, whatever the weights.
+    above = r - r[:, :1]
+    baseline = (weights * above).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
+    return _float32(above - baseline)
+
+
+def gpg(rewards: Groups) -> Groups:
+    """A = α (r - mean(r)) with α = P / (groups whose rewards differ).
+
+    GPG with F_norm = 1 (https://arxiv.org/abs/2504.02546): groups of equal rewards have no
+    gradient and would only make that of the others smaller. Raises ValueError for groups of one.
+    """
+    r, centred = _centred("gpg", rewards)
+    n_differ = int((r.min(axis=1) != r.max(axis=1)).sum())
+    return _float32(centred * len(r) / max(n_differ, 1))
+
+
+def grpo_passk(rewards: Groups, *, norm_by_std: bool = True, eps: float = 1e-6) -> Groups:
+    """A = (best - second best) for the best response of each group, 0 for the others: what each adds to
+    the group's maximum, max(r) - max of the others.
+
+    Pass@k with k = n (https://arxiv.org/abs/2503.19595); `norm_by_std` divides by std(r) + eps
+    as in verl's grpo_passk. Of equal best ones none gets anything. Raises ValueError for groups of one.
+    """
+    _check_groups("grpo_passk", rewards)
+    r = rewards.astype(np.float64)
+    best = r.argmax(axis=1)
+    ordered = np.sort(r, axis=1)
+    gain = ordered[:, -1] - ordered[:, -2]
+    if norm_by_std:
+        gain = gain / (_std(r)[:, 0] + eps)
+    return _float32(np.eye(r.shape[1])[best] * gain[:, None])
+
+
+def remax(rewards: Groups, baselines: Float[np.ndarray, " P"]) -> Groups:
+    """A = r - b with b the reward of the greedy response to the same prompt.
+
+    ReMax (https://arxiv.org/abs/2310.10505).
+    """
+    return _float32(rewards.astype(np.float64) - baselines.astype(np.float64)[:, None])
+
+
+def reinforce_plus_plus_baseline(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
+    """A = whiten(r - mean(r)): the group's mean is the baseline, the standard deviation is that of all
+    response tokens of the step.
+
+    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Raises ValueError for groups of one.
+    """
+    _, centred = _centred("reinforce_plus_plus_baseline", rewards)
+    return _float32(_whiten(centred, lengths.astype(np.float64)))
+
+
+def reinforce_plus_plus(token_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
+    """A = whiten(Σ_{s >= t} γ^(s - t) r_s), over all response tokens of the step.
+
+    REINFORCE++ (https://arxiv.org/abs/2501.03262). `token_rewards` holds the KL penalty of each
+    token, and the response's reward at its last one. Rows begin at their response's first token.
+    """
+    returns = _discounted(token_rewards * mask, gamma)
+    return _float32(_whiten(returns, mask) * mask)
+
+
+def gae(
+    token_rewards: Tokens, values: Tokens, mask: Tokens, *, gamma: float, lam: float
+) -> tuple[Tokens, Tokens]:
+    """(advantages, returns): A_t = Σ_k (γ λ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} - V_t, returns = A + V.
+
+    GAE, eq. 16 (https://arxiv.org/abs/1506.02438). Rows begin at their response's first token; behind the
+    last one the value is 0. The advantages are not whitened.
+    """
+    values = values.astype(np.float64) * mask
+    following = np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
+    delta = (token_rewards + gamma * following - values) * mask
+    advantages = _discounted(delta, gamma * lam)
+    return _float32(advantages), _float32((advantages + values) * mask)
+
+
+def whiten(x: Tokens, mask: Tokens) -> Tokens:
+    """(x - mean) / std over the counted tokens of all rows, 0 elsewhere."""
+    return _float32(_whiten(x.astype(np.float64), mask) * mask)
+
+
+def _whiten(x: np.ndarray, weight: np.ndarray, eps: float = 1e-8) -> np.ndarray:
+    weight = weight.astype(np.float64)
+    total = max(weight.sum(), 1.0)
+    centred = x - (x * weight).sum() / total
+    variance = (np.square(centred) * weight).sum() / max(total - 1.0, 1.0)
+    if variance <= eps * eps:  # what is left of equal numbers is rounding
+        return np.zeros_like(centred)
+    return centred / np.sqrt(variance + eps)
+
+
+def _discounted(x: np.ndarray, factor: float) -> np.ndarray:
+    """y_t = x_t + factor y_{t+1}."""
+    out = np.zeros(x.shape, np.float64)
+    carry = np.zeros(x.shape[0], np.float64)
+    for t in reversed(range(x.shape[1])):
+        carry = x[:, t] + factor * carry
+        out[:, t] = carry
+    return out
+
+
+def _centred(name: str, rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _check_groups(name, rewards)
+    r = rewards.astype(np.float64)
+    return r, r - r.mean(axis=1, keepdims=True)
+
+
+def _std(r: np.ndarray) -> np.ndarray:
+    return r.std(axis=1, ddof=1, keepdims=True)
+
+
+def _check_groups(name: str, rewards: np.ndarray) -> None:
     if rewards.shape[1] < 2:
         raise ValueError(
-            "grpo compares the samples of a prompt, but there is 1; set config.rollout.n >= 2"
+            f"{name} compares the samples of a prompt, but there is 1; set config.rollout.n >= 2"
         )
-    # float64: in float32 the mean of equal rewards is off by a rounding, which eps would blow up.
-    r = rewards.astype(np.float64)
-    centred = r - r.mean(axis=1, keepdims=True)
-    if norm_by_std:
-        centred = centred / (r.std(axis=1, ddof=1, keepdims=True) + eps)
-    return centred.astype(np.float32)
 
 
-ESTIMATORS = {"grpo": grpo}
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32)
+
+
+ESTIMATORS = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+    "gae": gae,
+}

@@ -1,6 +1,6 @@
 """Which prompts a step gets: shuffled anew in every epoch, restorable to the exact next batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import grain
@@ -14,12 +14,21 @@ class PromptIterator:
     An epoch is len(prompts) // prompts_per_step batches. What is left over (fewer prompts than a
     batch) is dropped: with shuffle another part of the data in every epoch, without it always the tail.
 
+    With `skip_solved` prompts that were marked as solved are passed over, the order goes on from one
+    epoch to the next without a rest, and once fewer than a batch are left unsolved all are asked again.
+
     The order is a pure function of (seed, epoch), by grain's index shuffle in this process, so the
-    state is the number of batches taken and a restore costs nothing.
+    state is the number of batches (or prompts) taken and what is solved, and a restore costs nothing.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, prompts_per_step: int, shuffle: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        prompts_per_step: int,
+        shuffle: bool,
+        seed: int,
+        skip_solved: bool = False,
     ):
         if len(prompts) < prompts_per_step:
             raise ValueError(
@@ -27,11 +36,14 @@ class PromptIterator:
                 "data.prompts_per_step or give more data in data.train"
             )
         self._prompts = prompts
+        self._size, self._skip = prompts_per_step, skip_solved
+        self._solved: set[int] = set()  # prompt ids
         self._identity = {
             "n_prompts": len(prompts),
             "prompts_per_step": prompts_per_step,
             "shuffle": shuffle,
             "seed": seed,
+            "skip_solved": skip_solved,
         }
         order = grain.MapDataset.source(range(len(prompts))).seed(seed)
         if shuffle:
@@ -39,25 +51,48 @@ class PromptIterator:
         self.steps_per_epoch = len(prompts) // prompts_per_step
         # repeat() gives every epoch its own shuffle; batch comes first, so no batch spans two epochs
         self._batches = order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).repeat()
-        self._step = 0
+        self._stream = order.repeat()
+        self._step = 0  # batches taken; with skip_solved prompts looked at
 
     @property
     def epoch(self) -> int:
         """Epoch of the next batch, from 0."""
-        return self._step // self.steps_per_epoch
+        return self._step // (len(self._prompts) if self._skip else self.steps_per_epoch)
+
+    @property
+    def n_solved(self) -> int:
+        """Prompts that are passed over."""
+        return len(self._solved)
+
+    def mark_solved(self, ids: Iterable[int]) -> None:
+        """Prompts that need not be asked again. Has no effect without `skip_solved`."""
+        if self._skip:
+            self._solved.update(ids)
 
     def __iter__(self) -> "PromptIterator":
         return self
 
     def __next__(self) -> list[Prompt]:
+        if self._skip:
+            return self._next_unsolved()
         indices = cast(list[int], self._batches[self._step])
-        batch = [self._prompts[index] for index in indices]
         self._step += 1
-        return batch
+        return [self._prompts[index] for index in indices]
+
+    def _next_unsolved(self) -> list[Prompt]:
+        if len(self._prompts) - len(self._solved) < self._size:
+            self._solved.clear()
+        batch: dict[int, Prompt] = {}  # a batch that spans two epochs has no prompt twice
+        while len(batch) < self._size:
+            prompt = self._prompts[cast(int, self._stream[self._step])]
+            self._step += 1
+            if prompt.id not in self._solved:
+                batch.setdefault(prompt.id, prompt)
+        return list(batch.values())
 
     def state(self) -> dict:
         """What restore() needs, JSON-able."""
-        return {"step": self._step, **self._identity}
+        return {"step": self._step, "solved": sorted(self._solved), **self._identity}
 
     def restore(self, state: dict) -> None:
         """Continues after the batch that was the last one when `state` was taken."""
@@ -65,7 +100,7 @@ class PromptIterator:
             if state[name] != value:
                 raise ValueError(
                     f"the checkpoint's data iterator has {name} = {state[name]}, this run {value}; "
-                    "resume with the data, seed, data.shuffle and data.prompts_per_step it was "
+                    "resume with the data, seed, data.shuffle, data.skip_solved and data.prompts_per_step it was "
                     "saved with, or start in a new run_dir"
                 )
-        self._step = int(state["step"])
+        self._step, self._solved = int(state["step"]), set(state["solved"])

@@ -115,6 +115,11 @@ def gather(
     return [found[item] for item in range(len(found))]
 
 
+def response_field(rollout: Rollout, values: np.ndarray | None) -> np.ndarray:
+    """`values`, one per response token; zeros where there are none yet."""
+    return np.zeros(len(rollout.tokens), np.float32) if values is None else values
+
+
 def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
     if not shapes:
         raise ValueError("no shapes given; set learner.buckets or learner.token_budget")
@@ -305,7 +310,8 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
         flat[where] = values
         return flat
 
-    advantage = np.array([r.advantage for r in rollouts], np.float32)
+    advantages = np.concatenate([response_field(r, r.advantages) for r in rollouts])
+    selected = np.concatenate([response_field(r, r.selected) for r in rollouts])
     return {
         "tokens": filled(all_tokens[source], np.int32),
         "targets": filled(all_tokens[source + 1], np.int32),
@@ -313,7 +319,8 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
         "positions": filled(within, np.int32),
         "mask": filled(is_response, np.float32),
         "response_len": filled(np.repeat(np.maximum(response_len, 1), lens), np.float32, pad=1),
-        "advantages": filled(np.repeat(advantage, lens) * is_response, np.float32),
+        "advantages": filled(advantages, np.float32, where=at[is_response]),
+        "selected": filled(selected, np.float32, where=at[is_response]),
         "rollout_logp": filled(
             np.concatenate([r.logp for r in rollouts]), np.float32, where=at[is_response]
         ),

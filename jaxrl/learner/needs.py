@@ -1,6 +1,7 @@
 """Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
 
 from jaxrl.config import RunConfig
+from jaxrl.keys import FULL_KLS
 
 
 def ratio_source(cfg: RunConfig) -> str:
@@ -34,11 +35,11 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
 
     Raises ValueError for a full KL in the reward, which only has sampled tokens.
     """
-    if not needs_ref(cfg) or cfg.algorithm.kl != "full":
+    if not needs_ref(cfg) or cfg.algorithm.kl not in FULL_KLS:
         return False
     if cfg.algorithm.kl_in != "loss":
         raise ValueError(
-            f"config.algorithm.kl = 'full' is a loss, but kl_in = {cfg.algorithm.kl_in!r}; "
+            f"config.algorithm.kl = {cfg.algorithm.kl!r} is a loss, but kl_in = {cfg.algorithm.kl_in!r}; "
             "set kl_in='loss', or kl='k1'"
         )
     return True
@@ -46,4 +47,9 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
 
 def needs_ref_logp(cfg: RunConfig) -> bool:
     """Whether Batch.ref_logp must be scored with the reference model."""
-    return needs_ref(cfg) and not full_kl_in_loss(cfg)
+    return needs_ref(cfg) and not (full_kl_in_loss(cfg) and cfg.algorithm.kl == "full")
+
+
+def adapts_coefs(cfg: RunConfig) -> bool:
+    """Whether the weights of KL and entropy change from step to step."""
+    return cfg.algorithm.kl_target > 0.0 or cfg.algorithm.entropy_target > 0.0

@@ -10,11 +10,13 @@ import numpy as np
 import optax
 from flax import struct
 
-from jaxrl.config import RunConfig
-from jaxrl.learner.loss import LossSums, count_tokens, policy_loss_sums, score_tokens, zero_sums
+from jaxrl.config import AlgorithmConfig, RunConfig
+from jaxrl.learner.loss import count_tokens, policy_loss_sums, score_tokens
+from jaxrl.learner.needs import adapts_coefs
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients, on_mesh
+from jaxrl.learner.token_loss import Coefs, LossSums, zero_sums
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, mesh_order, row_order
 
@@ -58,7 +60,10 @@ class Update:
         self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
         self.take = functools.partial(take_tokens, rules=rules)
-        self.zeros = jax.jit(_zeros)
+        # As arrays where they change: as constants they would compile anew in every step.
+        self._adapts = adapts_coefs(cfg)
+        self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
+        self.zeros = jax.jit(functools.partial(_zeros, cfg=cfg.algorithm))
         self.uncounted = jax.jit(_uncounted)
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
         self.count = jax.jit(count, donate_argnames="so_far")
@@ -72,19 +77,23 @@ class Update:
         *,
         ref_params: Tree | None = None,
         extra_weight: int | float = 0.0,
+        coefs: Coefs | None = None,
         on_micro_batch: Callable[[int], None] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """(next state, metrics). `state` is donated: nothing of it may be used afterwards.
 
         `extra_weight` counts rollouts without a gradient that were left out of `batches`, in the unit
-        of `algorithm.aggregation` (`idle_weight`). `on_micro_batch(i)` is called when micro-batch i is
+        of `algorithm.aggregation` (`idle_weight`). `coefs` are this update's weights of KL and entropy,
+        where the config adapts them. `on_micro_batch(i)` is called when micro-batch i is
         done. With a load-balancing loss a first pass over the micro-batches counts the tokens of each
         expert (learner/router.py).
         """
         total = self.zeros(state.params)
         balance = self.balance(state.params, batches, extra_weight)
         for i, batch in enumerate(batches):
-            total = self.accumulate(state.params, ref_params, total, self.put(batch), balance)
+            total = self.accumulate(
+                state.params, ref_params, total, self.put(batch), balance, self._arrays(coefs)
+            )
             if on_micro_batch is not None:
                 jax.block_until_ready(total.sums.weight)
                 on_micro_batch(i)
@@ -103,7 +112,9 @@ class Update:
             balance = on_mesh(uncounted, mesh)
             counting = {"count": self.count.lower(state.params, balance, batch)}
         return counting | {
-            "accumulate": self.accumulate.lower(state.params, ref_params, total, batch, balance),
+            "accumulate": self.accumulate.lower(
+                state.params, ref_params, total, batch, balance, self._arrays(None)
+            ),
             "apply": self.apply.lower(state, total, np.float32(0)),
         }
 
@@ -130,11 +141,21 @@ class Update:
         )
         return sum(program._cache_size() for program in programs)
 
+    def _arrays(self, coefs: Coefs | None) -> Coefs | None:
+        """None where the config fixes the weights: then they are constants of the program."""
+        return jax.tree.map(np.float32, coefs or self._coefs) if self._adapts else None
+
     def _accumulate(
-        self, params, ref_params, so_far: GradSums, batch: Batch, balance: Balance | None = None
+        self,
+        params,
+        ref_params,
+        so_far: GradSums,
+        batch: Batch,
+        balance: Balance | None = None,
+        coefs: Coefs | None = None,
     ) -> GradSums:
         def loss(params):
-            return self._loss(params, ref_params, batch, balance)
+            return self._loss(params, ref_params, batch, balance, coefs)
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
         added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
@@ -160,9 +181,9 @@ class Update:
         return apply_gradients(state, grads, self._optimizer, keep=nonfinite), metrics
 
 
-def _zeros(params: Tree) -> GradSums:
+def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:
     grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    return GradSums(grads, zero_sums(params.cfg))
+    return GradSums(grads, zero_sums(cfg, params.cfg))
 
 
 def _uncounted(params: Tree, extra_weight: jax.Array) -> Balance:

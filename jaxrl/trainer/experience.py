@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.advantages import ESTIMATORS
+from jaxrl.algorithms.covariance import covariances, pick_between, pick_largest
 from jaxrl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from jaxrl.config import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import Packed, gather, pack
+from jaxrl.data.packing import Packed, gather, pack, response_field
+from jaxrl.keys import COV_LOSSES
+from jaxrl.trainer.advantage import add_advantages
 from jaxrl.types import Batch, Rollout
 
 Score = Callable[[Batch], np.ndarray]  # packed batch -> logp [B, T] of its targets
@@ -30,21 +32,29 @@ def make_mini_batches(
     n_ranks: int,
     score_old: Score | None,
     score_ref: Score | None,
+    kl_coef: float | None = None,
+    seed: int = 0,
 ) -> tuple[list[MiniBatch], dict[str, float]]:
     """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the rollouts.
 
     `score_old` and `score_ref` are given where the algorithm needs them (learner/needs.py); they see
-    every packed batch once, before the first update.
+    every packed batch once, before the first update. `kl_coef` is this step's, where it is adapted; `seed`
+    draws what an algorithm draws beside the samples.
     """
-    metrics = {}
+    metrics, penalties = {}, None
     if score_ref is not None and cfg.algorithm.kl_in == "reward":
-        rollouts, metrics["reward/kl"] = charge_kl(rollouts, cfg, n_ranks, score_ref)
+        kl = reference_kl(rollouts, cfg, n_ranks, score_ref)
+        metrics["reward/kl"] = float(np.concatenate(kl).mean())
+        kl_coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
+        penalties = [kl_coef * k for k in kl]
         score_ref = None
-    rollouts = add_advantages(rollouts, cfg.algorithm, cfg.rollout.n)
+    rollouts = add_advantages(rollouts, cfg.algorithm, cfg.rollout.n, penalties)
     size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
     result = []
     for start in range(0, len(rollouts), size):
-        active, idle = split_idle(rollouts[start : start + size], cfg)
+        mini = without_overlong(rollouts[start : start + size], cfg)
+        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
+        active, idle = split_idle(mini, cfg)
         packed = pack_rollouts(active, cfg, n_ranks)
         result.append(MiniBatch([with_scores(p, score_old, score_ref) for p in packed], idle))
     n_idle = sum(len(m.idle) for m in result)
@@ -53,36 +63,46 @@ def make_mini_batches(
     return result, metrics
 
 
-def add_advantages(rollouts: Sequence[Rollout], cfg: AlgorithmConfig, n: int) -> list[Rollout]:
-    """Fills `advantage` from the rewards of each prompt's `n` samples, which lie side by side."""
-    rewards = np.array([r.reward for r in rollouts], np.float32).reshape(-1, n)
-    advantages = ESTIMATORS[cfg.advantage](rewards, norm_by_std=cfg.norm_adv_by_std)
-    return [
-        dataclasses.replace(r, advantage=float(a))
-        for r, a in zip(rollouts, advantages.reshape(-1), strict=True)
-    ]
-
-
-def charge_kl(
+def reference_kl(
     rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int, score_ref: Score
-) -> tuple[list[Rollout], float]:
-    """Subtracts kl_coef * sum_t KL_t(policy | reference) from every reward (InstructGPT, eq. 2,
-    https://arxiv.org/abs/2203.02155), with the engine's logprobs as the policy's.
-
-    Returns the mean KL per token, too.
-    """
+) -> list[np.ndarray]:
+    """KL_t(policy | reference) of every response token, with the engine's logprobs as the policy's: what the
+    reward is charged for (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155)."""
     packed = pack_rollouts(rollouts, cfg, n_ranks)
-    kl = gather([token_kl(p.batch, score_ref(p.batch), cfg.algorithm) for p in packed], packed)
-    charged = [
-        dataclasses.replace(r, reward=r.reward - cfg.algorithm.kl_coef * float(k.sum()))
-        for r, k in zip(rollouts, kl, strict=True)
-    ]
-    return charged, float(np.concatenate(kl).mean())
+    return gather([token_kl(p.batch, score_ref(p.batch), cfg.algorithm) for p in packed], packed)
 
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
     """The configured estimate of KL(policy | reference) of every target, [B, T]."""
     return np.asarray(KL_ESTIMATORS[cfg.kl](jnp.asarray(batch.rollout_logp), jnp.asarray(ref_logp)))
+
+
+def without_overlong(rollouts: Sequence[Rollout], cfg: RunConfig) -> list[Rollout]:
+    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): responses that were cut off
+    leave the loss, its denominator included."""
+    if not cfg.algorithm.overlong_filtering:
+        return list(rollouts)
+    return [r for r in rollouts if r.finish != "length"]
+
+
+def select_tokens(
+    rollouts: Sequence[Rollout], cfg: AlgorithmConfig, rng: np.random.Generator
+) -> list[Rollout]:
+    """Fills `selected` where the policy loss singles tokens out by their covariance (clip_cov, kl_cov)."""
+    if cfg.policy_loss not in COV_LOSSES or not rollouts:
+        return list(rollouts)
+    logp = np.concatenate([r.logp for r in rollouts])
+    cov = covariances(logp, np.concatenate([response_field(r, r.advantages) for r in rollouts]))
+    if cfg.policy_loss == "clip_cov":
+        low, high = cfg.clip_cov_low, cfg.clip_cov_high
+        chosen = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
+    else:
+        chosen = pick_largest(cov, fraction=cfg.cov_fraction)
+    ends = np.cumsum([len(r.tokens) for r in rollouts])[:-1]
+    return [
+        dataclasses.replace(r, selected=one)
+        for r, one in zip(rollouts, np.split(chosen, ends), strict=True)
+    ]
 
 
 def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollout], list[Rollout]]:
@@ -91,11 +111,12 @@ def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollou
     be run."""
     algo = cfg.algorithm
     kl_in_loss = algo.kl_coef != 0.0 and algo.kl_in == "loss"
-    learns_anyway = algo.entropy_coef != 0.0 or kl_in_loss or cfg.learner.router_aux_coef != 0.0
+    learns_anyway = algo.has_entropy or kl_in_loss or cfg.learner.router_aux_coef != 0.0
     if learns_anyway or not algo.drop_flat_groups:
         return list(rollouts), []
-    active = [r for r in rollouts if r.advantage != 0.0]
-    return active, [r for r in rollouts if r.advantage == 0.0]
+    active = [r for r in rollouts if r.advantages is None or r.advantages.any()]
+    idle = [r for r in rollouts if r.advantages is not None and not r.advantages.any()]
+    return active, idle
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int) -> list[Packed]:

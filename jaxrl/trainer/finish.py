@@ -1,5 +1,6 @@
 """How a run leaves its folder: checkpoints, export, report, and a word on how to go on."""
 
+import dataclasses
 import shlex
 import sys
 
@@ -13,6 +14,7 @@ def save(run: Run) -> None:
     host = {
         "step": run.step,
         "iterator": run.position,
+        "coefs": dataclasses.asdict(run.coefs),
         "validated_at": run.validated_at,
         "val_metrics": run.val_metrics,
     }

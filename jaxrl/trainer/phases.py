@@ -1,5 +1,6 @@
 """The phases of a step, each timed and shown: sample, reward, experience, update; and validation."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -7,9 +8,11 @@ import numpy as np
 from jaxrl.algorithms.aggregate import idle_weight
 from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
 from jaxrl.rollout.generate import generate
+from jaxrl.trainer.coefficients import adapted, coefficient_metrics
 from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
 from jaxrl.trainer.experience import MiniBatch, Score, make_mini_batches
 from jaxrl.trainer.failure import check_finite
+from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.run import Run
 from jaxrl.types import Batch, Prompt, Rollout, Tree
 
@@ -18,16 +21,60 @@ def train_step(run: Run) -> None:
     """One step on the next prompts. Raises Interrupted only before the first update, so that the step
     can be taken again from its beginning."""
     with run.timed("step"):
-        rollouts, metrics = sample(run, next(run.iterator))
-        rollouts = reward(run, rollouts)
+        rollouts, sampled, metrics = collect(run)
         mini_batches, packing = experience(run, rollouts)
-        metrics |= reward_metrics(rollouts) | packing | update(run, mini_batches)
-    n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
+        metrics |= reward_metrics(sampled) | packing | update(run, mini_batches)
+        metrics |= coefficient_metrics(run.coefs, run.cfg)
+    run.coefs = adapted(run.coefs, metrics, run.cfg, n_samples=len(rollouts))
+    n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in sampled)
     metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
     run.step, run.position, run.whole = run.step + 1, run.iterator.state(), True
     run.logger.metrics(run.step, metrics | run.take_seconds())
-    run.logger.samples(run.step, sample_records(rollouts, kind="train"))
+    run.logger.samples(run.step, sample_records(sampled, kind="train"))
     run.progress.steps(run.step, run.total_steps)
+
+
+def collect(run: Run) -> tuple[list[Rollout], list[Rollout], dict[str, float]]:
+    """(rewarded rollouts to learn from, all that were sampled, metrics).
+
+    With algorithm.dynamic_sampling (DAPO, section 3.2, https://arxiv.org/abs/2503.14476) groups of equal
+    rewards are dropped and further batches of prompts asked, until the step is full or
+    dynamic_sampling_batches were asked; then flat groups fill it up.
+    """
+    cfg = run.cfg
+    n, size = cfg.rollout.n, cfg.data.prompts_per_step
+    n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
+    kept, flat, sampled, engine = [], [], [], []
+    for draw in range(n_batches):
+        rollouts, metrics = sample(run, next(run.iterator), draw=draw)
+        rollouts = reward(run, rollouts)
+        groups = groups_of(rollouts, n)
+        if cfg.data.skip_solved:
+            run.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
+        differ, equal = split_flat(groups) if cfg.algorithm.dynamic_sampling else (groups, [])
+        kept, flat, engine = [*kept, *differ], [*flat, *equal], [*engine, metrics]
+        sampled += punish_overlong(rollouts, cfg)
+        if len(kept) >= size:
+            break
+    metrics = {name: float(np.mean([one[name] for one in engine])) for name in engine[0]}
+    if cfg.algorithm.dynamic_sampling:
+        metrics["rollout/batches"] = float(len(engine))
+        metrics["rollout/flat_fraction"] = len(flat) / (len(flat) + len(kept))
+    if cfg.data.skip_solved:
+        metrics["data/solved"] = float(run.iterator.n_solved)
+    chosen = punish_overlong([r for group in [*kept, *flat][:size] for r in group], cfg)
+    if cfg.algorithm.advantage == "remax":
+        chosen = add_baselines(run, chosen)
+    return chosen, sampled, metrics
+
+
+def add_baselines(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """Fills `baseline` with the reward of a greedy response to the same prompt (ReMax)."""
+    greedy, _ = sample(run, [r.prompt for r in rollouts], greedy=True)
+    greedy = punish_overlong(reward(run, greedy), run.cfg)
+    return [
+        dataclasses.replace(r, baseline=g.reward) for r, g in zip(rollouts, greedy, strict=True)
+    ]
 
 
 def validate(run: Run) -> None:
@@ -40,13 +87,23 @@ def validate(run: Run) -> None:
 
 
 def sample(
-    run: Run, prompts: list[Prompt], *, validation: bool = False
+    run: Run,
+    prompts: list[Prompt],
+    *,
+    validation: bool = False,
+    draw: int = 0,
+    greedy: bool = False,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """The samples of each prompt, side by side, from the trainer's own parameters; rollout/* metrics."""
+    """The samples of each prompt, side by side, from the trainer's own parameters; rollout/* metrics.
+
+    `draw` counts the batches of prompts of one step; `greedy` gives one response a prompt.
+    """
     cfg = run.cfg
     n, sampling = cfg.rollout.n, cfg.rollout.sampling
     if validation:
         n, sampling = cfg.eval.n, cfg.eval.sampling
+    elif greedy:
+        n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
     name = "validation" if validation else "rollout"
     with (
         run.timed("val" if validation else "gen"),
@@ -66,7 +123,7 @@ def sample(
             n=n,
             sampling=sampling,
             max_tokens=cfg.data.max_response_len,
-            seed=run.sampling_seed(validation=validation),
+            seed=run.sampling_seed(validation=validation, draw=draw),
             version=run.step,
             decode=run.renderer.decode,
             on_progress=on_progress,
@@ -99,6 +156,8 @@ def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict
             n_ranks=run.n_ranks,
             score_old=scorer(run.state.params, "old_logp") if needs_old_logp(cfg) else None,
             score_ref=scorer(run.ref_params, "ref") if needs_ref_logp(cfg) else None,
+            kl_coef=run.coefs.kl,
+            seed=run.sampling_seed(validation=False),
         )
 
 
@@ -120,6 +179,7 @@ def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
                 [packed.batch for packed in mini.packed],
                 ref_params=run.ref_params,
                 extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
+                coefs=run.coefs.of_loss(),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:

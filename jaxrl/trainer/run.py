@@ -19,6 +19,7 @@ from jaxrl.learner.step import Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
+from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.interrupt import StopFlag
 from jaxrl.types import Prompt, TrainState
@@ -48,6 +49,7 @@ class Run:
     watch: CompileWatch
     stop: StopFlag
     state: TrainState  # the only reference: an update donates it
+    coefs: Coefficients  # weights of KL and entropy in the next step
     step: int = 0  # steps done
     whole: bool = True  # no update of the next step has changed `state` yet
     position: dict = dataclasses.field(default_factory=dict)  # of the iterator after `step` steps
@@ -77,9 +79,10 @@ class Run:
         armed = self.cfg.assert_no_recompile and self.step > self.first_step
         return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
 
-    def sampling_seed(self, *, validation: bool) -> int:
-        """Seed of this step's samples: a prompt met again in a later step is sampled anew."""
-        entropy = [self.cfg.seed, self.step, int(validation)]
+    def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
+        """Seed of this step's samples: a prompt met again in a later step, or in a later batch of the same
+        step, is sampled anew."""
+        entropy = [self.cfg.seed, self.step, int(validation), *([draw] if draw else [])]
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     @property

@@ -27,6 +27,7 @@ from jaxrl.models.source import resolve_model
 from jaxrl.models.spec import count_params
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
+from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.interrupt import stop_on_signals
@@ -99,6 +100,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             watch=watch,
             stop=stop,
             state=state,
+            coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
             step=step,
             position=iterator.state(),
             first_step=step,
@@ -135,6 +137,7 @@ def load_data(cfg: RunConfig, renderer: ChatRenderer, progress: Progress):
         prompts_per_step=data.prompts_per_step,
         shuffle=data.shuffle,
         seed=cfg.seed,
+        skip_solved=data.skip_solved > 0,
     )
     val_prompts = []
     if data.val:

@@ -40,6 +40,7 @@ def empty_batch(n_rows: int, row_len: int) -> Batch:
         mask=floats,
         response_len=floats + 1.0,
         advantages=floats,
+        selected=floats,
         rollout_logp=floats,
         old_logp=floats,
         ref_logp=floats,

@@ -1,13 +1,30 @@
-"""Group advantages on hand-made rewards."""
+"""Advantages on hand-made rewards, and against a slow reference over random episodes."""
 
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.advantages import ESTIMATORS, grpo
+from jaxrl.algorithms.advantages import (
+    ESTIMATORS,
+    dr_grpo,
+    gae,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    whiten,
+)
 
 
 def rewards(*rows):
     return np.array(rows, np.float32)
+
+
+def lens(*rows):
+    return np.array(rows, np.int64)
 
 
 def test_grpo_divides_by_the_unbiased_std_of_the_group():
@@ -19,25 +36,144 @@ def test_grpo_divides_by_the_unbiased_std_of_the_group():
     np.testing.assert_allclose(got, [[-0.25, -0.25, -0.25, 0.75]], rtol=1e-6)
 
 
-def test_grpo_without_std_is_reward_minus_mean():
-    got = grpo(rewards([0, 4], [1, 2]), norm_by_std=False)
-    np.testing.assert_allclose(got, [[-2, 2], [-0.5, 0.5]], rtol=1e-6)
+def test_dr_grpo_is_reward_minus_mean_and_grpo_without_std_the_same():
+    some = rewards([0, 4], [1, 2])
+    np.testing.assert_allclose(dr_grpo(some), [[-2, 2], [-0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_array_equal(grpo(some, norm_by_std=False), dr_grpo(some))
 
 
-def test_groups_do_not_see_each_other():
-    both = grpo(rewards([0, 1, 2], [5, 5, 8]))
-    np.testing.assert_array_equal(both[1:], grpo(rewards([5, 5, 8])))
+def test_rloo_compares_with_the_mean_of_the_others():
+    # 0 - (3 + 6) / 2, 3 - (0 + 6) / 2, 6 - (0 + 3) / 2
+    np.testing.assert_allclose(rloo(rewards([0, 3, 6])), [[-4.5, 0, 4.5]], rtol=1e-6)
 
 
-def test_equal_rewards_give_no_advantage_even_where_their_mean_rounds():
-    got = grpo(np.full((1, 7), 0.1, np.float32))
-    np.testing.assert_allclose(got, 0.0, atol=1e-9)
+def test_opo_weighs_the_baseline_by_length():
+    # baseline (10 * 1 + 30 * 0) / 40 = 0.25
+    got = opo(rewards([1, 0]), lens([10, 30]))
+    np.testing.assert_allclose(got, [[0.75, -0.25]], rtol=1e-6)
 
 
-def test_a_group_of_one_is_refused_with_what_to_set():
-    with pytest.raises(ValueError, match=r"rollout\.n >= 2"):
-        grpo(rewards([1], [2]))
+def test_gpg_makes_up_for_groups_without_a_gradient():
+    # one of three groups differs: alpha = 3; mean of it 0.5
+    got = gpg(rewards([1, 0], [1, 1], [0, 0]))
+    np.testing.assert_allclose(got, [[1.5, -1.5], [0, 0], [0, 0]], rtol=1e-6)
+    np.testing.assert_array_equal(gpg(rewards([1, 1], [0, 0])), 0.0)
+
+
+def test_passk_rewards_only_what_the_best_one_adds_to_the_maximum():
+    got = grpo_passk(rewards([0, 3, 1], [2, 2, 0]), norm_by_std=False)
+    # 3 - 1; the second group has two best ones, and neither is missed
+    np.testing.assert_allclose(got, [[0, 2, 0], [0, 0, 0]], rtol=1e-6)
+    # mean 1, std = sqrt((1 + 1 + 4 + 0) / 3) = sqrt 2: 2 / sqrt 2
+    got = grpo_passk(rewards([0, 0, 3, 1]), eps=0.0)
+    np.testing.assert_allclose(got, [[0, 0, 2 / 2**0.5, 0]], rtol=1e-6)
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response():
+    got = remax(rewards([1], [0]), np.array([0.25, 1.0], np.float32))
+    np.testing.assert_allclose(got, [[0.75], [-1.0]], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_baseline_whitens_over_all_tokens():
+    # centred 1 (2 tokens), -1 (2), 0 (1), 0 (1): token mean 0, variance 4 / 5
+    got = reinforce_plus_plus_baseline(rewards([3, 1], [2, 2]), lens([2, 2], [1, 1]))
+    want = 1 / 0.8**0.5
+    np.testing.assert_allclose(got, [[want, -want], [0, 0]], atol=1e-6)
+
+
+def test_reinforce_plus_plus_discounts_from_the_end():
+    token_rewards, mask = rewards([0, 0, 4], [2, 0, 0]), rewards([1, 1, 1], [1, 0, 0])
+    # returns with gamma 1/2: 1, 2, 4 and 2; mean 9/4, squares (25 + 1 + 49 + 1) / 16 = 76/16, over 3
+    got = reinforce_plus_plus(token_rewards, mask, gamma=0.5)
+    std = (76 / 16 / 3) ** 0.5
+    want = np.array([[1 - 2.25, 2 - 2.25, 4 - 2.25], [2 - 2.25, 0, 0]]) / std
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_gae_by_hand():
+    # gamma 1/2, lambda 1/2: delta_1 = 1 - 3 = -2; delta_0 = 0 + 3/2 - 1 = 1/2
+    # A_1 = -2, A_0 = 1/2 + 1/4 * -2 = 0; returns A + V
+    got, returns = gae(rewards([0, 1]), rewards([1, 3]), rewards([1, 1]), gamma=0.5, lam=0.5)
+    np.testing.assert_allclose(got, [[0, -2]], rtol=1e-6)
+    np.testing.assert_allclose(returns, [[1, 1]], rtol=1e-6)
+
+
+def slow_gae(r, v, gamma, lam):
+    """Eq. 16 as it stands: a double loop over the episode."""
+    v = [*v, 0.0]
+    delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+    return [
+        sum((gamma * lam) ** k * delta[t + k] for k in range(len(r) - t)) for t in range(len(r))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_of_random_episodes_is_the_double_loop_whatever_stands_behind_their_end(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, 6)
+    mask = (np.arange(12) < lengths[:, None]).astype(np.float32)
+    r, v = rng.standard_normal((2, 6, 12)).astype(np.float32)
+    gamma, lam = rng.uniform(0.8, 1.0, 2)
+    got, returns = gae(r, v, mask, gamma=gamma, lam=lam)
+    for row, n in enumerate(lengths):
+        want = slow_gae(r[row, :n], v[row, :n], gamma, lam)
+        np.testing.assert_allclose(got[row, :n], want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(returns[row, :n], want + v[row, :n], rtol=1e-4, atol=1e-5)
+        assert not got[row, n:].any() and not returns[row, n:].any()
+
+
+def test_lambda_one_gives_the_return_minus_the_value():
+    r, v = rewards([1, 2, 3]), rewards([5, 5, 5])
+    got, returns = gae(r, v, np.ones((1, 3), np.float32), gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(returns, [[6, 5, 3]], rtol=1e-6)
+    np.testing.assert_allclose(got, [[1, 0, -2]], rtol=1e-6)
+
+
+def test_whitened_tokens_have_mean_zero_and_variance_one():
+    x, mask = rewards([1, 2, 99], [4, 5, 6]), rewards([1, 1, 0], [1, 1, 1])
+    got = whiten(x, mask)
+    assert got[0, 2] == 0
+    kept = got[mask > 0]
+    np.testing.assert_allclose([kept.mean(), kept.var(ddof=1)], [0, 1], atol=1e-6)
+
+
+LENGTHS = lens([1, 2, 3, 4], [4, 3, 2, 1])
+GROUPS = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": lambda r: opo(r, LENGTHS[: len(r), : r.shape[1]]),
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+    "reinforce_plus_plus_baseline": lambda r: reinforce_plus_plus_baseline(
+        r, LENGTHS[: len(r), : r.shape[1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_best_of_a_group_is_raised_and_no_worse_one_above_it(name):
+    got = GROUPS[name](rewards([0, 1, 2, 5]))[0]
+    assert got[3] > 0 and got[3] == got.max()
+    assert got[0] == got.min() and (got[0] < 0 or name == "grpo_passk")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_equal_rewards_give_no_advantage_even_where_their_mean_rounds(name):
+    assert not GROUPS[name](np.full((2, 3), 0.1, np.float32)).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"])
+def test_groups_do_not_see_each_other(name):
+    both = GROUPS[name](rewards([0, 1, 2, 2], [5, 5, 8, 1]))
+    np.testing.assert_array_equal(both[:1], GROUPS[name](rewards([0, 1, 2, 2])))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_of_one_is_refused_with_what_to_set(name):
+    with pytest.raises(ValueError, match=rf"{name} compares.*rollout\.n >= 2"):
+        GROUPS[name](rewards([1], [2]))
 
 
 def test_the_table_names_the_estimators():
-    assert ESTIMATORS["grpo"] is grpo
+    assert all(function.__name__ == name for name, function in ESTIMATORS.items())

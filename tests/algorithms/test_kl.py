@@ -40,6 +40,25 @@ def test_gradients(name, want):
     np.testing.assert_allclose(got[0], want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
+    logp, ref = row(-1.0, -1.0), row(-1.0 - LN2, -1.0 + LN2)
+
+    def total(logp):
+        return jnp.sum(ESTIMATORS[f"{name}+"](logp, ref))
+
+    value = ESTIMATORS[f"{name}+"](logp, ref)
+    np.testing.assert_allclose(value, ESTIMATORS[name](logp, ref), rtol=1e-6)
+    # the gradient of d^2 / 2 is d
+    np.testing.assert_allclose(jax.grad(total)(logp)[0], [LN2, -LN2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["abs", "k2", "k3", "k1+", "abs+", "k3+"])
+def test_equal_models_are_not_pushed_apart(name):
+    grad = jax.grad(lambda logp: jnp.sum(ESTIMATORS[name](logp, row(-1.0))))(row(-1.0))
+    np.testing.assert_array_equal(grad, 0.0)
+
+
 def test_k3_keeps_its_digits_where_the_models_agree():
     # d = 2^-13, exact in float32: d^2 / 2 = 2^-27, lost in 1 + d - 1 - d
     got = ESTIMATORS["k3"](row(-1.0), row(-1.0 - 2.0**-13))

@@ -1,12 +1,26 @@
-"""The clipped surrogate on hand-made ratios, its gradient, and which tokens it cuts off."""
+"""Policy losses on hand-made ratios, their gradients, and which tokens they cut off."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxrl.algorithms.policy_loss import POLICY_LOSSES, is_clipped, ppo_clip
+from jaxrl.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    cispo,
+    clip_cov,
+    dual_clip,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    policy_gradient,
+    ppo_clip,
+    sapo,
+)
 
 CLIP = dict(clip_low=0.2, clip_high=0.3)
+TAU = dict(tau_positive=1.0, tau_negative=2.0)
 
 
 def row(*values):
@@ -15,31 +29,164 @@ def row(*values):
 
 RATIOS = row(1.0, 1.5, 1.5, 0.5, 0.5)
 ADVANTAGES = row(2.0, 2.0, -2.0, 2.0, -2.0)
+LOGP, OLD = jnp.log(RATIOS), jnp.zeros((1, 5))
+
+
+def slope(loss, logp=LOGP):
+    """d Σ loss / d logp of every token."""
+    return jax.grad(lambda logp: jnp.sum(loss(logp)))(logp)
 
 
 def test_ppo_clip_takes_the_worse_of_ratio_and_clipped_ratio():
-    got = ppo_clip(jnp.log(RATIOS), jnp.zeros((1, 5)), ADVANTAGES, **CLIP)
+    got = ppo_clip(LOGP, OLD, ADVANTAGES, **CLIP)
     # -1 * 2; clipped to 1.3: -1.3 * 2; negative advantage keeps the larger ratio: 1.5 * 2;
     # positive keeps the smaller: -.5 * 2; clipped to .8: .8 * 2
     np.testing.assert_allclose(got, [[-2.0, -2.6, 3.0, -1.0, 1.6]], rtol=1e-6)
 
 
-def test_the_gradient_is_cut_off_exactly_at_the_clipped_tokens():
-    logp, old = jnp.log(RATIOS), jnp.zeros((1, 5))
-    grad = jax.grad(lambda logp: jnp.sum(ppo_clip(logp, old, ADVANTAGES, **CLIP)))(logp)
+def test_ppo_clip_cuts_the_gradient_off_exactly_where_it_clips():
     # d(-r A)/dlogp = -r A where it is not cut: -2, 0, 3, -1, 0
+    grad = slope(lambda logp: ppo_clip(logp, OLD, ADVANTAGES, **CLIP))
     np.testing.assert_allclose(grad, [[-2.0, 0.0, 3.0, -1.0, 0.0]], rtol=1e-6)
-    clipped = is_clipped(logp, old, ADVANTAGES, **CLIP)
-    np.testing.assert_array_equal(clipped, grad == 0)
 
 
-def test_descent_raises_good_tokens_and_lowers_bad_ones():
+def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
+    ratios, advantages = row(5.0, 5.0, 2.0), row(2.0, -2.0, -2.0)
+    old = jnp.zeros((1, 3))
+
     def loss(logp):
-        return jnp.sum(ppo_clip(logp, row(-1.0, -1.0), row(1.0, -1.0), **CLIP))
+        return dual_clip(logp, old, advantages, **CLIP, clip_dual=3.0)
 
-    good, bad = jax.grad(loss)(row(-1.0, -1.0))[0]
-    assert good < 0 < bad
+    # -1.3 * 2; min(5 * 2, 3 * 2); 2 * 2 is below 6
+    np.testing.assert_allclose(loss(jnp.log(ratios)), [[-2.6, 6.0, 4.0]], rtol=1e-6)
+    np.testing.assert_allclose(slope(loss, jnp.log(ratios)), [[0.0, 0.0, 4.0]], rtol=1e-6)
+
+
+def test_policy_gradient_is_minus_advantage_times_logprob():
+    got = policy_gradient(row(-1.0, -2.0), row(3.0, -0.5))
+    np.testing.assert_allclose(got, [[3.0, -1.0]])
+    grad = slope(lambda logp: policy_gradient(logp, row(3.0, -0.5)), row(-1.0, -2.0))
+    np.testing.assert_allclose(grad, [[-3.0, 0.5]])
+
+
+# Two responses in a row, of 2 tokens (after one of the prompt) and of 1; log ratios .2 and .4, and -.5.
+SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0]], jnp.int32)
+MASK = row(0, 1, 1, 0, 1, 0)
+LOG_RATIOS = row(0, 0.2, 0.4, 0, -0.5, 0)
+OF_RESPONSES = row(0, 2.0, 2.0, 0, -1.0, 0)
+RESPONSE = (jnp.zeros((1, 6)), OF_RESPONSES, MASK, SEGMENTS)
+
+
+def counted(x):
+    return np.asarray(x)[0, [1, 2, 4]]
+
+
+@pytest.mark.parametrize("loss", [gspo, gspo_token])
+def test_gspo_has_one_ratio_for_a_response(loss):
+    # s = exp((.2 + .4) / 2) = e^.3 = 1.3499, cut at 1.3; exp(-.5) = .6065 with A < 0 is cut at .8
+    wide = loss(LOG_RATIOS, *RESPONSE, clip_low=0.5, clip_high=0.5)
+    np.testing.assert_allclose(counted(wide), [-2 * np.e**0.3] * 2 + [np.e**-0.5], rtol=1e-6)
+    tight = loss(LOG_RATIOS, *RESPONSE, **CLIP)
+    np.testing.assert_allclose(counted(tight), [-2.6, -2.6, 0.8], rtol=1e-6)
+    grad = slope(lambda logp: loss(logp, *RESPONSE, **CLIP), LOG_RATIOS)
+    np.testing.assert_array_equal(grad, 0.0)
+
+
+@pytest.mark.parametrize("loss", [gspo, gspo_token])
+def test_the_gradient_of_gspo_is_shared_by_the_tokens_of_a_response(loss):
+    # the sum over two tokens of -2 s: each logp takes part in both with 1/2: -2 s
+    grad = slope(lambda x: loss(x, *RESPONSE, clip_low=0.5, clip_high=0.5), LOG_RATIOS)
+    np.testing.assert_allclose(counted(grad), [-2 * np.e**0.3] * 2 + [np.e**-0.5], rtol=1e-6)
+
+
+def test_gspo_token_follows_the_advantage_of_each_token():
+    advantages = row(0, 2.0, 1.0, 0, -1.0, 0)
+
+    def loss(logp):
+        return gspo_token(
+            logp, RESPONSE[0], advantages, MASK, SEGMENTS, clip_low=0.5, clip_high=0.5
+        )
+
+    want = [-2 * np.e**0.3, -(np.e**0.3), np.e**-0.5]
+    np.testing.assert_allclose(counted(slope(loss, LOG_RATIOS)), want, rtol=1e-6)
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient():
+    # -clip(r) A logp with clip to [.8, 1.3]; its slope is -clip(r) A
+    weight = np.array([1.0, 1.3, 1.3, 0.8, 0.8])
+    got = cispo(LOGP, OLD, ADVANTAGES, **CLIP)
+    np.testing.assert_allclose(got[0], -weight * ADVANTAGES[0] * LOGP[0], rtol=1e-6)
+    grad = slope(lambda logp: cispo(logp, OLD, ADVANTAGES, **CLIP))
+    np.testing.assert_allclose(grad[0], -weight * ADVANTAGES[0], rtol=1e-6)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    # A > 0: .2 and min(.4, .3) -> e^.25; A < 0: max(-.5, -.2) -> e^-.2
+    want = [-2 * np.e**0.25] * 2 + [np.e**-0.2]
+    got = gmpo(LOG_RATIOS, *RESPONSE, **CLIP)
+    np.testing.assert_allclose(counted(got), want, rtol=1e-6)
+    # only the token that is not cut has a gradient: 2 tokens x -2 e^.25 / 2
+    grad = slope(lambda logp: gmpo(logp, *RESPONSE, **CLIP), LOG_RATIOS)
+    np.testing.assert_allclose(counted(grad), [-2 * np.e**0.25, 0, 0], rtol=1e-6)
+
+
+def test_sapo_is_a_gate_of_slope_one_on_policy():
+    # 4 sigmoid(0) A = 2 A for tau 1 and 4 / 2 / 2 A = A for tau 2
+    got = sapo(OLD[:, :2], OLD[:, :2], row(3.0, -3.0), **TAU)
+    np.testing.assert_allclose(got, [[-6.0, 3.0]], rtol=1e-6)
+    grad = slope(lambda logp: sapo(logp, OLD[:, :2], row(3.0, -3.0), **TAU), OLD[:, :2])
+    np.testing.assert_allclose(grad, [[-3.0, 3.0]], rtol=1e-6)
+    # off policy r = 1.5, tau 2, A = -2: slope 4 sigmoid(1) sigmoid(-1) r A = 4 * .196612 * 1.5 * 2
+    grad = slope(lambda logp: sapo(logp, OLD, ADVANTAGES, **TAU))
+    np.testing.assert_allclose(grad[0, 2], 4 * 0.19661193 * 1.5 * 2, rtol=1e-5)
+
+
+SELECTED = jnp.array([[True, False, True, False, False]])
+
+
+def test_clip_cov_is_ppo_without_the_selected_tokens():
+    def loss(logp):
+        return clip_cov(logp, OLD, ADVANTAGES, SELECTED, **CLIP)
+
+    np.testing.assert_allclose(loss(LOGP), [[0, -2.6, 0, -1.0, 1.6]], rtol=1e-6)
+    np.testing.assert_allclose(slope(loss), [[0, 0, 0, -1.0, 0]], rtol=1e-6)
+
+
+def test_kl_cov_holds_the_selected_tokens():
+    # -r A: -2, -3, 3, -1, 1; plus 4 |log r| at the first (0) and the third (4 ln 1.5)
+    def loss(logp):
+        return kl_cov(logp, OLD, ADVANTAGES, SELECTED, kl_cov_coef=4.0)
+
+    want = [[-2, -3, 3 + 4 * np.log(1.5), -1, 1]]
+    np.testing.assert_allclose(loss(LOGP), want, rtol=1e-6)
+    # slopes -r A, and + 4 where log r > 0
+    np.testing.assert_allclose(slope(loss), [[-2, -3, 3 + 4, -1, 1]], rtol=1e-6)
+
+
+SMALL = dict(clip_low=0.2, clip_high=0.2)
+ONE_TOKEN_EACH = (row(1, 1), jnp.array([[1, 2]], jnp.int32))
+NOTHING = jnp.zeros((1, 2), bool)
+ON_POLICY = {
+    "ppo_clip": lambda *x: ppo_clip(*x, **SMALL),
+    "dual_clip": lambda *x: dual_clip(*x, **SMALL, clip_dual=3.0),
+    "policy_gradient": lambda logp, old, a: policy_gradient(logp, a),
+    "gspo": lambda *x: gspo(*x, *ONE_TOKEN_EACH, **SMALL),
+    "gspo_token": lambda *x: gspo_token(*x, *ONE_TOKEN_EACH, **SMALL),
+    "cispo": lambda *x: cispo(*x, **SMALL),
+    "gmpo": lambda *x: gmpo(*x, *ONE_TOKEN_EACH, **SMALL),
+    "sapo": lambda *x: sapo(*x, **TAU),
+    "clip_cov": lambda *x: clip_cov(*x, NOTHING, **SMALL),
+    "kl_cov": lambda *x: kl_cov(*x, NOTHING, kl_cov_coef=1.0),
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_every_loss_has_the_plain_policy_gradient(name):
+    """Descent raises good tokens and lowers bad ones, by -A at ratio 1."""
+    old = row(-1.0, -2.0)
+    grad = slope(lambda logp: ON_POLICY[name](logp, old, row(1.5, -0.5)), old)
+    np.testing.assert_allclose(grad, [[-1.5, 0.5]], rtol=1e-6)
 
 
 def test_the_table_names_the_losses():
-    assert POLICY_LOSSES["ppo_clip"] is ppo_clip
+    assert all(function.__name__ == name for name, function in POLICY_LOSSES.items())

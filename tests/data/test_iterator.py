@@ -11,8 +11,10 @@ def prompts(n):
     return [Prompt(id=i, messages=(), tokens=np.zeros(1, np.int32), answer="") for i in range(n)]
 
 
-def iterate(n=10, per_step=3, shuffle=True, seed=5):
-    return PromptIterator(prompts(n), prompts_per_step=per_step, shuffle=shuffle, seed=seed)
+def iterate(n=10, per_step=3, shuffle=True, seed=5, skip_solved=False):
+    return PromptIterator(
+        prompts(n), prompts_per_step=per_step, shuffle=shuffle, seed=seed, skip_solved=skip_solved
+    )
 
 
 def take(iterator, n):
@@ -71,3 +73,38 @@ def test_too_few_prompts_for_a_step_is_an_error():
 def test_state_of_other_data_is_refused():
     with pytest.raises(ValueError, match="has n_prompts = 11, this run 10"):
         iterate(n=10).restore(iterate(n=11).state())
+
+
+def test_solved_prompts_are_passed_over_until_too_few_are_left():
+    iterator = iterate(n=6, per_step=2, shuffle=False, skip_solved=True)
+    assert take(iterator, 1) == [[0, 1]]
+    iterator.mark_solved([2, 5])
+    # 2 and 5 are passed over, and the order goes on into the next epoch
+    assert take(iterator, 3) == [[3, 4], [0, 1], [3, 4]]
+    iterator.mark_solved([0, 1, 3])
+    assert iterator.n_solved == 5
+    # only 4 is unsolved, fewer than a step: all are asked again
+    assert take(iterator, 1) == [[5, 0]]
+    assert iterator.n_solved == 0
+
+
+def test_a_step_that_spans_two_epochs_has_no_prompt_twice():
+    iterator = iterate(n=4, per_step=3, skip_solved=True)
+    for batch in take(iterator, 40):
+        assert len(set(batch)) == 3
+
+
+def test_what_is_solved_is_part_of_the_state():
+    unbroken = iterate(n=10, per_step=2, skip_solved=True)
+    take(unbroken, 2)
+    unbroken.mark_solved([1, 2, 3, 4])
+    take(unbroken, 1)
+    resumed = iterate(n=10, per_step=2, skip_solved=True)
+    resumed.restore(json.loads(json.dumps(unbroken.state())))
+    assert take(unbroken, 6) == take(resumed, 6)
+
+
+def test_nothing_is_skipped_where_it_was_not_asked_for():
+    iterator = iterate(n=4, per_step=2, shuffle=False)
+    iterator.mark_solved([0, 1])
+    assert take(iterator, 3) == [[0, 1], [2, 3], [0, 1]]

@@ -20,7 +20,7 @@ def rollout(item, prompt_len, response_len):
         logp=-0.001 * tokens[prompt_len:].astype(np.float32),
         version=0,
         finish="stop",
-        advantage=float(item) + 0.5,
+        advantages=item + 0.5 + 0.25 * np.arange(response_len, dtype=np.float32),
     )
 
 
@@ -34,7 +34,7 @@ def test_two_sequences_in_a_row_by_hand():
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 0, 1, 0, 0]])
     np.testing.assert_array_equal(batch.mask, [[0, 1, 1, 0, 1, 1, 0, 0]])
     np.testing.assert_array_equal(batch.response_len, [[2, 2, 2, 1, 2, 2, 1, 1]])
-    np.testing.assert_array_equal(batch.advantages, [[0, 0.5, 0.5, 0, 1.5, 1.5, 0, 0]])
+    np.testing.assert_array_equal(batch.advantages, [[0, 0.5, 0.75, 0, 1.5, 1.75, 0, 0]])
     np.testing.assert_allclose(
         batch.rollout_logp, [[0, -0.002, -0.003, 0, -1.001, -1.002, 0, 0]], rtol=1e-6
     )

@@ -21,6 +21,7 @@ from tiny_policy import (
 
 from jaxrl.learner.state import frozen_copy
 from jaxrl.learner.step import put_batch
+from jaxrl.learner.token_loss import Coefs
 from jaxrl.models.decoder import forward_packed
 from sharding.rules import TRAIN
 
@@ -75,6 +76,59 @@ def test_sequence_means_do_not_depend_on_the_packing(mode, want):
     assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want(mode))
 
 
+# Losses of whole responses, and what else looks at more than its own token.
+WIDE = {
+    "gspo": dict(policy_loss="gspo"),
+    "gmpo, seq_tis, geo_mean": dict(
+        policy_loss="gmpo",
+        old_logp="recompute",
+        correction="seq_tis",
+        rejection="geo_mean",
+        rejection_low=0.01,
+        rejection_high=100.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_losses_of_responses_do_not_depend_on_the_layout(case):
+    cfg = run_config(**(dict(aggregation="seq_mean_token_mean", old_logp="rollout") | WIDE[case]))
+    want = update_once(cfg, batches(ROLLOUTS, **ONE), {})
+    packing, mesh = LAYOUTS["fsdp 8"]
+    assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want)
+
+
+def test_adapted_weights_are_those_of_the_config_at_first_and_change_without_compiling(one_device):
+    keys = dict(entropy_coef=0.01, old_logp="rollout")
+    fixed, adapting = run_config(**keys), run_config(**keys, entropy_target=1.0)
+    some, results = batches(ROLLOUTS, **ONE), []
+    for cfg, coefs in [(fixed, None), (adapting, None), (adapting, Coefs(kl=0.0, entropy=0.5))]:
+        state, (_, update, _) = new_state(cfg), programs(cfg)
+        n_before = update.n_compiled
+        _, metrics = update.update(state, some, coefs=coefs)
+        results.append((metrics["loss/total"], metrics["loss/policy"], metrics["loss/entropy"]))
+    assert update.n_compiled == n_before > 0
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+    total, policy, entropy = results[2]
+    np.testing.assert_allclose(total, policy - 0.5 * entropy, rtol=1e-5)
+
+
+def test_full_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(one_device):
+    ref, results = new_params(seed=1), {}
+    for kl in ("full", "full+", "k2"):
+        cfg = run_config(kl=kl, kl_coef=0.5, temperature=1.0, old_logp="rollout")
+        state, (_, update, score) = new_state(cfg), programs(cfg)
+        [batch] = batches(ROLLOUTS, **ONE)
+        ref_logp = np.asarray(score(ref, put_batch(batch, TRAIN))[0])
+        _, results[kl] = update.update(
+            state, [batch.replace(ref_logp=ref_logp)], ref_params=None if kl == "k2" else ref
+        )
+    assert results["full+"]["loss/kl"] == results["full"]["loss/kl"]
+    norms = [results[kl]["optim/grad_norm"] for kl in ("full+", "k2", "full")]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
+    assert abs(norms[2] / norms[1] - 1) > 1e-3
+
+
 def test_stacked_layers_give_the_loss_and_gradient_of_listed_ones(want):
     stacked = dataclasses.replace(MODEL, stacked=True)
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
@@ -85,7 +139,7 @@ def test_stacked_layers_give_the_loss_and_gradient_of_listed_ones(want):
 
 
 def test_idle_rollouts_count_in_the_denominator(one_device):
-    idle = [dataclasses.replace(r, advantage=0.0) for r in ROLLOUTS[8:]]
+    idle = [dataclasses.replace(r, advantages=None) for r in ROLLOUTS[8:]]
     cfg = run_config(old_logp="auto")
     results = []
     for some, extra in [

@@ -67,7 +67,7 @@ def rollouts(n: int = 16, seed: int = 0) -> list[Rollout]:
             logp=logp.astype(np.float32),
             version=0,
             finish="stop",
-            advantage=float(rng.standard_normal()),
+            advantages=np.full(response_len, rng.standard_normal(), np.float32),
         )
 
     return [one(i) for i in range(n)]

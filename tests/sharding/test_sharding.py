@@ -19,6 +19,7 @@ from sharding import (
     reshard_tree,
     row_order,
     shardings,
+    unshuffle,
     zigzag,
 )
 from sharding.mesh import axis_sizes
@@ -110,6 +111,20 @@ def test_the_order_of_a_row_comes_back(rules):
         laid = mesh_order(rows, rules)
         assert (laid[0].tolist() == list(range(12))) != rules.ring
         np.testing.assert_array_equal(row_order(laid, rules), rows)
+
+
+@pytest.mark.parametrize("rules", [TRAIN, ULYSSES, RING], ids=["train", "ulysses", "ring"])
+def test_the_order_of_a_row_comes_back_on_the_mesh(rules):
+    rows = np.arange(48.0).reshape(4, 12)
+    mesh = make_mesh(fsdp=2, sequence=3)
+    with jax.set_mesh(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
+        shuffled = mesh_order(rows, rules)
+        laid = jax.device_put(shuffled, sharding)
+        got = jax.jit(lambda rows: unshuffle(rows, rules))(laid)
+        slope = jax.jit(jax.grad(lambda x: (unshuffle(x, rules) * rows).sum()))(laid)
+    np.testing.assert_array_equal(got, rows)
+    np.testing.assert_array_equal(slope, shuffled)
 
 
 def test_whole_rows_exchange_the_cut_of_time_for_one_of_heads():

@@ -1,10 +1,13 @@
 """From rewards to mini-batches: advantages, idle groups, KL in the reward."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxrl.config import default_config, resolve
-from jaxrl.trainer.experience import add_advantages, charge_kl, make_mini_batches, split_idle
+from jaxrl.trainer.advantage import add_advantages
+from jaxrl.trainer.experience import make_mini_batches, reference_kl, split_idle
 from jaxrl.types import Prompt, Rollout
 
 
@@ -35,10 +38,60 @@ def config(**algorithm):
     return c
 
 
+def advantages_of(rollouts):
+    """The advantage of each response, the same at all of its tokens."""
+    for r in rollouts:
+        assert len(r.advantages) == len(r.tokens) and len(set(r.advantages.tolist())) == 1
+    return [float(r.advantages[0]) for r in rollouts]
+
+
 def test_advantages_compare_the_samples_of_one_prompt():
     cfg = resolve(config(norm_adv_by_std=False))
     got = add_advantages(rollouts_with([[1, 0], [3, 3]]), cfg.algorithm, 2)
-    assert [r.advantage for r in got] == [0.5, -0.5, 0.0, 0.0]
+    assert advantages_of(got) == [0.5, -0.5, 0.0, 0.0]
+
+
+# rewards 3, 1 and 2, 2, each response of 3 tokens
+EXPECTED = {
+    "grpo": [0.5**0.5, -(0.5**0.5), 0, 0],  # (3 - 2) / sqrt(2)
+    "dr_grpo": [1, -1, 0, 0],
+    "rloo": [2, -2, 0, 0],  # 3 - 1
+    "opo": [1, -1, 0, 0],  # equal lengths: the mean is the baseline
+    "gpg": [2, -2, 0, 0],  # one group of two differs: times 2
+    "grpo_passk": [2**0.5, 0, 0, 0],  # (3 - 1) / sqrt(2)
+    # whiten 3 x (1, -1, 0, 0): mean 0, variance 6 / 11
+    "reinforce_plus_plus_baseline": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
+    # whiten 3 x (3, 1, 2, 2): the same around the mean 2
+    "reinforce_plus_plus": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_estimator_can_be_chosen(name):
+    cfg = resolve(config(advantage=name))
+    got = add_advantages(rollouts_with([[3, 1], [2, 2]]), cfg.algorithm, 2)
+    np.testing.assert_allclose(advantages_of(got), EXPECTED[name], atol=1e-5)
+
+
+def test_remax_compares_with_the_greedy_response():
+    c = config(advantage="remax")
+    c.rollout.n = 1
+    some = [dataclasses.replace(r, baseline=0.25) for r in rollouts_with([[1], [0]])]
+    assert advantages_of(add_advantages(some, resolve(c).algorithm, 1)) == [0.75, -0.25]
+
+
+def test_the_kl_in_the_reward_is_charged_to_the_response_or_to_its_tokens():
+    some, kl = rollouts_with([[1, 1]]), [np.full(3, 0.1), np.full(3, 0.2)]
+    cfg = resolve(config(advantage="dr_grpo"))
+    # 1 - 0.3 and 1 - 0.6, mean 0.55
+    got = add_advantages(some, cfg.algorithm, 2, kl)
+    np.testing.assert_allclose(advantages_of(got), [0.15, -0.15], atol=1e-6)
+    cfg = resolve(config(advantage="reinforce_plus_plus"))
+    got = add_advantages(some, cfg.algorithm, 2, kl)
+    # 1 minus what is still to be charged: .7 .8 .9 and .4 .6 .8; mean .7, squares .01 + .04 + .09 + .01 + .01
+    returns = np.array([[0.7, 0.8, 0.9], [0.4, 0.6, 0.8]])
+    std = (0.16 / 5) ** 0.5
+    np.testing.assert_allclose([r.advantages for r in got], (returns - 0.7) / std, atol=1e-5)
 
 
 def test_a_group_of_equal_rewards_is_left_out_but_counted():
@@ -60,14 +113,13 @@ def test_nothing_is_idle_where_entropy_or_kl_learns_from_every_token(algorithm):
     assert len(active) == 2 and not idle
 
 
-def test_kl_in_the_reward_is_charged_per_sequence():
+def test_the_kl_to_the_reference_is_that_of_every_token():
     cfg = resolve(config(kl="k1", kl_in="reward", kl_coef=0.1))
-    # the reference gives every token -1.5, the policy -1: k1 = 0.5 a token, 3 tokens, coefficient 0.1
-    got, mean_kl = charge_kl(
+    # the reference gives every token -1.5, the policy -1: k1 = 0.5 a token
+    kl = reference_kl(
         rollouts_with([[1, 0]]), cfg, 1, lambda batch: np.full(batch.tokens.shape, -1.5, np.float32)
     )
-    np.testing.assert_allclose([r.reward for r in got], [1 - 0.15, 0 - 0.15], atol=1e-6)
-    assert mean_kl == pytest.approx(0.5)
+    np.testing.assert_allclose(kl, np.full((2, 3), 0.5), atol=1e-6)
 
 
 def test_scores_are_filled_only_where_asked_for():

@@ -193,6 +193,59 @@ def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
     assert "reward/kl" in metrics(tiny_config.run_dir)[1]
 
 
+def test_remax_samples_a_greedy_baseline_and_clip_cov_singles_tokens_out(tiny_config):
+    tiny_config.total_steps = 2
+    tiny_config.rollout.n = 1
+    tiny_config.data.prompts_per_step = 8
+    tiny_config.algorithm.advantage = "remax"
+    tiny_config.algorithm.policy_loss = "clip_cov"
+    tiny_config.algorithm.clip_cov_low, tiny_config.algorithm.clip_cov_high = -100.0, 100.0
+    tiny_config.algorithm.cov_fraction = 0.25
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2 and all(line["optim/grad_norm"] > 0 for line in lines)
+    # a quarter of all tokens lost its gradient, fewer where their response is idle
+    assert all(0.1 < line["loss/clip_fraction"] <= 0.4 for line in lines)
+
+
+def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_config, tmp_path):
+    tiny_config.total_steps = 3
+    tiny_config.data.prompts_per_step = 2
+    tiny_config.data.train = ("task:addition?digits=1&size=9&split=train",)
+    tiny_config.data.skip_solved = 0.55
+    tiny_config.rollout.n = 2
+    tiny_config.reward.functions = (f"{__file__}:often_flat",)
+    tiny_config.reward.overlong_buffer = 4
+    algorithm = tiny_config.algorithm
+    algorithm.advantage, algorithm.policy_loss = "reinforce_plus_plus", "gspo_token"
+    algorithm.dynamic_sampling = True
+    algorithm.kl, algorithm.kl_coef, algorithm.kl_target = "k3+", 0.1, 0.01
+    algorithm.entropy_coef, algorithm.entropy_target = 0.01, 8.0
+    algorithm.clip_low = algorithm.clip_high = 0.01
+    algorithm.aggregation = "seq_mean_token_mean"
+    algorithm.correction, algorithm.rejection = "token_tis", "geo_mean"
+    assert train(resolve(tiny_config))
+    unbroken = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "broken")
+    tiny_config.total_steps = 1
+    assert train(resolve(tiny_config))
+    tiny_config.total_steps = 3
+    assert train(resolve(tiny_config))
+    assert_same_weights(unbroken, tiny_config.run_dir)
+    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
+    assert len({line["loss/kl_coef"] for line in trained}) == 3
+    assert len({line["loss/entropy_coef"] for line in trained}) == 3
+    assert max(line["rollout/batches"] for line in trained) > 1
+    assert any(line["data/solved"] > 0 for line in trained)
+    assert all(line["mismatch/weight_mean"] == pytest.approx(1.0, abs=1e-4) for line in trained)
+
+
+def often_flat(data_source, solution_str, ground_truth, extra_info=None):
+    """0 or 1, so that the two samples of a prompt are often equal."""
+    return float(sum(c.isalpha() for c in solution_str) >= 4)
+
+
 def test_a_run_goes_on_in_its_folder_bitwise_where_an_unbroken_one_ends(tiny_config, tmp_path):
     assert train(resolve(tiny_config))
     unbroken = tiny_config.run_dir

@@ -1,0 +1,87 @@
+"""Fills the advantages of a step's rollouts: from rewards, the KL in the reward, lengths and baselines."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.algorithms.advantages import (
+    dr_grpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from jaxrl.algorithms.choose import choose
+from jaxrl.config import AlgorithmConfig
+from jaxrl.types import Rollout
+
+
+def add_advantages(
+    rollouts: Sequence[Rollout],
+    cfg: AlgorithmConfig,
+    n: int,
+    penalties: Sequence[np.ndarray] | None = None,
+) -> list[Rollout]:
+    """The rollouts with `advantages`, one number per token. The `n` samples of a prompt lie side by side.
+
+    `penalties` holds what each token is charged (kl_in = "reward"). An estimator of groups subtracts their
+    sum from the response's reward, one of tokens gives each token its own.
+    """
+    lens = np.array([len(r.tokens) for r in rollouts])
+    rewards = np.array([r.reward for r in rollouts], np.float32)
+    if penalties is not None:
+        charged = rewards - np.array([float(p.sum()) for p in penalties])
+        rewards = charged.astype(np.float32)
+    groups, group_lens = rewards.reshape(-1, n), lens.reshape(-1, n)
+
+    def per_token() -> list[np.ndarray]:
+        token_rewards, mask = spread(rollouts, penalties)
+        values = reinforce_plus_plus(token_rewards, mask, gamma=cfg.gamma)
+        return [row[:length] for row, length in zip(values, lens, strict=True)]
+
+    def per_response(advantages: np.ndarray) -> list[np.ndarray]:
+        flat = advantages.reshape(-1).astype(np.float32)
+        return [np.full(length, a, np.float32) for a, length in zip(flat, lens, strict=True)]
+
+    by_std = cfg.norm_adv_by_std
+    known = {
+        "grpo": lambda: per_response(grpo(groups, norm_by_std=by_std)),
+        "dr_grpo": lambda: per_response(dr_grpo(groups)),
+        "rloo": lambda: per_response(rloo(groups)),
+        "opo": lambda: per_response(opo(groups, group_lens)),
+        "gpg": lambda: per_response(gpg(groups)),
+        "grpo_passk": lambda: per_response(grpo_passk(groups, norm_by_std=by_std)),
+        "remax": lambda: per_response(remax(groups, baselines(rollouts, n))),
+        "reinforce_plus_plus_baseline": lambda: per_response(
+            reinforce_plus_plus_baseline(groups, group_lens)
+        ),
+        "reinforce_plus_plus": per_token,
+    }
+    advantages = choose(known, cfg.advantage, "algorithm.advantage")()
+    return [dataclasses.replace(r, advantages=a) for r, a in zip(rollouts, advantages, strict=True)]
+
+
+def baselines(rollouts: Sequence[Rollout], n: int) -> np.ndarray:
+    """The greedy response's reward of each prompt."""
+    return np.array([r.baseline for r in rollouts[::n]], np.float32)
+
+
+def spread(
+    rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rewards, mask) per token, one row per response: minus its penalty at each token, the response's
+    reward at the last."""
+    lens = np.array([len(r.tokens) for r in rollouts])
+    mask = (np.arange(max(lens.max(initial=1), 1)) < lens[:, None]).astype(np.float32)
+    token_rewards = np.zeros(mask.shape, np.float64)
+    if penalties is not None:
+        token_rewards[mask > 0] = -np.concatenate(penalties)
+    rewards = np.array([r.reward for r in rollouts])
+    answered = lens > 0
+    token_rewards[answered, lens[answered] - 1] += rewards[answered]
+    return token_rewards.astype(np.float32), mask

@@ -1,0 +1,56 @@
+"""The weights of KL and entropy that follow their targets: a part of the run's state, saved with it."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxrl.algorithms.control import adaptive_entropy_coef, adaptive_kl_coef
+from jaxrl.config import RunConfig
+from jaxrl.learner.token_loss import Coefs
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """What the next step uses."""
+
+    kl: float
+    entropy: float
+    entropy_is_low: bool = True  # the bonus is off while the entropy is above its target
+
+    def of_loss(self) -> Coefs:
+        return Coefs(kl=self.kl, entropy=self.entropy if self.entropy_is_low else 0.0)
+
+
+def first_coefficients(cfg: RunConfig) -> Coefficients:
+    """Those of the config."""
+    return Coefficients(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
+
+
+def adapted(
+    now: Coefficients, metrics: Mapping[str, float], cfg: RunConfig, *, n_samples: int
+) -> Coefficients:
+    """The coefficients of the next step, by the KL and entropy that this step measured.
+
+    A step without an update measured nothing and changes nothing.
+    """
+    algo = cfg.algorithm
+    kl = metrics.get("reward/kl" if algo.kl_in == "reward" else "loss/kl")
+    entropy = metrics.get("loss/entropy")
+    if algo.kl_target and kl is not None:
+        coef = adaptive_kl_coef(
+            now.kl, kl, target=algo.kl_target, horizon=algo.kl_horizon, n_samples=n_samples
+        )
+        now = dataclasses.replace(now, kl=coef)
+    if algo.entropy_target and entropy is not None:
+        coef = adaptive_entropy_coef(
+            now.entropy, entropy, target=algo.entropy_target, delta=algo.entropy_delta
+        )
+        low = entropy <= algo.entropy_target
+        now = dataclasses.replace(now, entropy=coef, entropy_is_low=low)
+    return now
+
+
+def coefficient_metrics(now: Coefficients, cfg: RunConfig) -> dict[str, float]:
+    """loss/kl_coef and loss/entropy_coef of the step, where they are adapted."""
+    coefs, algo = now.of_loss(), cfg.algorithm
+    kl = {"loss/kl_coef": float(coefs.kl)} if algo.kl_target else {}
+    return kl | ({"loss/entropy_coef": float(coefs.entropy)} if algo.entropy_target else {})
