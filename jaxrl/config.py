@@ -7,6 +7,7 @@ dataclasses of keys.py after it checked every rule between keys, before any devi
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from jaxrl.keys import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
+    DistributedConfig,
     EvalConfig,
     LearnerConfig,
     LogConfig,
@@ -29,12 +31,13 @@ from jaxrl.keys import (
     RunConfig,
     SamplingConfig,
 )
-from jaxrl.schema import build, nearest, to_dict
+from jaxrl.schema import build, flatten, nearest, to_dict
 
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DistributedConfig",
     "EvalConfig",
     "LearnerConfig",
     "LogConfig",
@@ -65,6 +68,8 @@ FREE_ON_RESUME = (
     "compilation_cache",
     "log",
     "checkpoint",
+    "distributed",
+    "mesh",  # another order of the same sums
 )
 LENGTH = (
     "total_steps",
@@ -115,6 +120,7 @@ def contradictions(run: RunConfig) -> list[str]:
         *algorithm_problems(run),
         *_sample_problems(run),
         *_data_problems(run),
+        *_process_problems(run.distributed),
     ]
 
 
@@ -242,6 +248,24 @@ def _data_problems(run: RunConfig) -> list[str]:
     return problems
 
 
+def _process_problems(distributed: DistributedConfig) -> list[str]:
+    problems = []
+    n, i, coordinator = distributed.num_processes, distributed.process_id, distributed.coordinator
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        problems.append(
+            f"distributed.coordinator={coordinator!r} is no address; set host:port, for example '10.0.0.1:8476'"
+        )
+    if coordinator and distributed.start == "off":
+        problems.append(
+            f"distributed.coordinator={coordinator!r} contradicts distributed.start='off'; leave one of them out"
+        )
+    if 0 < n <= i:
+        problems.append(
+            f"distributed.process_id={i} is not among the {n} of distributed.num_processes; set 0 to {n - 1}"
+        )
+    return problems
+
+
 def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
     """What is wrong with the sizes of the mesh, and with their product where the device count is known."""
     sizes = to_dict(mesh)
@@ -353,6 +377,12 @@ def config_hash(run: RunConfig) -> str:
     free = FREE_ON_RESUME + (LENGTH if run.learner.lr_schedule == "constant" else ())
     kept = {name: value for name, value in values.items() if name not in free}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def differences(was: RunConfig, now: RunConfig) -> list[str]:
+    """The keys whose values differ, with both values."""
+    old, new = flatten(to_dict(was)), flatten(to_dict(now))
+    return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]]
 
 
 def _divides(divisor: int, value: int) -> bool:

@@ -52,6 +52,7 @@ about speed and memory (token budget, sequences decoded together) are per data-p
 HEADINGS = {
     "": "The run",
     "model": "model",
+    "distributed": "distributed: several processes, one a host",
     "mesh": "mesh: how the devices are laid out",
     "data": "data",
     "rollout": "rollout: the engine that generates",

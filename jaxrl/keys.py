@@ -60,6 +60,8 @@ OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 BEST_MODES = ("max", "min")
 REWARDS = ("by_source", "exact", "format", "gsm8k", "last_number", "math", "reasoning_gym")
+ENGINES = ("auto", "process", "mesh")
+STARTS = ("auto", "on", "off")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
 # fmt: off
@@ -83,6 +85,16 @@ class MeshConfig:
     expert: int = key(1, "devices that share the experts of a mixture of experts; rows are shared out over it, too", least=-1)
     sequence: int = key(1, "devices that share each row of tokens; learner.sequence_parallel says how", least=-1)
     tensor: int = key(1, "devices along the tensor axis", least=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    start: str = key("auto", "whether this process joins others through jax.distributed; auto = where coordinator is set, or where the environment of Slurm, Open MPI or TPU pods on GKE says that there are several; on = always, and the cluster says who the others are where coordinator is not set", among=STARTS)
+    coordinator: str = key("", "host:port at which process 0 listens, the same on all hosts; '' = JAX_COORDINATOR_ADDRESS, or what the cluster says")
+    num_processes: int = key(0, "processes of the run, one a host; 0 = what the cluster says", least=0)
+    process_id: int = key(-1, "which of them this one is, from 0; -1 = what the cluster says", least=-1)
+    start_timeout_s: int = key(300, "seconds to wait for the other processes at the start", least=1)
+    heartbeat_timeout_s: int = key(100, "seconds without a sign of life after which a process counts as dead and the others stop", least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +131,7 @@ class SamplingConfig:
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     n: int = key(8, "samples per prompt (the group of GRPO)", least=1)
+    engines: str = key("auto", "several processes: one engine in each, on a copy of the weights over its own devices, or one over the whole mesh; auto = one in each where the devices of mesh.tensor and mesh.sequence lie inside a process", among=ENGINES)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     max_num_seqs: int = key(64, "sequences decoded together (per data-parallel engine)", least=1)
     max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch", least=1)
@@ -268,6 +281,7 @@ class RunConfig:
     check_finite: bool = key(True, "stop, and save the batch, when loss or gradient is not finite")
     compilation_cache: str = key("", "folder of JAX's persistent compilation cache; '' = ~/.cache/jaxrl/xla")
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)

@@ -15,7 +15,9 @@ from jaxrl.trainer.failure import NonFiniteError
 from jaxrl.trainer.finish import finish, save, stopped
 from jaxrl.trainer.interrupt import Interrupted
 from jaxrl.trainer.phases import train_step, validate
+from jaxrl.trainer.processes import explain
 from jaxrl.trainer.setup import open_run
+from sharding import hosts
 
 EXPLAINED = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
 
@@ -24,10 +26,12 @@ def main() -> int:
     """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
     cfg = parse(sys.argv[1:])
     try:
-        return 0 if train(cfg) else 130
+        done = train(cfg)
     except EXPLAINED as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        explain(problem)
         return 1
+    hosts.barrier()
+    return 0 if done else 130
 
 
 def train(cfg: RunConfig) -> bool:

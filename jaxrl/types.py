@@ -31,9 +31,7 @@ class Rollout:
     prompt: Prompt
     sample: int  # 0..n-1 within the prompt's group
     tokens: np.ndarray  # int32 [response_len], the stop token included
-    logp: (
-        np.ndarray
-    )  # float32 [response_len], log softmax(logits / temperature), before top-k, top-p, min-p
+    logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), unfiltered
     version: int  # optimizer step of the weights that sampled it
     finish: str  # "stop" | "length"
     text: str = ""

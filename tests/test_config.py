@@ -255,6 +255,22 @@ def test_numbers_of_a_step_follow_from_the_keys():
     assert resolve(runnable(total_steps=7)).n_steps(1000) == 7
 
 
+def test_how_processes_find_each_other_is_checked():
+    with pytest.raises(
+        ValueError, match=r"coordinator='host' is no address.*\n.*process_id=2"
+    ) as e:
+        resolve(
+            runnable(
+                distributed__coordinator="host",
+                distributed__num_processes=2,
+                distributed__process_id=2,
+            )
+        )
+    assert "set 0 to 1" in str(e.value)
+    with pytest.raises(ValueError, match=r"contradicts distributed\.start='off'"):
+        resolve(runnable(distributed__coordinator="a:1", distributed__start="off"))
+
+
 def test_json_round_trip_is_exact():
     run = resolve(runnable(learner__buckets=(512, 1024), learner__lr=3e-7, rollout__n=4))
     assert from_json(to_json(run)) == run
@@ -263,6 +279,8 @@ def test_json_round_trip_is_exact():
 def test_the_hash_follows_what_changes_numbers_and_nothing_else():
     base = config_hash(resolve(runnable()))
     assert base == config_hash(resolve(runnable(name="other", resume=True, log__samples=0)))
+    there = runnable(mesh__fsdp=2, mesh__tensor=4, distributed__coordinator="a:1")
+    assert base == config_hash(resolve(there)), "a run may go on on other hosts and another mesh"
     assert base != config_hash(resolve(runnable(learner__lr=2e-6)))
     assert base != config_hash(resolve(runnable(seed=1)))
 

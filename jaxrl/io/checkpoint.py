@@ -17,6 +17,7 @@ from jaxrl.config import CheckpointConfig
 from jaxrl.io.orbax_noise import OrbaxNoise
 from jaxrl.io.state_tree import Reader, StructureError, by_path, nested
 from jaxrl.types import TrainState
+from sharding import hosts
 
 UNFINISHED = (
     ".orbax-checkpoint-tmp"  # part of the name of a step's folder until all of it is written
@@ -59,11 +60,12 @@ class Checkpointer:
         which went on in the background, is raised here.
         """
         self.wait()
-        if step in self.all_steps():
+        steps = hosts.from_first(self.all_steps())  # a process may see another's files late
+        if step in steps:
             return
-        if (latest := self.latest_step()) is not None and latest > step:
+        if steps and steps[-1] > step:
             raise CheckpointError(
-                f"cannot save step {step} in {self.directory}: it holds the later step {latest}; "
+                f"cannot save step {step} in {self.directory}: it holds the later step {steps[-1]}; "
                 f"remove the later checkpoints or set another config.run_dir"
             )
         host = json_copy(host)
@@ -217,7 +219,7 @@ class Checkpointer:
 
     def _remove_leftovers(self) -> None:
         """Folders of saves that were killed or failed. Only a run that saves removes them."""
-        if self._cleaned or jax.process_index() != 0:
+        if self._cleaned or not hosts.is_first():
             return
         for path in self.directory.iterdir():
             if UNFINISHED in path.name:
@@ -226,16 +228,18 @@ class Checkpointer:
         self._cleaned = True
 
     def _check_space(self, state: TrainState) -> None:
-        """Refuses a save for which the local disk has no room, before anything is written."""
+        """Refuses a save for which the disk has no room, before anything is written. Where processes
+        write to disks of their own, each is held to all of it; they share one as a rule."""
         if "://" in str(self.directory):
             return
-        needed = sum(
+        mine = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves(state)
             for shard in leaf.addressable_shards
             if shard.replica_id == 0
         )
-        free = shutil.disk_usage(self.directory).free
+        found = hosts.gather((mine, shutil.disk_usage(self.directory).free))
+        needed, free = sum(n for n, _ in found), min(n for _, n in found)
         if needed > free:
             raise CheckpointError(
                 f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} GiB and "

@@ -10,9 +10,9 @@ from rich.text import Text
 from jaxrl.config import LogConfig, RunConfig
 from jaxrl.io.console import ConsoleLogger
 from jaxrl.io.json_lines import JsonlLogger
-from jaxrl.io.progress import is_first_process
 from jaxrl.io.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
 from jaxrl.schema import flatten, to_dict
+from sharding.hosts import is_first
 
 SERVICES = ("wandb", "mlflow")  # may be down when a run starts
 
@@ -88,7 +88,7 @@ def make_loggers(
     Raises ValueError for a name that is not known or a package that is not installed. A service that
     cannot be reached is warned about and left out.
     """
-    if not is_first_process():
+    if not is_first():
         return Fanout({})
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

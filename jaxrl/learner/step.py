@@ -18,7 +18,7 @@ from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients, on_mesh
 from jaxrl.learner.token_loss import Coefs, LossSums, zero_sums
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, mesh_order, row_order
+from sharding import Rules, hosts, mesh_order, row_order, tree
 
 
 @struct.dataclass
@@ -30,15 +30,15 @@ class GradSums:
 
 
 def put_batch(batch: Batch, rules: Rules) -> Batch:
-    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules."""
-    spec = rules.spec("batch", "time")
-    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    return jax.device_put(jax.tree.map(lambda rows: mesh_order(rows, rules), batch), sharding)
+    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules.
+    Every process passes the whole batch."""
+    ordered = jax.tree.map(lambda rows: mesh_order(rows, rules), batch)
+    return tree.put_batch(ordered, rules.spec("batch", "time"))
 
 
 def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
     """A result [B, T] of the mesh on the host, tokens in their own order."""
-    return row_order(np.asarray(per_token), rules)
+    return row_order(hosts.host_array(per_token), rules)
 
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:

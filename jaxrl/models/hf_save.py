@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
@@ -18,6 +17,7 @@ from jaxrl.models.hf_load import expected_shapes, find_tensors, read_config
 from jaxrl.models.new_folder import new_folder, write_json
 from jaxrl.models.spec import hf_names, is_spec
 from jaxrl.models.tensor_file import map_tensor, write_tensors
+from sharding import hosts
 
 SHARD_BYTES = 5_000_000_000  # of one weight file, the hub's habit
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
@@ -54,7 +54,7 @@ def save_model(
     replaced. In a multi-host run every process calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural(tensor.name))
-    if jax.process_index() != 0:
+    if not hosts.is_first():
         for tensor in tensors:
             tensor.read()
         return
@@ -101,7 +101,7 @@ def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
             to = np.dtype(leaf.dtype if dtype is None else dtype)
 
             def read(leaf=leaf, place=place, spec=spec, to=to) -> np.ndarray:
-                host = host_array(take_tensor(leaf, place))
+                host = hosts.host_array(take_tensor(leaf, place))
                 return host.astype(to, copy=False).reshape(spec.hf_shape)
 
             yield Tensor(name, to, spec.hf_shape, read)
@@ -120,13 +120,6 @@ def _take_tensor(leaf: jax.Array, place: jax.Array) -> jax.Array:
     # Arrays of one index: a scalar would be a slice, which JAX does not take of a sharded axis.
     one = leaf.at[tuple(place[:, None])].get(out_sharding=jax.P(None, *rest))
     return one[0]
-
-
-def host_array(array: jax.Array) -> np.ndarray:
-    """The whole array on this host, wherever its shards are."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def write_folder(

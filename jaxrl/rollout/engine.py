@@ -19,7 +19,7 @@ from jaxrl.rollout.pages import PagePool
 from jaxrl.rollout.sampling import SamplingParams
 from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import Rules, hosts
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,8 @@ class PagedEngine:
             if memory and "bytes_limit" in memory:
                 left = cfg.memory_utilization * memory["bytes_limit"] - memory["bytes_in_use"]
                 fits = min(fits, int(left // page))
+        if jax.sharding.get_mesh().is_multi_process:  # all processes schedule the same pages
+            fits = min(hosts.gather(fits))
         if fits < self.n_columns:
             raise ValueError(
                 f"device memory has room for {max(fits, 0)} KV pages, one sequence of {self.max_len} tokens "

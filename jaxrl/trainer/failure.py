@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.trainer.experience import MiniBatch
+from sharding import hosts
 
 
 class NonFiniteError(FloatingPointError):
@@ -22,7 +23,8 @@ def check_finite(metrics: dict[str, float], mini: MiniBatch, folder: Path, step:
         for i, packed in enumerate(mini.packed)
         for field in dataclasses.fields(packed.batch)
     }
-    np.savez_compressed(path, allow_pickle=False, **arrays)
+    if hosts.is_first():
+        np.savez_compressed(path, allow_pickle=False, **arrays)
     wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
     raise NonFiniteError(
         f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied and its batch is in "

@@ -7,6 +7,7 @@ import sys
 from jaxrl.models.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.trainer.run import Run
+from sharding import hosts
 
 
 def save(run: Run) -> None:
@@ -31,7 +32,8 @@ def stopped(run: Run, signal: object) -> None:
         f"{signal}: saved after step {run.step} of {run.total_steps}. To go on:\n"
         f"  {resume_command()}"
     )
-    write_report(run.folder)
+    if hosts.is_first():
+        write_report(run.folder)
 
 
 def finish(run: Run) -> None:
@@ -40,8 +42,8 @@ def finish(run: Run) -> None:
     if run.cfg.checkpoint.export_hf:
         save_model(run.folder / "hf", run.state.params, source=run.model_folder)
         run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
-    report = write_report(run.folder)
-    run.progress.status(f"report in {report}")
+    if hosts.is_first():
+        run.progress.status(f"report in {write_report(run.folder)}")
 
 
 def resume_command() -> str:

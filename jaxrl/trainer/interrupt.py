@@ -5,6 +5,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from sharding import hosts
+
 
 class Interrupted(Exception):
     """The run was asked to stop; the state of the last finished step is intact."""
@@ -16,10 +18,16 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal = ""
 
-    def check(self) -> None:
-        """Raises Interrupted if a signal came in."""
+    def check_here(self) -> None:
+        """Raises Interrupted if a signal came in at this process."""
         if self.signal:
             raise Interrupted(self.signal)
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal came in, at any process of the run; all of them ask here."""
+        signals = [name for name in hosts.gather(self.signal) if name]
+        if signals:
+            raise Interrupted(signals[0])
 
 
 @contextlib.contextmanager

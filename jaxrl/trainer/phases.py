@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,12 +10,14 @@ from jaxrl.algorithms.aggregate import idle_weight
 from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
 from jaxrl.rollout.generate import generate
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics
+from jaxrl.trainer.engines import Sampled
 from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
 from jaxrl.trainer.experience import MiniBatch, Score, make_mini_batches
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.run import Run
 from jaxrl.types import Batch, Prompt, Rollout, Tree
+from sharding import hosts
 
 
 def train_step(run: Run) -> None:
@@ -108,33 +111,43 @@ def sample(
     with (
         run.timed("val" if validation else "gen"),
         run.no_compile(name),
-        run.progress.phase(name, total=len(prompts) * n) as bar,
+        run.progress.phase(name, total=run.engines.n_mine(len(prompts)) * n) as bar,
+        run.engines.weights(run.state.params) as params,
     ):
-        start = time.perf_counter()
 
-        def on_progress(n_tokens: int, n_done: int, n_all: int) -> None:
-            run.stop.check()
-            bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
+        def answer(mine: list[Prompt], check: Callable[[], None]) -> Sampled:
+            start = time.perf_counter()
 
-        return generate(
-            run.engine,
-            run.state.params,
-            prompts,
-            n=n,
-            sampling=sampling,
-            max_tokens=cfg.data.max_response_len,
-            seed=run.sampling_seed(validation=validation, draw=draw),
-            version=run.step,
-            decode=run.renderer.decode,
-            on_progress=on_progress,
-        )
+            def on_progress(n_tokens: int, n_done: int, n_all: int) -> None:
+                check()
+                bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
+
+            return generate(
+                run.engine,
+                params,
+                mine,
+                n=n,
+                sampling=sampling,
+                max_tokens=cfg.data.max_response_len,
+                seed=run.sampling_seed(validation=validation, draw=draw),
+                version=run.step,
+                decode=run.renderer.decode,
+                on_progress=on_progress,
+            )
+
+        return run.engines.generate(answer, prompts, run.stop)
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[Rollout]:
+    """The rollouts with their rewards: each process scores its share, and all get all of them."""
     with run.timed("val" if validation else "reward"):
-        rollouts = run.rewards.score(rollouts)
+        mine = run.rewards.score(rollouts[hosts.share(len(rollouts))])
         run.stop.check()
-        return rollouts
+        scores = hosts.joined([(r.reward, r.reward_parts, r.reward_error) for r in mine])
+        return [
+            dataclasses.replace(r, reward=score, reward_parts=parts, reward_error=error)
+            for r, (score, parts, error) in zip(rollouts, scores, strict=True)
+        ]
 
 
 def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:

@@ -21,6 +21,7 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
+from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.interrupt import StopFlag
 from jaxrl.types import Prompt, TrainState
 
@@ -39,6 +40,7 @@ class Run:
     val_prompts: list[Prompt]
     rewards: RewardPool
     engine: PagedEngine
+    engines: Engines  # where it and those of the other processes work
     optimizer: Optimizer
     update: Update
     score: Callable  # learner.step.make_score

@@ -29,12 +29,14 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
+from jaxrl.trainer.engines import place_engines
 from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.interrupt import stop_on_signals
+from jaxrl.trainer.processes import check_all_joined, check_same_data, join
 from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
-from jaxrl.types import TrainState
-from sharding import make_mesh
+from jaxrl.types import Prompt, TrainState
+from sharding import hosts, make_mesh
 from sharding.rules import DECODE, PIPELINE, PRESETS, TRAIN, Rules
 
 
@@ -46,24 +48,32 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     folder is not right for.
     """
     with contextlib.ExitStack() as stack:
+        keep_programs(cfg)
+        join(cfg)
         stop = stack.enter_context(stop_on_signals())
         progress = stack.enter_context(Progress())
         watch = CompileWatch(progress.compiled)
         stack.callback(watch.detach)
 
         progress.status(f"run folder {cfg.run_path}")
-        open_folder(cfg)
-        model_folder = resolve_model(cfg.model.path)
-        decoder = model_config(model_folder)
-        renderer = make_renderer(cfg, model_folder, decoder)
-        iterator, val_prompts = load_data(cfg, renderer, progress)
-        rewards = stack.enter_context(RewardPool(cfg.reward))
+        with hosts.first_goes_ahead():
+            open_folder(cfg)
+            model_folder = resolve_model(cfg.model.path)
+        with hosts.all_or_none():
+            decoder = model_config(model_folder)
+            renderer = make_renderer(cfg, model_folder, decoder)
+            prompts, val_prompts = load_data(cfg, renderer, progress)
+            iterator = make_iterator(cfg, prompts)
+            rewards = stack.enter_context(RewardPool(cfg.reward))
+        check_same_data(prompts, val_prompts)
 
         dtype, decoder = start_devices(cfg, decoder, progress)
         mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
         stack.enter_context(jax.set_mesh(mesh))
         sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
-        progress.status(f"mesh {sizes} of {jax.devices()[0].device_kind} ({jax.default_backend()})")
+        where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
+        kind = jax.devices()[0].device_kind
+        progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
         rules = training_rules(cfg)
         checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
         stack.callback(checkpoints.close)
@@ -90,6 +100,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             val_prompts=val_prompts,
             rewards=rewards,
             engine=make_engine(cfg, decoder, dtype, model_folder, renderer),
+            engines=place_engines(cfg),
             optimizer=optimizer,
             update=make_update(cfg, optimizer, rules),
             score=make_score(cfg, rules),
@@ -128,30 +139,41 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
     return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
 
 
-def load_data(cfg: RunConfig, renderer: ChatRenderer, progress: Progress):
-    """(iterator over the training prompts, validation prompts)."""
+def load_data(
+    cfg: RunConfig, renderer: ChatRenderer, progress: Progress
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(training prompts, validation prompts)."""
     data = cfg.data
     prompts = load_prompts(data.train, renderer=renderer, data=data)
-    iterator = PromptIterator(
+    val_prompts = []
+    if data.val:
+        val_prompts = load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
+    progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
+    return prompts, val_prompts
+
+
+def make_iterator(cfg: RunConfig, prompts: list[Prompt]) -> PromptIterator:
+    data = cfg.data
+    return PromptIterator(
         prompts,
         prompts_per_step=data.prompts_per_step,
         shuffle=data.shuffle,
         seed=cfg.seed,
         skip_solved=data.skip_solved > 0,
     )
-    val_prompts = []
-    if data.val:
-        val_prompts = load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
-    progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
-    return iterator, val_prompts
+
+
+def keep_programs(cfg: RunConfig) -> None:
+    """Where compiled programs are kept between runs; it must stand before the first one compiles."""
+    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def start_devices(
     cfg: RunConfig, decoder: DecoderConfig, progress: Progress
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """Opens the backend; what 'auto' means for it: (dtype, layers as a list or stacked)."""
-    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    check_all_joined()
     check_devices(cfg, jax.device_count())
     backend = jax.default_backend()
     if backend == "cpu":
@@ -186,7 +208,7 @@ def first_state(
     progress: Progress,
 ) -> tuple[TrainState, dict]:
     """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
-    step = checkpoints.latest_step()
+    step = hosts.from_first(checkpoints.latest_step())
     if step is None:
         if cfg.resume:
             raise ValueError(

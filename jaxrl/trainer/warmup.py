@@ -10,8 +10,9 @@ from jaxrl.types import Batch
 
 def warm_up(run: Run) -> None:
     """Runs each program once on padding, in every declared shape. The state comes back unchanged."""
-    with run.progress.waiting("compiling prefill and decode"):
-        run.engine.warmup(run.state.params)
+    compiling = run.progress.waiting("compiling prefill and decode")
+    with compiling, run.engines.weights(run.state.params) as params:
+        run.engine.warmup(params)
     for rows, row_len in run.cfg.learner.shapes:
         n_rows = run.n_ranks * rows
         with run.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):
@@ -23,7 +24,7 @@ def learn_nothing(run: Run, batch: Batch) -> None:
     """One update on padding: it has no weight, so the loss is not finite and changes nothing."""
     needs_ref_logps = needs_ref_logp(run.cfg)
     if needs_old_logp(run.cfg) or needs_ref_logps:
-        run.score(run.state.params, run.update.put(batch))
+        run.update.take(run.score(run.state.params, run.update.put(batch))[0])
     if needs_ref_logps and run.cfg.algorithm.kl_in == "reward":
         token_kl(batch, batch.ref_logp, run.cfg.algorithm)
     run.state, _ = run.update.update(run.state, [batch], ref_params=run.ref_params)

@@ -1,0 +1,53 @@
+"""One of two processes of four devices: `python exchange.py ADDRESS I` says what came through, a line each."""
+
+import sys
+
+import jax
+import numpy as np
+
+from jaxrl.trainer.engines import Engines
+from sharding import hosts, make_mesh
+from sharding.mesh import split_by_process
+
+NUMBERS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+ORDERS = {
+    "in order": range(8),
+    "reversed": range(7, -1, -1),
+    "shuffled": (5, 4, 7, 6, 1, 0, 2, 3),
+    "in turns": (0, 1, 4, 5, 2, 3, 6, 7),
+}
+
+
+def copied(order) -> bool:
+    """Whether every layout comes whole to the devices of this process."""
+    mesh = make_mesh([jax.devices()[i] for i in order], fsdp=4, tensor=2)
+    right = []
+    with jax.set_mesh(mesh):
+        engines = Engines(*split_by_process(mesh))
+        for spec in (jax.P("fsdp", "tensor"), jax.P(None, "tensor"), jax.P()):
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            array = jax.make_array_from_callback(NUMBERS.shape, sharding, NUMBERS.__getitem__)
+            with engines.weights([array]) as (own,):
+                right += [
+                    np.array_equal(own, NUMBERS),
+                    bool(jax.jit(lambda a: a.sum())(own) == 2016),
+                ]
+            right += [np.array_equal(hosts.host_array(array), NUMBERS)]
+    return all(right)
+
+
+def main() -> None:
+    address, i = sys.argv[1], int(sys.argv[2])
+    jax.distributed.initialize(address, 2, i)
+    for name, order in ORDERS.items():
+        print(name, copied(order), hosts.gather((i, "x")), flush=True)
+    long = hosts.gather(bytes([i]) * (3_000_000 + i))
+    print("long", [(len(one), set(one)) for one in long], hosts.joined([i] * i), hosts.share(5))
+    try:
+        split_by_process(make_mesh(fsdp=1, tensor=8))
+    except ValueError as problem:
+        print(problem)
+
+
+if __name__ == "__main__":
+    main()
