@@ -28,8 +28,8 @@ COEF = 0.5  # the load-balancing loss weighs as much as the policy's
 CFG = run_config(learner=dict(router_aux_coef=COEF), old_logp="rollout")
 
 
-def update_once(packing, mesh, rules=TRAIN):
-    return update_any(CFG, batches(ROLLOUTS, **packing), mesh, model=MOE, rules=rules)
+def update_once(packing, mesh):
+    return update_any(CFG, batches(ROLLOUTS, **packing), mesh, model=MOE)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,6 @@ MORE = {
     "fsdp 8": (dict(row_len=32, token_budget=64, n_ranks=8), dict(fsdp=8)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rules", [ULYSSES, RING], ids=["ulysses", "ring"])
-def test_rows_may_be_cut_beside_experts(rules, want):
-    packing = dict(row_len=64, token_budget=128, n_ranks=4)
-    assert_same(update_once(packing, dict(fsdp=2, expert=2, sequence=2), rules), want)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *SLOW])
