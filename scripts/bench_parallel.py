@@ -38,6 +38,7 @@ def meshes(n: int) -> dict[str, tuple[str, dict[str, int]]]:
         "ulysses 4": ("ulysses", {"fsdp": n // 4, "sequence": 4}),
         "ring 2": ("ring", {"fsdp": n // 2, "sequence": 2}),
         "ring 4": ("ring", {"fsdp": n // 4, "sequence": 4}),
+        "stage 2": ("pipeline", {"fsdp": n // 2, "stage": 2}),
         "ulysses 2, tensor 2": ("ulysses", {"fsdp": n // 4, "sequence": 2, "tensor": 2}),
     }
 

@@ -23,6 +23,8 @@ LAYOUTS = [  # title, preset, mesh sizes
     ("Ulysses: fsdp 2, sequence 4", "ulysses", {"fsdp": 2, "sequence": 4}),
     ("Ulysses and tensor: 2 x 2 x 2", "ulysses", {"fsdp": 2, "sequence": 2, "tensor": 2}),
     ("Ring: fsdp 2, sequence 4", "ring", {"fsdp": 2, "sequence": 4}),
+    ("Stages: stage 2, fsdp 4", "pipeline", {"stage": 2, "fsdp": 4}),
+    ("Experts: fsdp 2, expert 4", "train", {"fsdp": 2, "expert": 4}),
 ]
 SIDE, GAP, LEFT, TOP = 112, 26, 190, 58
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
@@ -30,13 +32,16 @@ COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b0
 
 def arrays(rules: Rules) -> list[tuple[str, str, str, jax.P]]:
     """(title, name of the rows, name of the columns, spec) of what a layer reads and makes."""
-    inside = rules if rules.ring else rules.whole_rows()
+    body = rules.in_stage() if rules.layers else rules
+    inside = body if rules.ring else body.whole_rows()
     return [
+        ("all layers", "layers", "model", rules.spec("layers", "w_embed")),
         ("query weight", "heads", "model", rules.spec("heads", "w_embed")),
         ("the same in use", "heads", "model", rules.gathered("heads", "w_embed")),
         ("residual stream", "rows", "tokens", rules.spec("batch", "time")),
-        ("attention, one row", "heads", "tokens", inside.spec("heads", "time")),
-        ("feed-forward, one row", "features", "tokens", rules.spec("ffw", "time")),
+        ("attention of a row", "heads", "tokens", inside.spec("heads", "time")),
+        ("feed-forward of a row", "features", "tokens", body.spec("ffw", "time")),
+        ("experts of a layer", "experts", "model", rules.spec("experts", "w_embed")),
     ]
 
 
@@ -52,7 +57,7 @@ def main() -> None:
     for j, (title, rows, columns, _) in enumerate(arrays(Rules())):
         x = LEFT + j * (SIDE + GAP) + SIDE / 2
         parts.append(text(x, 20, title, bold=True))
-        parts.append(text(x, 36, f"down: {rows}, across: {columns}"))
+        parts.append(text(x, 36, f"{rows} down, {columns} across", size=9.5))
     for i, (title, preset, sizes) in enumerate(LAYOUTS):
         y = TOP + i * (SIDE + GAP)
         parts.append(text(LEFT - 14, y + SIDE / 2, title, bold=True, anchor="end"))
