@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.kernels import logprob
 from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl, token_logp
 from jaxrl.kernels.logprob.reference import head_logits, logprob_reference
 from sharding import Rules, make_mesh
@@ -46,9 +47,10 @@ def assert_close(want, got, tol=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), want, got)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 40, 1000])
+@pytest.mark.parametrize("chunk, n_grouped", [(1, 1), (7, 1), (7, 4), (40, 1), (40, 4), (1000, 4)])
 @pytest.mark.parametrize("kind", [dict(temperature=1.0), dict(temperature=0.7, softcap=3.0)])
-def test_values_and_gradients_equal_the_naive_form(one_device, chunk, kind):
+def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chunk, n_grouped, kind):
+    monkeypatch.setattr(logprob, "GROUPED", {"cpu": n_grouped})
     inputs, weights = problem()
 
     def naive(**k):

@@ -9,6 +9,10 @@ from sharding import Rules
 
 __all__ = ["logprob_entropy", "logprob_entropy_kl", "token_logp"]
 
+# Chunks of tokens that backward takes at a time. On CPU one fills the products, and rows without a token,
+# of which a larger block has more, cost time.
+GROUPED = {"cpu": 1}
+
 
 def logprob_entropy(
     hidden: Float[Array, "B T D"],
@@ -67,7 +71,8 @@ def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
         )
     if chunk <= 0:
         raise ValueError(f"the logprob chunk is {chunk} tokens; set it to 1 or more")
-    return Head(temperature, softcap, chunk, rules, with_entropy, with_kl)
+    n_grouped = GROUPED.get(jax.default_backend(), 4)
+    return Head(temperature, softcap, chunk, rules, with_entropy, with_kl, n_grouped)
 
 
 def _lay_out(rules: Rules, hidden, unembed):

@@ -2,8 +2,8 @@
 
 Tokens that do not matter are moved behind the others, and the loops end before them. Forward walks
 over chunks of tokens: a row's softmax is one sum over the vocabulary, as in the engine. Backward knows
-the normaliser of every token, so it may cut the vocabulary as well: four chunks of tokens at a time
-against blocks of it, which adds to the large dW a quarter as often in the memory of one chunk.
+the normaliser of every token, so it may cut the vocabulary as well: some chunks of tokens at a time
+against blocks of it, which adds to the large dW so many times less often in the memory of one chunk.
 
 n tokens of this device, c of a chunk, r of a block in backward, v vocabulary of this device, D model.
 """
@@ -34,6 +34,7 @@ class Head:
     rules: Rules
     with_entropy: bool
     with_kl: bool
+    n_grouped: int = 4  # chunks of tokens that backward takes at a time
 
     def logits(self, x, w):
         return head_logits(x, w, temperature=self.temperature, softcap=self.softcap)
@@ -216,8 +217,8 @@ def _pick(head: Head, logits, y):
 
 def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
     """dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl), then
-    dh = dl W and dW = dlᵀ h: blocks of four chunks of tokens meet blocks of the vocabulary."""
-    r = min(4 * head.chunk, y.size)
+    dh = dl W and dW = dlᵀ h: blocks of several chunks of tokens meet blocks of the vocabulary."""
+    r = min(head.n_grouped * head.chunk, y.size)
     kept = Kept.of(keep, r)
     ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
     w, ref_w = _gather(head, w), _gather(head, ref_w)
