@@ -47,11 +47,11 @@ class Host:
 
     def address(self) -> str:
         """host:port, free now, at which this host can be reached."""
-        import ray
-
         with socket.socket() as s:
             s.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+            return (
+                f"{importlib.import_module('ray.util').get_node_ip_address()}:{s.getsockname()[1]}"
+            )
 
     def run(self, arguments: list[str]) -> Iterator[str | int]:
         """The lines that `python -m jaxrl.train` prints, then its exit status."""

@@ -160,8 +160,8 @@ def rows(args: argparse.Namespace) -> list:
         tokens = rng.integers(0, 4096, n).astype(np.int32)
         prompt = Prompt(id=len(rollouts), messages=(), tokens=tokens[:32], answer="")
         logp = np.full(n - 32, -8.3, np.float32)
-        advantage = float(rng.standard_normal())
-        rollouts.append(Rollout(prompt, 0, tokens[32:], logp, 0, "stop", advantage=advantage))
+        advantages = np.full(n - 32, rng.standard_normal(), np.float32)
+        rollouts.append(Rollout(prompt, 0, tokens[32:], logp, 0, "stop", advantages=advantages))
         used += n + 63 - (n + 63) % 64
     packed = pack(rollouts, shapes=((args.devices, args.row_len),), align=64, n_ranks=1)
     return [packed[0].batch]

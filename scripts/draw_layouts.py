@@ -61,7 +61,7 @@ def main() -> None:
     for i, (title, preset, sizes) in enumerate(LAYOUTS):
         y = TOP + i * (SIDE + GAP)
         parts.append(text(LEFT - 14, y + SIDE / 2, title, bold=True, anchor="end"))
-        mesh = make_mesh(**sizes)
+        mesh = make_mesh(None, **sizes)
         for j, (_, _, _, spec) in enumerate(arrays(PRESETS[preset])):
             parts += drawing(LEFT + j * (SIDE + GAP), y, jax.NamedSharding(mesh, spec))
     parts.append("</svg>")
