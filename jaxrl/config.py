@@ -65,6 +65,7 @@ FREE_ON_RESUME = (
     "resume",
     "assert_no_recompile",
     "check_finite",
+    "plan_check",
     "compilation_cache",
     "log",
     "checkpoint",

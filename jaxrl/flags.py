@@ -56,6 +56,22 @@ def read_args(argv: Sequence[str]) -> tuple[ConfigDict, list[str]]:
         stop(str(problem))
 
 
+def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """{name: text} of an entry point's own arguments, --name=text or a bare --name ("").
+
+    Exits with one message for an argument that is not among `known`.
+    """
+    options = {}
+    for argument in arguments:
+        name, _, text = argument.lstrip("-").partition("=")
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean --{guess}? " if guess else ""
+            stop(f"unknown argument {argument}; {hint}known: --{', --'.join(known)}; {USAGE}")
+        options[name] = text
+    return options
+
+
 def stop(message: str) -> NoReturn:
     """Ends the program with a message instead of a traceback."""
     raise SystemExit(f"error: {message}")

@@ -81,7 +81,7 @@ class Clock:
 def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
-    from jaxrl.data.packing import Packed
+    from jaxrl.data.packing import Packed, empty_batch
     from jaxrl.host_memory import keep_freed_memory
     from jaxrl.learner.optimizer import make_optimizer
     from jaxrl.learner.state import frozen_copy, init_state
@@ -91,7 +91,6 @@ def bench(args: argparse.Namespace) -> dict:
     from jaxrl.rollout.engine import PagedEngine
     from jaxrl.rollout.generate import generate
     from jaxrl.trainer.experience import make_mini_batches
-    from jaxrl.trainer.warmup import empty_batch
     from jaxrl.types import Prompt
     from sharding import make_mesh
     from sharding.rules import DECODE, TRAIN

@@ -2,8 +2,10 @@
 
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
+from sharding.platform import target_platform
 from sharding.rules import DECODE, PIPELINE, PRESETS, RING, TRAIN, ULYSSES, Rules
-from sharding.tree import bytes_per_device, put_batch, reshard_tree, shardings
+from sharding.tree import bytes_per_device, on_mesh, put_batch, reshard_tree, shardings
+from sharding.weights import gather_matrix
 
 __all__ = [
     "DECODE",
@@ -16,12 +18,15 @@ __all__ = [
     "Rules",
     "abstract_mesh",
     "bytes_per_device",
+    "gather_matrix",
     "make_mesh",
     "mesh_order",
+    "on_mesh",
     "put_batch",
     "reshard_tree",
     "row_order",
     "shardings",
+    "target_platform",
     "unshuffle",
     "zigzag",
 ]

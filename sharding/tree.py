@@ -43,6 +43,17 @@ def put_batch(batch: Tree, spec: jax.P) -> Tree:
     return jax.tree.map(put, batch)
 
 
+def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    """What `jax.eval_shape` found, with its abstract mesh replaced by that of the devices: only so does
+    a program lowered for it serve the arrays themselves."""
+
+    def leaf(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = jax.P() if a.sharding is None else a.sharding.spec
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(leaf, tree)
+
+
 def bytes_per_device(tree: Tree) -> int:
     """Bytes that one device holds of a tree of (abstract) arrays with shardings."""
 

@@ -21,62 +21,20 @@ from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update
 from jaxrl.models import decoder
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_config import config_from_hf
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.planner.model_shape import model_shape
 from jaxrl.rewards import functions
 from jaxrl.types import Batch, TrainState
 from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-DEVICES = {"grpo_7b": 64, "grpo_30b_a3b": 64}  # what the docstring says; one where it says nothing
+# What the docstring says; one where it says nothing.
+DEVICES = {"grpo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions")
-
-# config.json of Qwen/Qwen2.5-7B-Instruct
-QWEN_7B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-# config.json of Qwen/Qwen3-30B-A3B
-QWEN_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-# config.json and number of parameters of the model that a config names.
-LARGE = {"grpo_7b": (QWEN_7B, 7_615_616_512), "grpo_30b_a3b": (QWEN_30B_A3B, 30_532_122_624)}
+# Number of parameters of the model that a config names.
+LARGE = {"grpo_7b": 7_615_616_512, "grpo_30b_a3b": 30_532_122_624}
 
 
 def run_of(name: str) -> RunConfig:
@@ -115,10 +73,9 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
 )
 def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name, stacked):
     run = run_of(name)
-    shape, n_params = LARGE[name]
-    model = dataclasses.replace(config_from_hf(shape), stacked=stacked)
+    model = dataclasses.replace(model_shape(run.model.path), stacked=stacked)
     specs = decoder_specs(model)
-    assert count_params(specs) == n_params
+    assert count_params(specs) == LARGE[name]
     sizes = {axis: getattr(run.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
     mesh = abstract_mesh(64, **sizes)
     check_mesh(model, mesh.shape)

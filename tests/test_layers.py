@@ -21,10 +21,11 @@ LAYERS = [  # lowest first; rooms of one layer do not import each other
     },
     {"jaxrl.models", "jaxrl.report"},
     {"jaxrl.rollout", "jaxrl.learner"},
+    {"jaxrl.planner"},
     {"jaxrl.trainer"},
     {"jaxrl.config_docs"},
     {"jaxrl.flags"},
-    {"jaxrl.train", "jaxrl.convert", "jaxrl.launch"},
+    {"jaxrl.train", "jaxrl.convert", "jaxrl.launch", "jaxrl.plan"},
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (

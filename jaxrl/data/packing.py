@@ -120,6 +120,24 @@ def response_field(rollout: Rollout, values: np.ndarray | None) -> np.ndarray:
     return np.zeros(len(rollout.tokens), np.float32) if values is None else values
 
 
+def empty_batch(n_rows: int, row_len: int) -> Batch:
+    """A batch of padding."""
+    ints, floats = np.zeros((n_rows, row_len), np.int32), np.zeros((n_rows, row_len), np.float32)
+    return Batch(
+        tokens=ints,
+        targets=ints,
+        segments=ints,
+        positions=ints,
+        mask=floats,
+        response_len=floats + 1.0,
+        advantages=floats,
+        selected=floats,
+        rollout_logp=floats,
+        old_logp=floats,
+        ref_logp=floats,
+    )
+
+
 def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
     if not shapes:
         raise ValueError("no shapes given; set learner.buckets or learner.token_budget")

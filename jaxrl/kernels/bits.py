@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sharding import target_platform
+
 MIN_SIZE = 4096  # elements; below, sums are added in another order
 
 
 def settle(x: jax.Array) -> jax.Array:
     """`x`, rounded to its type before anything is computed from it."""
-    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
+    return jax.lax.optimization_barrier(x) if target_platform() == "cpu" else x
 
 
 def row_sum(x: Float[Array, "*B M S"]) -> Float[Array, "*B M"]:
     """Σ over the last axis; a row gives the same bits among any number of other rows."""
-    if jax.default_backend() != "cpu":
+    if target_platform() != "cpu":
         return jnp.sum(x, axis=-1)
     rows, copies = x.shape[-2], -(-MIN_SIZE // max(x.size, 1))
     if copies > 1:  # a multiple of the rows keeps a sharded axis even

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-import jax
+from sharding import target_platform
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def choose(
     unknown name and NotImplementedError for a planned one.
     """
     if name is None or name == "auto":
-        backend = jax.default_backend()
+        backend = target_platform()
         name, reason = defaults[backend]
         _say(key, name, backend, reason)
     if name in planned:

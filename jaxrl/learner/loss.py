@@ -14,7 +14,7 @@ from jaxrl.learner.token_loss import Coefs, LossSums, aggregate_tokens, token_lo
 from jaxrl.models.decoder import Decoder, forward_routed
 from jaxrl.models.moe import RouterLoad
 from jaxrl.types import Batch
-from sharding import Rules, unshuffle
+from sharding import Rules, target_platform, unshuffle
 
 DEFAULT_CHUNK = {"cpu": 256}  # larger ones leave the cache: a third more time for an update
 
@@ -118,10 +118,15 @@ def _forward(params: Decoder, ref_params: Decoder | None, batch: Batch, *, cfg, 
     return logp, entropy, exact_kl, load
 
 
+def logprob_chunk(cfg: RunConfig) -> int:
+    """Tokens whose logits exist at one time."""
+    return cfg.learner.logprob_chunk or DEFAULT_CHUNK.get(target_platform(), 1024)
+
+
 def _head(params: Decoder, cfg: RunConfig, rules: Rules) -> dict:
     return dict(
         temperature=cfg.rollout.sampling.temperature,
         logit_softcap=params.cfg.logit_softcap,
-        chunk=cfg.learner.logprob_chunk or DEFAULT_CHUNK.get(jax.default_backend(), 1024),
+        chunk=logprob_chunk(cfg),
         rules=rules,
     )

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
-from sharding import Rules
+from sharding import Rules, on_mesh
 
 
 @struct.dataclass
@@ -41,18 +41,6 @@ def abstract_state(
         opt_state = jax.eval_shape(lambda p: _init_opt(p, optimizer), params)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     return TrainState(params, *on_mesh((opt_state, step), mesh))
-
-
-def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """What `jax.eval_shape` found, with its abstract mesh replaced by that of the devices: only so does
-    a program lowered for it serve the arrays themselves."""
-
-    def leaf(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = jax.P() if a.sharding is None else a.sharding.spec
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, tree)
 
 
 def _init_opt(params: Tree, optimizer: Optimizer) -> OptState:

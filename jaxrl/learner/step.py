@@ -15,10 +15,11 @@ from jaxrl.learner.loss import count_tokens, policy_loss_sums, score_tokens
 from jaxrl.learner.needs import adapts_coefs
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.router import Balance, no_load, router_metrics
-from jaxrl.learner.state import apply_gradients, on_mesh
+from jaxrl.learner.state import apply_gradients
 from jaxrl.learner.token_loss import Coefs, LossSums, zero_sums
+from jaxrl.learner.xla import compiler_options
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, hosts, mesh_order, row_order, tree
+from sharding import Rules, hosts, mesh_order, on_mesh, row_order, target_platform, tree
 
 
 @struct.dataclass
@@ -43,7 +44,13 @@ def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:
     """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
-    return jax.jit(functools.partial(score_tokens, cfg=cfg, rules=rules))
+    return jax.jit(
+        functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
+    )
+
+
+def _options(cfg: RunConfig) -> dict[str, Any] | None:
+    return compiler_options(cfg.learner.xla, target_platform()) or None
 
 
 class Update:
@@ -65,10 +72,11 @@ class Update:
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
         self.zeros = jax.jit(functools.partial(_zeros, cfg=cfg.algorithm))
         self.uncounted = jax.jit(_uncounted)
+        jit = functools.partial(jax.jit, compiler_options=_options(cfg))
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
-        self.count = jax.jit(count, donate_argnames="so_far")
-        self.accumulate = jax.jit(self._accumulate, donate_argnames="so_far")
-        self.apply = jax.jit(self._apply, donate_argnames="state")
+        self.count = jit(count, donate_argnames="so_far")
+        self.accumulate = jit(self._accumulate, donate_argnames="so_far")
+        self.apply = jit(self._apply, donate_argnames="state")
 
     def update(
         self,

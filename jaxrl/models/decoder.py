@@ -27,7 +27,7 @@ from jaxrl.models.norms import RMSNorm
 from jaxrl.models.pipeline import run_stages
 from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params
-from sharding import Rules
+from sharding import Rules, gather_matrix
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
 Attend = Callable[..., tuple[jax.Array, Any]]
@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
         """What the first layer sees."""
-        table = jax.reshard(self.embed, rules.gathered("vocab", "w_embed"))
+        table = gather_matrix(self.embed, rules, ("vocab", "w_embed"), 1)
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
         return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 

@@ -1,6 +1,5 @@
 """A linear map whose weight lies [out, in], as in Hugging Face files."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.models.spec import ParamSpec
-from sharding import Rules
+from sharding import Rules, gather_matrix
 
 MakeParam = Callable[..., Any]  # (suffix, shape, axes, init=, hf_shape=) -> leaf
 ACTIVATION: dict[str | None, str] = {
@@ -51,8 +50,8 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
-        w = jax.reshard(self.w, rules.gathered(*self.axes))
-        n_in = math.prod(w.shape[self.n_out :])
+        w = gather_matrix(self.w, rules, self.axes, self.n_out)
+        n_in = w.shape[1]
         # Of dimensions that become one, only the first is ever sharded.
         out_axes = [ACTIVATION.get(axis, axis) for axis in self.axes[: self.n_out]]
         out_axis, in_axis = (
@@ -60,15 +59,14 @@ class Linear(nnx.Module):
             ACTIVATION.get(self.axes[self.n_out], self.axes[self.n_out]),
         )
         x = jnp.reshape(x, (*x.shape[:2], n_in), out_sharding=rules.spec("batch", "time", in_axis))
-        flat = rules.gathered(self.axes[0], self.axes[self.n_out])
         y = jnp.einsum(
             "BTI,OI->BTO",
             x,
-            jnp.reshape(w, (-1, n_in), out_sharding=flat),
+            w,
             out_sharding=rules.spec("batch", "time", out_axis),
         )
         out = rules.spec("batch", "time", *out_axes)
-        y = jnp.reshape(y, (*y.shape[:2], *w.shape[: self.n_out]), out_sharding=out)
+        y = jnp.reshape(y, (*y.shape[:2], *self.w.shape[: self.n_out]), out_sharding=out)
         y = settle_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 

@@ -19,7 +19,7 @@ from jaxrl.rollout.pages import PagePool
 from jaxrl.rollout.sampling import SamplingParams
 from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxrl.types import Tree
-from sharding import Rules, hosts
+from sharding import Rules, hosts, on_mesh
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,34 @@ class PagedEngine:
         jax.block_until_ready(self._cache)
         return self.n_programs
 
+    def lower(self, params: Tree, n_pages: int) -> dict[str, jax.stages.Lowered]:
+        """The largest program of each kind for (abstract) parameters and a pool of `n_pages`, to
+        compile ahead of the first call; the mesh is the one that is set."""
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        cache = on_mesh(jax.eval_shape(lambda: self._new_pool(n_pages)), mesh)
+        n_fill, n_decode = self.prefill_buckets[-1], self.batch_buckets[-1]
+        fill = np.zeros((n_fill, self.row_len), np.int32)
+        pairs = np.zeros(COPY_ROWS, np.int32)
+        how = {"rules": self.rules, "implementation": self.implementation}
+        steps = self.rollout.steps_per_dispatch
+        return {
+            "prefill": programs.prefill.lower(
+                params, cache, fill, fill, self._page_table([], n_fill), **how
+            ),
+            "copy_pages": programs.copy_pages.lower(
+                cache, pairs, pairs, rules=self.rules, stacked=self.cfg.stacked
+            ),
+            "decode": programs.decode.lower(
+                params,
+                cache,
+                self._rows([], n_decode),
+                np.int32(0),
+                np.int32(0),
+                max_steps=steps,
+                **how,
+            ),
+        }
+
     @property
     def n_programs(self) -> int:
         """Programs compiled so far: it stops growing after `warmup`."""
@@ -149,6 +177,15 @@ class PagedEngine:
         page = page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype)
         return self.scheduler.pool.n_pages * page
 
+    @property
+    def page_bytes_per_device(self) -> int:
+        """Bytes that one device of the mesh that is set holds of a page."""
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = self.rules.spec("kv_heads")[0]
+        axes = () if spec is None else (spec,) if isinstance(spec, str) else spec
+        shards = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+        return page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype) // shards
+
     def _n_pages(self) -> int:
         """As configured; else what max_num_seqs longest sequences need, or as much of it as the
         device's memory has left below memory_utilization."""
@@ -156,11 +193,7 @@ class PagedEngine:
         if cfg.n_pages:
             return cfg.n_pages
         wanted = cfg.max_num_seqs * self.n_columns
-        mesh = jax.sharding.get_abstract_mesh()
-        spec = self.rules.spec("kv_heads")[0]
-        axes = () if spec is None else (spec,) if isinstance(spec, str) else spec
-        shards = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-        page = page_bytes(self.cfg, cfg.page_len, self.kv_dtype) // shards
+        page = self.page_bytes_per_device
         fits = wanted
         for device in jax.local_devices():
             memory = device.memory_stats()
@@ -183,10 +216,11 @@ class PagedEngine:
 
     def _pool(self) -> KVCache:
         if self._cache is None:
-            n_pages = self.scheduler.pool.n_pages
-            page_len, rules = self.rollout.page_len, self.rules
-            self._cache = init_cache(self.cfg, n_pages, page_len, self.kv_dtype, rules)
+            self._cache = self._new_pool(self.scheduler.pool.n_pages)
         return self._cache
+
+    def _new_pool(self, n_pages: int) -> KVCache:
+        return init_cache(self.cfg, n_pages, self.rollout.page_len, self.kv_dtype, self.rules)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -2,11 +2,12 @@
 each of them and comes back updated in place."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl import types
 from jaxrl.models.cache import KVCache
@@ -107,8 +108,8 @@ def decode(
             rules=rules,
             implementation=implementation,
         )
-        logits = jax.reshard(params.logits(hidden, rules), jax.P())[:, 0]
-        token, logp = sample(logits, uniforms(keys, position + 1), rows.sampling)
+        logits = params.logits(hidden, rules)[:, 0]
+        token, logp = sample_rows(logits, uniforms(keys, position + 1), rows.sampling, rules=rules)
         made = jnp.stack(
             [jnp.where(active, token, -1), jax.lax.bitcast_convert_type(logp, jnp.int32)]
         )
@@ -127,3 +128,20 @@ def decode(
     )
     _, cache, _, _, _, out = jax.lax.while_loop(going, one_step, start)
     return cache, out
+
+
+def sample_rows(
+    logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams, *, rules: Rules
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """`sample`, by each device for its share of the rows: the devices that hold the vocabulary in shards
+    trade them for whole rows, which moves less than bringing all logits to every device."""
+    shards = rules.spec("vocab")[0]
+    axes = (shards,) if isinstance(shards, str) else shards or ()
+    mesh = jax.sharding.get_abstract_mesh()
+    if uniform.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        axes = ()  # too few rows: every device samples them all
+    by_row = jax.P(axes or None)
+    lay = functools.partial(jax.reshard, out_shardings=by_row)
+    local = jax.shard_map(sample, in_specs=by_row, out_specs=by_row, check_vma=False)
+    drawn = local(lay(logits), lay(uniform), jax.tree.map(lay, params))
+    return jax.tree.map(lambda a: jax.reshard(a, jax.P()), drawn)

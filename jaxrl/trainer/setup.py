@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxrl.config import RunConfig, check_devices
+from jaxrl.config import RolloutConfig, RunConfig, check_devices
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.data.iterator import PromptIterator
 from jaxrl.data.prompts import load_prompts
@@ -16,15 +16,18 @@ from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
 from jaxrl.io.progress import Progress
+from jaxrl.learner.layout import training_rules
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, frozen_copy, init_state
 from jaxrl.learner.step import make_score, make_update
+from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.hf_load import load_model, model_config
 from jaxrl.models.source import resolve_model
 from jaxrl.models.spec import count_params
+from jaxrl.planner.check import check_plan, device_memory, plan_line
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients, first_coefficients
@@ -37,7 +40,7 @@ from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
 from jaxrl.types import Prompt, TrainState
 from sharding import hosts, make_mesh
-from sharding.rules import DECODE, PIPELINE, PRESETS, TRAIN, Rules
+from sharding.rules import DECODE, Rules
 
 
 @contextlib.contextmanager
@@ -75,6 +78,14 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         kind = jax.devices()[0].device_kind
         progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
         rules = training_rules(cfg)
+        memory = device_memory()
+        if cfg.plan_check and memory is not None:
+            with progress.waiting("planning: compiling all programs"):
+                plan = check_plan(cfg, decoder, memory)
+            progress.status(plan_line(plan))
+            rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
+        else:
+            rollout = cfg.rollout
         checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
         stack.callback(checkpoints.close)
         steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
@@ -99,7 +110,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             iterator=iterator,
             val_prompts=val_prompts,
             rewards=rewards,
-            engine=make_engine(cfg, decoder, dtype, model_folder, renderer),
+            engine=make_engine(cfg, rollout, decoder, dtype, model_folder, renderer),
             engines=place_engines(cfg),
             optimizer=optimizer,
             update=make_update(cfg, optimizer, rules),
@@ -123,13 +134,6 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         if not run.done:
             warm_up(run)
         yield run
-
-
-def training_rules(cfg: RunConfig) -> Rules:
-    """How scoring and updates lie on the mesh."""
-    if cfg.mesh.stage != 1:
-        return PIPELINE
-    return TRAIN if cfg.mesh.sequence == 1 else PRESETS[cfg.learner.sequence_parallel]
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
@@ -178,13 +182,7 @@ def start_devices(
     backend = jax.default_backend()
     if backend == "cpu":
         keep_freed_memory()
-    name = cfg.model.dtype
-    if name == "auto":
-        name = "float32" if backend == "cpu" else "bfloat16"
-    stacked = cfg.model.layers == "stacked"
-    if cfg.model.layers == "auto":
-        stacked = backend == "tpu" or cfg.mesh.stage != 1
-    decoder = dataclasses.replace(decoder, stacked=stacked, grouped_matmul=cfg.model.grouped_matmul)
+    dtype, decoder = for_platform(cfg, decoder, backend)
     if cfg.learner.router_aux_coef and not decoder.E:
         raise ValueError(
             f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but this "
@@ -192,9 +190,9 @@ def start_devices(
         )
     n_params = count_params(decoder_specs(decoder))
     progress.status(
-        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters, {name}"
+        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters, {dtype}"
     )
-    return jnp.dtype(name), decoder
+    return dtype, decoder
 
 
 def first_state(
@@ -252,6 +250,7 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.d
 
 def make_engine(
     cfg: RunConfig,
+    rollout: RolloutConfig,
     decoder: DecoderConfig,
     dtype: jnp.dtype,
     model_folder: Path,
@@ -260,7 +259,7 @@ def make_engine(
     name = cfg.model.paged_attention
     return PagedEngine(
         decoder,
-        cfg.rollout,
+        rollout,
         rules=DECODE,
         dtype=dtype,
         max_len=cfg.data.max_len,

@@ -1,7 +1,6 @@
 """Compiles every program of a run before its first step, each with its name and seconds on the console."""
 
-import numpy as np
-
+from jaxrl.data.packing import empty_batch
 from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
 from jaxrl.trainer.run import Run
@@ -28,21 +27,3 @@ def learn_nothing(run: Run, batch: Batch) -> None:
     if needs_ref_logps and run.cfg.algorithm.kl_in == "reward":
         token_kl(batch, batch.ref_logp, run.cfg.algorithm)
     run.state, _ = run.update.update(run.state, [batch], ref_params=run.ref_params)
-
-
-def empty_batch(n_rows: int, row_len: int) -> Batch:
-    """A batch of padding."""
-    ints, floats = np.zeros((n_rows, row_len), np.int32), np.zeros((n_rows, row_len), np.float32)
-    return Batch(
-        tokens=ints,
-        targets=ints,
-        segments=ints,
-        positions=ints,
-        mask=floats,
-        response_len=floats + 1.0,
-        advantages=floats,
-        selected=floats,
-        rollout_logp=floats,
-        old_logp=floats,
-        ref_logp=floats,
-    )

@@ -54,9 +54,10 @@ def attention(
     spec = inside.spec("batch", "time", "heads", None)
     q, k, v = (jax.reshard(x, spec) for x in (q, k, v))
     segments = jax.reshard(segments, inside.spec("batch", "time"))
-    out = attend(
-        q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=inside
-    )
+    with jax.named_scope("attention"):
+        out = attend(
+            q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=inside
+        )
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 

@@ -37,7 +37,8 @@ def logprob_entropy(
     head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=False)
     hidden, unembed = _lay_out(rules, hidden, unembed)
     targets, keep = _lay_out_tokens(rules, targets, mask)
-    logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, keep, ())
+    with jax.named_scope("logprob"):
+        logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, keep, ())
     return logp, entropy
 
 
@@ -61,7 +62,8 @@ def logprob_entropy_kl(
     hidden, unembed = _lay_out(rules, hidden, unembed)
     targets, keep = _lay_out_tokens(rules, targets, mask)
     ref = jax.lax.stop_gradient(_lay_out(rules, ref_hidden, ref_unembed))
-    return chunked_logprob(head, hidden, unembed, targets, keep, ref)
+    with jax.named_scope("logprob"):
+        return chunked_logprob(head, hidden, unembed, targets, keep, ref)
 
 
 def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:

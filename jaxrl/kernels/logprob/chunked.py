@@ -295,10 +295,11 @@ def _gather(head: Head, w):
 def _scatter(head: Head, dw):
     """Sums dW over the devices that hold other tokens, and keeps this device's shard of it."""
     over = [a for a in head.token_axes if a not in head.weight_axes]
+    inside = bool(head.weight_axes) and set(head.weight_axes) <= set(head.token_axes)
+    if inside:  # cut first: the sums over other devices are then of a shard
+        dw = lax.psum_scatter(dw, head.weight_axes, scatter_dimension=1, tiled=True)
     dw = lax.psum(dw, over) if over else dw
-    if not head.weight_axes:
+    if inside or not head.weight_axes:
         return dw
-    if set(head.weight_axes) <= set(head.token_axes):
-        return lax.psum_scatter(dw, head.weight_axes, scatter_dimension=1, tiled=True)
     width = dw.shape[1] // lax.axis_size(head.weight_axes)
     return lax.dynamic_slice_in_dim(dw, lax.axis_index(head.weight_axes) * width, width, 1)

@@ -1,6 +1,7 @@
 """Attention of new tokens over keys that lie in the pages of a pool: one signature for decode and
 chunked prefill, one implementation per backend."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.choice import choose
@@ -49,14 +50,15 @@ def paged_attention(
         planned=PLANNED,
         defaults=DEFAULTS,
     )
-    return attend(
-        q,
-        k_pages,
-        v_pages,
-        page_table=page_table,
-        positions=positions,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        rules=rules,
-    )
+    with jax.named_scope("paged_attention"):
+        return attend(
+            q,
+            k_pages,
+            v_pages,
+            page_table=page_table,
+            positions=positions,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            rules=rules,
+        )

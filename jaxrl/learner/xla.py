@@ -1,0 +1,67 @@
+"""Options of the XLA compiler for scoring and updates: named sets per backend, or single ones."""
+
+from collections.abc import Sequence
+
+# What a set turns on. Overlap: collectives run beside computing. Prefetch: the weights of the next layer are
+# gathered while this one computes (verl: forward prefetch, OpenRLHF: overlap_comm).
+SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
+    "overlap": {
+        "tpu": {
+            "xla_tpu_enable_latency_hiding_scheduler": True,
+            "xla_tpu_enable_async_collective_fusion": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+            "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+            "xla_tpu_overlap_compute_collective_tc": True,
+            "xla_enable_async_all_gather": True,
+            "xla_enable_async_collective_permute": True,
+        },
+        "gpu": {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_enable_highest_priority_async_stream": True,
+        },
+        "cpu": {},
+    },
+    "prefetch": {
+        "tpu": {"xla_tpu_enable_ag_backward_pipelining": True},
+        "gpu": {"xla_gpu_enable_while_loop_double_buffering": True},
+        "cpu": {},
+    },
+    "combine": {  # fewer, larger messages: for many small weights or slow networks
+        "tpu": {
+            "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+            "xla_tpu_data_parallel_opt_different_sized_ops": True,
+        },
+        "gpu": {
+            "xla_gpu_all_gather_combine_threshold_bytes": 2**28,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+            "xla_gpu_all_reduce_combine_threshold_bytes": 2**28,
+        },
+        "cpu": {},
+    },
+}
+
+
+def compiler_options(names: Sequence[str], platform: str) -> dict[str, bool | int | str]:
+    """The options that the names of config.learner.xla mean on a platform: those of a set, or NAME=VALUE
+    as it stands. Raises ValueError for a name that is neither."""
+    options: dict[str, bool | int | str] = {}
+    for name in names:
+        option, equals, value = name.partition("=")
+        if equals:
+            options[option] = _value(value)
+        elif name in SETS:
+            options |= SETS[name][platform]
+        else:
+            raise ValueError(
+                f"config.learner.xla has {name!r}, which is no set of compiler options; set some of "
+                f"{', '.join(SETS)}, or 'xla_option=value'"
+            )
+    return options
+
+
+def _value(text: str) -> bool | int | str:
+    """A Boolean or a number where the text is one: XLA does not take them as text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.lstrip("-").isdigit() else text

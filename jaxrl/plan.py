@@ -1,0 +1,93 @@
+"""python -m jaxrl.plan --config=configs/grpo_7b.py --topology=v5p:4x4x4: does it fit, how fast can it be.
+
+Compiles the programs of a run for devices that need not be attached, from the model's config.json alone.
+
+    --topology=NAME        v5e:2x4, v5p:4x4x4, v6e:16x16, h100:64, h200:8, cpu:8
+    --model-config=PATH    config.json (or its folder) of a model that is not on this machine
+    --prompt-len=N         tokens of an average prompt (default: data.max_prompt_len)
+    --response-len=N       tokens of an average response (default: data.max_response_len)
+    --json                 one JSON object instead of tables
+    --search[=N]           try meshes, token budgets and remat policies; compile until N of them fit (3)
+"""
+
+import json
+import os
+import sys
+
+if (
+    __name__ == "__main__"
+):  # before jax is imported: compile for absent devices, ask no metadata server
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
+        "1"  # no chip is opened, so plans may run side by side
+    )
+    for name, value in {
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",  # of no consequence, but asked for
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TPU_LOG_DIR": "disabled",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }.items():
+        os.environ.setdefault(name, value)
+
+import jax
+
+from jaxrl.config import resolve
+from jaxrl.flags import read_args, read_options, stop
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.plan import make_plan
+from jaxrl.planner.programs import Lengths, TooLarge
+from jaxrl.planner.report import search_text, show
+from jaxrl.planner.search import search
+from jaxrl.planner.topology import KNOWN, simulated_cpus, topology
+
+OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "json")
+
+
+def main() -> int:
+    """Exit status: 0 it fits, 1 a mistake that the message explains, 2 it does not fit."""
+    config, rest = read_args(sys.argv[1:])
+    options = read_options(rest, OPTIONS)
+    if "topology" not in options:
+        stop(f"no topology is given; set --topology to one of {KNOWN}")
+    if n := simulated_cpus(options["topology"]):
+        jax.config.update("jax_num_cpu_devices", n)
+    try:
+        machine = topology(options["topology"])
+        n_devices = None if "search" in options else len(machine.devices)
+        cfg = resolve(config, n_devices=n_devices)
+        decoder = model_shape(cfg.model.path, options.get("model-config", ""))
+        lengths = Lengths(
+            int(options.get("prompt-len", cfg.data.max_prompt_len)),
+            int(options.get("response-len", cfg.data.max_response_len)),
+        )
+
+        def say(name: str) -> None:
+            print(name, file=sys.stderr, flush=True)
+
+        if "search" in options:
+            n = int(options["search"] or 3)
+            found = search(cfg, decoder, machine, lengths=lengths, finalists=n, on_start=say)
+            print(search_text(found), file=sys.stderr if "json" in options else sys.stdout)
+            plan = found[0][1]
+            if plan is None:
+                return 2
+        else:
+            plan = make_plan(cfg, decoder, machine, lengths=lengths, on_start=say)
+    except TooLarge as problem:
+        print(f"{problem}", file=sys.stderr)
+        return 2
+    except ValueError as problem:
+        stop(str(problem))
+    if "json" in options:
+        print(json.dumps(plan.json()))
+    else:
+        show(plan)
+    return 0 if plan.fits else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

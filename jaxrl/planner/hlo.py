@@ -1,0 +1,230 @@
+"""Reads the text of a compiled XLA module: computations, instructions, shapes, loops."""
+
+import dataclasses
+import functools
+import math
+import re
+
+ITEM_BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4,
+    "s64": 8, "u64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8,
+    "c64": 8, "c128": 16, "token": 0,
+}  # fmt: skip
+HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
+FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # a memory space of its own on the chip, not HBM
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array of an instruction's result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    in_hbm: bool = True
+
+    @property
+    def bytes(self) -> float:
+        return float(math.prod(self.dims) * ITEM_BYTES.get(self.dtype, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """`name = shapes opcode(operands), attributes`."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    literal: str  # what stands in the parentheses: a constant's value, a parameter's number
+    attributes: str
+    root: bool
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """The JAX operations it comes from, outermost first."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    def called(self, attribute: str) -> str | None:
+        """The computation that an attribute such as `body` or `calls` names."""
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
+
+    def called_list(self, attribute: str) -> list[str]:
+        match = re.search(rf"\b{attribute}=\{{([^}}]*)\}}", self.attributes)
+        return re.findall(r"[\w.\-]+", match[1]) if match else []
+
+    def numbers(self, attribute: str) -> tuple[int, ...]:
+        """The value of an attribute such as `lhs_contracting_dims={1,2}`."""
+        match = re.search(rf'\b{attribute}"?[=:]?[\[{{]([\d,"\s]*)[\]}}]', self.attributes)
+        return tuple(int(n) for n in re.findall(r"\d+", match[1])) if match else ()
+
+    @property
+    def bytes(self) -> float:
+        return sum((shape.bytes for shape in self.shapes), 0.0)
+
+    @property
+    def target(self) -> str:
+        """Of a custom call."""
+        match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+
+@dataclasses.dataclass
+class Computation:
+    name: str
+    instructions: dict[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions.values() if i.root)
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return {int(i.literal): i for i in found}
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads each instruction."""
+        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                if operand in found:
+                    found[operand].append(instruction)
+        return found
+
+
+@dataclasses.dataclass
+class Module:
+    entry: str
+    computations: dict[str, Computation]
+
+    def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
+        """How often a while loop runs, where the text says it: a bound noted by the compiler, or a
+        counter compared with a constant. None where it depends on the data."""
+        if match := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes):
+            return int(match[1])
+        condition = self.computations[loop.called("condition") or ""]
+        test = self._test(condition)
+        if test is None:
+            return None
+        counter, bound, inclusive = test
+        start = 0
+        init = inside.instructions.get(loop.operands[0])
+        if init is not None and init.opcode == "tuple" and counter < len(init.operands):
+            first = _constant(inside, init.operands[counter])
+            start = 0 if first is None else first
+        return max(bound - start + inclusive, 0)
+
+    def _test(self, condition: Computation) -> tuple[int, int, int] | None:
+        """(place of the counter in the loop's state, constant bound, 1 if that one still runs)."""
+        root = condition.root
+        if root.opcode == "fusion":  # the comparison alone, its operands passed in order
+            inner = self.computations[root.called("calls") or ""].root
+            sides = [self._passed(root, o) for o in inner.operands]
+        else:
+            inner, sides = root, list(root.operands)
+        direction = re.search(r"direction=(\w+)", inner.attributes)
+        if inner.opcode != "compare" or direction is None or direction[1] not in ("LT", "LE"):
+            return None
+        counter = condition.instructions.get(sides[0] or "")
+        bound = _constant(condition, sides[1] or "")
+        if counter is None or bound is None or counter.opcode != "get-tuple-element":
+            return None
+        return _index(counter), bound, int(direction[1] == "LE")
+
+    def _passed(self, fusion: Instruction, name: str) -> str | None:
+        inside = self.computations[fusion.called("calls") or ""].instructions[name]
+        if inside.opcode != "parameter":
+            return None
+        return fusion.operands[int(inside.literal)]
+
+
+def parse(text: str) -> Module:
+    """The module of `compiled.as_text()`."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if not line:
+            continue
+        if line[0] not in " }":
+            if match := HEADER.match(line):
+                current = computations[match[2]] = Computation(match[2], {})
+                entry = match[2] if match[1] else entry
+        elif current is not None and (instruction := _instruction(line)):
+            current.instructions[instruction.name] = instruction
+    if not entry:
+        raise ValueError("this is no text of a compiled module: it has no ENTRY computation")
+    return Module(entry, computations)
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = NAME.match(line)
+    if match is None:
+        return None
+    end = _type_end(line, match.end())
+    call = re.compile(r"\s*([\w\-]+)\(").match(line, end)
+    if call is None:
+        return None
+    close = _closing(line, call.end() - 1)
+    inside = line[call.end() : close]
+    return Instruction(
+        name=match[2],
+        shapes=_shapes(line[match.end() : end]),
+        opcode=call[1],
+        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
+        literal=inside,
+        attributes=line[close + 1 :],
+        root=match[1] is not None,
+    )
+
+
+def _type_end(line: str, start: int) -> int:
+    """Where the type that begins at `start` ends."""
+    if line[start] == "(":
+        return _closing(line, start) + 1
+    depth = 0
+    for at in range(start, len(line)):
+        depth += (line[at] in "{[(") - (line[at] in ")]}")
+        if line[at] == " " and depth == 0:
+            return at
+    return len(line)
+
+
+def _closing(line: str, start: int) -> int:
+    """The place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(line)
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(
+            dtype,
+            tuple(int(n) for n in re.findall(r"\d+", dims)),
+            not FAST_MEMORY.search(layout or ""),
+        )
+        for dtype, dims, layout in ARRAY.findall(text)
+    )
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """The integer that an instruction is, seen through copies and bitcasts."""
+    instruction = computation.instructions.get(name)
+    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+        instruction = computation.instructions.get(instruction.operands[0])
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
+
+
+def _index(instruction: Instruction) -> int:
+    match = re.search(r"index=(\d+)", instruction.attributes)
+    return int(match[1]) if match else 0

@@ -1,0 +1,227 @@
+"""Whether a run fits, phase by phase, and how long a step takes at the machine's peak rates."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrl.config import RunConfig
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.mesh_check import check_mesh
+from jaxrl.planner.cost import Collective
+from jaxrl.planner.programs import Lengths, Parts, Program, compile_programs, run_parts
+from jaxrl.planner.topology import Chip, Topology
+from sharding import make_mesh
+
+PHASES = {
+    "rollout": ("prefill", "copy_pages", "decode"),
+    "scoring": ("score", "reference"),
+    "update": ("count", "accumulate", "apply"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What is on a device at once while the programs of a phase run, and their time."""
+
+    live_bytes: int  # at its fullest, without KV pages
+    fits: bool  # with the KV pages
+    roofline_s: float
+    bound: str  # what most of that time goes to: "flops" | "memory" | "collectives"
+    tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run on a topology. Bytes are per device."""
+
+    topology: str
+    chip: Chip
+    mesh: dict[str, int]
+    fits: bool
+    why_not: str
+    programs: dict[str, Program]
+    phases: dict[str, Phase]
+    resident: dict[str, int]
+    budget_bytes: int
+    page_bytes: int
+    kv_pages: int
+    max_concurrent_sequences: int
+    expected_step_s: float
+    tokens_per_s: float
+    lengths: Lengths
+
+    def json(self) -> dict[str, Any]:
+        """The object of --json."""
+        return {
+            "fits": self.fits,
+            "programs": {
+                name: {
+                    "argument_bytes": p.argument_bytes,
+                    "temp_bytes": p.temp_bytes,
+                    "output_bytes": p.output_bytes,
+                    "flops": p.cost.total_flops,
+                    "bytes_accessed": p.cost.bytes_accessed,
+                    "collectives": p.cost.by_kind(),
+                    "compile_s": round(p.compile_s, 2),
+                }
+                for name, p in self.programs.items()
+            },
+            "phases": {name: dataclasses.asdict(phase) for name, phase in self.phases.items()},
+            "kv_pages": self.kv_pages,
+            "max_concurrent_sequences": self.max_concurrent_sequences,
+            "expected_step_s": self.expected_step_s,
+        }
+
+
+def make_plan(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    machine: Topology,
+    *,
+    lengths: Lengths | None = None,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Plan:
+    """Compiles the run's programs for `machine` and adds up what they need.
+
+    `lengths` (default: the longest allowed) are those of an average sequence. Raises ValueError where
+    the mesh is not of the machine's devices or does not divide the model.
+    """
+    lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
+    check_mesh(decoder, mesh.shape)
+    with jax.set_mesh(mesh):
+        parts = run_parts(cfg, decoder, machine.chip.memory_bytes)
+        programs = compile_programs(parts, lengths, on_start)
+        page_bytes = parts.engine.page_bytes_per_device
+    return add_up(parts, programs, machine, dict(mesh.shape), page_bytes, lengths)
+
+
+def add_up(
+    parts: Parts,
+    programs: dict[str, Program],
+    machine: Topology,
+    mesh: dict[str, int],
+    page_bytes: int,
+    lengths: Lengths,
+) -> Plan:
+    """The plan of compiled programs."""
+    cfg, engine, chip = parts.cfg, parts.engine, machine.chip
+    budget = int(cfg.rollout.memory_utilization * chip.memory_bytes)
+    pool = page_bytes * parts.n_pages
+    live = {name: live_bytes(p, parts.resident, pool) for name, p in programs.items()}
+    # The pool lies on the device through all phases, so the fullest of them bounds it.
+    room = (budget - max(live.values())) // page_bytes
+    wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.n_columns
+    pages = max(min(wanted, room), 0)
+    least = cfg.rollout.n_pages or engine.n_columns
+    fits = room >= least
+    sequences = min(cfg.rollout.max_num_seqs, pages // engine.n_columns)
+    calls = calls_per_step(cfg, parts, max(sequences, 1), lengths)
+    phases = {}
+    for phase, names in PHASES.items():
+        found = [name for name in names if name in programs]
+        if not found:
+            continue
+        times = {name: calls[name] * seconds(programs[name], chip)[0] for name in found}
+        slowest = max(found, key=times.__getitem__)
+        fullest = max(live[name] for name in found)
+        total = sum(times.values())
+        phases[phase] = Phase(
+            live_bytes=fullest,
+            fits=fullest + least * page_bytes <= budget,
+            roofline_s=total,
+            bound=seconds(programs[slowest], chip)[1],
+            tokens_per_s=_tokens(cfg, lengths, phase) / total,
+        )
+    step_s = sum(phase.roofline_s for phase in phases.values())
+    tight = max(live, key=live.__getitem__)
+    why_not = (
+        ""
+        if fits
+        else (
+            f"{tight} needs {live[tight] / 2**30:.2f} GiB, of {budget / 2**30:.2f} GiB that "
+            f"memory_utilization={cfg.rollout.memory_utilization} leaves of {chip.memory_bytes / 2**30:.2f}; "
+            f"the {least} KV pages of "
+            f"{'rollout.n_pages' if cfg.rollout.n_pages else 'one longest sequence'} take "
+            f"{least * page_bytes / 2**30:.2f} GiB more"
+        )
+    )
+    return Plan(
+        topology=machine.name,
+        chip=chip,
+        mesh=mesh,
+        fits=fits,
+        why_not=why_not,
+        programs=programs,
+        phases=phases,
+        resident=parts.resident,
+        budget_bytes=budget,
+        page_bytes=page_bytes,
+        kv_pages=pages,
+        max_concurrent_sequences=sequences,
+        expected_step_s=step_s,
+        tokens_per_s=_tokens(cfg, lengths, "step") / step_s,
+        lengths=lengths,
+    )
+
+
+def live_bytes(program: Program, resident: dict[str, int], pool_bytes: int) -> int:
+    """What a device holds while a program runs, the KV pool apart: its arguments, temporaries and new
+    outputs, and what of the run's state it is not given."""
+    others = sum(size for name, size in resident.items() if name not in program.holds)
+    own = program.own_bytes - (pool_bytes if "kv" in program.holds else 0)
+    return others + own
+
+
+def seconds(program: Program, chip: Chip) -> tuple[float, str]:
+    """(time of one call at the peak rates, what bounds it): the longest of computing, reading memory
+    and moving data between devices, as if each ran beside the others."""
+    cost = program.cost
+    times = {
+        "flops": sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items()),
+        "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
+        "collectives": sum(link_seconds(one, chip) for one in cost.collectives),
+    }
+    bound = max(times, key=times.__getitem__)
+    return float(times[bound]), bound
+
+
+def link_seconds(one: Collective, chip: Chip) -> float:
+    """All executions of a collective on a ring: each device passes (n - 1) / n of the data on, twice
+    for an all-reduce."""
+    crosses = chip.node and one.spread >= chip.node
+    rate = chip.network_bytes_per_s if crosses else chip.link_bytes_per_s
+    if one.kind == "collective-permute":
+        return one.times * one.bytes / rate
+    rounds = 2 if one.kind == "all-reduce" else 1
+    return one.times * rounds * one.bytes * (one.n_devices - 1) / one.n_devices / rate
+
+
+def calls_per_step(
+    cfg: RunConfig, parts: Parts, sequences: int, lengths: Lengths
+) -> dict[str, int]:
+    """How often each program runs in a training step; of decode, its steps."""
+    engine, total = parts.engine, cfg.sequences_per_step
+    prompt_tokens = cfg.data.prompts_per_step * lengths.prompt
+    rows, row_len = cfg.learner.shapes[-1]
+    tokens = total * (lengths.prompt + lengths.response)
+    micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
+    return {
+        "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),
+        "copy_pages": 0,
+        "decode": math.ceil(total / sequences) * lengths.response,
+        "score": micro,
+        "reference": micro,
+        "count": micro * cfg.learner.epochs,
+        "accumulate": micro * cfg.learner.epochs,
+        "apply": cfg.updates_per_step,
+    }
+
+
+def _tokens(cfg: RunConfig, lengths: Lengths, phase: str) -> float:
+    """Tokens that a phase is measured by: sampled ones in rollout, else all of the sequences."""
+    own = 0 if phase == "rollout" else lengths.prompt
+    return float(cfg.sequences_per_step * (own + lengths.response))

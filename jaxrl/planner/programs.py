@@ -1,0 +1,223 @@
+"""The compiled programs of a run, lowered from abstract values: the very functions that it calls."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxrl.config import RunConfig
+from jaxrl.data.packing import empty_batch
+from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.learner.layout import training_rules
+from jaxrl.learner.loss import logprob_chunk
+from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.state import abstract_state
+from jaxrl.learner.step import make_score, make_update
+from jaxrl.models.auto import for_platform
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.planner.cost import Cost, program_cost
+from jaxrl.rollout.engine import PagedEngine
+from jaxrl.types import Batch, TrainState
+from sharding import Rules, bytes_per_device, target_platform
+from sharding.rules import DECODE
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sequence that times are worked out for."""
+
+    prompt: int
+    response: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program on one device."""
+
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int  # of the output, in buffers of the arguments
+    code_bytes: int
+    cost: Cost
+    compile_s: float
+    holds: tuple[str, ...]  # what of the run's state is among its arguments
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory while it runs, of what it is given and what it makes."""
+        new = max(self.output_bytes - self.alias_bytes, 0)
+        return self.argument_bytes + self.temp_bytes + new + self.code_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A run's programs before they are compiled, and the state that stays on the devices."""
+
+    cfg: RunConfig
+    decoder: DecoderConfig
+    engine: PagedEngine
+    lower: dict[str, Callable[[], jax.stages.Lowered]]
+    holds: dict[str, tuple[str, ...]]
+    resident: dict[str, int]  # bytes per device of params, opt_state, ref
+    n_ranks: int
+    n_pages: int  # of the pool that the engine's programs are lowered for
+
+
+def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float) -> Parts:
+    """The programs of a run at their largest declared shapes, on the mesh that is set.
+
+    The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
+    holds them: then a run that fits calls the very programs that its plan compiled.
+    """
+    mesh = jax.sharding.get_mesh()
+    dtype, decoder = for_platform(cfg, decoder, target_platform())
+    specs = decoder_specs(decoder)
+    optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
+    rules = training_rules(cfg)
+    state = abstract_state(specs, dtype, optimizer, rules, mesh)
+    name = cfg.model.paged_attention
+    engine = PagedEngine(
+        decoder,
+        cfg.rollout,
+        rules=DECODE,
+        dtype=dtype,
+        max_len=cfg.data.max_len,
+        implementation=None if name == "auto" else name,
+    )
+    n_ranks = rules.n_shards("batch")
+    lower, holds = _learner_programs(cfg, rules, state, optimizer, abstract_batch(cfg, rules, mesh))
+    resident = {
+        "params": bytes_per_device(state.params),
+        "opt_state": bytes_per_device(state.opt_state),
+    }
+    if needs_ref(cfg):
+        resident["ref"] = resident["params"]
+    half = (cfg.rollout.memory_utilization * memory_bytes - sum(resident.values())) / 2
+    room = max(int(half // engine.page_bytes_per_device), engine.n_columns)
+    n_pages = cfg.rollout.n_pages or min(cfg.rollout.max_num_seqs * engine.n_columns, room)
+    engine_programs = functools.cache(lambda: engine.lower(state.params, n_pages))
+    for name, held in {"prefill": ("params",), "copy_pages": (), "decode": ("params",)}.items():
+        lower[name] = lambda name=name: engine_programs()[name]
+        holds[name] = (*held, "kv")
+    return Parts(cfg, decoder, engine, lower, holds, resident, n_ranks, n_pages)
+
+
+def _learner_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer, batch: Batch):
+    update, score = make_update(cfg, optimizer, rules), make_score(cfg, rules)
+    ref = state.params if full_kl_in_loss(cfg) else None
+    counting = ("count",) if cfg.learner.router_aux_coef else ()  # what each expert is sent
+    update_programs = functools.cache(lambda: update.lower(state, batch, ref))
+    lower: dict[str, Callable[[], jax.stages.Lowered]] = {
+        name: (lambda name=name: update_programs()[name])
+        for name in (*counting, "accumulate", "apply")
+    }
+    holds: dict[str, tuple[str, ...]] = {
+        "accumulate": ("params",) + (("ref",) if ref is not None else ()),
+        "apply": ("params", "opt_state"),
+        "count": ("params",),
+    }
+    if needs_old_logp(cfg):
+        lower["score"], holds["score"] = lambda: score.lower(state.params, batch), ("params",)
+    if needs_ref_logp(cfg):  # the same program on other weights
+        lower["reference"], holds["reference"] = lambda: score.lower(state.params, batch), ("ref",)
+    return lower, holds
+
+
+def abstract_batch(cfg: RunConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Batch:
+    """The largest micro-batch that the run declares."""
+    rows, row_len = cfg.learner.shapes[-1]
+    n_ranks = math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
+    sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
+
+    def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows * n_ranks, row_len), a.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, empty_batch(1, row_len))
+
+
+def compile_programs(
+    parts: Parts, lengths: Lengths, on_start: Callable[[str], None] = lambda name: None
+) -> dict[str, Program]:
+    """Compiles them one after the other; `reference` is `score` again where both are there."""
+    done: dict[str, Program] = {}
+    for name, lower in parts.lower.items():
+        if name == "reference" and "score" in done:
+            done[name] = dataclasses.replace(
+                done["score"], compile_s=0.0, holds=parts.holds["reference"]
+            )
+            continue
+        on_start(f"compiling {name}")
+        start = time.perf_counter()
+        compiled = _compile(name, lower)
+        seconds = time.perf_counter() - start
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None, "every backend of ours has both"
+        done[name] = Program(
+            argument_bytes=memory.argument_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            cost=program_cost(text, loop_trips(name, parts, lengths)),
+            compile_s=seconds,
+            holds=parts.holds[name],
+        )
+    return done
+
+
+class TooLarge(ValueError):
+    """A program needs more memory by itself than the device has, and so has no plan."""
+
+
+def _compile(name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    try:
+        return lower().compile()
+    except jax.errors.JaxRuntimeError as problem:
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        said = str(problem).partition("Ran out of memory ")[2].partition(". HLO")[0]
+        raise TooLarge(
+            f"does not fit: the compiler cannot place {name} on the device ({said or problem}); "
+            "lower learner.token_budget or rollout.max_num_batched_tokens, or shard over more devices"
+        ) from problem
+
+
+def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], float | None]:
+    """How often the loops run whose bounds are data, for sequences of `lengths`.
+
+    Training attention: a query sees on average half of its segment and its own block of keys. Decode:
+    the keys of half the response, and one step. Prefill: half the prompt. Logprobs: all tokens.
+    """
+    cfg = parts.cfg
+    rows, row_len = cfg.learner.shapes[-1]
+    segment = min(lengths.prompt + lengths.response, row_len)
+    keys = {"decode": lengths.prompt + lengths.response / 2, "prefill": lengths.prompt / 2}
+    chunk = logprob_chunk(cfg)
+
+    def trips(op_name: str) -> float | None:
+        if "paged_attention" in op_name:
+            return float(math.ceil(keys.get(program, 0) / BLOCK))
+        if "attention" in op_name:
+            return segment / 2 / BLOCK + 1
+        if "logprob" in op_name:
+            chunks = rows * row_len / chunk
+            return float(math.ceil(chunks / 4 if "transpose" in op_name else chunks))
+        if program == "decode":
+            return 1.0
+        return None
+
+    return trips
+
+
+def model_flops(decoder: DecoderConfig, n_tokens: float, *, passes: float = 1.0) -> float:
+    """2 x multiply-adds of the weights per token, over all devices: what a pass over them takes at
+    least, without attention."""
+    per_layer = decoder.D * decoder.H * (2 * decoder.N + 2 * decoder.K) + 3 * decoder.D * decoder.F
+    return 2.0 * n_tokens * passes * (decoder.L * per_layer + decoder.V * decoder.D)

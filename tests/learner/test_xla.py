@@ -1,0 +1,62 @@
+"""Compiler options come from the config and reach the compiler; a name that it does not know is an error."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_policy import batches, new_params, rollouts, run_config
+
+from jaxrl.learner.step import make_score
+from jaxrl.learner.xla import SETS, compiler_options
+from sharding import TRAIN
+
+
+def test_sets_and_single_options_are_joined_in_order():
+    options = compiler_options(("prefetch", "a=true", "b=-3", "c=x", "a=false"), "tpu")
+    assert options == {"xla_tpu_enable_ag_backward_pipelining": True, "a": False, "b": -3, "c": "x"}
+    assert compiler_options((), "gpu") == compiler_options(tuple(SETS), "cpu") == {}
+
+
+def test_a_set_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"'overlapp', .*set some of overlap, prefetch, combine"):
+        compiler_options(("overlapp",), "tpu")
+
+
+def test_every_set_knows_every_platform():
+    assert all(set(SETS[name]) == {"cpu", "gpu", "tpu"} for name in SETS)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_compiler_knows_the_gpu_options(name):
+    double = jax.jit(lambda x: 2 * x).lower(jnp.ones(2))
+    double.compile(SETS[name]["gpu"])  # their names are checked on every backend
+
+
+def test_options_of_the_config_reach_the_compiler(one_device):
+    score = make_score(run_config(dict(xla=("xla_no_such_option=1",))), TRAIN)
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        jax.block_until_ready(score(*score_arguments()))
+
+
+def score_arguments():
+    return new_params(), batches(rollouts(2), row_len=32, token_budget=32)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+def test_the_tpu_compiler_knows_its_options(name):
+    pytest.importorskip("libtpu")
+    code = f"""
+import os
+os.environ |= {{"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}}
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jaxrl.learner.xla import SETS
+device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices[0]
+x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+jax.jit(lambda x: 2 * x).lower(x).compile(SETS["{name}"]["tpu"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,159 @@
+"""Costs are read from compiled programs: loops count as often as they run, slices as slices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.planner.cost import group, program_cost
+from jaxrl.planner.hlo import parse
+
+FLOAT = 4
+
+
+def compiled(fn, *shapes) -> str:
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(fn).lower(*args).compile().as_text()
+
+
+def test_a_product_in_a_scan_counts_as_often_as_it_runs():
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    cost = program_cost(compiled(layers, (16, 32), (5, 32, 32)))
+    assert cost.flops == {"f32": 5 * 2 * 16 * 32 * 32}
+    assert not cost.unknown_loops
+
+
+def test_a_loop_that_depends_on_data_asks_how_often_it_runs():
+    def loop(x, w, n):
+        with jax.named_scope("attention"):
+            return jax.lax.fori_loop(0, n.astype(jnp.int32), lambda i, x: jnp.tanh(x @ w), x)
+
+    text = compiled(loop, (16, 32), (32, 32), ())
+    once, asked = program_cost(text), []
+    cost = program_cost(text, lambda name: asked.append(name) or 7)
+    assert once.total_flops == 2 * 16 * 32 * 32 and len(once.unknown_loops) == 1
+    assert cost.total_flops == 7 * once.total_flops and not cost.unknown_loops
+    assert "attention" in asked[0]
+
+
+def test_a_stack_that_is_sliced_in_a_loop_is_read_once():
+    def total(stack):
+        return jax.lax.fori_loop(0, 64, lambda i, t: t + jnp.sin(stack[i]), jnp.zeros(4096))
+
+    stack = 64 * 4096 * FLOAT
+    bytes_accessed = program_cost(compiled(total, (64, 4096))).bytes_accessed
+    # the stack once, the sum read and written in each of 64 turns, and at most a copy of the sum
+    assert 3 * stack <= bytes_accessed <= 4.1 * stack
+
+
+def test_flops_agree_with_xlas_own_count_where_nothing_loops():
+    def fn(x, w, v):
+        return jnp.einsum("bij,bjk->bik", x, w) @ v
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 32), (8, 32, 64), (64, 128))]
+    program = jax.jit(fn).lower(*args).compile()
+    by_hand = 2 * 8 * 64 * 32 * 64 + 2 * 8 * 64 * 64 * 128
+    assert program_cost(program.as_text()).total_flops == by_hand
+    assert program.cost_analysis()["flops"] == pytest.approx(by_hand, rel=0.01)
+
+
+def test_collectives_have_kind_size_group_and_loop():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=jax.P("a", "b"), out_specs=jax.P("a", "b")
+    )
+    def fn(x):
+        def turn(_, x):
+            return x + jax.lax.psum(x, "b")
+
+        x = jax.lax.fori_loop(0, 3, turn, x)
+        return x + jnp.sum(jax.lax.all_gather(x, "a"), axis=0)
+
+    cost = program_cost(compiled(fn, (16, 64)))
+    local = 4 * 32 * FLOAT  # of one device
+    found = {one.kind: one for one in cost.collectives}
+    assert cost.by_kind() == {
+        "all-gather": {"count": 1, "bytes": 4 * local},
+        "all-reduce": {"count": 3, "bytes": 3 * local},
+    }
+    assert (found["all-reduce"].n_devices, found["all-reduce"].in_loop) == (2, True)
+    assert (found["all-gather"].n_devices, found["all-gather"].in_loop) == (4, False)
+
+
+def test_of_a_conditional_the_cheap_branch_counts():
+    def fn(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
+
+    assert program_cost(compiled(fn, (8, 16), (16, 16))).total_flops == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ("replica_groups={{0,2,4},{1,3,5}}, x", [0, 2, 4]),
+        ("replica_groups=[2,4]<=[4,2]T(1,0), x", [0, 2, 4, 6]),
+        ("replica_groups=[4,2]<=[8], x", [0, 1]),
+        ("replica_groups=mesh['a'=4,'b'=2] {'a'}, x", [0, 2, 4, 6]),
+        ("source_target_pairs={{0,1},{1,2},{2,0}}, x", [0, 1]),
+    ],
+)
+def test_the_members_of_a_group_are_read_in_every_notation(text, members):
+    assert group(text) == members
+
+
+def test_products_of_a_tpu_are_convolutions():
+    # [6, 8] x [8, 10], batch of 4 as a window that meets one input: 4 * 6 * 10 outputs of 8 products
+    text = """
+ENTRY %main (a: bf16[4,6,8], b: bf16[4,8,10]) -> bf16[4,6,10] {
+  %a = bf16[4,6,8]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[4,8,10]{2,1,0} parameter(1)
+  ROOT %c = bf16[4,6,10]{2,1,0} convolution(%a, %b), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf
+}
+"""
+    cost = program_cost(text)
+    assert cost.flops == {"bf16": 2 * 4 * 6 * 10 * 8}
+    assert cost.bytes_accessed == 2 * (4 * 8 * 10 + 4 * 6 * 10)  # `a` lies in fast memory
+
+
+def test_a_collective_that_runs_beside_others_counts_where_it_starts():
+    text = """
+%start (p: bf16[8]) -> (bf16[8], bf16[32]) {
+  %p = bf16[8]{0} parameter(0)
+  %g = bf16[32]{0} all-gather(%p), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %s = (bf16[8]{0}, bf16[32]{0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (p: bf16[8]) -> bf16[32] {
+  %p.1 = bf16[8]{0} parameter(0)
+  %g.1 = bf16[32]{0} all-gather(%p.1), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %d = bf16[32]{0} custom-call(%g.1), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.2 (p: bf16[32]) -> bf16[8] {
+  %p.2 = bf16[32]{0} parameter(0)
+  %r = bf16[32]{0} all-reduce(%p.2), replica_groups={{0,1,2,3}}, to_apply=%add
+  %i = u32[] partition-id()
+  ROOT %slice = bf16[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: bf16[8]) -> bf16[8] {
+  %x = bf16[8]{0} parameter(0)
+  %a = (bf16[8]{0}, bf16[32]{0}) fusion(%x), kind=kCustom, calls=%start
+  %y = bf16[8]{0} get-tuple-element(%a), index=0
+  %b = bf16[32]{0} fusion(%y), kind=kCustom, calls=%done
+  ROOT %c = bf16[8]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.2
+}
+"""
+    assert program_cost(text).by_kind() == {
+        "all-gather": {"count": 1, "bytes": 64},
+        "reduce-scatter": {"count": 1, "bytes": 64},
+    }
+
+
+def test_a_text_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        parse("HloModule nothing")

@@ -1,0 +1,189 @@
+"""A plan says what a run needs before it starts, from the shape of the model alone."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from tiny_run import TINY, run
+
+from jaxrl.planner import topology as topologies
+from jaxrl.planner.cost import Collective
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.plan import Plan, add_up, link_seconds, make_plan
+from jaxrl.planner.programs import run_parts
+from jaxrl.planner.report import as_text
+from jaxrl.planner.topology import CHIPS, Topology, topology
+from sharding import make_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+JSON_KEYS = (
+    "fits",
+    "programs",
+    "phases",
+    "kv_pages",
+    "max_concurrent_sequences",
+    "expected_step_s",
+)
+PROGRAM_KEYS = (
+    "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "collectives", "compile_s",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(run(), TINY, topology("cpu:8"))
+
+
+def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
+    found = json.loads(json.dumps(plan.json()))
+    assert tuple(found) == JSON_KEYS
+    assert set(found["programs"]) == {
+        "accumulate", "apply", "score", "reference", "prefill", "copy_pages", "decode",
+    }  # fmt: skip
+    assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
+    assert set(found["phases"]) == {"rollout", "scoring", "update"}
+    assert found["fits"] and found["expected_step_s"] > 0
+
+
+def test_state_bytes_are_those_of_the_parameter_table(plan):
+    # fsdp 4 x tensor 2 shard every matrix 8 ways; biases (of q, k, v) 2 ways, norms not at all.
+    # V*D + L * (q, o: 2 * 64*64, k, v: 2 * 32*64, mlp: 3 * 128*64)
+    matrices = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    biases, norms = 2 * (64 + 32 + 32), (2 * 2 + 1) * 64
+    assert plan.resident["params"] == 4 * (matrices // 8 + biases // 2 + norms)
+    assert plan.resident["ref"] == plan.resident["params"]
+    # two float32 moments of everything, and a counter or two
+    assert 0 <= plan.resident["opt_state"] - 2 * plan.resident["params"] <= 16
+    # a page: 2 * L * K * 64 tokens * H floats, over tensor 2
+    assert plan.page_bytes == 2 * 2 * 2 * 64 * 16 * 4 // 2
+
+
+def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):
+    # Per device: 256 tokens a rank; forward, recomputed forward and two backward passes over the layers'
+    # matrices, sharded over tensor 2; the head in forward, again in backward, and its two gradients.
+    layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    head = 256 * 64
+    products = 2 * 256 * (4 * layers + 4 * head) / 2
+    # Attention: 2 layers, 2 heads, 256 queries, 2 of 64 keys each, 16 features of a key and 64 (padded) of a
+    # value; forward, again, and in backward scores, dv, dp, dq, dk of 16 + 64 + 64 + 16 + 16 features.
+    attention = 2 * 2 * 2 * 256 * 128 * (2 * (16 + 64) + 176)
+    flops = plan.programs["accumulate"].cost.total_flops
+    # Backward does not need the last product of a layer again.
+    assert 0.9 * (products + attention) <= flops <= products + attention
+    assert flops > 3 * plan.programs["score"].cost.total_flops
+
+
+def test_memory_that_is_too_small_is_said_with_numbers(plan):
+    machine = small_machine(2.0**20)
+    parts_plan = replan(plan, machine)
+    assert not parts_plan.fits and parts_plan.kv_pages == 0
+    assert parts_plan.why_not.split(" needs ")[0] in plan.programs
+    assert "memory_utilization=0.85" in parts_plan.why_not
+
+
+def test_kv_pages_are_what_the_fullest_phase_leaves(plan):
+    fullest = max(phase.live_bytes for phase in plan.phases.values())
+    pages = 5
+    memory = (fullest + pages * plan.page_bytes + 1) / 0.85
+    tight = replan(plan, small_machine(memory))
+    assert tight.kv_pages == pages
+    assert tight.max_concurrent_sequences == pages // 2  # 128 tokens are two pages
+    assert tight.expected_step_s > plan.expected_step_s  # fewer sequences at a time, more steps
+
+
+def small_machine(memory_bytes: float) -> Topology:
+    chip = dataclasses.replace(CHIPS["cpu"], memory_bytes=memory_bytes)
+    return Topology("cpu:8", "cpu", chip, jax.devices()[:8])
+
+
+def replan(plan: Plan, machine: Topology) -> Plan:
+    """The same programs on another machine."""
+    with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
+        parts = run_parts(run(), TINY, plan.chip.memory_bytes)
+    return add_up(parts, plan.programs, machine, plan.mesh, plan.page_bytes, plan.lengths)
+
+
+def test_the_tables_name_programs_phases_and_verdict(plan):
+    text = as_text(plan)
+    for word in (*plan.programs, *plan.phases, "KV pages: 16", "fits", "AG ", "AR "):
+        assert word in text, word
+
+
+def test_a_collective_costs_a_ring_and_more_between_nodes():
+    one = Collective("all-gather", 8e9, 8, 7, 1.0, (), (), "")
+    assert link_seconds(one, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 450e9)
+    across = dataclasses.replace(one, spread=56)
+    assert link_seconds(across, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 50e9)
+    reduced = dataclasses.replace(one, kind="all-reduce")
+    assert link_seconds(reduced, CHIPS["v5p"]) == pytest.approx(2 * 8e9 * 7 / 8 / 180e9)
+
+
+@pytest.mark.parametrize("name", ["v9z:2x4", "v5p", "h100:", "laptop"])
+def test_an_unknown_topology_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=r"is not known; set one of .*v5p:4x4x4.*h100:64.*cpu:8"):
+        topology(name)
+
+
+def test_a_compiler_that_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="uv pip install libtpu"):
+        topology("v5e:2x4")
+    with pytest.raises(ValueError, match="uv pip install jax-cuda13-plugin"):
+        topology("h100:8")
+
+
+def test_a_model_that_is_not_here_needs_its_config():
+    assert model_shape("Qwen/Qwen2.5-7B-Instruct").D == 3584
+    with pytest.raises(ValueError, match="set --model-config"):
+        model_shape("nobody/nothing")
+
+
+def test_the_program_answers_a_wrong_mesh_with_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl.plan", "--config=configs/grpo_7b.py", "--topology=cpu:8"],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    assert done.returncode == 1
+    assert "needs 64 devices but there are 8" in done.stderr and "Traceback" not in done.stderr
+
+
+def golden(name: str) -> tuple[dict, dict]:
+    """(what docs/plans has, what is planned now)."""
+    spec = importlib.util.spec_from_file_location(
+        "plan_golden", ROOT / "scripts" / "plan_golden.py"
+    )
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    kept = json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
+    return kept, json.loads(json.dumps(script.numbers(script.plan_of(name))))
+
+
+def assert_close(kept, now, path: str = ""):
+    """Equal but for compilers' choices: temporaries, and times that follow from them, within 5 %."""
+    if isinstance(kept, dict):
+        assert set(kept) == set(now), path
+        for name in kept:
+            assert_close(kept[name], now[name], f"{path}/{name}")
+    elif isinstance(kept, bool | str | None):
+        assert kept == now, path
+    else:
+        assert now == pytest.approx(kept, rel=0.05), path
+
+
+def test_the_plan_of_the_quickstart_is_the_one_in_the_docs():
+    assert_close(*golden("quickstart.cpu-2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_1p5b.v5e-2x4", "grpo_7b.v5p-4x4x4"])
+def test_plans_for_tpus_are_those_in_the_docs(name):
+    pytest.importorskip("libtpu")
+    assert_close(*golden(name))

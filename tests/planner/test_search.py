@@ -1,0 +1,63 @@
+"""The search orders candidates by formulas and lets compiled plans decide."""
+
+import dataclasses
+
+import jax
+import pytest
+from tiny_run import TINY, run
+
+from jaxrl.planner.plan import make_plan
+from jaxrl.planner.programs import Lengths
+from jaxrl.planner.report import search_text
+from jaxrl.planner.search import candidates, estimate, search
+from jaxrl.planner.topology import CHIPS, Topology
+
+LENGTHS = Lengths(64, 64)
+GIB = 2**30
+
+
+def machine(memory_bytes: float = float(GIB)) -> Topology:
+    chip = dataclasses.replace(CHIPS["cpu"], memory_bytes=memory_bytes)
+    return Topology("cpu:8", "cpu", chip, jax.devices()[:8])
+
+
+def test_candidates_are_the_meshes_that_divide_the_model():
+    found = list(candidates(run(), TINY, machine(), LENGTHS))
+    # 2 kv heads: tensor 1 or 2; four budgets of rows of 128 tokens; three policies
+    assert {(c.fsdp, c.tensor) for c in found} == {(8, 1), (4, 2)}
+    assert {c.token_budget for c in found} == {128, 256, 512, 1024}
+    assert len(found) == 2 * 4 * 3
+
+
+def test_formulas_order_memory_as_the_policies_do():
+    def bytes_of(remat: str, tokens: int = 1024, tensor: int = 1) -> float:
+        sizes = {"fsdp": 8 // tensor, "tensor": tensor}
+        return estimate(run(), TINY, machine(), LENGTHS, sizes, tokens, remat).bytes
+
+    assert bytes_of("full") < bytes_of("dots") < bytes_of("none")
+    assert bytes_of("full", 128) < bytes_of("full", 1024)
+
+
+def test_the_formula_of_the_state_is_what_the_plan_finds():
+    """Weights, moments, gradients and reference of a large model weigh all else down."""
+    model = dataclasses.replace(TINY, D=256, F=1024, V=1024)
+    cfg = run()
+    plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
+    live = max(phase.live_bytes for phase in plan.phases.values())
+    formula = estimate(cfg, model, machine(), LENGTHS, {"fsdp": 4, "tensor": 2}, 256, "full")
+    assert 0.4 * live < formula.bytes < 2.5 * live
+
+
+@pytest.mark.slow
+def test_the_first_that_fits_is_found_and_said_with_its_keys():
+    found = search(run(), TINY, machine(), lengths=LENGTHS, finalists=2)
+    plans = [plan for _, plan in found if plan is not None]
+    assert plans[0].fits and plans[0].expected_step_s <= plans[1].expected_step_s
+    assert "--config.mesh.fsdp=" in search_text(found)
+
+
+def test_a_machine_without_room_is_refused_with_numbers():
+    with pytest.raises(
+        ValueError, match=r"it needs at least .* GiB a device of .*; take more devices"
+    ):
+        search(run(), TINY, machine(1024.0), lengths=LENGTHS)

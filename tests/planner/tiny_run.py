@@ -1,0 +1,25 @@
+"""A small model and a run of it on eight devices."""
+
+from jaxrl.config import RunConfig, default_config, resolve
+from jaxrl.models.config import DecoderConfig
+
+TINY = DecoderConfig(
+    family="qwen2", L=2, D=64, N=4, K=2, H=16, F=128, V=256, tied=True, qkv_bias=True, stacked=True
+)
+
+
+def run(**changes) -> RunConfig:
+    config = default_config()
+    config.model.path, config.model.layers = "tiny", "stacked"
+    config.data.train = ("task:addition",)
+    config.mesh.fsdp, config.mesh.tensor = 4, 2
+    config.data.prompts_per_step, config.rollout.n = 8, 4
+    config.data.max_prompt_len = config.data.max_response_len = 64
+    config.learner.token_budget, config.learner.buckets = 256, (128,)
+    config.learner.mini_batch_prompts = 4
+    config.rollout.max_num_seqs = 8
+    config.algorithm.kl_coef = 0.01
+    for name, value in changes.items():
+        section, key = name.split("__")
+        config[section][key] = value
+    return resolve(config, n_devices=8)
