@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
-from sharding import Rules
+from sharding import Rules, target_platform
 
 __all__ = ["logprob_entropy", "logprob_entropy_kl", "token_logp"]
 
@@ -73,7 +73,7 @@ def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
         )
     if chunk <= 0:
         raise ValueError(f"the logprob chunk is {chunk} tokens; set it to 1 or more")
-    n_grouped = GROUPED.get(jax.default_backend(), 4)
+    n_grouped = GROUPED.get(target_platform(), 4)
     return Head(temperature, softcap, chunk, rules, with_entropy, with_kl, n_grouped)
 
 
