@@ -1,5 +1,7 @@
 """Eight simulated CPU devices for every test."""
 
+import pathlib
+
 import jax
 import pytest
 
@@ -14,3 +16,15 @@ def one_device():
     """Runs the test on a mesh of one device."""
     with jax.set_mesh(make_mesh()):
         yield
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Compiled programs take memory mappings, of which Linux gives a process 65,530; without one more
+    the compiler aborts. So the programs of the files before go once they hold a third of them."""
+    yield
+    if MAPS.exists() and MAPS.read_text().count("\n") > 20_000:
+        jax.clear_caches()

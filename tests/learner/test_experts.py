@@ -98,7 +98,7 @@ def test_the_balance_loss_is_that_of_all_tokens_of_the_mini_batch(want, one_devi
 
 
 def test_the_balance_loss_falls_when_it_is_all_that_is_learned(one_device):
-    flat = [dataclasses.replace(r, advantage=0.0) for r in ROLLOUTS]
+    flat = [dataclasses.replace(r, advantages=np.zeros_like(r.advantages)) for r in ROLLOUTS]
     state, (_, update, _) = new_state(CFG, model=MOE), programs(CFG, MOE, TRAIN)
     losses = []
     for _ in range(8):
