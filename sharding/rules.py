@@ -31,7 +31,7 @@ class Rules:
         Raises ValueError if two dimensions would land on one mesh axis.
         """
         axes = [None if name is None else getattr(self, name) for name in logical]
-        flat = [a for axis in axes if axis for a in ((axis,) if isinstance(axis, str) else axis)]
+        flat = [axis for name in logical if name for axis in self.mesh_axes(name)]
         if len(flat) != len(set(flat)):
             raise ValueError(f"{logical} maps one mesh axis twice: {axes}; change one of the rules")
         return jax.P(*axes)

@@ -171,17 +171,10 @@ def _plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
     """The best of the first-fit plans that forbid none, one, two, ... of the shortest row lengths."""
     plans = []
     for shortest in sorted({T for _, T in shapes}):
-        allowed = [shape for shape in shapes if shape[1] >= shortest]
-        plans.append(
-            _shrink(_first_fit(size, dict(_largest(allowed)), n_ranks), size, shapes, n_ranks)
-        )
+        most_rows = {T: rows for rows, T in sorted(shapes) if shortest <= T}
+        plans.append(_shrink(_first_fit(size, most_rows, n_ranks), size, shapes, n_ranks))
     overhead = max(rows * T for rows, T in shapes) // 8
     return min(plans, key=lambda p: (p.tokens() + overhead * len(p.shape), p.area()))
-
-
-def _largest(shapes: Sequence[Shape]) -> list[tuple[int, int]]:
-    """(row length, most rows) of every row length, ascending."""
-    return sorted({T: rows for rows, T in sorted(shapes)}.items())
 
 
 def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> _Plan:

@@ -27,33 +27,34 @@ SIZES = {
 def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules = TRAIN) -> None:
     """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide."""
     mistakes = set()
-    sharing = rules.mesh_axes("attn_heads")
-    if cfg.N % math.prod(mesh_sizes.get(axis, 1) for axis in sharing):
-        shown = " x ".join(f"{axis}={mesh_sizes.get(axis, 1)}" for axis in sharing)
+
+    def cut(logical: str) -> tuple[int, str]:
+        """Devices over which a logical axis is cut, and the mesh sizes that make them."""
+        sizes = {axis: mesh_sizes.get(axis, 1) for axis in rules.mesh_axes(logical)}
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        return math.prod(sizes.values()), shown
+
+    n, shown = cut("attn_heads")
+    if cfg.N % n:
         mistakes.add(
             f"{cfg.N} query heads over {shown} in attention (not with learner.sequence_parallel='ring')"
         )
-    if not cfg.E and (n := _devices(rules.experts, mesh_sizes)) > 1:
-        mistakes.add(f"no experts to share over {rules.experts}={n}")
-    if cfg.E and (n := _devices(rules.layers, mesh_sizes)) > 1:
-        mistakes.add(f"experts in {rules.layers}={n} stages of layers, which are not built yet")
+    n, shown = cut("experts")
+    if n > 1 and not cfg.E:
+        mistakes.add(f"no experts to share over {shown}")
+    n, shown = cut("layers")
+    if n > 1 and cfg.E:
+        mistakes.add(f"experts in {shown} stages of layers, which are not built yet")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
-        for size, logical, axis in zip(spec.shape, spec.axes, rules.spec(*spec.axes), strict=True):
-            axes = (axis,) if isinstance(axis, str) else axis or ()
-            if size % _devices(axis, mesh_sizes):
-                shown = " x ".join(f"{a}={mesh_sizes[a]}" for a in axes)
+        for size, logical in zip(spec.shape, spec.axes, strict=True):
+            n, shown = cut(logical) if logical else (1, "")
+            if size % n:
                 mistakes.add(f"{size} {SIZES[logical]} over {shown}")
     if mistakes:
         raise ValueError(
             f"the mesh does not divide this {cfg.family} model evenly: {'; '.join(sorted(mistakes))}. "
             f"Set config.mesh sizes that divide these numbers"
         )
-
-
-def _devices(axis: str | tuple[str, ...] | None, mesh_sizes: Mapping[str, int]) -> int:
-    """Devices along the mesh axes of a rule."""
-    axes = (axis,) if isinstance(axis, str) else axis or ()
-    return math.prod(mesh_sizes.get(a, 1) for a in axes)
 
 
 def abstract_forward(
@@ -71,15 +72,13 @@ def abstract_forward(
     here, on any machine, in seconds. `rows` None is one row per data-parallel rank.
     """
     check_mesh(cfg, mesh.shape, rules)
-    batch_axes = rules.batch if isinstance(rules.batch, tuple) else (rules.batch,)
-    n_ranks = math.prod(mesh.shape[axis] for axis in batch_axes if axis is not None)
     with jax.sharding.use_abstract_mesh(mesh):
         params = abstract_params(decoder_specs(cfg), rules, dtype)
-        shape, sharding = (
-            (rows or n_ranks, row_len),
-            NamedSharding(mesh, rules.spec("batch", "time")),
+        tokens = jax.ShapeDtypeStruct(
+            (rows or rules.n_shards("batch"), row_len),
+            jnp.int32,
+            sharding=NamedSharding(mesh, rules.spec("batch", "time")),
         )
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
         def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
             hidden = forward_packed(

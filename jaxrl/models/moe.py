@@ -132,8 +132,8 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
     n_experts = gate.shape[0]
-    expert_axes, ffw_axes = _axes(rules.experts), _axes(rules.ffw)
-    token_axes = _axes(rules.batch) + _axes(rules.time)
+    expert_axes, ffw_axes = rules.mesh_axes("experts"), rules.mesh_axes("ffw")
+    token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
     shared = tuple(a for a in expert_axes if a in token_axes)  # the tokens lie on these, too
     weight_axes = expert_axes + ffw_axes
 
@@ -205,10 +205,6 @@ collect.defvjp(
     lambda rows, order, place: (collect(rows, order, place), (order, place)),
     lambda saved, grad: (spread(grad, *saved), None, None),
 )
-
-
-def _axes(rule) -> tuple[str, ...]:
-    return () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
 
 
 def _vary(a: jax.Array, *, have: tuple[str, ...], want: tuple[str, ...]) -> jax.Array:

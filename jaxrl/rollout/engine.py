@@ -180,11 +180,8 @@ class PagedEngine:
     @property
     def page_bytes_per_device(self) -> int:
         """Bytes that one device of the mesh that is set holds of a page."""
-        mesh = jax.sharding.get_abstract_mesh()
-        spec = self.rules.spec("kv_heads")[0]
-        axes = () if spec is None else (spec,) if isinstance(spec, str) else spec
-        shards = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-        return page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype) // shards
+        page = page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype)
+        return page // self.rules.n_shards("kv_heads")
 
     def _n_pages(self) -> int:
         """As configured; else what max_num_seqs longest sequences need, or as much of it as the

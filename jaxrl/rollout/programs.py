@@ -2,7 +2,6 @@
 each of them and comes back updated in place."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -135,10 +134,8 @@ def sample_rows(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """`sample`, by each device for its share of the rows: the devices that hold the vocabulary in shards
     trade them for whole rows, which moves less than bringing all logits to every device."""
-    shards = rules.spec("vocab")[0]
-    axes = (shards,) if isinstance(shards, str) else shards or ()
-    mesh = jax.sharding.get_abstract_mesh()
-    if uniform.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+    axes = rules.mesh_axes("vocab")
+    if uniform.shape[0] % rules.n_shards("vocab"):
         axes = ()  # too few rows: every device samples them all
     by_row = jax.P(axes or None)
     lay = functools.partial(jax.reshard, out_shardings=by_row)

@@ -54,22 +54,20 @@ class Head:
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
-        return _names(self.rules.vocab)
+        return self._used_axes("vocab")
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        return _names(self.rules.batch) + _names(self.rules.time)
+        return self._used_axes("batch") + self._used_axes("time")
 
     @property
     def weight_axes(self) -> tuple[str, ...]:
-        return _names(self.rules.w_embed)
+        return self._used_axes("w_embed")
 
-
-def _names(axis) -> tuple[str, ...]:
-    """The mesh axes of a rule that have more than one device, inside shard_map. A collective over one
-    device is not free: on CPU it copies its argument, which here is the whole unembedding."""
-    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    return tuple(name for name in names if lax.axis_size(name) > 1)
+    def _used_axes(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes of a rule that have more than one device, inside shard_map. A collective over one
+        device is not free: on CPU it copies its argument, which here is the whole unembedding."""
+        return tuple(axis for axis in self.rules.mesh_axes(logical) if lax.axis_size(axis) > 1)
 
 
 def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
