@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.planner.topology import topology
 from sharding import (
     MESH_AXES,
     RING,
@@ -36,6 +37,13 @@ def test_one_axis_takes_the_devices_that_are_left():
     assert axis_sizes(8, fsdp=-1, tensor=2)["fsdp"] == 4
     assert make_mesh(fsdp=-1).shape["fsdp"] == 8
     assert abstract_mesh(64, replica=-1, fsdp=16).shape["replica"] == 4
+
+
+def test_a_mesh_may_split_an_axis_of_a_torus():
+    pytest.importorskip("libtpu", reason="a description of a torus of TPUs needs libtpu")
+    devices = topology("v5p:4x4x4").devices
+    mesh = make_mesh(devices, fsdp=8, expert=8)
+    assert len({device.id for device in mesh.devices.flat}) == 64
 
 
 @pytest.mark.parametrize(
