@@ -20,8 +20,7 @@ def gather_matrix(
     axes = rules.mesh_axes("w_embed") if "w_embed" in logical else ()
     rows = (*rules.mesh_axes("batch"), *rules.mesh_axes("time"))
     mesh = jax.sharding.get_abstract_mesh()
-    alone = not mesh.manual_axes  # in a stage of a pipeline another shard_map is around
-    if not (alone and set(axes) <= set(rows) and any(mesh.shape[axis] > 1 for axis in axes)):
+    if not (set(axes) <= set(rows) and any(mesh.shape[axis] > 1 for axis in axes)):
         w = jax.reshard(w, rules.gathered(*logical))
         return w.reshape(-1, math.prod(w.shape[n_out:]), out_sharding=flat)
     dim = 0 if logical.index("w_embed") < n_out else 1

@@ -5,14 +5,18 @@ arrays of at least MATRIX elements: norms, biases and metrics are summed as well
 """
 
 import collections
+import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.config import LearnerConfig, RolloutConfig, RunConfig
+from jaxrl.config import LearnerConfig, MeshConfig, RolloutConfig, RunConfig
+from jaxrl.learner.layout import training_rules
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
@@ -22,14 +26,18 @@ from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Collective, program_cost
 from jaxrl.planner.programs import abstract_batch
 from jaxrl.rollout.engine import PagedEngine
-from sharding import TRAIN, make_mesh
+from sharding import make_mesh
 from sharding.rules import DECODE
 
-L, W = 3, 7  # layers, and matrices in each: q, k, v, o, gate, up, down
+L, W = 4, 7  # layers, and matrices in each: q, k, v, o, gate, up, down
 MODEL = DecoderConfig(
     family="llama", L=L, D=64, N=4, K=4, H=16, F=128, V=512, tied=False, stacked=True
 )
-RUN = RunConfig(learner=LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024))
+EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
+ROW = LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024)
+LONG_ROW = dataclasses.replace(ROW, token_budget=512, sequence_parallel="ring")
+M = 4  # rows of a rank that go through the stages
+ROWS = dataclasses.replace(ROW, token_budget=M * 128, buckets=(128,))
 MATRIX = 1024  # elements; the smallest shard of a matrix here has 64 * 64 / 4
 
 # Each layer's matrices are gathered in forward and again in backward, where they are recomputed, and
@@ -40,76 +48,151 @@ SCATTERS = L * W + 2
 # backward recomputes what the second one needs (the first sum), and twice in backward: the gradients of what
 # q, k, v and gate, up read, five arrays. Embedding and head sum once each.
 SUMS = L * (2 + 1 + 5) + 2
+# Ulysses: q, k, v and the outcome of attention, in forward, recomputed, and as gradients.
+EXCHANGES = L * 3 * 4
+# Ring: keys and values hop three times around four devices, in forward, recomputed, and in backward; there
+# the sums of their gradients go along, in two chunks each, and one hop further, home.
+HOPS = L * (3 * 2 * 3 + 2 * 2 * 4)
+# Pipeline: M rows and two stages of L / 2 layers make M + 1 ticks, in each of which a stage gathers its layers.
+TICKS = M + 1
+TURNS = TICKS * L // 2
 
-UPDATE = {  # mesh -> arrays moved by one micro-batch, per kind
-    "one": ({}, {}),
-    "fsdp": (dict(fsdp=8), {"all-gather": GATHERS, "reduce-scatter": SCATTERS}),
+UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per kind
+    "one": (dict(), ROW, MODEL, {}),
+    "fsdp": (dict(fsdp=8), ROW, MODEL, {"all-gather": GATHERS, "reduce-scatter": SCATTERS}),
     "hsdp": (
         dict(replica=2, fsdp=4),
+        ROW,
+        MODEL,
         # every gradient is summed over the replicas, after it was cut
         {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-reduce": SCATTERS},
     ),
-    "tensor": (dict(tensor=4), {"all-reduce": SUMS}),
+    "tensor": (dict(tensor=4), ROW, MODEL, {"all-reduce": SUMS}),
     "fsdp x tensor": (
         dict(fsdp=4, tensor=2),
+        ROW,
+        MODEL,
         {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-reduce": SUMS},
+    ),
+    "ulysses": (
+        dict(fsdp=2, sequence=4),
+        ROW,
+        MODEL,
+        {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-to-all": EXCHANGES},
+    ),
+    "ring": (
+        dict(fsdp=2, sequence=4),
+        LONG_ROW,
+        MODEL,
+        {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "collective-permute": HOPS},
+    ),
+    "expert": (
+        dict(fsdp=4, expert=2),
+        ROW,
+        EXPERTS,
+        {
+            # tokens go to the experts in forward, recomputed, and for the gradient of what comes back;
+            # sums come back in forward, and the gradient of what went there
+            "all-gather": GATHERS + 3 * L,
+            "reduce-scatter": SCATTERS + 2 * L,
+            # to all weights but the experts' the expert axis is one more replica
+            "all-reduce": L * 4 + 2,
+        },
+    ),
+    "pipeline": (
+        dict(stage=2, fsdp=2),
+        ROWS,
+        MODEL,
+        {
+            # the residual stream, of which the stages share the rows, before the first and behind the last
+            # layer, and its gradient
+            "all-gather": 2 * TURNS * W + 2 + 2,
+            "reduce-scatter": TURNS * W + 2 + 2,
+            "collective-permute": 2 * TICKS,
+            "all-reduce": 2,  # to embedding and head the stages are replicas
+        },
     ),
 }
 
 
-@functools.cache
-def update_collectives(mesh_name: str) -> list[Collective]:
-    mesh = make_mesh(**UPDATE[mesh_name][0])
+def compiled_update(name: str, devices: Sequence[Any] | None = None, dtype: str = "float32"):
+    """`accumulate` of a layout, for the devices at hand or for others."""
+    sizes, learner, model, _ = UPDATE[name]
+    cfg = RunConfig(learner=learner, mesh=MeshConfig(**{"fsdp": 1} | sizes))
+    rules = training_rules(cfg)
+    mesh = make_mesh(devices and devices[: math.prod(sizes.values())], **sizes)
     with jax.set_mesh(mesh):
-        specs = decoder_specs(MODEL)
-        optimizer = make_optimizer(RUN.learner, 10, specs)
-        state = abstract_state(specs, jnp.dtype("float32"), optimizer, TRAIN, mesh)
-        batch = abstract_batch(RUN, TRAIN, mesh)
-        program = make_update(RUN, optimizer, TRAIN).lower(state, batch)["accumulate"].compile()
-    return program_cost(program.as_text() or "", lambda loop: 1).collectives
+        specs = decoder_specs(model)
+        optimizer = make_optimizer(learner, 10, specs)
+        state = abstract_state(specs, jnp.dtype(dtype), optimizer, rules, mesh)
+        batch = abstract_batch(cfg, rules, mesh)
+        return make_update(cfg, optimizer, rules).lower(state, batch)["accumulate"].compile()
+
+
+@functools.cache
+def update_collectives(name: str) -> list[Collective]:
+    return program_cost(compiled_update(name).as_text() or "", lambda loop: 1).collectives
+
+
+def array_sizes(one: Collective) -> list[int]:
+    """Elements of the arrays that a collective moves."""
+    sizes = [math.prod(shape.dims) for shape in one.shapes]
+    if one.kind == "all-to-all":  # its parts are arrays of their own on CPU
+        return [sum(sizes)]
+    # what a reduce-scatter is given is as many times its result
+    return [n * (one.n_devices if one.kind == "reduce-scatter" else 1) for n in sizes]
 
 
 def moved(collectives: list[Collective]) -> dict[str, int]:
     found = collections.Counter()
     for one in collectives:
-        # what a reduce-scatter is given is as many times its result
-        whole = one.n_devices if one.kind == "reduce-scatter" else 1
-        large = sum(whole * math.prod(shape.dims) >= MATRIX for shape in one.shapes)
-        if one.kind == "all-to-all":  # its parts are arrays of their own on CPU
-            large = min(large, 1)
-        found[one.kind] += large * round(one.times)
+        found[one.kind] += sum(n >= MATRIX for n in array_sizes(one)) * round(one.times)
     return {kind: n for kind, n in found.items() if n}
 
 
-@pytest.mark.parametrize("mesh", UPDATE)
-def test_an_update_moves_what_its_layout_needs_and_nothing_else(mesh):
-    found = update_collectives(mesh)
+def layouts(names):
+    """Those that take long to compile are slow."""
+    long = [pytest.mark.slow]
+    return [
+        pytest.param(n, marks=long if n in ("ring", "expert", "pipeline") else []) for n in names
+    ]
+
+
+@pytest.mark.parametrize("name", layouts(UPDATE))
+def test_an_update_moves_what_its_layout_needs_and_nothing_else(name):
+    found = update_collectives(name)
     listed = "\n".join(
         f"{one.times:g} x {one.kind} of {one.n_devices}: {[s.dims for s in one.shapes]} {one.op_name}"
         for one in found
     )
-    assert moved(found) == UPDATE[mesh][1], listed
+    assert moved(found) == UPDATE[name][-1], listed
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "fsdp x tensor"])
-def test_weights_of_a_stack_are_gathered_layer_by_layer(mesh):
+SHARDED = [name for name, (mesh, *_) in UPDATE.items() if "fsdp" in mesh]
+
+
+@pytest.mark.parametrize("name", layouts(SHARDED))
+def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
     """Outside the scan over the layers only embedding and head are gathered, which are used there."""
     outside = [
         shape.dims
-        for one in update_collectives(mesh)
+        for one in update_collectives(name)
         if one.kind == "all-gather" and not one.in_loop
         for shape in one.shapes
+        if math.prod(shape.dims) >= MATRIX
     ]
-    tensor = UPDATE[mesh][0].get("tensor", 1)
-    assert set(outside) == {(MODEL.V // tensor, MODEL.D)}
+    tensor = UPDATE[name][0].get("tensor", 1)
+    rows = {(M, 1, 128, MODEL.D)} if name == "pipeline" else set()  # activations
+    assert set(outside) == {(MODEL.V // tensor, MODEL.D)} | rows
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "fsdp x tensor"])
-def test_no_gradient_is_summed_whole_under_fsdp(mesh):
-    n = UPDATE[mesh][0]["fsdp"]
+@pytest.mark.parametrize("name", layouts(sorted(set(SHARDED) - {"hsdp", "pipeline"})))
+def test_no_gradient_is_summed_whole_under_fsdp(name):
+    sizes = UPDATE[name][0]
+    n = sizes["fsdp"] * sizes.get("sequence", 1)  # devices that share a weight
     whole = [
         one
-        for one in update_collectives(mesh)
+        for one in update_collectives(name)
         if one.kind == "all-reduce" and one.n_devices >= n and one.bytes >= 4 * MATRIX
     ]
     assert not whole, whole

@@ -80,10 +80,8 @@ class MoE(nnx.Module):
 
     def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
         rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")
-        up, down = (
-            rules.gathered("experts", "ffw", "w_embed"),
-            rules.gathered("experts", "w_embed", "ffw"),
-        )
+        lay = rules.spec if _shards_with_tokens(rules) else rules.gathered
+        up, down = lay("experts", "ffw", "w_embed"), lay("experts", "w_embed", "ffw")
         matrices = [
             jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
         ]
@@ -127,7 +125,8 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     """One device of shard_map: its own experts' part of the tokens of all devices that hold experts.
 
     Tokens are gathered along the expert axis where the batch lies on it, and the sums scattered back;
-    where every device has all tokens anyway (decoding), the sums are added up.
+    where every device has all tokens anyway (decoding), the sums are added up. Weights that are cut over
+    devices with other tokens are gathered here: so their gradient is summed and cut in one reduce-scatter.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
@@ -136,11 +135,16 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
     shared = tuple(a for a in expert_axes if a in token_axes)  # the tokens lie on these, too
     weight_axes = expert_axes + ffw_axes
+    cut = _shards_with_tokens(rules)
+
+    def whole(w: jax.Array, dim: int) -> jax.Array:
+        w = _vary(w, have=weight_axes + cut, want=token_axes)
+        return lax.all_gather(w, cut, axis=dim, tiled=True) if cut else w
 
     experts = jnp.where(live.reshape(n, 1), experts, -1)
     vary = functools.partial(_vary, have=token_axes, want=weight_axes)
     x, weights, experts = vary(x), vary(weights), vary(experts)
-    gate, up, down = (_vary(w, have=weight_axes, want=token_axes) for w in (gate, up, down))
+    gate, up, down = whole(gate, 2), whole(up, 2), whole(down, 1)
     if shared:
         gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
         x, weights, experts = gather(x), gather(weights), gather(experts)
@@ -154,6 +158,12 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     if shared:
         y = lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
     return y.reshape(shape)
+
+
+def _shards_with_tokens(rules: Rules) -> tuple[str, ...]:
+    """The axes that cut the model dimension of weights, where each of their devices has other tokens."""
+    axes = rules.mesh_axes("w_embed")
+    return axes if set(axes) <= set(rules.mesh_axes("batch") + rules.mesh_axes("time")) else ()
 
 
 def local_experts(x, weights, experts, gate, up, down, *, act, implementation):

@@ -30,30 +30,60 @@ def run_stages(
     are further inputs, [B, T]. `x` comes and goes as the rules lay the residual stream out; inside, every stage sees
     whole rows.
     """
-    inside = rules.in_stage()
     (axis,) = rules.mesh_axes("layers")
-    micro = _split(x, inside), jax.tree.map(lambda a: _split(a, inside), rows)
     pipeline = jax.shard_map(
-        lambda layers, micro: _ticks(stage, layers, *micro, axis=axis),
-        in_specs=(jax.P(axis), jax.P()),
+        lambda layers, x, rows: _ticks(stage, layers, x, rows, axis=axis),
+        in_specs=jax.P(axis),
         out_specs=jax.P(axis),
         axis_names={axis},
         check_vma=False,
     )
     layers = jax.tree.map(lambda a: _cut(a, axis), layers)
-    out = jnp.sum(pipeline(layers, micro), axis=0)  # zeros but for the last stage
-    return jax.reshard(_join(out, inside), rules.spec("batch", "time", "embed"))
+    x, rows = jax.tree.map(lambda a: _to_stages(_split(a, rules), rules), (x, rows))
+    return _join(_from_stages(pipeline(layers, x, rows), rules), rules)
+
+
+def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
+    """[M, ranks, T, ...], of which the stages share T, -> [S, M, ranks, T, ...]: whole rows for each."""
+    (axis,) = rules.mesh_axes("layers")
+    shared, whole = _specs(rules, a.ndim - 3)
+
+    def gather(a: jax.Array) -> jax.Array:
+        return lax.all_gather(a, axis, axis=2, tiled=True)[None]
+
+    return jax.shard_map(gather, in_specs=shared, out_specs=whole)(a)
+
+
+def _from_stages(a: jax.Array, rules: Rules) -> jax.Array:
+    """The transpose of `_to_stages`: the sum over the stages, of which each gets its part of T."""
+    (axis,) = rules.mesh_axes("layers")
+    shared, whole = _specs(rules, a.ndim - 4)
+
+    def scatter(a: jax.Array) -> jax.Array:
+        return lax.psum_scatter(a[0], axis, scatter_dimension=2, tiled=True)
+
+    return jax.shard_map(scatter, in_specs=whole, out_specs=shared)(a)
+
+
+def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
+    """Of [M, ranks, T, ...] outside the stages, and of [S, M, ranks, T, ...] inside."""
+    rest = (None,) * n_more
+    shared = rules.spec(None, "batch", "time", *rest)
+    return shared, rules.spec("layers", None, "batch", None, *rest)
 
 
 def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
     """This stage's outcome of all micro-batches, [1, M, ranks, T, D]; zeros but in the last stage."""
+    x, rows = x[0], jax.tree.map(lambda a: a[0], rows)
     n_stages, me, n_micro = lax.axis_size(axis), lax.axis_index(axis), x.shape[0]
     to_next = [(i, (i + 1) % n_stages) for i in range(n_stages)]
 
     def tick(arrived, t):
         mine = jnp.clip(t - me, 0, n_micro - 1)
         here = jnp.where(me == 0, x[mine], arrived)
-        done = stage(layers, here, *(a[mine] for a in rows))
+        # Without it the weights of all layers of a stage would be gathered at once, ahead of the ticks.
+        own, here = lax.optimization_barrier((layers, here))
+        done = stage(own, here, *(a[mine] for a in rows))
         return lax.ppermute(done, axis, to_next), done
 
     _, done = lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(n_micro + n_stages - 1))
