@@ -1,5 +1,6 @@
 """Named mesh axes, and the rules that map logical array axes onto them."""
 
+from sharding.memory import check_host_memory, to_device, to_host
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
@@ -18,6 +19,7 @@ __all__ = [
     "Rules",
     "abstract_mesh",
     "bytes_per_device",
+    "check_host_memory",
     "gather_matrix",
     "make_mesh",
     "mesh_order",
@@ -27,6 +29,8 @@ __all__ = [
     "row_order",
     "shardings",
     "target_platform",
+    "to_device",
+    "to_host",
     "unshuffle",
     "zigzag",
 ]

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from sharding import memory
+
 Tree = Any
 
 
@@ -55,10 +57,12 @@ def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Bytes that one device holds of a tree of (abstract) arrays with shardings."""
+    """Bytes that one device's own memory holds of a tree of (abstract) arrays with shardings."""
 
     def leaf_bytes(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and sharding.memory_kind == memory.KIND:
+            return 0
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         return math.prod(shape) * leaf.dtype.itemsize
 

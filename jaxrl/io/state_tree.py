@@ -77,7 +77,8 @@ def on_devices(leaf: Any) -> jax.sharding.Sharding:
     """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return NamedSharding(jax.sharding.get_mesh(), sharding.spec)
+        mesh = jax.sharding.get_mesh()
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     if sharding is None and leaf.shape == ():
         return NamedSharding(jax.sharding.get_mesh(), jax.P())
     if sharding is None:

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
-from sharding import Rules, on_mesh
+from sharding import Rules, on_mesh, to_device, to_host
+from sharding.memory import back
 
 
 @struct.dataclass
@@ -20,15 +21,22 @@ class OptState:
     master: Tree  # float32 weights where the parameters are narrower, MaskedNode where they are not
 
 
-def init_state(params: Tree, optimizer: Optimizer) -> TrainState:
+def init_state(params: Tree, optimizer: Optimizer, *, offload: bool = False) -> TrainState:
     """The state before the first update. `params` goes into it as it is and must not be kept elsewhere:
-    the first update donates it."""
-    opt_state = jax.jit(_init_opt, static_argnums=1)(params, optimizer)
+    the first update donates it. With `offload` the optimizer's part lies with the host, and is on the
+    devices only during an optimizer step."""
+    opt_state = jax.jit(_init_opt, static_argnums=(1, 2))(params, optimizer, offload)
     return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
 
 def abstract_state(
-    specs: Tree, dtype: jnp.dtype, optimizer: Optimizer, rules: Rules, mesh: jax.sharding.Mesh
+    specs: Tree,
+    dtype: jnp.dtype,
+    optimizer: Optimizer,
+    rules: Rules,
+    mesh: jax.sharding.Mesh,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for a restore that never holds it twice."""
 
@@ -40,12 +48,14 @@ def abstract_state(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         opt_state = jax.eval_shape(lambda p: _init_opt(p, optimizer), params)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-    return TrainState(params, *on_mesh((opt_state, step), mesh))
+    opt_state, step = on_mesh((opt_state, step), mesh)
+    return TrainState(params, to_host(opt_state) if offload else opt_state, step)
 
 
-def _init_opt(params: Tree, optimizer: Optimizer) -> OptState:
+def _init_opt(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
     narrow = jax.tree.map(_master_of, params)
-    return OptState(inner=optimizer.transform.init(_float32(params, narrow)), master=narrow)
+    state = OptState(inner=optimizer.transform.init(_float32(params, narrow)), master=narrow)
+    return to_host(state) if offload else state
 
 
 def apply_gradients(
@@ -55,6 +65,8 @@ def apply_gradients(
 
     Where `keep` is true everything stays as it was (a gradient that is not finite must not spoil it).
     """
+    before = state.opt_state  # lies with the host where the run offloads it
+    state = state.replace(opt_state=to_device(before))
     old = _float32(state.params, state.opt_state.master)
     updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)
@@ -66,7 +78,8 @@ def apply_gradients(
         new,
     )
     stepped = TrainState(params, OptState(inner, master), state.step + 1)
-    return jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
+    state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
+    return state.replace(opt_state=back(state.opt_state, before))
 
 
 def frozen_copy(params: Tree) -> Tree:

@@ -56,6 +56,7 @@ class Cost:
         default_factory=lambda: collections.defaultdict(float)
     )
     bytes_accessed: float = 0.0  # of HBM
+    host_bytes: float = 0.0  # copied from or to the host's memory
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)  # counted once
 
@@ -105,6 +106,7 @@ class _Walk:
             elif one.opcode not in FREE and not one.opcode.endswith(("-done", "-update")):
                 self._flops(one, inside, times)
                 self.cost.bytes_accessed += times * _bytes(one, inside)
+                self.cost.host_bytes += times * _host_bytes(one, inside)
 
     def _loop(self, loop: Instruction, inside: Computation, times: float, loops) -> None:
         trips = self.module.trip_count(loop, inside)
@@ -217,7 +219,17 @@ def _bytes(one: Instruction, inside: Computation) -> float:
         return 2 * _hbm(one.shapes) + sum(_hbm(o.shapes) for o in operands[1:])
     if one.opcode in ("dynamic-update-slice", "scatter"):
         return 2 * sum((_hbm(o.shapes) for o in operands[1:]), 0.0)
-    return _hbm(one.shapes) + sum(_hbm(o.shapes) for o in operands)
+    made = one.shapes[:1] if one.opcode == "copy-start" else one.shapes  # its source again behind
+    return _hbm(made) + sum(_hbm(o.shapes) for o in operands)
+
+
+def _host_bytes(one: Instruction, inside: Computation) -> float:
+    """What a copy moves from the host's memory or to it."""
+    if one.opcode not in ("copy", "copy-start"):
+        return 0.0
+    source = inside.instructions[one.operands[0]].shapes[0]
+    target = one.shapes[0]
+    return target.bytes if source.on_host != target.on_host else 0.0
 
 
 def _read_bytes(parameter: Instruction, called: Computation, whole: float) -> float:

@@ -14,6 +14,7 @@ HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # a memory space of its own on the chip, not HBM
+HOST_MEMORY = "S(5)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
     in_hbm: bool = True
+    on_host: bool = False
 
     @property
     def bytes(self) -> float:
@@ -210,6 +212,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
             dtype,
             tuple(int(n) for n in re.findall(r"\d+", dims)),
             not FAST_MEMORY.search(layout or ""),
+            HOST_MEMORY in (layout or ""),
         )
         for dtype, dims, layout in ARRAY.findall(text)
     )

@@ -11,7 +11,14 @@ from jaxrl.config import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.cost import Collective
-from jaxrl.planner.programs import Lengths, Parts, Program, compile_programs, run_parts
+from jaxrl.planner.programs import (
+    Lengths,
+    Parts,
+    Program,
+    compile_programs,
+    run_parts,
+    uses_ref,
+)
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
@@ -29,7 +36,7 @@ class Phase:
     live_bytes: int  # at its fullest, without KV pages
     fits: bool  # with the KV pages
     roofline_s: float
-    bound: str  # what most of that time goes to: "flops" | "memory" | "collectives"
+    bound: str  # what most of that time goes to: "flops" | "memory" | "collectives" | "host"
     tokens_per_s: float
 
 
@@ -129,6 +136,8 @@ def add_up(
         slowest = max(found, key=times.__getitem__)
         fullest = max(live[name] for name in found)
         total = sum(times.values())
+        if "reference" in cfg.learner.offload and any(uses_ref(cfg, name) for name in found):
+            total += parts.resident["ref"] / chip.host_bytes_per_s  # it comes for the phase
         phases[phase] = Phase(
             live_bytes=fullest,
             fits=fullest + least * page_bytes <= budget,
@@ -177,13 +186,14 @@ def live_bytes(program: Program, resident: dict[str, int], pool_bytes: int) -> i
 
 
 def seconds(program: Program, chip: Chip) -> tuple[float, str]:
-    """(time of one call at the peak rates, what bounds it): the longest of computing, reading memory
-    and moving data between devices, as if each ran beside the others."""
+    """(time of one call at the peak rates, what bounds it): the longest of computing, reading memory,
+    moving data between devices and to the host, as if each ran beside the others."""
     cost = program.cost
     times = {
         "flops": sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items()),
         "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
         "collectives": sum(link_seconds(one, chip) for one in cost.collectives),
+        "host": cost.host_bytes / chip.host_bytes_per_s,
     }
     bound = max(times, key=times.__getitem__)
     return float(times[bound]), bound

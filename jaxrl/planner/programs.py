@@ -47,7 +47,7 @@ class Program:
     code_bytes: int
     cost: Cost
     compile_s: float
-    holds: tuple[str, ...]  # what of the run's state is among its arguments
+    holds: tuple[str, ...]  # what of the run's state is among its arguments, or waits with the host
 
     @property
     def own_bytes(self) -> int:
@@ -81,7 +81,9 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
     specs = decoder_specs(decoder)
     optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
     rules = training_rules(cfg)
-    state = abstract_state(specs, dtype, optimizer, rules, mesh)
+    state = abstract_state(
+        specs, dtype, optimizer, rules, mesh, offload="optimizer" in cfg.learner.offload
+    )
     name = cfg.model.paged_attention
     engine = PagedEngine(
         decoder,
@@ -106,7 +108,18 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
     for name, held in {"prefill": ("params",), "copy_pages": (), "decode": ("params",)}.items():
         lower[name] = lambda name=name: engine_programs()[name]
         holds[name] = (*held, "kv")
+    if "reference" in cfg.learner.offload:
+        holds = {
+            name: held if uses_ref(cfg, name) else (*held, "ref") for name, held in holds.items()
+        }
     return Parts(cfg, decoder, engine, lower, holds, resident, n_ranks, n_pages)
+
+
+def uses_ref(cfg: RunConfig, program: str) -> bool:
+    """Whether the reference model is on the devices while a program runs: in scoring, or in updates."""
+    if program in ("score", "reference"):
+        return needs_ref_logp(cfg)
+    return program in ("count", "accumulate", "apply") and full_kl_in_loss(cfg)
 
 
 def _learner_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer, batch: Batch):
@@ -192,18 +205,21 @@ def _compile(name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.C
 def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], float | None]:
     """How often the loops run whose bounds are data, for sequences of `lengths`.
 
-    Training attention: a query sees on average half of its segment and its own block of keys. Decode:
-    the keys of half the response, and one step. Prefill: half the prompt. Logprobs: all tokens.
+    Training attention: a query sees on average half of its segment and its own block of keys, in a ring in as
+    many parts as there are chunks. Decode: the keys of half the response, and one step. Prefill: half the prompt. Logprobs: all tokens.
     """
     cfg = parts.cfg
     rows, row_len = cfg.learner.shapes[-1]
     segment = min(lengths.prompt + lengths.response, row_len)
     keys = {"decode": lengths.prompt + lengths.response / 2, "prefill": lengths.prompt / 2}
     chunk = logprob_chunk(cfg)
+    n_time = training_rules(cfg).n_shards("time")
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:
             return float(math.ceil(keys.get(program, 0) / BLOCK))
+        if "ring_attention" in op_name:  # a chunk of keys at a time, of two on each device
+            return segment / 2 / BLOCK / (2 * n_time) + 0.5
         if "attention" in op_name:
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:

@@ -2,7 +2,7 @@
 
 Peak rates are the vendors' (cloud.google.com/tpu/docs/system-architecture-tpu-vm,
 nvidia.com H100 and H200 data sheets, dense). Link rates of TPUs are those of one ring over one torus
-axis, both directions (jax-ml.github.io/scaling-book, "TPUs"). The memory of a TPU is what its compiler
+axis, both directions, and their way to the host is PCIe (jax-ml.github.io/scaling-book, "TPUs"). The memory of a TPU is what its compiler
 gives a program ("exceeds available HBM"). A CPU device stands for one AVX-512 core, as measured with
 2048 x 2048 matrix products and a stream read.
 """
@@ -19,6 +19,17 @@ import jax
 from jax.experimental import topologies
 
 GIB = 2**30
+# What libtpu asks of its environment where no chip is attached: no metadata server, plans side by side, no noise.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # of no consequence, but asked for
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_LOG_DIR": "disabled",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,30 +42,31 @@ class Chip:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # within a node, or a TPU slice
     network_bytes_per_s: float  # between nodes, per device
+    host_bytes_per_s: float  # between a device and its host, one way
     node: int  # devices of a node; 0 = all
 
     def rate(self, dtype: str) -> float:
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
 
 
-def _tpu(name: str, gib: float, tera: float, giga: float, link: float) -> Chip:
+def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: float) -> Chip:
     # Float32 products run as one bfloat16 pass at JAX's default precision on TPU.
     flops = {"bf16": tera * 1e12, "f32": tera * 1e12}
-    return Chip(name, gib * GIB, flops, giga * 1e9, link * 1e9, link * 1e9, 0)
+    return Chip(name, gib * GIB, flops, giga * 1e9, link * 1e9, link * 1e9, host * 1e9, 0)
 
 
 def _gpu(name: str, gib: float, giga: float) -> Chip:
     flops = {"bf16": 989e12, "f16": 989e12, "f32": 494e12}  # float32 products as TF32
-    return Chip(name, gib * GIB, flops, giga * 1e9, 450e9, 50e9, 8)
+    return Chip(name, gib * GIB, flops, giga * 1e9, 450e9, 50e9, 64e9, 8)
 
 
 CHIPS = {
-    "v5e": _tpu("TPU v5e", 15.75, 197.0, 819.0, 90.0),
-    "v5p": _tpu("TPU v5p", 95.73, 459.0, 2765.0, 180.0),
-    "v6e": _tpu("TPU v6e", 31.24, 918.0, 1640.0, 180.0),
+    "v5e": _tpu("TPU v5e", 15.75, 197.0, 819.0, 90.0, 16.0),
+    "v5p": _tpu("TPU v5p", 95.73, 459.0, 2765.0, 180.0, 16.0),
+    "v6e": _tpu("TPU v6e", 31.24, 918.0, 1640.0, 180.0, 32.0),
     "h100": _gpu("H100 SXM", 79.6, 3350.0),
     "h200": _gpu("H200 SXM", 139.8, 4800.0),
-    "cpu": Chip("CPU core", 0.0, {"f32": 140e9, "bf16": 700e9}, 14e9, 10e9, 10e9, 0),
+    "cpu": Chip("CPU core", 0.0, {"f32": 140e9, "bf16": 700e9}, 14e9, 10e9, 10e9, 14e9, 0),
 }
 KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip comes in), h100:64, h200:8, cpu:8"
 
@@ -139,6 +151,8 @@ def _tpu_devices(name: str) -> Sequence[Any]:
             f"{name} needs the TPU compiler, which is not installed; uv pip install libtpu, or the extra "
             "jaxrl[tpu] (no TPU is needed)"
         )
+    for variable, value in TPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except Exception as problem:  # the plugin raises its own types

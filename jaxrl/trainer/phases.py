@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.algorithms.aggregate import idle_weight
-from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
+from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.rollout.generate import generate
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics
 from jaxrl.trainer.engines import Sampled
@@ -17,7 +17,7 @@ from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.run import Run
 from jaxrl.types import Batch, Prompt, Rollout, Tree
-from sharding import hosts
+from sharding import hosts, to_device
 
 
 def train_step(run: Run) -> None:
@@ -163,12 +163,13 @@ def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict
         return logp
 
     with run.timed("adv"), run.no_compile("scoring"):
+        ref_params = to_device(run.ref_params) if needs_ref_logp(cfg) else None
         return make_mini_batches(
             rollouts,
             cfg,
             n_ranks=run.n_ranks,
             score_old=scorer(run.state.params, "old_logp") if needs_old_logp(cfg) else None,
-            score_ref=scorer(run.ref_params, "ref") if needs_ref_logp(cfg) else None,
+            score_ref=None if ref_params is None else scorer(ref_params, "ref"),
             kl_coef=run.coefs.kl,
             seed=run.sampling_seed(validation=False),
         )
@@ -185,12 +186,13 @@ def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
         run.no_compile("update"),
         run.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
     ):
+        ref_params = to_device(run.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
             idle_lens = [len(r.tokens) for r in mini.idle]
             run.state, one = run.update.update(
                 run.state,
                 [packed.batch for packed in mini.packed],
-                ref_params=run.ref_params,
+                ref_params=ref_params,
                 extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
                 coefs=run.coefs.of_loss(),
                 on_micro_batch=lambda i: bar.advance(1),

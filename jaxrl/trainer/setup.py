@@ -39,7 +39,7 @@ from jaxrl.trainer.processes import check_all_joined, check_same_data, join
 from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
 from jaxrl.types import Prompt, TrainState
-from sharding import hosts, make_mesh
+from sharding import check_host_memory, hosts, make_mesh, to_host
 from sharding.rules import DECODE, Rules
 
 
@@ -179,6 +179,8 @@ def start_devices(
     """Opens the backend; what 'auto' means for it: (dtype, layers as a list or stacked)."""
     check_all_joined()
     check_devices(cfg, jax.device_count())
+    if cfg.learner.offload:
+        check_host_memory()
     backend = jax.default_backend()
     if backend == "cpu":
         keep_freed_memory()
@@ -206,17 +208,18 @@ def first_state(
     progress: Progress,
 ) -> tuple[TrainState, dict]:
     """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
-    step = hosts.from_first(checkpoints.latest_step())
+    step, offload = hosts.from_first(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
     if step is None:
         if cfg.resume:
             raise ValueError(
                 f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
                 "set config.run_dir to the folder of the run, or leave out config.resume"
             )
-        return init_state(load_params(model_folder, rules, decoder, dtype), optimizer), {}
+        params = load_params(model_folder, rules, decoder, dtype)
+        return init_state(params, optimizer, offload=offload), {}
     progress.status(f"resuming after step {step}")
     abstract = abstract_state(
-        decoder_specs(decoder), dtype, optimizer, rules, jax.sharding.get_mesh()
+        decoder_specs(decoder), dtype, optimizer, rules, jax.sharding.get_mesh(), offload=offload
     )
     return checkpoints.restore(abstract, step)
 
@@ -234,8 +237,10 @@ def reference(
     if not needs_ref(cfg):
         return None
     if step == 0:
-        return frozen_copy(state.params)
-    return load_params(model_folder, rules, decoder, dtype)
+        ref = frozen_copy(state.params)
+    else:
+        ref = load_params(model_folder, rules, decoder, dtype)
+    return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 
 def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.dtype) -> Decoder:

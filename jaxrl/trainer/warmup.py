@@ -1,10 +1,11 @@
 """Compiles every program of a run before its first step, each with its name and seconds on the console."""
 
 from jaxrl.data.packing import empty_batch
-from jaxrl.learner.needs import needs_old_logp, needs_ref_logp
+from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
 from jaxrl.trainer.run import Run
 from jaxrl.types import Batch
+from sharding import to_device
 
 
 def warm_up(run: Run) -> None:
@@ -26,4 +27,5 @@ def learn_nothing(run: Run, batch: Batch) -> None:
         run.update.take(run.score(run.state.params, run.update.put(batch))[0])
     if needs_ref_logps and run.cfg.algorithm.kl_in == "reward":
         token_kl(batch, batch.ref_logp, run.cfg.algorithm)
-    run.state, _ = run.update.update(run.state, [batch], ref_params=run.ref_params)
+    ref_params = to_device(run.ref_params) if full_kl_in_loss(run.cfg) else None
+    run.state, _ = run.update.update(run.state, [batch], ref_params=ref_params)

@@ -154,6 +154,24 @@ ENTRY %main (x: bf16[8]) -> bf16[8] {
     }
 
 
+def test_copies_from_and_to_the_host_are_no_traffic_of_fast_memory():
+    text = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0:T(128)S(5)} parameter(0)
+  %a = (f32[8]{0}, f32[8]{0:T(128)S(5)}, u32[]{:S(2)}) copy-start(%p)
+  %b = f32[8]{0} copy-done(%a)
+  %c = (f32[8]{0:S(1)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%b)
+  %d = f32[8]{0:S(1)} copy-done(%c)
+  %e = f32[8]{0} copy(%d)
+  %f = (f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%e)
+  ROOT %g = f32[8]{0:S(5)} copy-done(%f)
+}
+"""
+    cost = program_cost(text)
+    assert cost.host_bytes == 2 * 32  # %a and %f
+    assert cost.bytes_accessed == 4 * 32  # %a writes, %c reads, %e writes, %f reads
+
+
 def test_a_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing")

@@ -15,7 +15,7 @@ from tiny_run import TINY, run
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
-from jaxrl.planner.plan import Plan, add_up, link_seconds, make_plan
+from jaxrl.planner.plan import Plan, add_up, link_seconds, live_bytes, make_plan
 from jaxrl.planner.programs import run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import CHIPS, Topology, topology
@@ -62,6 +62,25 @@ def test_state_bytes_are_those_of_the_parameter_table(plan):
     assert 0 <= plan.resident["opt_state"] - 2 * plan.resident["params"] <= 16
     # a page: 2 * L * K * 64 tokens * H floats, over tensor 2
     assert plan.page_bytes == 2 * 2 * 2 * 64 * 16 * 4 // 2
+
+
+def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
+    cfg = run(learner__offload=("optimizer", "reference"))
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, plan.chip.memory_bytes)
+    assert parts.resident["opt_state"] < 64  # counters
+    live = {
+        name: live_bytes(dataclasses.replace(p, holds=parts.holds[name]), parts.resident, 0)
+        for name, p in plan.programs.items()
+    }
+    was = {name: live_bytes(p, plan.resident, 0) for name, p in plan.programs.items()}
+    opt, ref = plan.resident["opt_state"], plan.resident["ref"]
+    saved = {name: round((was[name] - live[name]) / ref, 3) for name in live}
+    # moments are twice the weights; scoring uses the reference, `apply` is given the optimizer's state
+    assert round(opt / ref, 3) == 2
+    assert saved == {
+        "accumulate": 3, "apply": 1, "score": 2, "reference": 2, "prefill": 3, "copy_pages": 3, "decode": 3,
+    }  # fmt: skip
 
 
 def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):

@@ -183,6 +183,19 @@ def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
     assert 0 < lines[0]["loss/kl"] < lines[1]["loss/kl"]
 
 
+@pytest.mark.slow
+def test_what_waits_with_the_host_changes_no_number(tiny_config, tmp_path):
+    tiny_config.total_steps = 2
+    tiny_config.algorithm.kl_coef = 0.1
+    assert train(resolve(tiny_config))
+    first = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "other")
+    tiny_config.learner.offload = ("optimizer", "reference")
+    assert train(resolve(tiny_config))
+    assert metrics(tiny_config.run_dir) == metrics(first)
+    assert_same_weights(tiny_config.run_dir, first)
+
+
 def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
     tiny_config.total_steps = 2
     tiny_config.algorithm.kl_coef = 0.1

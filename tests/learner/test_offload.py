@@ -1,0 +1,114 @@
+"""What waits in the host's memory comes back for an optimizer step, and changes no number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
+
+from jaxrl.config import CheckpointConfig
+from jaxrl.io.checkpoint import Checkpointer
+from jaxrl.learner.state import abstract_state, init_state
+from jaxrl.models.decoder import decoder_specs
+from sharding import (
+    TRAIN,
+    bytes_per_device,
+    check_host_memory,
+    make_mesh,
+    memory,
+    to_device,
+    to_host,
+)
+
+CFG = run_config(old_logp="rollout")
+BATCHES = batches(rollouts(), row_len=32, token_budget=64, n_ranks=4)
+MESH = dict(fsdp=4)
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def stepped(offload: bool, n_steps: int = 2):
+    """(state, metrics of each step, programs compiled after the first step) in bfloat16, which has a master."""
+    optimizer, update, _ = programs(CFG)
+    state = init_state(new_params(jnp.bfloat16), optimizer, offload=offload)
+    metrics, compiled = [], []
+    for _ in range(n_steps):
+        state, found = update.update(state, BATCHES)
+        metrics.append(found)
+        compiled.append(update.n_compiled)
+    return state, metrics, compiled[-1] - compiled[0]
+
+
+def test_an_offloaded_optimizer_takes_the_same_steps():
+    with jax.set_mesh(make_mesh(**MESH)):
+        state, metrics, n_more = stepped(offload=True)
+        want, want_metrics, _ = stepped(offload=False)
+    assert kinds(state.opt_state) == {memory.KIND} and kinds(state.params) == {"device"}
+    assert n_more == 0
+    assert metrics == want_metrics
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(want))
+
+
+def test_an_offloaded_optimizer_takes_no_room_on_the_devices_between_steps():
+    mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]
+    with jax.set_mesh(mesh):
+        real = init_state(new_params(jnp.bfloat16), optimizer, offload=True)
+        specs, dtype = decoder_specs(MODEL), jnp.dtype("bfloat16")
+        abstract = abstract_state(specs, dtype, optimizer, TRAIN, mesh, offload=True)
+
+    def same(a, b):
+        assert (a.shape, a.dtype, a.sharding.memory_kind) == (
+            b.shape,
+            b.dtype,
+            b.sharding.memory_kind,
+        )
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+    jax.tree.map(same, abstract, real)
+    assert bytes_per_device(real.opt_state) <= 8  # counters
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_checkpoint_of_an_offloaded_state_goes_where_the_run_wants_it(offload, tmp_path):
+    mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]
+    with jax.set_mesh(mesh):
+        state, _, _ = stepped(offload=True, n_steps=1)
+        checkpoints = Checkpointer(tmp_path, CheckpointConfig())
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        abstract = abstract_state(
+            decoder_specs(MODEL), jnp.dtype("bfloat16"), optimizer, TRAIN, mesh, offload=offload
+        )
+        again, _ = checkpoints.restore(abstract)
+        checkpoints.close()
+    assert kinds(again.opt_state) == {memory.KIND if offload else "device"}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+
+
+def test_a_tree_goes_to_the_host_and_comes_back():
+    with jax.set_mesh(make_mesh(**MESH)):
+        params = new_params()
+        there = to_host(params)
+        again = to_device(there)
+    assert kinds(there) == {memory.KIND} and kinds(again) == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
+    assert [a.sharding for a in jax.tree.leaves(again)] == [
+        a.sharding for a in jax.tree.leaves(params)
+    ]
+
+
+def test_devices_without_such_memory_are_refused(monkeypatch):
+    class Memory:
+        kind = "device"
+
+    class Device:
+        device_kind = "abacus"
+
+        def addressable_memories(self):
+            return [Memory()]
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    with pytest.raises(ValueError, match=r"abacus has device; set config.learner.offload=\(\)"):
+        check_host_memory()
