@@ -24,7 +24,8 @@ SHORT = {
 
 def show(plan: Plan, console: Console | None = None) -> None:
     console = console or Console()
-    console.print(tables(plan), width=max(console.width, WIDTH))
+    console.width = max(console.width, WIDTH)
+    console.print(tables(plan))
 
 
 def as_text(plan: Plan, *, with_compile_s: bool = True) -> str:

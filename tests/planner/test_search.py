@@ -23,10 +23,11 @@ def machine(memory_bytes: float = float(GIB)) -> Topology:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(run(), TINY, machine(), LENGTHS))
-    # 2 kv heads: tensor 1 or 2; four budgets of rows of 128 tokens; three policies
-    assert {(c.fsdp, c.tensor) for c in found} == {(8, 1), (4, 2)}
+    # 2 kv heads: tensor 1 or 2; four budgets of rows of 128 tokens; three policies; offloaded or not
+    assert [c.mesh for c in found[:: 4 * 3 * 2]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
-    assert len(found) == 2 * 4 * 3
+    assert {c.offload for c in found} == {(), ("optimizer", "reference")}
+    assert len(found) == 2 * 4 * 3 * 2
 
 
 def test_formulas_order_memory_as_the_policies_do():

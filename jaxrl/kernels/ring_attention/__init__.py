@@ -1,5 +1,6 @@
 """Causal attention over packed rows that stay cut over the mesh: keys travel, queries do not."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.choice import choose
@@ -33,6 +34,7 @@ def ring_attention(
     attend = choose(
         "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
     )
-    return attend(
-        q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=rules
-    )
+    with jax.named_scope("ring_attention"):
+        return attend(
+            q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=rules
+        )

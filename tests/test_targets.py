@@ -1,0 +1,21 @@
+"""Updates under every preset compile for devices that are not attached: TPUs and GPUs."""
+
+import pytest
+from test_collectives import UPDATE, compiled_update, moved
+
+from jaxrl.planner.cost import program_cost
+from jaxrl.planner.topology import topology
+
+COMPILERS = {"v5e:2x4": "libtpu", "v5p:2x2x2": "libtpu", "h100:8": "jax_cuda13_plugin"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in UPDATE if name != "one"])
+@pytest.mark.parametrize("target", COMPILERS)
+def test_an_update_compiles_for_the_target(target, name):
+    pytest.importorskip(COMPILERS[target], reason=f"{target} needs {COMPILERS[target]}'s compiler")
+    program = compiled_update(name, topology(target).devices, "bfloat16")
+    found = moved(program_cost(program.as_text() or "", lambda loop: 1).collectives)
+    # Small gradients are summed whole by some compilers, where they are cut afterwards.
+    sums = {"all-reduce", "reduce-scatter"}
+    assert found.keys() - sums == UPDATE[name][-1].keys() - sums
