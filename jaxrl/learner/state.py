@@ -1,5 +1,7 @@
 """The train state: parameters in the compute dtype, float32 moments, float32 master weights."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -66,7 +68,7 @@ def apply_gradients(
     Where `keep` is true everything stays as it was (a gradient that is not finite must not spoil it).
     """
     before = state.opt_state  # lies with the host where the run offloads it
-    state = state.replace(opt_state=to_device(before))
+    state = dataclasses.replace(state, opt_state=to_device(before))
     old = _float32(state.params, state.opt_state.master)
     updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)
@@ -79,7 +81,7 @@ def apply_gradients(
     )
     stepped = TrainState(params, OptState(inner, master), state.step + 1)
     state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
-    return state.replace(opt_state=back(state.opt_state, before))
+    return dataclasses.replace(state, opt_state=back(state.opt_state, before))
 
 
 def frozen_copy(params: Tree) -> Tree:

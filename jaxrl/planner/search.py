@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -161,8 +162,7 @@ def estimate(
     f, ranks = size["fsdp"] * s, size["replica"] * size["fsdp"] * e
     dtype, _ = for_platform(cfg, decoder, machine.platform)
     wide = dtype.itemsize
-    model = dataclasses.replace(decoder, stacked=True)
-    params, head = count_params(decoder_specs(model)), d.V * d.D
+    params, head = n_params(dataclasses.replace(d, stacked=True)), d.V * d.D
     experts = 3 * d.L * d.E * d.F_expert * d.D
     share = ((params - experts) + experts / e) / tp  # of a device that has all shards of fsdp
     layer = (share - head * (1 if d.tied else 2) / tp) / d.L
@@ -216,6 +216,11 @@ def estimate(
     step += moved / chip.host_bytes_per_s
     mesh = {axis: n for axis, n in mesh.items() if n > 1}
     return Candidate(mesh, tokens, remat, offload, memory, step)
+
+
+@functools.cache
+def n_params(decoder: DecoderConfig) -> int:
+    return count_params(decoder_specs(decoder))
 
 
 def _rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:

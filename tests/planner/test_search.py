@@ -9,7 +9,7 @@ from tiny_run import TINY, run
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.report import search_text
-from jaxrl.planner.search import candidates, estimate, search
+from jaxrl.planner.search import candidates, estimate, meshes, search
 from jaxrl.planner.topology import CHIPS, Topology
 
 LENGTHS = Lengths(64, 64)
@@ -37,6 +37,39 @@ def test_formulas_order_memory_as_the_policies_do():
 
     assert bytes_of("full") < bytes_of("dots") < bytes_of("none")
     assert bytes_of("full", 128) < bytes_of("full", 1024)
+
+
+def test_meshes_follow_the_model_the_rows_and_the_network():
+    experts = dataclasses.replace(
+        TINY, family="qwen3_moe", qkv_bias=False, E=8, top_k=2, F_expert=64
+    )
+    cfg = run()
+    long = dataclasses.replace(
+        cfg, learner=dataclasses.replace(cfg.learner, token_budget=4096, buckets=(4096,))
+    )
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+
+    def sizes(cfg, model, where, axis) -> set[int]:
+        return {mesh[axis] for mesh in meshes(cfg, model, where)}
+
+    assert sizes(cfg, TINY, machine(), "expert") == {1}
+    assert sizes(cfg, experts, machine(), "expert") == {1, 2, 4, 8}
+    assert sizes(cfg, TINY, machine(), "sequence") == {1}
+    assert sizes(long, TINY, machine(), "sequence") == {1, 2}  # 2048 tokens for each device
+    assert sizes(cfg, TINY, machine(), "replica") == {1}
+    assert sizes(cfg, TINY, nodes, "replica") == {1, 2}  # of a node of 8
+
+
+def test_formulas_know_what_waits_with_the_host_and_slow_networks():
+    def of(mesh: dict, where: Topology, offload=()):
+        return estimate(run(), TINY, where, LENGTHS, mesh, 128, "full", offload)
+
+    both = ("optimizer", "reference")
+    kept, waiting = of(dict(fsdp=8), machine()), of(dict(fsdp=8), machine(), both)
+    assert waiting.bytes < kept.bytes and waiting.step_s > kept.step_s
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    # weights gathered between nodes for every layer, against gradients summed between them
+    assert of(dict(fsdp=8, replica=2), nodes).step_s < of(dict(fsdp=16), nodes).step_s
 
 
 def test_the_formula_of_the_state_is_what_the_plan_finds():
