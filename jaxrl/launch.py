@@ -92,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ray = need_ray()
         ray.init(address=args.address, log_to_driver=False, configure_logging=False)
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray's own would end all without a save
+            signal.signal(number, signal.default_int_handler)
         return keep_running(ray, args, config_arguments)
     except (ValueError, ConnectionError) as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -231,7 +233,7 @@ def joined_arguments(
 
 def follow(ray: Any, actors: list[Any], arguments: list[list[str]]) -> list[Ended]:
     """Prints what the first process prints, until all have ended. Once one has failed, the others get
-    some time to end by themselves. Ctrl-C goes to the processes, which then save and stop."""
+    some time to end by themselves. Ctrl-C and SIGTERM go to the processes, which then save and stop."""
     news: queue.Queue[tuple[int, Ended]] = queue.Queue()
 
     def listen(rank: int) -> None:
