@@ -39,16 +39,20 @@ def parse(argv: Sequence[str]) -> RunConfig:
         stop(str(problem))
 
 
-def read_args(argv: Sequence[str]) -> tuple[ConfigDict, list[str]]:
+def read_args(
+    argv: Sequence[str], config: ConfigDict | None = None
+) -> tuple[ConfigDict, list[str]]:
     """The config that arguments describe, not checked yet, and the arguments that are not about it.
 
-    For entry points with arguments of their own. Exits as `parse` does.
+    For entry points with arguments of their own; `config` is what holds where no --config names a
+    file. Exits as `parse` does.
     """
     try:
         path, overrides, rest = _split(argv)
-        if path is None:
+        if path is not None:
+            config = load_config(path)
+        if config is None:
             raise ValueError(f"no config file is given; {USAGE}")
-        config = load_config(path)
         for name, text in overrides:
             override(config, name, text)
         return config, rest

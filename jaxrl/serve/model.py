@@ -1,0 +1,62 @@
+"""The model that is served: weights, tokenizer, and an engine with its programs compiled."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.config import RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.host_memory import keep_freed_memory
+from jaxrl.io.progress import Progress
+from jaxrl.models.auto import for_platform
+from jaxrl.models.hf_load import model_config
+from jaxrl.models.source import resolve_model
+from jaxrl.rollout.engine import PagedEngine
+from jaxrl.trainer.setup import keep_programs, load_params, make_engine, make_renderer
+from jaxrl.types import Tree
+from sharding import make_mesh
+from sharding.rules import DECODE
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    renderer: ChatRenderer
+    engine: PagedEngine
+    params: Tree
+    mesh: Mesh
+    context: int  # tokens that prompt and response may have together
+
+
+def open_model(run: RunConfig, *, max_len: int) -> Model:
+    """The model of `run.model.path` on the devices of `run.mesh`.
+
+    `max_len` bounds prompt and response together, as do the model and the pool of KV pages. Raises
+    ValueError or OSError, with one message, for a model that cannot be loaded.
+    """
+    keep_programs(run)
+    folder = resolve_model(exported(run.model.path))
+    decoder = model_config(folder)
+    max_len = min(max_len, decoder.max_len)
+    lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
+    run = dataclasses.replace(run, data=lengths)
+    renderer = make_renderer(run, folder, decoder)
+    if (backend := jax.default_backend()) == "cpu":
+        keep_freed_memory()
+    dtype, decoder = for_platform(run, decoder, backend)
+    with Progress() as progress:
+        progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
+        mesh = make_mesh(**dataclasses.asdict(run.mesh))
+        with jax.set_mesh(mesh), progress.waiting("loading weights, compiling all programs"):
+            params = load_params(folder, DECODE, decoder, dtype)
+            engine = make_engine(run, run.rollout, decoder, dtype, folder, renderer)
+            engine.warmup(params)
+    pool = engine.scheduler.pool
+    return Model(renderer, engine, params, mesh, min(max_len, pool.n_pages * pool.page_len))
+
+
+def exported(path: str) -> str:
+    """The Hugging Face folder inside the folder of a run; another path as it is."""
+    inside = Path(path).expanduser() / "hf"
+    return str(inside) if (inside / "config.json").is_file() else path

@@ -1,0 +1,62 @@
+"""Logprobs of a whole text: of each of its tokens, and of the likeliest in its place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.decoder import Decoder, forward_packed
+from sharding import Rules
+
+N_TOP = 20  # alternatives to a token, the most that OpenAI gives
+CHUNK = 128  # tokens whose logits exist at one time
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of the tokens of a text from the second on; the first has nothing before it."""
+
+    logp: np.ndarray  # float32 [n_tokens - 1]
+    top: np.ndarray  # int32 [n_tokens - 1, n_top], the likeliest first
+    top_logp: np.ndarray  # float32 [n_tokens - 1, n_top]
+
+
+def score(params: Decoder, tokens: np.ndarray, *, temperature: float, rules: Rules) -> Scores:
+    """By softmax(logits / temperature), temperature 1 for 0, as the engine's logprobs. Compiles a
+    program for texts of up to 128, 256, 512, ... tokens, each when the first one comes."""
+    n = len(tokens)
+    row = np.zeros((1, max(CHUNK, 1 << (n - 1).bit_length())), np.int32)
+    row[0, :n] = tokens
+    scale = np.float32(temperature or 1.0)
+    scored = jax.device_get(score_row(params, row, np.int32(n), scale, rules=rules))
+    return Scores(*(column[: n - 1] for column in scored))
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def score_row(
+    params: Decoder,
+    tokens: Int[Array, "1 T"],
+    n_tokens: Int[Array, ""],
+    temperature: Float[Array, ""],
+    *,
+    rules: Rules,
+) -> tuple[Float[Array, "T"], Int[Array, "T n_top"], Float[Array, "T n_top"]]:
+    """Index t speaks about the token after tokens[:, t]."""
+    positions = jnp.arange(tokens.shape[1])[None]
+    segments = (positions < n_tokens).astype(jnp.int32)
+    hidden = forward_packed(params, tokens, segments, positions, rules=rules)
+    targets = jnp.roll(tokens[0], -1)
+
+    def chunk(part):
+        hidden, targets = part
+        logits = jax.reshard(params.logits(hidden[None], rules)[0], jax.P())
+        logp = jax.nn.log_softmax(logits / temperature)
+        top_logp, top = jax.lax.top_k(logp, min(N_TOP, logp.shape[1]))
+        return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], top, top_logp
+
+    parts = hidden[0].reshape(-1, CHUNK, hidden.shape[-1]), targets.reshape(-1, CHUNK)
+    columns = jax.lax.map(chunk, parts)
+    return jax.tree.map(lambda column: column.reshape(-1, *column.shape[2:]), columns)

@@ -1,0 +1,43 @@
+"""A tiny random model in a folder."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.hf_save import save_model
+from jaxrl.models.spec import init_params
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=272, max_len=1024)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A Llama of random weights, large enough that its distributions are far from uniform, with a
+    tokenizer of bytes and a few words; <|im_end|> (2) ends a response."""
+    folder = tmp_path_factory.mktemp("served") / "model"
+    with jax.set_mesh(make_mesh()):
+        cfg = DecoderConfig(family="llama", **SHAPE)
+        params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
+        save_model(folder, jax.tree.map(lambda w: w * 4.0 if w.ndim > 1 else w, params))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=272, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(["What is the sum? The sum is the thing."] * 9, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder

@@ -1,0 +1,481 @@
+"""The server through the official client: against the engine run directly, and at its limits."""
+
+import concurrent.futures
+import dataclasses
+import math
+import re
+import socket
+import threading
+from types import SimpleNamespace
+
+import httpx2 as httpx
+import jax
+import numpy as np
+import openai
+import pytest
+from serve_cases import running, wait_until
+
+from jaxrl.config import SamplingConfig
+from jaxrl.rollout.api import Request
+from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
+from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.meters import Meters
+from jaxrl.serve.model import open_model
+
+KEY = "secret"
+GREEDY = SamplingConfig(temperature=0.0)
+HI = [{"role": "user", "content": "What is the sum?"}]
+IDS = {"return_token_ids": True}
+LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+MOST_JOBS = 6  # 4 in the batch and 2 waiting
+
+
+def arguments(folder):
+    return [
+        f"--model={folder}",
+        "--name=tiny",
+        "--port=0",
+        f"--api-key={KEY}",
+        "--max-len=1024",
+        "--max-waiting=2",
+        "--timeout-s=60",
+        "--config.rollout.max_num_seqs=4",
+        "--config.rollout.max_num_batched_tokens=256",
+        "--config.mesh.fsdp=1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def served(model_folder):
+    """A running server: service, its URL, a client."""
+    options, run = read(arguments(model_folder))
+    service = open_service(options, run)
+    with listener(options.host, options.port) as listening:
+        base = url(listening)
+        with running(server(service), listening):
+            client = openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0)
+            yield SimpleNamespace(service=service, base=base, client=client, run=run)
+    assert not service.engine.alive
+
+
+@pytest.fixture(scope="module")
+def model(served):
+    """The same model once more, for the engine run directly."""
+    return open_model(served.run, max_len=1024)
+
+
+def direct(model, prompts, **wanted):
+    """(tokens, logps, finish) of the engine of each prompt, text or ids."""
+    tokenizer, made = model.renderer.tokenizer, {}
+    with jax.set_mesh(model.mesh):
+        for p in prompts:
+            ids = np.array(tokenizer(p)["input_ids"] if isinstance(p, str) else p, np.int32)
+            made[model.engine.submit(Request(tokens=ids, **wanted))] = ([], [], [])
+        while model.engine.n_unfinished:
+            for one in model.engine.generate(model.params):
+                tokens, logps, finish = made[one.slot]
+                tokens += one.tokens.tolist()
+                logps += one.logp.tolist()
+                finish.append(one.finish)
+    return [(tokens, logps, finish[-1]) for tokens, logps, finish in made.values()]
+
+
+def meter(served, name):
+    text = httpx.get(f"{served.base}/metrics").text
+    values = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(values[0]) if values else 0.0
+
+
+def idle(served):
+    return meter(served, "jaxrl_pages_used") == meter(served, "jaxrl_running") == 0
+
+
+def test_a_greedy_chat_answer_is_the_engines(served, model):
+    prompt = model.renderer.render(HI)
+    (tokens, _, finish) = direct(model, [prompt], max_tokens=30, sampling=GREEDY)[0]
+    answer = served.client.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=30, temperature=0, extra_body=IDS
+    )
+    choice = answer.choices[0]
+    assert choice.token_ids == tokens
+    assert choice.message.role == "assistant"
+    assert choice.message.content == model.renderer.decode(tokens)
+    assert choice.finish_reason == finish
+    assert choice.prompt_token_ids == prompt.tolist()
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(tokens)
+    assert answer.usage.total_tokens == len(prompt) + len(tokens)
+
+
+def test_a_stream_is_the_answer_in_pieces(served):
+    asked = dict(model="tiny", messages=HI, max_tokens=60, seed=5, n=2, logprobs=True)
+    whole = served.client.chat.completions.create(**asked)
+    texts, ends, tokens = ["", ""], ["", ""], [[], []]
+    chunks = list(
+        served.client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    for chunk in chunks[:-1]:
+        assert chunk.id == chunks[0].id and chunk.usage is None
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        ends[choice.index] += choice.finish_reason or ""
+        tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert len(chunks) > 8  # dispatches are of 8 steps
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    for i, choice in enumerate(whole.choices):
+        assert texts[i] == choice.message.content
+        assert ends[i] == choice.finish_reason
+        assert tokens[i] == choice.logprobs.content
+    assert texts[0] != texts[1]
+
+
+def test_a_seed_gives_the_engines_samples(served, model):
+    sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
+    asked = dict(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, extra_body={"top_k": 20} | IDS)
+    want = direct(model, ["the thing"], max_tokens=20, sampling=sampling, seed=7)[0]
+    choices = served.client.completions.create(
+        model="tiny", prompt="the thing", n=2, **asked
+    ).choices
+    assert choices[0].token_ids == want[0]
+    assert choices[1].token_ids != want[0]
+    free = [
+        served.client.completions.create(model="tiny", prompt="x", max_tokens=20).choices[0].text
+        for _ in range(2)
+    ]
+    assert free[0] != free[1]  # without a seed every request has its own
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_completion_logprobs_are_the_engines(served, model, temperature):
+    sampling = SamplingConfig(temperature=temperature)
+    want = direct(model, ["The sum"], max_tokens=20, sampling=sampling, seed=3)[0]
+    choice = served.client.completions.create(
+        model="tiny", prompt="The sum", max_tokens=20, temperature=temperature, seed=3, logprobs=0
+    ).choices[0]
+    assert choice.logprobs.token_logprobs == want[1]
+    assert len(choice.logprobs.tokens) == len(want[0])
+    assert choice.logprobs.text_offset[0] == 0
+    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+
+
+def test_chat_logprobs_are_the_engines(served, model):
+    want = direct(model, [model.renderer.render(HI)], max_tokens=12, sampling=GREEDY)[0]
+    content = (
+        served.client.chat.completions.create(
+            model="tiny", messages=HI, max_tokens=12, temperature=0, logprobs=True
+        )
+        .choices[0]
+        .logprobs.content
+    )
+    assert [token.logprob for token in content] == want[1]
+    tokenizer = model.renderer.tokenizer
+    assert [token.token for token in content] == [tokenizer.decode([t]) for t in want[0]]
+
+
+def test_the_likeliest_tokens_and_the_prompts_logprobs(served, model):
+    (tokens, logps, _) = direct(model, ["The sum"], max_tokens=10, sampling=GREEDY)[0]
+    prompt = model.renderer.tokenizer("The sum")["input_ids"]
+    (choice,) = served.client.completions.create(
+        model="tiny", prompt=[*prompt, *tokens], max_tokens=1, temperature=0, logprobs=3, echo=True
+    ).choices
+    said = choice.logprobs
+    n = len(prompt) + len(tokens) + 1
+    assert len(said.tokens) == len(said.token_logprobs) == len(said.top_logprobs) == n
+    assert said.text_offset == sorted(said.text_offset) and said.text_offset[-1] <= len(choice.text)
+    assert said.token_logprobs[0] is None and said.top_logprobs[0] is None
+    # what was sampled greedily before is part of the prompt now, and the likeliest in its place
+    np.testing.assert_allclose(said.token_logprobs[len(prompt) : n - 1], logps, atol=1e-5)
+    for name, logp, top in list(zip(said.tokens, said.token_logprobs, said.top_logprobs, strict=True))[len(prompt) :]:  # fmt: skip
+        assert len(top) <= 3 and max(top, key=top.get) == name
+        assert abs(top[name] - logp) < 1e-5
+    content = (
+        served.client.chat.completions.create(
+            model="tiny", messages=HI, max_tokens=5, seed=1, logprobs=True, top_logprobs=20
+        )
+        .choices[0]
+        .logprobs.content
+    )
+    for token in content:
+        top = [other.logprob for other in token.top_logprobs]
+        assert len(top) == 20 and top == sorted(top, reverse=True)
+        assert sum(map(math.exp, top)) < 1 and token.logprob <= top[0] + 1e-5
+
+
+def test_several_prompts_as_text_or_ids_and_echo(served, model):
+    prompts = ["The sum", "What is"]
+    ids = [model.renderer.tokenizer(p)["input_ids"] for p in prompts]
+    want = direct(model, prompts, max_tokens=5, sampling=GREEDY)
+    for prompt in (prompts, ids):
+        answer = served.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=5, temperature=0, echo=True, extra_body=IDS
+        )
+        assert [c.token_ids for c in answer.choices] == [tokens for tokens, _, _ in want]
+        for choice, text, (tokens, _, _) in zip(answer.choices, prompts, want, strict=True):
+            assert choice.text == text + model.renderer.decode(tokens)
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_concurrent_clients_get_what_they_would_get_alone(served, model):
+    prompts = ["What is the sum?" * (i + 1) for i in range(MOST_JOBS)]
+    want = direct(model, prompts, max_tokens=25, sampling=GREEDY)
+
+    def ask(prompt):
+        client = openai.OpenAI(base_url=f"{served.base}/v1", api_key=KEY, max_retries=0)
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=25, temperature=0, extra_body=IDS
+        )
+        return answer.choices[0].token_ids
+
+    with concurrent.futures.ThreadPoolExecutor(MOST_JOBS) as pool:
+        assert list(pool.map(ask, prompts)) == [tokens for tokens, _, _ in want]
+
+
+def test_a_stop_string_ends_the_response_and_stays_out_of_it(served):
+    asked = dict(
+        model="tiny", prompt="The", max_tokens=200, seed=1, extra_body={"ignore_eos": True}
+    )
+    text = served.client.completions.create(**asked).choices[0].text
+    stop = text[30:33]
+    for stream in (False, True):
+        answer = served.client.completions.create(
+            **asked, stop=["never there", stop], stream=stream
+        )
+        chunks = list(answer) if stream else [answer]
+        assert "".join(c.choices[0].text for c in chunks) == text[: text.index(stop)]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    assert answer is not None
+    whole = served.client.completions.create(**asked, stop=stop)
+    assert whole.usage.completion_tokens < 200
+    wait_until(lambda: idle(served))
+
+
+@pytest.fixture
+def held(served, monkeypatch):
+    """The engine makes no dispatch until `held.set()`."""
+    engine, gate = served.service.engine._engine, threading.Event()
+    generate = engine.generate
+
+    def wait_then_generate(params):
+        assert gate.wait(30)
+        return generate(params)
+
+    monkeypatch.setattr(engine, "generate", wait_then_generate)
+    yield gate
+    gate.set()
+    wait_until(lambda: idle(served))
+
+
+SAMPLED = "jaxrl_sampled_tokens_total"
+CANCELLED = 'jaxrl_requests_total{endpoint="chat",outcome="cancelled"}'
+
+
+def test_a_stream_that_is_closed_frees_its_pages(served):
+    before, n_cancelled = meter(served, SAMPLED), meter(served, CANCELLED)
+    stream = served.client.chat.completions.create(model="tiny", messages=HI, stream=True, **LONG)
+    for _ in zip(range(3), stream, strict=False):
+        pass
+    assert meter(served, "jaxrl_pages_used") > 0
+    stream.close()
+    wait_until(lambda: idle(served) and meter(served, CANCELLED) == n_cancelled + 1)
+    assert 0 < meter(served, SAMPLED) - before < 900  # it did not go on to its end
+
+
+def test_a_client_that_gives_up_frees_its_pages(served, held):
+    before, n_cancelled = meter(served, SAMPLED), meter(served, CANCELLED)
+    with pytest.raises(openai.APITimeoutError):
+        served.client.chat.completions.create(model="tiny", messages=HI, timeout=1, n=4, **LONG)
+    wait_until(lambda: meter(served, CANCELLED) == n_cancelled + 1)
+    held.set()
+    wait_until(lambda: idle(served))
+    assert meter(served, SAMPLED) - before <= 4 * 8  # the dispatch that was held, and no more
+
+
+def test_overload_is_answered_at_once_and_hurts_nobody(served, held):
+    def ask(_):
+        return served.client.completions.create(model="tiny", prompt="The", max_tokens=5, seed=1)
+
+    with concurrent.futures.ThreadPoolExecutor(MOST_JOBS) as pool:
+        answers = pool.map(ask, range(MOST_JOBS))
+        wait_until(lambda: served.service.engine._n_jobs == MOST_JOBS)
+        with pytest.raises(openai.RateLimitError, match="6 responses are under way") as refused:
+            ask(None)
+        assert refused.value.response.headers["retry-after"] == "1"
+        held.set()
+        assert len({a.choices[0].text for a in answers}) == 1
+    assert ask(None).choices[0].text  # there is room again
+
+
+def test_a_request_ends_at_its_timeout(served, held):
+    service = dataclasses.replace(served.service, timeout_s=0.2)
+    web = server(service)
+    web.config.lifespan = "off"  # the engine runs already
+    with listener("127.0.0.1", 0) as listening, running(web, listening):
+        client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
+        with pytest.raises(openai.InternalServerError, match=r"longer than 0\.2 s") as late:
+            client.completions.create(model="tiny", prompt="The")
+        assert late.value.status_code == 504
+        with pytest.raises(openai.APIError, match=r"longer than 0\.2 s"):
+            list(client.completions.create(model="tiny", prompt="The", stream=True))
+        held.set()
+
+
+def test_a_failed_dispatch_is_told_and_the_next_request_is_answered(served, monkeypatch, caplog):
+    engine = served.service.engine._engine
+
+    def fail(params):
+        monkeypatch.undo()
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine, "generate", fail)
+    with pytest.raises(openai.InternalServerError, match="the engine failed"):
+        served.client.completions.create(model="tiny", prompt="The")
+    assert "no memory" in caplog.text
+    assert meter(served, "jaxrl_engine_failures_total") == 1
+    assert served.client.completions.create(model="tiny", prompt="The", max_tokens=5).choices
+    wait_until(lambda: idle(served))
+
+
+def test_the_api_key_is_asked_for_where_the_model_is(served):
+    wrong = openai.OpenAI(base_url=f"{served.base}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+        wrong.chat.completions.create(model="tiny", messages=HI)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+    assert httpx.post(f"{served.base}/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert httpx.get(f"{served.base}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{served.base}/metrics").status_code == 200
+
+
+def test_the_model_has_its_name_and_its_context(served):
+    (listed,) = served.client.models.list().data
+    assert listed.id == "tiny" and listed.max_model_len == 1024
+    assert served.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'tiny' is served"):
+        served.client.models.retrieve("another")
+    with pytest.raises(openai.NotFoundError, match="'another' is not served here; 'tiny' is"):
+        served.client.completions.create(model="another", prompt="x")
+
+
+WRONG = {
+    "context is 1024 tokens; the request has 2000 in the prompt": {"prompt": [5] * 2000},
+    "has 1000 in the prompt and 100 for the response": {"prompt": [5] * 1000, "max_tokens": 100},
+    "temperature=-1.0 is out of range": {"temperature": -1},
+    "top_p='a' is of type str; set a float": {"top_p": "a"},
+    "no field temprature; did you mean temperature": {"temprature": 1},
+    "no field stream_options.usage": {"stream_options": {"usage": True}},
+    "frequency_penalty is not offered": {"frequency_penalty": 0.5},
+    "response_format is not offered": {"response_format": {"type": "json_object"}},
+    "with n = 7 are 7 responses": {"n": 7},
+    "stop must be a text": {"stop": [""]},
+    "token ids of a prompt must be 0 to 271": {"prompt": [272]},
+    "prompt must be a text": {"prompt": [[1], "a"]},
+    "the prompt has no token": {"prompt": ""},
+    "max_tokens is 0": {"max_tokens": 0},
+    "each below 272": {"stop_token_ids": [1 << 40]},
+    "logprobs=21 is out of range": {"logprobs": 21},
+    "a stream has no logprobs of other tokens": {"logprobs": 1, "stream": True},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_request_is_told_what_is_wrong(served, message):
+    body = {"model": "tiny", "prompt": "x"} | WRONG[message]
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+        served.client.post("/completions", body=body, cast_to=object)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], "hi", ["hi"], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
+)
+def test_messages_must_be_text(served, messages):
+    with pytest.raises(openai.BadRequestError, match="message") as wrong:
+        served.client.post("/chat/completions", body={"messages": messages}, cast_to=object)
+    assert wrong.value.param == "messages"
+
+
+def test_content_in_parts_is_joined(served):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "the sum?"}]
+    asked = dict(model="tiny", max_tokens=5, temperature=0)
+    answers = [
+        served.client.chat.completions.create(
+            messages=[{"role": "user", "content": content}], **asked
+        )
+        for content in (parts, "What is the sum?")
+    ]
+    assert answers[0].usage == answers[1].usage
+    assert answers[0].choices[0].message == answers[1].choices[0].message
+
+
+def test_what_asks_for_nothing_is_let_pass(served):
+    served.client.completions.create(
+        model="tiny",
+        prompt="x",
+        max_tokens=2,
+        presence_penalty=0,
+        logit_bias={},
+        user="me",
+        best_of=1,
+    )
+
+
+HALF = r'{"prompt": "half a pair: \ud800"}'
+
+
+def test_other_paths_and_bodies_are_answered_in_the_same_form(served):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for response, status in (
+        (httpx.get(f"{served.base}/v2"), 404),
+        (httpx.get(f"{served.base}/v1/completions"), 405),
+        (httpx.post(f"{served.base}/v1/completions", content="{", headers=headers), 400),
+        (httpx.post(f"{served.base}/v1/completions", content=HALF, headers=headers), 400),
+        (httpx.post(f"{served.base}/v1/completions", json=[], headers=headers), 400),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_a_server_told_to_stop_finishes_what_it_has_begun(served, model):
+    thread = EngineThread(model.engine, model.params, model.mesh, Meters(), most_jobs=4)
+    web = server(dataclasses.replace(served.service, engine=thread))
+    with listener("127.0.0.1", 0) as listening, running(web, listening):
+        client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
+        stream = client.completions.create(model="tiny", prompt="x", stream=True, seed=1, **LONG)
+        first = next(iter(stream))
+        web.should_exit = True
+        chunks = [first, *stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        wait_until(lambda: not thread.alive)
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(model="tiny", prompt="x")
+
+
+def test_the_command_says_what_is_wrong(model_folder, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([f"--model={model_folder}", f"--port={port}"]) == 1
+    assert (
+        f"cannot listen on 127.0.0.1, port {port} (Address already in use)"
+        in capsys.readouterr().err
+    )
+    assert main([f"--model={tmp_path / 'nowhere'}", "--port=0"]) == 1
+    assert "there is no model folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"did you mean rollout\.max_num_seqs"):
+        main(["--model=x", "--config.rollout.max_num_seq=3"])
+    with pytest.raises(SystemExit, match="page_len=0 is out of range"):
+        main(["--model=x", "--config.rollout.page_len=0"])
+    for wrong, said in (["--mode=x"], "--model"), (["--model=x", "--speed=1"], "--speed"):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert said in capsys.readouterr().err
+
+
+def test_a_server_open_to_others_without_a_key_warns(monkeypatch, caplog):
+    monkeypatch.setattr("jaxrl.serve.__main__.open_model", lambda *_, **__: 1 / 0)
+    for arguments, warned in (["--host=0.0.0.0"], True), (["--host=0.0.0.0", "--api-key=k"], False), ([], False):  # fmt: skip
+        caplog.clear()
+        with pytest.raises(ZeroDivisionError):
+            open_service(*read(["--model=x", *arguments]))
+        assert ("no API key is asked for" in caplog.text) == warned
