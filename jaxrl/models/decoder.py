@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.few_rows import product
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.cache import KVCache
@@ -160,9 +161,7 @@ class Decoder(nnx.Module):
         """float32 logits, soft-capped where the family does."""
         w = jax.reshard(self.unembed, rules.gathered("vocab", "w_embed"))
         out = rules.spec("batch", "time", "vocab")
-        logits = jnp.einsum(
-            "BTD,VD->BTV", hidden, w, out_sharding=out, preferred_element_type=jnp.float32
-        )
+        logits = product(hidden, w, out_sharding=out, dtype=jnp.float32)
         cap = self.cfg.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxrl.kernels.few_rows import product
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
 
@@ -59,12 +60,7 @@ class Linear(nnx.Module):
             ACTIVATION.get(self.axes[self.n_out], self.axes[self.n_out]),
         )
         x = jnp.reshape(x, (*x.shape[:2], n_in), out_sharding=rules.spec("batch", "time", in_axis))
-        y = jnp.einsum(
-            "BTI,OI->BTO",
-            x,
-            w,
-            out_sharding=rules.spec("batch", "time", out_axis),
-        )
+        y = product(x, w, out_sharding=rules.spec("batch", "time", out_axis))
         out = rules.spec("batch", "time", *out_axes)
         y = jnp.reshape(y, (*y.shape[:2], *self.w.shape[: self.n_out]), out_sharding=out)
         y = settle_gradient(y)

@@ -12,6 +12,7 @@ in a packed row or in pages, so that both give the same bits on CPU. What that t
 Flash attention, https://arxiv.org/abs/2205.14135, algorithm 1. M query rows, H head dim, W value width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,15 +51,26 @@ def add_block(
     softcap: float | None,
 ) -> Softmax:
     """Takes one block of keys into the mean."""
-    scores = jnp.where(seen, block_scores(q, k, scale=scale, softcap=softcap), MASKED)
-    scores = settle(scores)
+    scores = block_scores(q, k, scale=scale, softcap=softcap)
+    return add_scores(state, scores, seen, mix=lambda weights: product(weights, v))
+
+
+def add_scores(
+    state: Softmax,
+    scores: Float[Array, "*B M S"],
+    seen: Bool[Array, "*#B M S"],
+    *,
+    mix: Callable[[jax.Array], jax.Array],
+) -> Softmax:
+    """`add_block` of the scores of a block; `mix` gives the sum of its values by weight."""
+    scores = settle(jnp.where(seen, scores, MASKED))
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     weights = settle(jnp.exp(scores - top[..., None]))
     keep = jnp.exp(state.top - top)
     return Softmax(
         top=top,
         total=state.total * keep + row_sum(weights),
-        mixed=state.mixed * keep[..., None] + product(weights, v),
+        mixed=state.mixed * keep[..., None] + mix(weights),
     )
 
 
@@ -72,7 +84,11 @@ def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
 
 def block_scores(q, k, *, scale: float, softcap: float | None):
     """cap(q kᵀ * scale), [*B, M, S]."""
-    scores = product(q, k, transpose_b=True) * scale
+    return scaled(product(q, k, transpose_b=True), scale=scale, softcap=softcap)
+
+
+def scaled(products: jax.Array, *, scale: float, softcap: float | None) -> jax.Array:
+    scores = products * scale
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 

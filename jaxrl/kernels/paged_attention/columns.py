@@ -2,6 +2,7 @@
 
 The blocks and their arithmetic are those of training attention (kernels/attention/blocks.py), so a
 token gets the same bits from pages as from a packed row whose segment starts on a multiple of 64.
+On CPU, decoding reads the pages where they lie (kernels/native); elsewhere a block is gathered first.
 """
 
 import functools
@@ -11,7 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
+from jaxrl.kernels import native
+from jaxrl.kernels.attention.blocks import (
+    BLOCK,
+    add_block,
+    add_scores,
+    finish,
+    pad_axis,
+    scaled,
+    start,
+)
 from sharding import Rules
 
 
@@ -63,6 +73,7 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
     if T * G == 1:  # a product with one row takes another path on CPU
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
     M = rows.shape[2]
+    in_place = native.reads_pages(rows, k_pages)
 
     last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
     first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
@@ -72,13 +83,21 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
     def column(j, state):
         page, offset = j * BLOCK // page_len, j * BLOCK % page_len
         pages = lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
-        k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
         key = j * BLOCK + jnp.arange(BLOCK)
         seen = (key >= first[..., None]) & (key <= last[..., None])
+        if in_place:  # only of rows that see some of the block
+            where = jnp.where(jnp.any(seen, axis=(1, 2)), pages, -1), jnp.asarray(offset, jnp.int32)
+            scores = native.page_scores(rows, k_pages, *where)
+            scores = scaled(scores, scale=scale, softcap=softcap)
+            mix = functools.partial(
+                native.page_mix, v_pages=v_pages, pages=where[0], offset=where[1]
+            )
+            return add_scores(state, scores, seen[:, None], mix=mix)
+        k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
         v = pad_axis(v, 3, BLOCK)
         return add_block(state, rows, k, v, seen[:, None], scale=scale, softcap=softcap)
 
-    state = start((B, K, M), H + -H % BLOCK)
+    state = start((B, K, M), H if in_place else H + -H % BLOCK)
     out, _ = finish(lax.fori_loop(low, high, column, state))
     out = out[:, :, : T * G, :H].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T, N, H).astype(q.dtype)

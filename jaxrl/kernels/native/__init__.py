@@ -1,0 +1,170 @@
+"""The C kernels of native.c: compiled by the machine's C compiler at their first use, kept in the user's cache.
+
+They add up in the order of XLA's products, so that a row gets the bits that it has among many others, as in
+training. Where there is no compiler, or the bits of a shape differ, XLA does the product.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import BLOCK, pad_axis, product
+from sharding import target_platform
+
+log = logging.getLogger(__name__)
+
+SOURCE = pathlib.Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+HANDLERS = ("few_rows", "page_scores", "page_mix")
+MAX_ROWS = 64
+MAX_HEAD_DIM = 256
+
+
+@functools.cache
+def ready() -> bool:
+    """Whether the kernels are there; says so once."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.CalledProcessError) as problem:
+        detail = getattr(problem, "stderr", None) or problem
+        log.info("native kernels: none, XLA's products instead; %s", detail)
+        return False
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(f"jaxrl_{name}", handler, platform="cpu")
+    log.info("native kernels: used for decoding")
+    return True
+
+
+def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"]) -> bool:
+    """Whether `few_rows` takes the product of one token a row with this weight."""
+    return (
+        target_platform() == "cpu"
+        and x.dtype == w.dtype == jnp.float32
+        and x.shape[0] <= MAX_ROWS
+        and x.shape[1] == 1
+        and jax.sharding.get_abstract_mesh().size == 1
+        and ready()
+        and _product_agrees(*w.shape)
+    )
+
+
+def few_rows(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
+    """x wᵀ of float32, for at most MAX_ROWS rows."""
+    return _call("few_rows", (x.shape[0], w.shape[0]), x, w)
+
+
+def reads_pages(q: Float[Array, "B K M H"], pages: Float[Array, "P K page H"]) -> bool:
+    """Whether the two kernels below take these queries, as many as those of one token a sequence."""
+    H = pages.shape[3]
+    return (
+        target_platform() == "cpu"
+        and q.dtype == pages.dtype == jnp.float32
+        and q.shape[2] <= MAX_ROWS
+        and H % 16 == 0
+        and H <= MAX_HEAD_DIM
+        and ready()
+        and _pages_agree(q.shape[2], H)
+    )
+
+
+def page_scores(
+    q: Float[Array, "B K M H"],
+    k_pages: Float[Array, "P K page H"],
+    pages: Int[Array, "B"],
+    offset: Int[Array, ""],
+) -> Float[Array, "B K M S"]:
+    """q kᵀ with the BLOCK keys from `offset` on in a page of each sequence; zeros where its page is -1."""
+    return _call("page_scores", (*q.shape[:3], BLOCK), q, k_pages, pages, offset)
+
+
+def page_mix(
+    weights: Float[Array, "B K M S"],
+    v_pages: Float[Array, "P K page H"],
+    pages: Int[Array, "B"],
+    offset: Int[Array, ""],
+) -> Float[Array, "B K M H"]:
+    """The sum of the values of those keys by weight."""
+    shape = (*weights.shape[:3], v_pages.shape[3])
+    return _call("page_mix", shape, weights, v_pages, pages, offset)
+
+
+def _call(name: str, shape: tuple[int, ...], *args: jax.Array) -> jax.Array:
+    return jax.ffi.ffi_call(f"jaxrl_{name}", jax.ShapeDtypeStruct(shape, jnp.float32))(*args)
+
+
+def _compiled() -> pathlib.Path:
+    """The shared library for this source, compiler and processor."""
+    compiler = os.environ.get("CC", "cc")
+    parts = (SOURCE.read_text(), compiler, *FLAGS, jax.__version__, _processor())
+    name = f"native-{hashlib.sha256(''.join(parts).encode()).hexdigest()[:16]}.so"
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(cache) / "jaxrl"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = pathlib.Path(scratch) / name
+            include = ("-I", jax.ffi.include_dir())
+            command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            made.rename(folder / name)  # at once: other processes may do the same
+    return folder / name
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@functools.cache
+def _product_agrees(n_out: int, n_in: int) -> bool:
+    """Whether XLA adds up products of many rows with an [out, in] weight as `few_rows` does. It depends on the
+    number of outputs, of which beyond some the rest by 1024 matters at most."""
+    n_out = min(n_out, 1024 + n_out % 1024)
+    x, w = _numbers(64, n_in), _numbers(n_out, n_in)
+    return _agree(few_rows, lambda x, w: jnp.einsum("BI,OI->BO", x, w), (x[:3], w), (x, w))
+
+
+@functools.cache
+def _pages_agree(M: int, H: int) -> bool:
+    """Likewise the products of attention, as training forms them (attention/blocks.py)."""
+    q, weights, block = _numbers(1, 1, M, H), _numbers(1, 1, M, BLOCK), _numbers(1, 1, BLOCK, H)
+    where = np.zeros(1, np.int32), np.int32(0)
+
+    def mix(weights, block):
+        return product(weights, pad_axis(block, 3, BLOCK))[..., :H]
+
+    scores = functools.partial(product, transpose_b=True)
+    return _agree(page_scores, scores, (q, block, *where), (q, block)) and _agree(
+        page_mix, mix, (weights, block, *where), (weights, block)
+    )
+
+
+def _agree(kernel: Callable, by_xla: Callable, args: tuple, xla_args: tuple) -> bool:
+    """Whether the first rows of both results are the same, bit for bit."""
+    with jax.ensure_compile_time_eval():
+        ours, many = np.asarray(jax.jit(kernel)(*args)), np.asarray(jax.jit(by_xla)(*xla_args))
+    same = np.array_equal(ours, many[: len(ours)])
+    if not same:
+        log.info("native kernels: not for %s, where XLA adds up in another order", many.shape)
+    return same
+
+
+def _numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).random(shape, np.float32) - 0.5
