@@ -141,6 +141,7 @@ class RolloutConfig:
     memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)
     steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop", least=1)
     kv_dtype: str = key("auto", "of the KV pages; auto = the model's dtype", among=DTYPES)
+    prefix_cache: bool = key(True, "keep the KV pages of ended sequences until their room is needed or the weights change, for later requests that begin with the same tokens; false = only sequences that run at the same time share pages")
 
 
 @dataclasses.dataclass(frozen=True)

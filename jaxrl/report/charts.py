@@ -95,6 +95,7 @@ def all_charts(record: Record) -> list[Chart]:
             "fraction in use",
             {
                 "rollout/cache_utilization": "KV pages in use",
+                "rollout/prefix_hit_rate": "prompt tokens found in the cache",
                 "perf/padding_fraction": "padding of packed rows",
             },
             unit="fraction",

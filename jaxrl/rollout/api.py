@@ -35,6 +35,7 @@ class Prefix:
 
     tokens: np.ndarray  # int32 [prompt_len]
     pages: tuple[int, ...]
+    version: int = 0  # of the weights that computed them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,10 @@ class EngineStats:
 @runtime_checkable
 class Engine(Protocol):
     """A generation engine. It never keeps `params`, so it always samples from the weights of now."""
+
+    def set_version(self, version: int) -> None:
+        """Says which weights the next calls bring. Keys of other versions are not used for new requests."""
+        ...
 
     def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
         """Computes the keys of a prompt. The handle holds its pages until `release_prefix`."""

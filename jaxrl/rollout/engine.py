@@ -66,9 +66,12 @@ class PagedEngine:
 
     # The verbs
 
+    def set_version(self, version: int) -> None:
+        self.scheduler.set_version(version)
+
     def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
-        prefix, fills = self.scheduler.prefill(tokens)
-        self._fill(params, fills)
+        prefix, plan = self.scheduler.prefill(tokens)
+        self._prepare(params, plan)
         return prefix
 
     def release_prefix(self, prefix: Prefix) -> None:
@@ -76,8 +79,8 @@ class PagedEngine:
 
     def insert(self, prefix: Prefix, request: Request) -> int:
         self._check_stop_ids(request)
-        slot, copies = self.scheduler.insert(prefix, request)
-        self._copy(copies)
+        slot, plan = self.scheduler.insert(prefix, request)
+        self._copy(plan.copies)
         return slot
 
     def submit(self, request: Request) -> int:
@@ -87,8 +90,7 @@ class PagedEngine:
     def generate(self, params: Tree) -> list[Generated]:
         start, device_s = time.perf_counter(), self._stats.device_s
         plan = self.scheduler.plan()
-        self._fill(params, plan.fills)
-        self._copy(plan.copies)
+        self._prepare(params, plan)
         if not plan.decode:
             return []
         generated = self._advance(plan.decode, self._decode(params, plan))
@@ -158,11 +160,12 @@ class PagedEngine:
     @property
     def scheduler(self) -> Scheduler:
         if self._scheduler is None:
-            pool = PagePool(self._n_pages(), self.rollout.page_len)
+            rollout = self.rollout
+            pool = PagePool(self._n_pages(), rollout.page_len, keep=rollout.prefix_cache)
             self._scheduler = Scheduler(
                 pool,
-                max_num_seqs=self.rollout.max_num_seqs,
-                steps_per_dispatch=self.rollout.steps_per_dispatch,
+                max_num_seqs=rollout.max_num_seqs,
+                steps_per_dispatch=rollout.steps_per_dispatch,
                 max_len=self.max_len,
             )
         return self._scheduler
@@ -231,6 +234,12 @@ class PagedEngine:
             raise
         finally:
             self._stats.device_s += time.perf_counter() - start
+
+    def _prepare(self, params: Tree, plan: Plan) -> None:
+        """Brings the keys that sequences start with into their pages."""
+        self._copy(plan.copies)
+        self._fill(params, plan.fills)
+        self._copy(plan.late_copies)
 
     def _fill(self, params: Tree, fills: list[Fill]) -> None:
         """Cuts fills into rows, and rows into dispatches of the prefill buckets, in order."""

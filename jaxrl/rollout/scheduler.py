@@ -1,5 +1,6 @@
 """Continuous batching on the host: which sequences run, which wait, and who gets the pages."""
 
+import bisect
 import collections
 import dataclasses
 
@@ -17,6 +18,7 @@ class Sequence:
         self.prompt = np.asarray(request.tokens, np.int32)
         self.generated: list[int] = []
         self.pages: list[int] = []
+        self.mixed = False  # its keys come from more than one version of the weights
 
     @property
     def n_tokens(self) -> int:
@@ -48,14 +50,19 @@ class Fill:
     pages: list[int]  # of the sequence from position 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the device does next, in this order: fills, copies (from page, to page), decode steps."""
+Copy = tuple[int, int]  # from page, to page
 
-    fills: list[Fill]
-    copies: list[tuple[int, int]]
-    decode: list[Sequence]
-    n_steps: int
+
+@dataclasses.dataclass
+class Plan:
+    """What the device does next, in this order."""
+
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    fills: list[Fill] = dataclasses.field(default_factory=list)
+    late_copies: list[Copy] = dataclasses.field(default_factory=list)  # of what the fills wrote
+    decode: list[Sequence] = dataclasses.field(default_factory=list)
+    n_steps: int = 0
+    written: set[int] = dataclasses.field(default_factory=set)  # pages that the fills write
 
 
 class Scheduler:
@@ -63,8 +70,9 @@ class Scheduler:
 
     Requests start in the order of submission, as soon as a slot and the pages for their prompt and
     the coming steps are free. When running sequences need pages that are not there, the newest of
-    them goes back to the queue and computes its keys anew later. The oldest is never sent back and
-    fits the pool by itself, so there is always one that makes progress.
+    them goes back to the queue and computes its keys anew later, but for those that nobody took in
+    the meantime. The oldest is never sent back and fits the pool by itself, so there is always one
+    that makes progress.
     """
 
     def __init__(self, pool: PagePool, *, max_num_seqs: int, steps_per_dispatch: int, max_len: int):
@@ -72,13 +80,13 @@ class Scheduler:
         self.max_num_seqs, self.max_len = max_num_seqs, max_len
         self.steps_per_dispatch = steps_per_dispatch
         self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: list[Sequence] = []  # in order of submission
+        self.running: list[Sequence] = []  # both in order of submission
+        self.version = 0  # of the weights
         self.n_preempted = 0
         self.n_shared_tokens = 0
         self._next_slot = 0
-        # Prompts of waiting requests, and the pages kept for them since a first sample was prefilled.
-        self._waiting_prompts: collections.Counter[bytes] = collections.Counter()
-        self._kept: dict[bytes, list[int]] = {}
+        # Keys of a page for which a copy is made; fewer are sooner computed.
+        self._least_copied = max(pool.page_len // 4, 1)
 
     @property
     def n_unfinished(self) -> int:
@@ -88,28 +96,42 @@ class Scheduler:
         """Queues a request. Raises ValueError if it could never run."""
         seq = self._new_sequence(request)
         self.waiting.append(seq)
-        self._waiting_prompts[seq.prompt.tobytes()] += 1
         return seq.slot
 
-    def prefill(self, tokens: np.ndarray) -> tuple[Prefix, list[Fill]]:
-        """Pages for a prompt, and what must be computed to fill them. Raises OutOfPages, or ValueError
-        if the prompt leaves no room for a response."""
+    def set_version(self, version: int) -> None:
+        """New weights: no later sequence reads keys of the old ones."""
+        if version != self.version:
+            self.version = version
+            self.pool.forget()
+            for seq in self.running:
+                seq.mixed = True
+
+    def prefill(self, tokens: np.ndarray) -> tuple[Prefix, Plan]:
+        """Pages for a prompt, and what fills them. Raises OutOfPages, or ValueError if the prompt leaves
+        no room for a response."""
         tokens = np.asarray(tokens, np.int32)
         if not 0 < len(tokens) < self.max_len:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens leaves no room for a response in the engine's "
                 f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
             )
-        pages, fills = self._pages_with(tokens[:-1], n_keys=len(tokens) - 1, copies=None)
-        return Prefix(tokens, tuple(pages)), fills
+        plan = Plan()
+        pages = self._pages_with(tokens[:-1], n_keys=len(tokens) - 1, plan=plan)
+        return Prefix(tokens, tuple(pages), self.version), plan
 
-    def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[tuple[int, int]]]:
-        """Starts a sequence behind `prefix`. Returns its slot and the page copies that it needs.
+    def insert(self, prefix: Prefix, request: Request) -> tuple[int, Plan]:
+        """Starts a sequence behind `prefix`. Returns its slot and the copy that it needs.
 
-        Raises OutOfPages, or ValueError if all slots are taken or the prompts differ.
+        Raises OutOfPages, or ValueError if all slots are taken, the prompts differ, or the weights
+        have changed since.
         """
         if not np.array_equal(prefix.tokens, request.tokens):
             raise ValueError("the request's tokens are not those of the prefix; prefill them first")
+        if prefix.version != self.version:
+            raise ValueError(
+                f"the prefix was computed by weights of version {prefix.version}, the engine has version "
+                f"{self.version}; prefill it again"
+            )
         if len(self.running) >= self.max_num_seqs:
             raise ValueError(
                 f"all {self.max_num_seqs} slots are taken; free one or raise config.rollout.max_num_seqs"
@@ -119,37 +141,33 @@ class Scheduler:
         tail = self.pool.take(1 if rest else 0)
         seq.pages = self.pool.share(prefix.pages[:n_full]) + tail
         self.running.append(seq)
-        return seq.slot, [(prefix.pages[n_full], tail[0])] if rest else []
+        return seq.slot, Plan(copies=[(prefix.pages[n_full], tail[0])] if rest else [])
 
     def plan(self) -> Plan:
         """Gives the running sequences pages for the coming steps, then starts waiting ones.
 
         Raises OutOfPages where prefixes of `prefill` hold so many pages that nothing can run.
         """
-        n_steps = self._reserve()
-        fills: list[Fill] = []
-        copies: list[tuple[int, int]] = []
+        plan = Plan(n_steps=self._reserve())
         # Where pages are so few that a dispatch was cut short, a new sequence would soon be sent back.
-        if n_steps == self.steps_per_dispatch or not self.running:
+        if plan.n_steps == self.steps_per_dispatch or not self.running:
             while self.waiting and len(self.running) < self.max_num_seqs:
-                if not self._start(self.waiting[0], n_steps, fills, copies):
+                if not self._start(self.waiting[0], plan):
                     break
         if self.waiting and not self.running:
-            n_steps = self._start_alone(fills, copies)
-        self._drop_unwanted()  # not earlier: a page to copy from must not be filled anew in this plan
+            self._start_with_one_step(plan)
         self.running.sort(key=lambda seq: seq.slot)
-        return Plan(fills, copies, list(self.running), n_steps)
+        plan.decode = list(self.running)
+        return plan
 
-    def _start_alone(self, fills: list, copies: list) -> int:
-        """Starts the first waiting sequence where nothing runs. Returns the steps that it may make."""
-        self._drop_kept()
-        for n_steps in (self.steps_per_dispatch, 1):
-            if self._start(self.waiting[0], n_steps, fills, copies):
-                return n_steps
-        raise OutOfPages(
-            f"prefixes hold {self.pool.n_used} of {self.pool.n_pages} pages, and the next request does not "
-            "fit beside them; release some or raise config.rollout.n_pages"
-        )
+    def _start_with_one_step(self, plan: Plan) -> None:
+        """Starts the first waiting sequence where nothing runs, and has not the pages for more steps."""
+        plan.n_steps = 1
+        if not self._start(self.waiting[0], plan):
+            raise OutOfPages(
+                f"prefixes hold {self.pool.n_used} of {self.pool.n_pages} pages, and the next request does "
+                "not fit beside them; release some or raise config.rollout.n_pages"
+            )
 
     def advance(self, seq: Sequence, tokens: list[int], finish: str) -> None:
         """Takes in the tokens that a dispatch made for a running sequence."""
@@ -164,11 +182,7 @@ class Scheduler:
                 return self._end(seq)
         for seq in self.waiting:
             if seq.slot == slot:
-                self.waiting.remove(seq)
-                if not seq.generated:
-                    self._waiting_prompts[seq.prompt.tobytes()] -= 1
-                    self._drop_unwanted()
-                return None
+                return self.waiting.remove(seq)
         raise KeyError(f"slot {slot} is neither waiting nor running")
 
     def release_prefix(self, prefix: Prefix) -> None:
@@ -200,8 +214,6 @@ class Scheduler:
         newest of them is sent back. Returns the steps."""
         n_steps = self.steps_per_dispatch
         while (need := self._missing_pages(n_steps)) > self.pool.n_free:
-            if self._drop_kept():
-                continue
             if n_steps > 1:
                 n_steps //= 2
             else:
@@ -224,71 +236,55 @@ class Scheduler:
                 f"the only running sequence lacks {n_missing} pages while prefixes hold the others; "
                 "release some or raise config.rollout.n_pages"
             )
-        self.running.remove(seq)
-        self.pool.give_back(seq.pages)
-        seq.pages = []
-        if not seq.generated:
-            self._waiting_prompts[seq.prompt.tobytes()] += 1
-        self.waiting.appendleft(seq)
+        self._end(seq)
+        self.waiting.insert(bisect.bisect(self.waiting, seq.slot, key=lambda s: s.slot), seq)
         self.n_preempted += 1
 
-    def _start(self, seq: Sequence, n_steps: int, fills: list, copies: list) -> bool:
+    def _start(self, seq: Sequence, plan: Plan) -> bool:
         """Moves the first waiting sequence to the running ones if its pages are free."""
-        cached = seq.cached_tokens()
+        n_keys = seq.n_cached_after(plan.n_steps)
         try:
-            pages, new_fills = self._pages_with(
-                cached, n_keys=seq.n_cached_after(n_steps), copies=copies
-            )
+            seq.pages = self._pages_with(seq.cached_tokens(), n_keys=n_keys, plan=plan)
         except OutOfPages:
             return False
-        self.waiting.popleft()
-        seq.pages = pages
-        fills += new_fills
-        self.running.append(seq)
-        if not seq.generated:
-            prompt = seq.prompt.tobytes()
-            if self._waiting_prompts[prompt] > 1 and prompt not in self._kept:
-                self._kept[prompt] = self.pool.share(pages[: self.pool.pages_of(len(cached))])
-            self._waiting_prompts[prompt] -= 1
+        seq.mixed = False
+        self.running.append(self.waiting.popleft())
         return True
 
-    def _pages_with(
-        self, tokens: np.ndarray, *, n_keys: int, copies: list[tuple[int, int]] | None
-    ) -> tuple[list[int], list[Fill]]:
+    def _pages_with(self, tokens: np.ndarray, *, n_keys: int, plan: Plan) -> list[int]:
         """Pages for `n_keys` keys of which the first are those of `tokens`: full pages that hold them
-        already are shared, a partly filled one is copied where `copies` is given, the rest is
-        to be filled. Raises OutOfPages and changes nothing."""
+        already are shared, a page that holds some of the next is copied, the rest is to be filled.
+        Raises OutOfPages and changes nothing."""
         pool = self.pool
         found = pool.find(tokens)
-        n_full, rest = divmod(len(tokens), pool.page_len)
-        tail = found[n_full] if rest and len(found) > n_full and copies is not None else None
-        shared = found[:n_full]
-        new = pool.take(max(pool.pages_of(n_keys), pool.pages_of(len(tokens))) - len(shared))
-        pages = pool.share(shared) + new
-        if tail is not None and copies is not None:
-            copies.append((tail, new[0]))
-        start = len(tokens) if tail is not None else len(shared) * pool.page_len
+        pages = pool.share(found.pages)
+        try:
+            n_new = max(pool.pages_of(n_keys), pool.pages_of(len(tokens))) - len(pages)
+            pages += pool.take(n_new)
+        except OutOfPages:
+            pool.give_back(pages)
+            raise
+        start = len(found.pages) * pool.page_len
+        # Copies come before the fills, which go on behind them, and before any new use of a copied page
+        # that `take` took. What a fill of this plan has yet to write is copied late, and must be complete.
+        late = found.tail in plan.written
+        complete = start + found.n_tail == len(tokens)
+        if complete or (not late and found.n_tail >= self._least_copied):
+            if found.n_tail:
+                copies = plan.late_copies if late else plan.copies
+                copies.append((found.tail, pages[len(found.pages)]))
+            start += found.n_tail
         self.n_shared_tokens += start
-        if start == len(tokens):
-            return pages, []
-        pool.remember(tokens, pages)
-        return pages, [Fill(tokens[start:], start, pages)]
-
-    def _drop_unwanted(self) -> None:
-        """Gives back the pages of prompts of which no request waits any more."""
-        for prompt in [p for p, n in self._waiting_prompts.items() if n == 0]:
-            del self._waiting_prompts[prompt]
-            self.pool.give_back(self._kept.pop(prompt, []))
-
-    def _drop_kept(self) -> bool:
-        """Gives back the pages kept for waiting samples; false if there were none."""
-        dropped = bool(self._kept)
-        for pages in self._kept.values():
-            self.pool.give_back(pages)
-        self._kept.clear()
-        return dropped
+        if start < len(tokens):
+            plan.fills.append(Fill(tokens[start:], start, pages))
+            plan.written.update(pages[start // pool.page_len : pool.pages_of(len(tokens))])
+            pool.remember(tokens, pages)
+        return pages
 
     def _end(self, seq: Sequence) -> None:
+        """Takes a sequence's pages; what they hold stays known where the pool keeps it."""
         self.running.remove(seq)
+        if self.pool.keep and not seq.mixed:
+            seq.pages = self.pool.remember(seq.cached_tokens(), seq.pages)
         self.pool.give_back(seq.pages)
         seq.pages = []

@@ -12,7 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 CLOCK = ("time", "_per_s", "host_fraction")
-ENGINE = ("cache_utilization", "running", "waiting", "_tokens", "rollout/padding_fraction")
+ENGINE = (
+    "cache_utilization",
+    "prefix_hit_rate",
+    "running",
+    "waiting",
+    "_tokens",
+    "rollout/padding_fraction",
+)
 END_S = 240
 ROOT = Path(__file__).parents[3]
 
