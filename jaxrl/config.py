@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.algorithm_rules import algorithm_doubts, algorithm_problems
 from jaxrl.keys import (
+    FULL_KLS,
     REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
@@ -27,6 +28,7 @@ from jaxrl.keys import (
     MeshConfig,
     ModelConfig,
     RewardConfig,
+    RoleConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
@@ -44,6 +46,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "RewardConfig",
+    "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
@@ -71,6 +74,8 @@ FREE_ON_RESUME = (
     "checkpoint",
     "distributed",
     "mesh",  # another order of the same sums
+    "score",
+    "ref",
 )
 LENGTH = (
     "total_steps",
@@ -118,6 +123,7 @@ def contradictions(run: RunConfig) -> list[str]:
         *_batch_problems(run),
         *_length_problems(run),
         *_page_problems(run),
+        *_layout_problems(run),
         *algorithm_problems(run),
         *_sample_problems(run),
         *_data_problems(run),
@@ -185,6 +191,23 @@ def _page_problems(run: RunConfig) -> list[str]:
         problems.append(
             f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} tokens; set at least "
             f"{longest} (rollout.page_len={rollout.page_len}), or 0 to size the pool from memory"
+        )
+    return problems
+
+
+def _layout_problems(run: RunConfig) -> list[str]:
+    rollout, algorithm = run.rollout, run.algorithm
+    problems = [
+        f"rollout.{name}={size} is of an engine's replica, but rollout.layout='training' has none; set "
+        f"rollout.layout='replicas', or rollout.{name}=0"
+        for name, size in (("tensor", rollout.tensor), ("expert", rollout.expert))
+        if size and rollout.layout == "training"
+    ]
+    if run.ref != RoleConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
+        sizes = ", ".join(f"ref.{name}={size}" for name, size in to_dict(run.ref).items() if size)
+        problems.append(
+            f"{sizes} lays the reference out by itself, but algorithm.kl={algorithm.kl!r} runs it inside the update; "
+            f"leave these keys at 0, or set an algorithm.kl of sampled tokens such as 'k3'"
         )
     return problems
 
@@ -296,15 +319,30 @@ def mesh_problems(mesh: MeshConfig, n_devices: int | None) -> list[str]:
 
 
 def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
-    """Rows that the devices of mesh.sequence or mesh.stage cannot share evenly, where their number is
-    known, and what does not go with stages."""
-    learner, sizes = run.learner, to_dict(run.mesh)
+    """Rows that the devices of a stage or sequence axis cannot share evenly, where their number is
+    known, and what does not go with stages; of the mesh and of the roles that have another one."""
+    sizes = to_dict(run.mesh)
     if n_devices is not None:
         left = n_devices // math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
-    problems = []
+    problems = _cut_problems(run, "mesh", sizes)
+    for name, role in (("score", run.score), ("ref", run.ref)):
+        own = {axis: size for axis, size in to_dict(role).items() if size}
+        problems += _cut_problems(run, name, sizes | own) if own else []
+        kept = math.prod(own.get(a, sizes[a]) for a in ("stage", "expert", "sequence", "tensor"))
+        if own and not problems and n_devices is not None and n_devices % kept:
+            shown = ", ".join(f"{name}.{axis}={size}" for axis, size in own.items())
+            problems.append(
+                f"{shown} with the other sizes of mesh needs a multiple of {kept} devices but there are {n_devices}; "
+                f"set sizes that divide {n_devices}"
+            )
+    return problems
+
+
+def _cut_problems(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
+    learner, problems = run.learner, []
     if sizes["stage"] not in (0, 1):
-        problems += _stage_problems(run, sizes)
+        problems += _stage_problems(run, section, sizes)
     axis = "stage" if sizes["stage"] > 1 else "sequence"
     n = sizes[axis]
     if problems or n <= 1:
@@ -317,21 +355,21 @@ def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
     source = "learner.buckets" if learner.buckets else "learner.token_budget"
     return [
         f"{source}={_shown(learner.row_lens)} with learner.halvings={learner.halvings} makes rows of "
-        f"{', '.join(map(str, bad))} tokens, which mesh.{axis}={n} devices cannot share"
+        f"{', '.join(map(str, bad))} tokens, which {section}.{axis}={n} devices cannot share"
         f"{' in a ring' if ring else ''}; make {source} a multiple of {unit}, and set "
         f"learner.halvings=0 if halves of it are not"
     ]
 
 
-def _stage_problems(run: RunConfig, sizes: dict[str, int]) -> list[str]:
-    problems = []
+def _stage_problems(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
+    problems, stage = [], f"{section}.stage={sizes['stage']}"
     if sizes["sequence"] not in (0, 1):
         problems.append(
-            f"mesh.stage={run.mesh.stage} does not go with mesh.sequence={run.mesh.sequence} yet; set one of them to 1"
+            f"{stage} does not go with {section}.sequence={sizes['sequence']} yet; set one of them to 1"
         )
     if run.model.layers == "list":
         problems.append(
-            f"mesh.stage={run.mesh.stage} cuts a stack of layers, but model.layers='list'; set 'auto' or 'stacked'"
+            f"{stage} cuts a stack of layers, but model.layers='list'; set 'auto' or 'stacked'"
         )
     return problems
 

@@ -54,6 +54,8 @@ HEADINGS = {
     "model": "model",
     "distributed": "distributed: several processes, one a host",
     "mesh": "mesh: how the devices are laid out",
+    "score": "score: logprobs before the updates, where they lie otherwise",
+    "ref": "ref: logprobs of the reference model, where it lies otherwise",
     "data": "data",
     "rollout": "rollout: the engine that generates",
     "rollout.sampling": "rollout.sampling: how training responses are drawn",

@@ -62,6 +62,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 BEST_MODES = ("max", "min")
 REWARDS = ("by_source", "exact", "format", "gsm8k", "last_number", "math", "reasoning_gym")
 ENGINES = ("auto", "process", "mesh")
+ROLLOUT_LAYOUTS = ("replicas", "training")
 STARTS = ("auto", "on", "off")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 
@@ -86,6 +87,15 @@ class MeshConfig:
     expert: int = key(1, "devices that share the experts of a mixture of experts; rows are shared out over it, too", least=-1)
     sequence: int = key(1, "devices that share each row of tokens; learner.sequence_parallel says how", least=-1)
     tensor: int = key(1, "devices along the tensor axis", least=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleConfig:
+    """Of a role that works on the same devices as the update, laid out in another way."""
+
+    stage: int = key(0, "stages of layers; 0 = mesh.stage. Devices that these three sizes free or need come from fsdp", least=0)
+    sequence: int = key(0, "devices that share each row, as learner.sequence_parallel says; 0 = mesh.sequence", least=0)
+    tensor: int = key(0, "devices along the tensor axis; 0 = mesh.tensor", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +142,16 @@ class SamplingConfig:
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     n: int = key(8, "samples per prompt (the group of GRPO)", least=1)
-    engines: str = key("auto", "several processes: one engine in each, on a copy of the weights over its own devices, or one over the whole mesh; auto = one in each where the devices of mesh.tensor and mesh.sequence lie inside a process", among=ENGINES)
+    engines: str = key("auto", "several processes: one engine in each, on a copy of the weights over its own devices, or one over the whole mesh; auto = one in each where a replica of the engine (layout = training: the devices of mesh.stage, mesh.sequence and mesh.tensor) lies inside a process", among=ENGINES)
+    layout: str = key("replicas", "the engine's devices: replicas that decode their own sequences with whole weights, shared out over `tensor` and `expert` devices alone (a copy that lives as long as the rollout, of those weights that training cuts otherwise); or as training lies: no copy, all devices decode all sequences and gather weights in every step", among=ROLLOUT_LAYOUTS)
+    tensor: int = key(0, "layout = replicas: devices along the tensor axis of a replica; 0 = mesh.tensor", least=0)
+    expert: int = key(0, "layout = replicas: devices that share the experts of a replica; 0 = mesh.expert", least=0)
+    dtype: str = key("auto", "of the engine's weights; auto = the model's, any other makes a copy", among=DTYPES)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
-    max_num_seqs: int = key(64, "sequences decoded together (per data-parallel engine)", least=1)
-    max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch", least=1)
+    max_num_seqs: int = key(64, "sequences decoded together by a replica of the engine", least=1)
+    max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch of a replica", least=1)
     page_len: int = key(64, "tokens per KV page", least=1)
-    n_pages: int = key(0, "pages of the KV pool; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
+    n_pages: int = key(0, "pages of the KV pool of a replica; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
     memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)
     steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop", least=1)
     kv_dtype: str = key("auto", "of the KV pages; auto = the model's dtype", among=DTYPES)
@@ -288,6 +302,8 @@ class RunConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    score: RoleConfig = dataclasses.field(default_factory=RoleConfig)
+    ref: RoleConfig = dataclasses.field(default_factory=RoleConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

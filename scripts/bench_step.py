@@ -148,8 +148,8 @@ def bench(args: argparse.Namespace) -> dict:
                     for r, x in zip(rollouts, rng.random(len(rollouts)), strict=True)
                 ]
 
-                def ref_logp(batch) -> np.ndarray:
-                    return np.asarray(score(reference, update.put(batch))[0])
+                def ref_logp(batches) -> list[np.ndarray]:
+                    return [np.asarray(score(reference, update.put(b))[0]) for b in batches]
 
                 with clock.phase("score", n_all):
                     mini_batches, packing = make_mini_batches(

@@ -4,7 +4,8 @@ from sharding.memory import check_host_memory, to_device, to_host
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
-from sharding.rules import DECODE, PIPELINE, PRESETS, RING, TRAIN, ULYSSES, Rules
+from sharding.regroup import Regrouping, process_block, regroup
+from sharding.rules import DECODE, PIPELINE, PRESETS, REPLICAS, RING, TRAIN, ULYSSES, Rules
 from sharding.tree import bytes_per_device, on_mesh, put_batch, reshard_tree, shardings
 from sharding.weights import gather_matrix
 
@@ -13,9 +14,11 @@ __all__ = [
     "MESH_AXES",
     "PIPELINE",
     "PRESETS",
+    "REPLICAS",
     "RING",
     "TRAIN",
     "ULYSSES",
+    "Regrouping",
     "Rules",
     "abstract_mesh",
     "bytes_per_device",
@@ -24,7 +27,9 @@ __all__ = [
     "make_mesh",
     "mesh_order",
     "on_mesh",
+    "process_block",
     "put_batch",
+    "regroup",
     "reshard_tree",
     "row_order",
     "shardings",

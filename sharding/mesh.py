@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType
 
@@ -64,36 +63,3 @@ def abstract_mesh(n_devices: int, **sizes: int) -> AbstractMesh:
     full = axis_sizes(n_devices, **sizes)
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
     return AbstractMesh(tuple(full.values()), MESH_AXES, axis_types=kinds)
-
-
-def split_by_process(
-    mesh: jax.sharding.Mesh,
-) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """(the mesh of this process's devices, all devices with an axis "process" before those axes).
-
-    A layout on the first, put on the second, gives every process a copy of its own. Raises ValueError where
-    a process's devices are no block of the mesh, or lack some of those that work on one token together.
-    """
-    of_process: dict[int, list[tuple[int, ...]]] = {}
-    for place in np.ndindex(mesh.devices.shape):
-        device: Any = mesh.devices[place]
-        of_process.setdefault(device.process_index, []).append(place)
-    blocks = {}
-    for process, places in of_process.items():
-        along = [np.unique(column) for column in np.transpose(places)]
-        if math.prod(map(len, along)) != len(places):
-            raise ValueError(f"the devices of process {process} are no block of the mesh")
-        blocks[process] = mesh.devices[np.ix_(*along)]
-    own = blocks[jax.process_index()]
-    if len({block.shape for block in blocks.values()}) > 1:
-        raise ValueError("the processes have blocks of the mesh of different shapes")
-    sizes = dict(zip(mesh.axis_names, own.shape, strict=True))
-    torn = {axis: mesh.shape[axis] for axis in ONE_TOKEN if sizes[axis] != mesh.shape[axis]}
-    if torn:
-        raise ValueError(f"a process has {own.size} devices, which do not hold the whole of {torn}")
-    copies = np.stack([blocks[process] for process in sorted(blocks)])
-    kinds = mesh.axis_types
-    return (
-        jax.sharding.Mesh(own, mesh.axis_names, axis_types=kinds),
-        jax.sharding.Mesh(copies, ("process", *mesh.axis_names), axis_types=(kinds[0], *kinds)),
-    )

@@ -54,6 +54,10 @@ class Rules:
         """The rules inside a stage of the pipeline: of its own layers, over whole rows."""
         return dataclasses.replace(self, layers=None, time=None)
 
+    def in_replica(self) -> "Rules":
+        """The rules inside a replica of the rollout: of its own rows."""
+        return dataclasses.replace(self, batch=None)
+
     def gathered(self, *logical: str | None) -> jax.P:
         """`spec` of a weight at its point of use: the FSDP shards of `w_embed` brought together."""
         return self.spec(*(None if name == "w_embed" else name for name in logical))
@@ -69,10 +73,14 @@ RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
 # the stages share each row.
 PIPELINE = Rules(layers="stage", time="stage")
 DECODE = Rules(batch=None)  # every device steps all slots; weights stay where training keeps them
+REPLICAS = Rules(
+    batch="replica"
+)  # on a mesh of the rollout's own: each replica steps its own slots
 PRESETS: dict[str, Rules] = {
     "train": TRAIN,
     "ulysses": ULYSSES,
     "ring": RING,
     "pipeline": PIPELINE,
     "decode": DECODE,
+    "replicas": REPLICAS,
 }

@@ -1,5 +1,6 @@
 """Scoring and updating, compiled: the only place where the learner meets jax.jit."""
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import optax
 from flax import struct
 
 from jaxrl.config import AlgorithmConfig, RunConfig
+from jaxrl.data.packing import empty_batch
+from jaxrl.learner.layout import Layout, training_rules
 from jaxrl.learner.loss import count_tokens, policy_loss_sums, score_tokens
 from jaxrl.learner.needs import adapts_coefs
 from jaxrl.learner.optimizer import Optimizer, clip_factor
@@ -47,6 +50,58 @@ def make_score(cfg: RunConfig, rules: Rules) -> Callable:
     return jax.jit(
         functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
+
+
+class Scorer:
+    """Logprobs by a role with a layout of its own."""
+
+    def __init__(self, cfg: RunConfig, layout: Layout):
+        self.layout = layout
+        self.score = make_score(cfg, layout.rules)
+        self._n_joined = joined_batches(cfg, layout)
+
+    def logps(
+        self,
+        params: Tree,
+        batches: Sequence[Batch],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[np.ndarray]:
+        """[B, T] of each of training's micro-batches, of weights that lie as the layout says, on its mesh.
+
+        Where the role has more data-parallel ranks than training, as many more micro-batches of one shape
+        go through together, so that a rank has as many rows. `on_batch` is called before each call.
+        """
+        by_shape = collections.defaultdict(list)
+        for i, batch in enumerate(batches):
+            by_shape[batch.tokens.shape].append(i)
+        found: dict[int, np.ndarray] = {}
+        for shape, places in by_shape.items():
+            for start in range(0, len(places), self._n_joined):
+                group = places[start : start + self._n_joined]
+                padding = [empty_batch(*shape)] * (self._n_joined - len(group))
+                parts = [*(batches[i] for i in group), *padding]
+                joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+                on_batch()
+                logp = self.score(params, put_batch(joined, self.layout.rules))[0]
+                rows = take_tokens(logp, self.layout.rules)
+                found |= dict(zip(group, np.split(rows, self._n_joined), strict=False))
+        return [found[i] for i in range(len(batches))]
+
+
+def joined_batches(cfg: RunConfig, layout: Layout) -> int:
+    """Micro-batches of training that a role scores in one call; training's mesh is set.
+
+    Raises ValueError where the data-parallel ranks of neither are a multiple of the other's.
+    """
+    ours = training_rules(cfg).n_shards("batch")
+    with layout.on_mesh():
+        theirs = layout.rules.n_shards("batch")
+    if max(ours, theirs) % min(ours, theirs):
+        raise ValueError(
+            f"scoring with {theirs} data-parallel ranks does not go with the {ours} of updates; set sizes in "
+            "config.score, config.ref and config.mesh of which one number is a multiple of the other"
+        )
+    return max(theirs // ours, 1)
 
 
 def _options(cfg: RunConfig) -> dict[str, Any] | None:

@@ -21,9 +21,10 @@ class KVCache:
 def init_cache(
     cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
 ) -> KVCache:
-    """A pool of `n_pages` pages of `page_len` tokens, zeroed, kv heads sharded as the rules say."""
-    shape = (n_pages, cfg.K, page_len, cfg.H)
-    axes = (None, "kv_heads", None, None)
+    """A pool of `n_pages` pages of `page_len` tokens for each replica of the rules, zeroed, kv heads
+    sharded as the rules say."""
+    shape = (rules.n_shards("batch") * n_pages, cfg.K, page_len, cfg.H)
+    axes = ("batch", "kv_heads", None, None)
 
     def pool(lead: tuple[int, ...]) -> jax.Array:
         spec = rules.spec(*(None,) * len(lead), *axes)

@@ -24,8 +24,15 @@ SIZES = {
 }
 
 
-def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules = TRAIN) -> None:
-    """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide."""
+def check_mesh(
+    cfg: DecoderConfig,
+    mesh_sizes: Mapping[str, int],
+    rules: Rules = TRAIN,
+    *,
+    keys: str = "config.mesh sizes",
+) -> None:
+    """Raises one ValueError that lists every dimension of `cfg` that the mesh axes do not divide, and the
+    `keys` to set."""
     mistakes = set()
 
     def cut(logical: str) -> tuple[int, str]:
@@ -53,7 +60,7 @@ def check_mesh(cfg: DecoderConfig, mesh_sizes: Mapping[str, int], rules: Rules =
     if mistakes:
         raise ValueError(
             f"the mesh does not divide this {cfg.family} model evenly: {'; '.join(sorted(mistakes))}. "
-            f"Set config.mesh sizes that divide these numbers"
+            f"Set {keys} that divide these numbers"
         )
 
 

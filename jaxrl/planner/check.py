@@ -41,8 +41,7 @@ def check_plan(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float
         programs = compile_programs(parts, lengths)
     except TooLarge as problem:
         raise ValueError(f"the plan of this run {problem}; {advice}") from problem
-    page_bytes = parts.engine.page_bytes_per_device
-    plan = add_up(parts, programs, machine, dict(mesh.shape), page_bytes, lengths)
+    plan = add_up(parts, programs, machine, dict(mesh.shape), lengths)
     if not plan.fits:
         raise ValueError(
             f"the plan of this run does not fit its devices: {plan.why_not}. Lower learner.token_budget, "

@@ -23,8 +23,8 @@ from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
 PHASES = {
-    "rollout": ("prefill", "copy_pages", "decode"),
-    "scoring": ("score", "reference"),
+    "rollout": ("reshard", "prefill", "copy_pages", "decode"),
+    "scoring": ("reshard_score", "score", "reference"),
     "update": ("count", "accumulate", "apply"),
 }
 
@@ -102,8 +102,7 @@ def make_plan(
     with jax.set_mesh(mesh):
         parts = run_parts(cfg, decoder, machine.chip.memory_bytes)
         programs = compile_programs(parts, lengths, on_start)
-        page_bytes = parts.engine.page_bytes_per_device
-    return add_up(parts, programs, machine, dict(mesh.shape), page_bytes, lengths)
+    return add_up(parts, programs, machine, dict(mesh.shape), lengths)
 
 
 def add_up(
@@ -111,14 +110,14 @@ def add_up(
     programs: dict[str, Program],
     machine: Topology,
     mesh: dict[str, int],
-    page_bytes: int,
     lengths: Lengths,
 ) -> Plan:
     """The plan of compiled programs."""
     cfg, engine, chip = parts.cfg, parts.engine, machine.chip
     budget = int(cfg.rollout.memory_utilization * chip.memory_bytes)
+    page_bytes = parts.page_bytes
     pool = page_bytes * parts.n_pages
-    live = {name: live_bytes(p, parts.resident, pool) for name, p in programs.items()}
+    live = {name: live_bytes(p, parts, pool) for name, p in programs.items()}
     # The pool lies on the device through all phases, so the fullest of them bounds it.
     room = (budget - max(live.values())) // page_bytes
     wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.n_columns
@@ -170,17 +169,19 @@ def add_up(
         budget_bytes=budget,
         page_bytes=page_bytes,
         kv_pages=pages,
-        max_concurrent_sequences=sequences,
+        max_concurrent_sequences=sequences * parts.n_replicas,
         expected_step_s=step_s,
         tokens_per_s=_tokens(cfg, lengths, "step") / step_s,
         lengths=lengths,
     )
 
 
-def live_bytes(program: Program, resident: dict[str, int], pool_bytes: int) -> int:
+def live_bytes(program: Program, parts: Parts, pool_bytes: int) -> int:
     """What a device holds while a program runs, the KV pool apart: its arguments, temporaries and new
     outputs, and what of the run's state it is not given."""
-    others = sum(size for name, size in resident.items() if name not in program.holds)
+    sizes = parts.resident | parts.shares
+    held = sum(sizes[name] for name in program.holds if name != "kv")
+    others = sum(parts.resident.values()) - held
     own = program.own_bytes - (pool_bytes if "kv" in program.holds else 0)
     return others + own
 
@@ -215,16 +216,18 @@ def calls_per_step(
 ) -> dict[str, int]:
     """How often each program runs in a training step; of decode, its steps."""
     engine, total = parts.engine, cfg.sequences_per_step
-    prompt_tokens = cfg.data.prompts_per_step * lengths.prompt
+    prompt_tokens = cfg.data.prompts_per_step * lengths.prompt / parts.n_replicas
     rows, row_len = cfg.learner.shapes[-1]
     tokens = total * (lengths.prompt + lengths.response)
     micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
     return {
+        "reshard": 1,
+        "reshard_score": 1,
         "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),
         "copy_pages": 0,
-        "decode": math.ceil(total / sequences) * lengths.response,
-        "score": micro,
-        "reference": micro,
+        "decode": math.ceil(total / (sequences * parts.n_replicas)) * lengths.response,
+        "score": math.ceil(micro / parts.joined["score"]),
+        "reference": math.ceil(micro / parts.joined["reference"]),
         "count": micro * cfg.learner.epochs,
         "accumulate": micro * cfg.learner.epochs,
         "apply": cfg.updates_per_step,

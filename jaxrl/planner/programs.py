@@ -12,12 +12,12 @@ import numpy as np
 from jaxrl.config import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.kernels.attention.blocks import BLOCK
-from jaxrl.learner.layout import training_rules
+from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import make_score, make_update
+from jaxrl.learner.step import joined_batches, make_score, make_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
@@ -25,7 +25,6 @@ from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.types import Batch, TrainState
 from sharding import Rules, bytes_per_device, target_platform
-from sharding.rules import DECODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,11 @@ class Parts:
     lower: dict[str, Callable[[], jax.stages.Lowered]]
     holds: dict[str, tuple[str, ...]]
     resident: dict[str, int]  # bytes per device of params, opt_state, ref
+    shares: dict[str, int]  # of params: what a role copies, and what it uses as it is
+    joined: dict[str, int]  # micro-batches of an update that one call scores
+    page_bytes: int  # per device
     n_ranks: int
+    n_replicas: int  # of all engines
     n_pages: int  # of the pool that the engine's programs are lowered for
 
 
@@ -84,46 +87,87 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
     state = abstract_state(
         specs, dtype, optimizer, rules, mesh, offload="optimizer" in cfg.learner.offload
     )
+    layout = rollout_layout(cfg, decoder, dtype)
     name = cfg.model.paged_attention
     engine = PagedEngine(
         decoder,
         cfg.rollout,
-        rules=DECODE,
-        dtype=dtype,
+        rules=layout.rules,
+        dtype=layout.dtype,
         max_len=cfg.data.max_len,
         implementation=None if name == "auto" else name,
     )
     n_ranks = rules.n_shards("batch")
-    lower, holds = _learner_programs(cfg, rules, state, optimizer, abstract_batch(cfg, rules, mesh))
+    lower, holds = _update_programs(cfg, rules, state, optimizer, abstract_batch(cfg, rules, mesh))
     resident = {
         "params": bytes_per_device(state.params),
         "opt_state": bytes_per_device(state.opt_state),
     }
+    roles = {"rollout": layout, "score": role_layout(cfg, "score", decoder, dtype)}
+    scoring = {"score": roles["score"], "reference": role_layout(cfg, "ref", decoder, dtype)}
+    needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
     if needs_ref(cfg):
-        resident["ref"] = resident["params"]
-    half = (cfg.rollout.memory_utilization * memory_bytes - sum(resident.values())) / 2
-    room = max(int(half // engine.page_bytes_per_device), engine.n_columns)
+        weights = scoring["reference"].abstract_weights(decoder, mesh)
+        resident["ref"] = bytes_per_device(weights)
+    for name, held in {"score": "score_aliased", "reference": "ref"}.items():
+        if needed[name]:
+            lower[name] = functools.partial(_lower_score, cfg, decoder, scoring[name], mesh)
+            holds[name] = (held,)
+    weights = layout.abstract_weights(decoder, mesh)
+    shares = {}
+    for role, its in roles.items():
+        aliased = its.aliased_bytes(state.params)
+        shares |= {f"{role}_aliased": aliased, f"{role}_copied": resident["params"] - aliased}
+    copy = bytes_per_device(weights) - shares["rollout_aliased"]
+    half = (cfg.rollout.memory_utilization * memory_bytes - sum(resident.values()) - copy) / 2
+    with jax.set_mesh(layout.mesh(mesh)):
+        page_bytes, n_replicas = engine.page_bytes_per_device, engine.n_replicas
+    room = max(int(half // page_bytes), engine.n_columns)
     n_pages = cfg.rollout.n_pages or min(cfg.rollout.max_num_seqs * engine.n_columns, room)
-    engine_programs = functools.cache(lambda: engine.lower(state.params, n_pages))
-    for name, held in {"prefill": ("params",), "copy_pages": (), "decode": ("params",)}.items():
+
+    @functools.cache
+    def engine_programs() -> dict[str, jax.stages.Lowered]:
+        with jax.set_mesh(layout.mesh(mesh)):
+            return engine.lower(weights, n_pages)
+
+    for role, its in roles.items():
+        if shares[f"{role}_copied"] and (role == "rollout" or needed[role]):
+            name = {"rollout": "reshard", "score": "reshard_score"}[role]
+            lower[name] = functools.partial(its.lower, state.params)
+            holds[name] = (f"{role}_copied",)
+    held = ("rollout_aliased",)
+    for name, own in {"prefill": held, "copy_pages": (), "decode": held}.items():
         lower[name] = lambda name=name: engine_programs()[name]
-        holds[name] = (*held, "kv")
+        holds[name] = (*own, "kv")
     if "reference" in cfg.learner.offload:
         holds = {
             name: held if uses_ref(cfg, name) else (*held, "ref") for name, held in holds.items()
         }
-    return Parts(cfg, decoder, engine, lower, holds, resident, n_ranks, n_pages)
+    return Parts(
+        cfg=cfg,
+        decoder=decoder,
+        engine=engine,
+        lower=lower,
+        holds=holds,
+        resident=resident,
+        shares=shares,
+        joined={name: joined_batches(cfg, its) for name, its in scoring.items()},
+        page_bytes=page_bytes,
+        n_ranks=n_ranks,
+        n_replicas=n_replicas * (mesh.size // layout.mesh(mesh).size),
+        n_pages=n_pages,
+    )
 
 
 def uses_ref(cfg: RunConfig, program: str) -> bool:
-    """Whether the reference model is on the devices while a program runs: in scoring, or in updates."""
-    if program in ("score", "reference"):
-        return needs_ref_logp(cfg)
-    return program in ("count", "accumulate", "apply") and full_kl_in_loss(cfg)
+    """Whether the reference model is on the devices while a program runs: in its scoring, or in updates."""
+    if program in ("count", "accumulate", "apply"):
+        return full_kl_in_loss(cfg)
+    return program == "reference"
 
 
-def _learner_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer, batch: Batch):
-    update, score = make_update(cfg, optimizer, rules), make_score(cfg, rules)
+def _update_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer, batch: Batch):
+    update = make_update(cfg, optimizer, rules)
     ref = state.params if full_kl_in_loss(cfg) else None
     counting = ("count",) if cfg.learner.router_aux_coef else ()  # what each expert is sent
     update_programs = functools.cache(lambda: update.lower(state, batch, ref))
@@ -136,17 +180,26 @@ def _learner_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer
         "apply": ("params", "opt_state"),
         "count": ("params",),
     }
-    if needs_old_logp(cfg):
-        lower["score"], holds["score"] = lambda: score.lower(state.params, batch), ("params",)
-    if needs_ref_logp(cfg):  # the same program on other weights
-        lower["reference"], holds["reference"] = lambda: score.lower(state.params, batch), ("ref",)
     return lower, holds
 
 
-def abstract_batch(cfg: RunConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Batch:
-    """The largest micro-batch that the run declares."""
+def _lower_score(
+    cfg: RunConfig, decoder: DecoderConfig, layout: Layout, mesh: jax.sharding.Mesh
+) -> jax.stages.Lowered:
+    params, score = layout.abstract_weights(decoder, mesh), make_score(cfg, layout.rules)
+    n_ranks = training_rules(cfg).n_shards("batch") * joined_batches(cfg, layout)
+    with layout.on_mesh():
+        here = jax.sharding.get_mesh()
+        return score.lower(params, abstract_batch(cfg, layout.rules, here, n_ranks))
+
+
+def abstract_batch(
+    cfg: RunConfig, rules: Rules, mesh: jax.sharding.Mesh, n_ranks: int | None = None
+) -> Batch:
+    """The largest micro-batch that the run declares, of as many data-parallel ranks (default: those of
+    the mesh)."""
     rows, row_len = cfg.learner.shapes[-1]
-    n_ranks = math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
+    n_ranks = n_ranks or math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
     sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -158,10 +211,10 @@ def abstract_batch(cfg: RunConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Bat
 def compile_programs(
     parts: Parts, lengths: Lengths, on_start: Callable[[str], None] = lambda name: None
 ) -> dict[str, Program]:
-    """Compiles them one after the other; `reference` is `score` again where both are there."""
+    """Compiles them one after the other; `reference` is `score` again where both are there and alike."""
     done: dict[str, Program] = {}
     for name, lower in parts.lower.items():
-        if name == "reference" and "score" in done:
+        if name == "reference" and "score" in done and parts.cfg.ref == parts.cfg.score:
             done[name] = dataclasses.replace(
                 done["score"], compile_s=0.0, holds=parts.holds["reference"]
             )

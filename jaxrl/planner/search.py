@@ -154,7 +154,8 @@ def estimate(
     layer; one gathered layer and its gradient; a chunk of logits and the head's gradient.
     Time: each pass over the weights in operations or, if that is longer, in gathered weights; activations
     summed over tensor shards, exchanged for heads, and sent to experts; gradients summed over replicas;
-    what waits with the host comes and goes. Decode gathers the weights at every step.
+    what waits with the host comes and goes. Decode reads the weights at every step, its copy of them or what it
+    gathers.
     """
     chip, d = machine.chip, decoder
     size = collections.defaultdict(lambda: 1, mesh)
@@ -177,7 +178,12 @@ def estimate(
     kept = {"full": d.D, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
     work = local * wide * (d.L * kept + 4 * dots) + 3 * layer * wide + chunk + 2 * 4 * head / tp
-    waits = "optimizer" in offload
+    waits, rollout, replicas = "optimizer" in offload, cfg.rollout, 1
+    if rollout.layout == "replicas":
+        group = rollout.tensor or tp, rollout.expert or e
+        replicas = max(len(machine.devices) // math.prod(group), 1)
+        copy = ((params - experts) + experts / group[1]) / group[0]
+        work = max(work, copy * wide if f > 1 else 0)
     memory = state + (max(work, held * optimizer) if waits else held * optimizer + work)
 
     def send(n_bytes: int | float, n: int, reach: int) -> float:
@@ -208,9 +214,9 @@ def estimate(
     backward += send(2 * 4 * held, size["replica"], len(machine.devices))
     scored = needs_old_logp(cfg) + needs_ref_logp(cfg)
     step = micro * (cfg.learner.epochs * (forward + backward) + scored * forward)
-    steps = math.ceil(cfg.sequences_per_step / cfg.rollout.max_num_seqs) * lengths.response
+    steps = math.ceil(cfg.sequences_per_step / (rollout.max_num_seqs * replicas)) * lengths.response
     read = share * wide / chip.memory_bytes_per_s
-    step += steps * max(read, gathered)
+    step += steps * (read if replicas > 1 else max(read, gathered))
     moved = 2 * held * optimizer * cfg.updates_per_step if waits else 0.0
     moved += held * wide if "reference" in offload else 0.0
     step += moved / chip.host_bytes_per_s

@@ -36,6 +36,7 @@ class Prefix:
     tokens: np.ndarray  # int32 [prompt_len]
     pages: tuple[int, ...]
     version: int = 0  # of the weights that computed them
+    replica: int = 0  # of the engine, whose pages they are
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout import programs
 from jaxrl.rollout.api import EngineStats, Generated, Prefix, Request
 from jaxrl.rollout.pages import PagePool
+from jaxrl.rollout.replicas import Replicas
 from jaxrl.rollout.sampling import SamplingParams
 from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxrl.types import Tree
 from sharding import Rules, hosts, on_mesh
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 N_STOP = 16  # stop token ids of one request
@@ -60,7 +63,7 @@ class PagedEngine:
         self.batch_buckets = _batch_buckets(rollout.max_num_seqs)
         self.prefill_buckets = _prefill_buckets(rollout.max_num_batched_tokens // self.row_len)
         self._cache: KVCache | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Replicas | None = None
         self._stats = EngineStats()
         self._shapes: set[tuple[str, int]] = set()
 
@@ -70,8 +73,8 @@ class PagedEngine:
         self.scheduler.set_version(version)
 
     def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
-        prefix, plan = self.scheduler.prefill(tokens)
-        self._prepare(params, plan)
+        prefix, plans = self.scheduler.prefill(tokens)
+        self._prepare(params, plans)
         return prefix
 
     def release_prefix(self, prefix: Prefix) -> None:
@@ -79,8 +82,8 @@ class PagedEngine:
 
     def insert(self, prefix: Prefix, request: Request) -> int:
         self._check_stop_ids(request)
-        slot, plan = self.scheduler.insert(prefix, request)
-        self._copy(plan.copies)
+        slot, plans = self.scheduler.insert(prefix, request)
+        self._copy([plan.copies for plan in plans])
         return slot
 
     def submit(self, request: Request) -> int:
@@ -89,11 +92,11 @@ class PagedEngine:
 
     def generate(self, params: Tree) -> list[Generated]:
         start, device_s = time.perf_counter(), self._stats.device_s
-        plan = self.scheduler.plan()
-        self._prepare(params, plan)
-        if not plan.decode:
+        plans = self.scheduler.plan()
+        self._prepare(params, plans)
+        if not any(plan.decode for plan in plans):
             return []
-        generated = self._advance(plan.decode, self._decode(params, plan))
+        generated = self._advance(plans, self._decode(params, plans))
         device_s = self._stats.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
@@ -107,8 +110,8 @@ class PagedEngine:
 
     def take_stats(self) -> EngineStats:
         scheduler, stats = self.scheduler, self._stats
-        stats.n_preempted, scheduler.n_preempted = scheduler.n_preempted, 0
-        stats.n_shared_tokens, scheduler.n_shared_tokens = scheduler.n_shared_tokens, 0
+        stats.n_preempted = scheduler.take("n_preempted")
+        stats.n_shared_tokens = scheduler.take("n_shared_tokens")
         self._stats = EngineStats()
         return stats
 
@@ -130,13 +133,13 @@ class PagedEngine:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self._new_pool(n_pages)), mesh)
         n_fill, n_decode = self.prefill_buckets[-1], self.batch_buckets[-1]
-        fill = np.zeros((n_fill, self.row_len), np.int32)
-        pairs = np.zeros(COPY_ROWS, np.int32)
+        fill = np.zeros((self.n_replicas * n_fill, self.row_len), np.int32)
+        pairs = np.zeros(self.n_replicas * COPY_ROWS, np.int32)
         how = {"rules": self.rules, "implementation": self.implementation}
         steps = self.rollout.steps_per_dispatch
         return {
             "prefill": programs.prefill.lower(
-                params, cache, fill, fill, self._page_table([], n_fill), **how
+                params, cache, fill, fill, self._page_table(self._in_bucket([], n_fill)), **how
             ),
             "copy_pages": programs.copy_pages.lower(
                 cache, pairs, pairs, rules=self.rules, stacked=self.cfg.stacked
@@ -158,15 +161,22 @@ class PagedEngine:
         return len(self._shapes)
 
     @property
-    def scheduler(self) -> Scheduler:
+    def n_replicas(self) -> int:
+        """Replicas on the mesh that is set, each with max_num_seqs slots and a pool of n_pages."""
+        return self.rules.n_shards("batch")
+
+    @property
+    def scheduler(self) -> Replicas:
         if self._scheduler is None:
-            rollout = self.rollout
-            pool = PagePool(self._n_pages(), rollout.page_len, keep=rollout.prefix_cache)
-            self._scheduler = Scheduler(
-                pool,
-                max_num_seqs=rollout.max_num_seqs,
-                steps_per_dispatch=rollout.steps_per_dispatch,
-                max_len=self.max_len,
+            rollout, n_pages = self.rollout, self._n_pages()
+            self._scheduler = Replicas(
+                lambda: Scheduler(
+                    PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache),
+                    max_num_seqs=rollout.max_num_seqs,
+                    steps_per_dispatch=rollout.steps_per_dispatch,
+                    max_len=self.max_len,
+                ),
+                self.n_replicas,
             )
         return self._scheduler
 
@@ -176,9 +186,9 @@ class PagedEngine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool over all devices."""
+        """Bytes of the pools of all replicas."""
         page = page_bytes(self.cfg, self.rollout.page_len, self.kv_dtype)
-        return self.scheduler.pool.n_pages * page
+        return self.n_replicas * self.scheduler.pool.n_pages * page
 
     @property
     def page_bytes_per_device(self) -> int:
@@ -235,34 +245,40 @@ class PagedEngine:
         finally:
             self._stats.device_s += time.perf_counter() - start
 
-    def _prepare(self, params: Tree, plan: Plan) -> None:
+    def _prepare(self, params: Tree, plans: list[Plan]) -> None:
         """Brings the keys that sequences start with into their pages."""
-        self._copy(plan.copies)
-        self._fill(params, plan.fills)
-        self._copy(plan.late_copies)
+        self._copy([plan.copies for plan in plans])
+        self._fill(params, [plan.fills for plan in plans])
+        self._copy([plan.late_copies for plan in plans])
 
-    def _fill(self, params: Tree, fills: list[Fill]) -> None:
-        """Cuts fills into rows, and rows into dispatches of the prefill buckets, in order."""
+    def _fill(self, params: Tree, fills: list[list[Fill]]) -> None:
+        """Cuts the fills of each replica into rows, and rows into dispatches of the prefill buckets, in
+        order."""
         n = self.row_len
         rows = [
-            Fill(fill.tokens[i : i + n], fill.start + i, fill.pages)
-            for fill in fills
-            for i in range(0, len(fill.tokens), n)
+            [
+                Fill(fill.tokens[i : i + n], fill.start + i, fill.pages)
+                for fill in own
+                for i in range(0, len(fill.tokens), n)
+            ]
+            for own in fills
         ]
-        self._stats.n_prefill_tokens += sum(len(row.tokens) for row in rows)
-        while rows:
-            fitting = [b for b in self.prefill_buckets if b <= len(rows)]
+        self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)
+        while most := max(map(len, rows)):
+            fitting = [b for b in self.prefill_buckets if b <= most]
             bucket = max(fitting, default=self.prefill_buckets[0])
-            self._fill_rows(params, rows[:bucket], bucket)
-            rows = rows[bucket:]
+            self._fill_rows(params, [own[:bucket] for own in rows], bucket)
+            rows = [own[bucket:] for own in rows]
 
-    def _fill_rows(self, params: Tree, rows: list[Fill], bucket: int) -> None:
-        tokens = np.zeros((bucket, self.row_len), np.int32)
-        positions = np.full((bucket, self.row_len), -1, np.int32)
+    def _fill_rows(self, params: Tree, fills: list[list[Fill]], bucket: int) -> None:
+        rows = self._in_bucket(fills, bucket)
+        tokens = np.zeros((len(rows), self.row_len), np.int32)
+        positions = np.full((len(rows), self.row_len), -1, np.int32)
         for b, row in enumerate(rows):
-            tokens[b, : len(row.tokens)] = row.tokens
-            positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
-        table = self._page_table([row.pages for row in rows], bucket)
+            if row is not None:
+                tokens[b, : len(row.tokens)] = row.tokens
+                positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
+        table = self._page_table(rows)
         self._shapes.add(("prefill", bucket))
         with self._on_device():
             self._cache = programs.prefill(
@@ -275,36 +291,39 @@ class PagedEngine:
                 implementation=self.implementation,
             )
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        for i in range(0, len(copies), COPY_ROWS):
-            self._copy_rows(copies[i : i + COPY_ROWS])
+    def _copy(self, copies: list[list[tuple[int, int]]]) -> None:
+        for i in range(0, max(map(len, copies)), COPY_ROWS):
+            self._copy_rows([own[i : i + COPY_ROWS] for own in copies])
 
-    def _copy_rows(self, copies: list[tuple[int, int]]) -> None:
-        pairs = np.full((2, COPY_ROWS), self.scheduler.pool.n_pages, np.int32)
-        pairs[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
-        pairs[0, len(copies) :] = 0
+    def _copy_rows(self, copies: list[list[tuple[int, int]]]) -> None:
+        padding = (0, self.scheduler.pool.n_pages)
+        rows = self._in_bucket(copies, COPY_ROWS)
+        pairs = np.array([row or padding for row in rows], np.int32).T
         self._shapes.add(("copy", COPY_ROWS))
         with self._on_device():
             self._cache = programs.copy_pages(
                 self._pool(), pairs[0], pairs[1], rules=self.rules, stacked=self.cfg.stacked
             )
 
-    def _decode(self, params: Tree, plan: Plan) -> np.ndarray:
-        """int32 [2, B, n_steps]: tokens (-1 where a row had ended) and the bits of their logprobs."""
-        n = len(plan.decode)
+    def _decode(self, params: Tree, plans: list[Plan]) -> np.ndarray:
+        """int32 [2, replicas, B, n_steps]: tokens (-1 where a row had ended) and the bits of their
+        logprobs."""
+        seqs = [plan.decode for plan in plans]
+        n_steps = min(plan.n_steps for plan in plans if plan.decode)
+        n = max(map(len, seqs))
         bucket = min(b for b in self.batch_buckets if b >= n)
         smaller = [b for b in self.batch_buckets if b < n]
         # Leave the loop when a smaller batch would do, or when ended sequences make room for others.
         leave_at = max(smaller, default=0)
-        if self.scheduler.waiting:
+        if self.scheduler.n_waiting:
             leave_at = n - max(1, n // 32)
-        out = self._decode_rows(params, plan.decode, bucket, plan.n_steps, leave_at)
+        out = self._decode_rows(params, seqs, bucket, n_steps, leave_at)
         steps = int((out[0] >= 0).any(axis=0).sum())
-        self._count(plan, bucket, steps, n_tokens=int((out[0] >= 0).sum()))
-        return out[:, :n, :steps]
+        self._count(seqs, out.shape[1], steps, n_tokens=int((out[0] >= 0).sum()))
+        return out.reshape(2, len(plans), bucket, -1)[..., :steps]
 
     def _decode_rows(
-        self, params: Tree, seqs: list[Sequence], bucket: int, n_steps: int, leave_at: int
+        self, params: Tree, seqs: list[list[Sequence]], bucket: int, n_steps: int, leave_at: int
     ) -> np.ndarray:
         rows = self._rows(seqs, bucket)
         self._shapes.add(("decode", bucket))
@@ -321,66 +340,71 @@ class PagedEngine:
             )
             return np.asarray(out)
 
-    def _rows(self, seqs: list[Sequence], bucket: int) -> programs.DecodeRows:
-        requests = [seq.request for seq in seqs]
+    def _rows(self, seqs: list[list[Sequence]], bucket: int) -> programs.DecodeRows:
+        rows = self._in_bucket(seqs, bucket)
 
-        def column(values: list, dtype: type, pad: int) -> np.ndarray:
-            return np.array(values + [pad] * (bucket - len(values)), dtype)
+        def column(dtype: type, pad: int, value: Callable[[Sequence], int | float]) -> np.ndarray:
+            return np.array([pad if row is None else value(row) for row in rows], dtype)
 
-        stop_ids = np.full((bucket, N_STOP), -1, np.int32)
-        for b, request in enumerate(requests):
-            if not request.ignore_stop:
-                ids = self._stop_ids(request)
+        stop_ids = np.full((len(rows), N_STOP), -1, np.int32)
+        for b, row in enumerate(rows):
+            if row is not None and not row.request.ignore_stop:
+                ids = self._stop_ids(row.request)
                 stop_ids[b, : len(ids)] = ids
-        sampling = [request.sampling for request in requests]
         return programs.DecodeRows(
-            token=column([seq.last_token for seq in seqs], np.int32, 0),
-            position=column([seq.n_tokens - 1 for seq in seqs], np.int32, -1),
-            remaining=column([seq.remaining for seq in seqs], np.int32, 0),
-            seed=column([r.seed & UINT32 for r in requests], np.uint32, 0),
-            prompt_id=column([r.prompt_id & UINT32 for r in requests], np.uint32, 0),
-            sample=column([r.sample for r in requests], np.uint32, 0),
+            token=column(np.int32, 0, lambda seq: seq.last_token),
+            position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
+            remaining=column(np.int32, 0, lambda seq: seq.remaining),
+            seed=column(np.uint32, 0, lambda seq: seq.request.seed & UINT32),
+            prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
+            sample=column(np.uint32, 0, lambda seq: seq.request.sample),
             stop_ids=stop_ids,
-            page_table=self._page_table([seq.pages for seq in seqs], bucket),
+            page_table=self._page_table(rows),
             sampling=SamplingParams(
-                temperature=column([s.temperature for s in sampling], np.float32, 0),
-                top_k=column([s.top_k for s in sampling], np.int32, 0),
-                top_p=column([s.top_p for s in sampling], np.float32, 1),
-                min_p=column([s.min_p for s in sampling], np.float32, 0),
+                temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
+                top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
+                top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
+                min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
             ),
         )
 
-    def _page_table(self, pages: list[list[int]], bucket: int) -> np.ndarray:
-        table = np.zeros((bucket, self.n_columns), np.int32)
-        for b, row in enumerate(pages):
-            table[b, : len(row)] = row
+    def _page_table(self, rows: list[Fill | None] | list[Sequence | None]) -> np.ndarray:
+        table = np.zeros((len(rows), self.n_columns), np.int32)
+        for b, row in enumerate(rows):
+            if row is not None:
+                table[b, : len(row.pages)] = row.pages
         return table
+
+    def _in_bucket(self, by_replica: list[list[T]], bucket: int) -> list[T | None]:
+        """The rows of a dispatch: `bucket` of each replica, padded with None."""
+        every = by_replica or [[]] * self.n_replicas
+        return [own[i] if i < len(own) else None for own in every for i in range(bucket)]
 
     # Results
 
-    def _advance(self, seqs: list[Sequence], out: np.ndarray) -> list[Generated]:
+    def _advance(self, plans: list[Plan], out: np.ndarray) -> list[Generated]:
         logps = out[1].view(np.float32)
         generated = []
-        for b, seq in enumerate(seqs):
-            n_new = int((out[0, b] >= 0).sum())
-            tokens = out[0, b, :n_new].copy()
+        rows = [(r, b, seq) for r, plan in enumerate(plans) for b, seq in enumerate(plan.decode)]
+        for r, b, seq in rows:
+            n_new = int((out[0, r, b] >= 0).sum())
+            tokens = out[0, r, b, :n_new].copy()
             request = seq.request
             finish = "length" if n_new == seq.remaining else ""
             if not request.ignore_stop and tokens[-1] in self._stop_ids(request):
                 finish = "stop"
-            self.scheduler.advance(seq, tokens.tolist(), finish)
-            generated.append(Generated(seq.slot, tokens, logps[b, :n_new].copy(), finish))
+            slot = self.scheduler.advance(r, seq, tokens.tolist(), finish)
+            generated.append(Generated(slot, tokens, logps[r, b, :n_new].copy(), finish))
         return generated
 
-    def _count(self, plan: Plan, bucket: int, steps: int, n_tokens: int) -> None:
-        pool, stats = self.scheduler.pool, self._stats
-        used = pool.n_used / pool.n_pages
+    def _count(self, seqs: list[list[Sequence]], n_rows: int, steps: int, n_tokens: int) -> None:
+        stats, used = self._stats, self.scheduler.n_pages_used / self.scheduler.n_pages
         stats.n_dispatches += 1
         stats.n_steps += steps
         stats.n_tokens += n_tokens
-        stats.n_rows += bucket * steps
-        stats.running += len(plan.decode) * steps
-        stats.waiting += len(self.scheduler.waiting) * steps
+        stats.n_rows += n_rows * steps
+        stats.running += sum(map(len, seqs)) * steps
+        stats.waiting += self.scheduler.n_waiting * steps
         stats.cache_used += used * steps
         stats.cache_used_max = max(stats.cache_used_max, used)
 

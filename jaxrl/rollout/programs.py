@@ -2,6 +2,7 @@
 each of them and comes back updated in place."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxrl import types
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder, forward_paged
 from jaxrl.rollout.sampling import SamplingParams, row_keys, sample, uniforms
+from jaxrl.types import Tree
 from sharding import Rules
 
 
@@ -30,6 +32,32 @@ class DecodeRows:
     sampling: SamplingParams
 
 
+def by_replica(
+    program: Callable, rules: Rules, *, cache_axis: int, n_rows: int, gives_rows: bool = False
+) -> Callable:
+    """`program(params, cache, *rows)` of one replica, run by each of the rules' on its own part.
+
+    The replicas share the pages of the cache, its axis `cache_axis`, and the leading axis of `n_rows` trees of
+    rows; parameters they have in full. Nothing but the end of a decode loop is exchanged between them.
+    """
+    axes = rules.mesh_axes("batch")
+    if not axes:
+        return program
+    pages, by_row = jax.P(*(None,) * cache_axis, axes), jax.P(axes)
+    every = jax.shard_map(
+        program,
+        in_specs=(jax.P(), pages, *(by_row,) * n_rows),
+        out_specs=(pages, jax.P(None, axes)) if gives_rows else pages,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    def run(params: Tree, cache: KVCache, *rows: Tree):
+        return every(params, cache, *jax.tree.map(lambda a: jax.reshard(a, by_row), rows))
+
+    return run
+
+
 @functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
 def prefill(
     params: Decoder,
@@ -43,10 +71,13 @@ def prefill(
 ) -> KVCache:
     """Writes the keys and values of `tokens`. Rows may be consecutive pieces of one sequence: every
     layer writes the keys of all rows before any row attends."""
-    _, cache = forward_paged(
-        params, tokens, positions, cache, page_table, rules=rules, implementation=implementation
-    )
-    return cache
+
+    def fill(params: Decoder, cache: KVCache, tokens, positions, page_table) -> KVCache:
+        how = {"rules": rules.in_replica(), "implementation": implementation}
+        return forward_paged(params, tokens, positions, cache, page_table, **how)[1]
+
+    run = by_replica(fill, rules, cache_axis=int(params.cfg.stacked), n_rows=3)
+    return run(params, cache, tokens, positions, page_table)
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
@@ -60,13 +91,16 @@ def copy_pages(
 ) -> KVCache:
     """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding."""
     lead = (slice(None),) if stacked else ()
-    spec = rules.spec(*(None,) * len(lead), None, "kv_heads", None, None)
+    spec = rules.in_replica().spec(*(None,) * len(lead), None, "kv_heads", None, None)
 
-    def copy(pages: jax.Array) -> jax.Array:
-        rows = pages.at[(*lead, sources)].get(out_sharding=spec)
-        return pages.at[(*lead, targets)].set(rows, mode="drop", out_sharding=spec)
+    def copy(_, cache: KVCache, sources, targets) -> KVCache:
+        def one(pages: jax.Array) -> jax.Array:
+            rows = pages.at[(*lead, sources)].get(out_sharding=spec)
+            return pages.at[(*lead, targets)].set(rows, mode="drop", out_sharding=spec)
 
-    return jax.tree.map(copy, cache)
+        return jax.tree.map(one, cache)
+
+    return by_replica(copy, rules, cache_axis=len(lead), n_rows=2)(None, cache, sources, targets)
 
 
 @functools.partial(
@@ -83,17 +117,36 @@ def decode(
     implementation: str | None,
     max_steps: int,
 ) -> tuple[KVCache, Int[Array, "2 B S"]]:
-    """Up to `n_steps` steps, fewer once `leave_at` or fewer sequences are still going.
+    """Up to `n_steps` steps, fewer once `leave_at` or fewer sequences are still going in each replica.
 
     Returns the cache and, of every step, the sampled token (-1: the row had ended) and the bits of
     its float32 logprob.
     """
+
+    def steps(params: Decoder, cache: KVCache, rows: DecodeRows):
+        return _decode_rows(
+            params, cache, rows, n_steps, leave_at, rules, implementation, max_steps
+        )
+
+    run = by_replica(steps, rules, cache_axis=int(params.cfg.stacked), n_rows=1, gives_rows=True)
+    cache, out = run(params, cache, rows)
+    return cache, jax.reshard(out, jax.P())
+
+
+def _decode_rows(
+    params, cache, rows: DecodeRows, n_steps, leave_at, rules: Rules, implementation, max_steps
+):
+    """`decode` of one replica."""
+    replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(rows.seed, rows.prompt_id, rows.sample)
     B = rows.token.shape[0]
 
     def going(state) -> jax.Array:
         step, _, _, position, *_ = state
-        return (step < n_steps) & (jnp.sum(position >= 0) > leave_at)
+        n_going = jnp.sum(position >= 0)
+        if replicas:  # all of them make the same number of steps
+            n_going = jax.lax.pmax(n_going, replicas)
+        return (step < n_steps) & (n_going > leave_at)
 
     def one_step(state):
         step, cache, token, position, remaining, out = state

@@ -189,8 +189,13 @@ class Scheduler:
         self.pool.give_back(prefix.pages)
 
     def _new_sequence(self, request: Request) -> Sequence:
-        seq = Sequence(self._next_slot, request)
-        n = len(seq.prompt)
+        self.check(request)
+        self._next_slot += 1
+        return Sequence(self._next_slot - 1, request)
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request could never run."""
+        n = len(request.tokens)
         if n == 0 or request.max_tokens < 1:
             raise ValueError(
                 f"a request needs a prompt token and max_tokens of 1 or more, got {n} and {request.max_tokens}"
@@ -206,8 +211,6 @@ class Scheduler:
                 f"a prompt of {n} tokens and max_tokens {request.max_tokens} need {need} KV pages, the pool "
                 f"has {self.pool.n_pages}; raise config.rollout.n_pages or config.rollout.memory_utilization"
             )
-        self._next_slot += 1
-        return seq
 
     def _reserve(self) -> int:
         """Pages of the running sequences for as many steps as fit, halving down to one before the

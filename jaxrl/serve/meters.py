@@ -38,10 +38,10 @@ class Meters:
         self.preemptions.inc(stats.n_preempted)
         self.device_s.inc(stats.device_s)
         self.host_s.inc(stats.host_s)
-        self.running.set(len(scheduler.running))
-        self.waiting.set(len(scheduler.waiting))
-        self.pages.set(scheduler.pool.n_pages)
-        self.pages_used.set(scheduler.pool.n_used)
+        self.running.set(scheduler.n_running)
+        self.waiting.set(scheduler.n_waiting)
+        self.pages.set(scheduler.n_pages)
+        self.pages_used.set(scheduler.n_pages_used)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -10,6 +10,7 @@ from jaxrl.config import RunConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.progress import Progress
+from jaxrl.learner.layout import rollout_layout
 from jaxrl.models.auto import for_platform
 from jaxrl.models.hf_load import model_config
 from jaxrl.models.source import resolve_model
@@ -17,7 +18,6 @@ from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.setup import keep_programs, load_params, make_engine, make_renderer
 from jaxrl.types import Tree
 from sharding import make_mesh
-from sharding.rules import DECODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,15 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
     dtype, decoder = for_platform(run, decoder, backend)
     with Progress() as progress:
         progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
-        mesh = make_mesh(**dataclasses.asdict(run.mesh))
+        devices = make_mesh(**dataclasses.asdict(run.mesh))
+        with jax.set_mesh(devices):
+            layout = rollout_layout(run, decoder, dtype)
+        mesh = layout.mesh(devices)
         with jax.set_mesh(mesh), progress.waiting("loading weights, compiling all programs"):
-            params = load_params(folder, DECODE, decoder, dtype)
-            engine = make_engine(run, run.rollout, decoder, dtype, folder, renderer)
+            params = load_params(folder, layout.rules, decoder, layout.dtype)
+            engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
             engine.warmup(params)
-    pool = engine.scheduler.pool
+            pool = engine.scheduler.pool
     return Model(renderer, engine, params, mesh, min(max_len, pool.n_pages * pool.page_len))
 
 

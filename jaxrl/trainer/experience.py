@@ -14,7 +14,7 @@ from jaxrl.keys import COV_LOSSES
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.types import Batch, Rollout
 
-Score = Callable[[Batch], np.ndarray]  # packed batch -> logp [B, T] of its targets
+Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_mini_batches(
     """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the rollouts.
 
     `score_old` and `score_ref` are given where the algorithm needs them (learner/needs.py); they see
-    every packed batch once, before the first update. `kl_coef` is this step's, where it is adapted; `seed`
+    all packed batches at once, before the first update. `kl_coef` is this step's, where it is adapted; `seed`
     draws what an algorithm draws beside the samples.
     """
     metrics, penalties = {}, None
@@ -55,8 +55,8 @@ def make_mini_batches(
         mini = without_overlong(rollouts[start : start + size], cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
         active, idle = split_idle(mini, cfg)
-        packed = pack_rollouts(active, cfg, n_ranks)
-        result.append(MiniBatch([with_scores(p, score_old, score_ref) for p in packed], idle))
+        result.append(MiniBatch(pack_rollouts(active, cfg, n_ranks), idle))
+    result = with_scores(result, score_old, score_ref)
     n_idle = sum(len(m.idle) for m in result)
     metrics["perf/idle_fraction"] = n_idle / len(rollouts)
     metrics["perf/padding_fraction"] = padding_fraction([p for m in result for p in m.packed])
@@ -69,7 +69,9 @@ def reference_kl(
     """KL_t(policy | reference) of every response token, with the engine's logprobs as the policy's: what the
     reward is charged for (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155)."""
     packed = pack_rollouts(rollouts, cfg, n_ranks)
-    return gather([token_kl(p.batch, score_ref(p.batch), cfg.algorithm) for p in packed], packed)
+    batches = [p.batch for p in packed]
+    pairs = zip(batches, score_ref(batches), strict=True)
+    return gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
 
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
@@ -129,13 +131,23 @@ def pack_rollouts(rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int) -> 
     )
 
 
-def with_scores(packed: Packed, score_old: Score | None, score_ref: Score | None) -> Packed:
-    batch = packed.batch
-    if score_old is not None:
-        batch = dataclasses.replace(batch, old_logp=score_old(packed.batch))
-    if score_ref is not None:
-        batch = dataclasses.replace(batch, ref_logp=score_ref(packed.batch))
-    return dataclasses.replace(packed, batch=batch)
+def with_scores(
+    minis: list[MiniBatch], score_old: Score | None, score_ref: Score | None
+) -> list[MiniBatch]:
+    """The mini-batches with the logprobs that are asked for, all batches scored together."""
+    batches = [packed.batch for mini in minis for packed in mini.packed]
+    for name, score in (("old_logp", score_old), ("ref_logp", score_ref)):
+        if score is not None:
+            logps = score(batches)
+            pairs = zip(batches, logps, strict=True)
+            batches = [dataclasses.replace(batch, **{name: logp}) for batch, logp in pairs]
+    scored = iter(batches)
+
+    def filled(mini: MiniBatch) -> MiniBatch:
+        packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
+        return dataclasses.replace(mini, packed=packed)
+
+    return [filled(mini) for mini in minis]
 
 
 def padding_fraction(packed: Sequence[Packed]) -> float:

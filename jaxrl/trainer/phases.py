@@ -12,11 +12,11 @@ from jaxrl.rollout.generate import generate
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics
 from jaxrl.trainer.engines import Sampled
 from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
-from jaxrl.trainer.experience import MiniBatch, Score, make_mini_batches
+from jaxrl.trainer.experience import MiniBatch, make_mini_batches
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.run import Run
-from jaxrl.types import Batch, Prompt, Rollout, Tree
+from jaxrl.types import Batch, Prompt, Rollout
 from sharding import hosts, to_device
 
 
@@ -109,10 +109,10 @@ def sample(
         n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
     name = "validation" if validation else "rollout"
     with (
-        run.timed("val" if validation else "gen"),
         run.no_compile(name),
+        run.engines.layout.weights(run.state.params, run.timed("reshard")) as params,
+        run.timed("val" if validation else "gen"),
         run.progress.phase(name, total=run.engines.n_mine(len(prompts)) * n) as bar,
-        run.engines.weights(run.state.params) as params,
     ):
 
         def answer(mine: list[Prompt], check: Callable[[], None]) -> Sampled:
@@ -154,22 +154,25 @@ def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict
     """Advantages, packing, and the logprobs that the algorithm needs before its first update."""
     cfg = run.cfg
 
-    def scorer(params: Tree, phase: str) -> Score:
-        def logp(batch: Batch) -> np.ndarray:
-            run.stop.check()
-            with run.timed(phase):
-                return run.update.take(run.score(params, run.update.put(batch))[0])
+    def old_logps(batches: list[Batch]) -> list[np.ndarray]:
+        with (
+            run.scorer.layout.weights(run.state.params, run.timed("reshard")) as params,
+            run.timed("old_logp"),
+        ):
+            return run.scorer.logps(params, batches, on_batch=run.stop.check)
 
-        return logp
+    def ref_logps(batches: list[Batch]) -> list[np.ndarray]:
+        with run.ref_scorer.layout.on_mesh(), run.timed("ref"):
+            params = to_device(run.ref_params)
+            return run.ref_scorer.logps(params, batches, on_batch=run.stop.check)
 
     with run.timed("adv"), run.no_compile("scoring"):
-        ref_params = to_device(run.ref_params) if needs_ref_logp(cfg) else None
         return make_mini_batches(
             rollouts,
             cfg,
             n_ranks=run.n_ranks,
-            score_old=scorer(run.state.params, "old_logp") if needs_old_logp(cfg) else None,
-            score_ref=None if ref_params is None else scorer(ref_params, "ref"),
+            score_old=old_logps if needs_old_logp(cfg) else None,
+            score_ref=ref_logps if needs_ref_logp(cfg) else None,
             kl_coef=run.coefs.kl,
             seed=run.sampling_seed(validation=False),
         )

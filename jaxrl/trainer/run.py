@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import Logger
 from jaxrl.io.progress import Progress
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.step import Update
+from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
@@ -43,7 +43,8 @@ class Run:
     engines: Engines  # where it and those of the other processes work
     optimizer: Optimizer
     update: Update
-    score: Callable  # learner.step.make_score
+    scorer: Scorer  # of the policy's logprobs
+    ref_scorer: Scorer
     ref_params: Decoder | None
     checkpoints: Checkpointer
     logger: Logger

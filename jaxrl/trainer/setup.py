@@ -16,11 +16,11 @@ from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
 from jaxrl.io.progress import Progress
-from jaxrl.learner.layout import training_rules
+from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, frozen_copy, init_state
-from jaxrl.learner.step import make_score, make_update
+from jaxrl.learner.step import Scorer, make_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -32,7 +32,7 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
-from jaxrl.trainer.engines import place_engines
+from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.interrupt import stop_on_signals
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
@@ -40,7 +40,7 @@ from jaxrl.trainer.run import Run
 from jaxrl.trainer.warmup import warm_up
 from jaxrl.types import Prompt, TrainState
 from sharding import check_host_memory, hosts, make_mesh, to_host
-from sharding.rules import DECODE, Rules
+from sharding.rules import Rules
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
         kind = jax.devices()[0].device_kind
         progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
-        rules = training_rules(cfg)
+        rules, layout = training_rules(cfg), rollout_layout(cfg, decoder, dtype)
         memory = device_memory()
         if cfg.plan_check and memory is not None:
             with progress.waiting("planning: compiling all programs"):
@@ -98,6 +98,9 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         step = host.get("step", 0)
         if host:
             iterator.restore(host["iterator"])
+        scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", decoder, dtype))
+        if cfg.ref != cfg.score:
+            ref_scorer = Scorer(cfg, role_layout(cfg, "ref", decoder, dtype))
         logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
         stack.callback(logger.close)
         run = Run(
@@ -110,12 +113,13 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             iterator=iterator,
             val_prompts=val_prompts,
             rewards=rewards,
-            engine=make_engine(cfg, rollout, decoder, dtype, model_folder, renderer),
-            engines=place_engines(cfg),
+            engine=make_engine(cfg, rollout, layout, decoder, model_folder, renderer),
+            engines=Engines(layout),
             optimizer=optimizer,
             update=make_update(cfg, optimizer, rules),
-            score=make_score(cfg, rules),
-            ref_params=reference(cfg, rules, state, step, model_folder, decoder, dtype),
+            scorer=scorer,
+            ref_scorer=ref_scorer,
+            ref_params=reference(cfg, ref_scorer.layout, state, step, model_folder, decoder),
             checkpoints=checkpoints,
             logger=logger,
             progress=progress,
@@ -226,20 +230,20 @@ def first_state(
 
 def reference(
     cfg: RunConfig,
-    rules: Rules,
+    layout: Layout,
     state: TrainState,
     step: int,
     model_folder: Path,
     decoder: DecoderConfig,
-    dtype: jnp.dtype,
 ) -> Decoder | None:
     """The frozen model that the KL term compares with, where there is one: the model of step 0."""
     if not needs_ref(cfg):
         return None
-    if step == 0:
+    if step == 0 and layout.way is None:
         ref = frozen_copy(state.params)
     else:
-        ref = load_params(model_folder, rules, decoder, dtype)
+        with layout.on_mesh():
+            ref = load_params(model_folder, layout.rules, decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 
@@ -256,8 +260,8 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.d
 def make_engine(
     cfg: RunConfig,
     rollout: RolloutConfig,
+    layout: Layout,
     decoder: DecoderConfig,
-    dtype: jnp.dtype,
     model_folder: Path,
     renderer: ChatRenderer,
 ) -> PagedEngine:
@@ -265,8 +269,8 @@ def make_engine(
     return PagedEngine(
         decoder,
         rollout,
-        rules=DECODE,
-        dtype=dtype,
+        rules=layout.rules,
+        dtype=layout.dtype,
         max_len=cfg.data.max_len,
         eos_ids=stop_ids(model_folder, renderer.tokenizer),
         implementation=None if name == "auto" else name,

@@ -11,7 +11,7 @@ from sharding import to_device
 def warm_up(run: Run) -> None:
     """Runs each program once on padding, in every declared shape. The state comes back unchanged."""
     compiling = run.progress.waiting("compiling prefill and decode")
-    with compiling, run.engines.weights(run.state.params) as params:
+    with compiling, run.engines.layout.weights(run.state.params) as params:
         run.engine.warmup(params)
     for rows, row_len in run.cfg.learner.shapes:
         n_rows = run.n_ranks * rows
@@ -22,10 +22,13 @@ def warm_up(run: Run) -> None:
 
 def learn_nothing(run: Run, batch: Batch) -> None:
     """One update on padding: it has no weight, so the loss is not finite and changes nothing."""
-    needs_ref_logps = needs_ref_logp(run.cfg)
-    if needs_old_logp(run.cfg) or needs_ref_logps:
-        run.update.take(run.score(run.state.params, run.update.put(batch))[0])
-    if needs_ref_logps and run.cfg.algorithm.kl_in == "reward":
-        token_kl(batch, batch.ref_logp, run.cfg.algorithm)
+    if needs_old_logp(run.cfg):
+        with run.scorer.layout.weights(run.state.params) as params:
+            run.scorer.logps(params, [batch])
+    if needs_ref_logp(run.cfg):
+        with run.ref_scorer.layout.on_mesh():
+            run.ref_scorer.logps(to_device(run.ref_params), [batch])
+        if run.cfg.algorithm.kl_in == "reward":
+            token_kl(batch, batch.ref_logp, run.cfg.algorithm)
     ref_params = to_device(run.ref_params) if full_kl_in_loss(run.cfg) else None
     run.state, _ = run.update.update(run.state, [batch], ref_params=ref_params)

@@ -44,7 +44,7 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     found = json.loads(json.dumps(plan.json()))
     assert tuple(found) == JSON_KEYS
     assert set(found["programs"]) == {
-        "accumulate", "apply", "score", "reference", "prefill", "copy_pages", "decode",
+        "accumulate", "apply", "score", "reference", "reshard", "prefill", "copy_pages", "decode",
     }  # fmt: skip
     assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
     assert set(found["phases"]) == {"rollout", "scoring", "update"}
@@ -83,6 +83,30 @@ def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
     }  # fmt: skip
 
 
+def test_the_rollout_has_whole_weights_beside_the_state(plan):
+    """fsdp 4 x tensor 2: a replica's copy is all of the matrices over tensor alone; biases and norms stay."""
+    matrices = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    reshard, decode = plan.programs["reshard"], plan.programs["decode"]
+    assert reshard.argument_bytes == 4 * matrices // 8
+    assert reshard.output_bytes == pytest.approx(4 * matrices // 2, abs=1024)
+    assert decode.argument_bytes > 4 * matrices // 2
+    state = sum(plan.resident.values())
+    assert plan.phases["rollout"].live_bytes >= state + 4 * matrices // 2
+    assert not decode.cost.by_kind().get("all-gather")
+
+
+def test_scoring_by_other_rules_is_another_program():
+    cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        assert parts.joined == {"score": 2, "reference": 1}  # 8 ranks instead of 4
+        programs = parts.lower["reshard_score"]().compile(), parts.lower["score"]().compile()
+    copy, score = (program.memory_analysis() for program in programs)
+    weights = parts.shares["score_aliased"] + copy.output_size_in_bytes
+    rows = 8 * 2 * 128 * 4 // 8  # int32 [rank rows, tokens] of a device
+    assert score.argument_size_in_bytes == pytest.approx(weights + 4 * rows, rel=0.02)
+
+
 def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):
     # Per device: 256 tokens a rank; forward, recomputed forward and two backward passes over the layers'
     # matrices, sharded over tensor 2; the head in forward, again in backward, and its two gradients.
@@ -112,7 +136,9 @@ def test_kv_pages_are_what_the_fullest_phase_leaves(plan):
     memory = (fullest + pages * plan.page_bytes + 1) / 0.85
     tight = replan(plan, small_machine(memory))
     assert tight.kv_pages == pages
-    assert tight.max_concurrent_sequences == pages // 2  # 128 tokens are two pages
+    assert tight.max_concurrent_sequences == 4 * (
+        pages // 2
+    )  # 128 tokens are two pages; 4 replicas
     assert tight.expected_step_s > plan.expected_step_s  # fewer sequences at a time, more steps
 
 
@@ -125,7 +151,7 @@ def replan(plan: Plan, machine: Topology) -> Plan:
     """The same programs on another machine."""
     with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
         parts = run_parts(run(), TINY, plan.chip.memory_bytes)
-    return add_up(parts, plan.programs, machine, plan.mesh, plan.page_bytes, plan.lengths)
+    return add_up(parts, plan.programs, machine, plan.mesh, plan.lengths)
 
 
 def test_the_tables_name_programs_phases_and_verdict(plan):

@@ -13,7 +13,7 @@ from jaxrl.models.decoder import decoder_specs, forward_packed
 from jaxrl.models.spec import init_params
 from jaxrl.rollout.api import Request
 from jaxrl.rollout.engine import PagedEngine
-from sharding.rules import DECODE, TRAIN
+from sharding.rules import DECODE, TRAIN, Rules
 
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512)
 GEMMA = dict(post_norms=True, unit_offset=True, act="gelu_tanh", embed_scale=8.0, tied=True)
@@ -61,12 +61,13 @@ def make_engine(
     cfg: DecoderConfig,
     rollout: RolloutConfig = SMALL,
     implementation: str | None = None,
+    rules: Rules = DECODE,
     **changes,
 ) -> PagedEngine:
     return PagedEngine(
         cfg,
         dataclasses.replace(rollout, **changes),
-        rules=DECODE,
+        rules=rules,
         dtype=jnp.float32,
         max_len=256,
         eos_ids=(1,),

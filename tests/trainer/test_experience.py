@@ -116,10 +116,12 @@ def test_nothing_is_idle_where_entropy_or_kl_learns_from_every_token(algorithm):
 def test_the_kl_to_the_reference_is_that_of_every_token():
     cfg = resolve(config(kl="k1", kl_in="reward", kl_coef=0.1))
     # the reference gives every token -1.5, the policy -1: k1 = 0.5 a token
-    kl = reference_kl(
-        rollouts_with([[1, 0]]), cfg, 1, lambda batch: np.full(batch.tokens.shape, -1.5, np.float32)
-    )
+    kl = reference_kl(rollouts_with([[1, 0]]), cfg, 1, constant_scores(-1.5))
     np.testing.assert_allclose(kl, np.full((2, 3), 0.5), atol=1e-6)
+
+
+def constant_scores(logp):
+    return lambda batches: [np.full(batch.tokens.shape, logp, np.float32) for batch in batches]
 
 
 def test_scores_are_filled_only_where_asked_for():
@@ -128,7 +130,7 @@ def test_scores_are_filled_only_where_asked_for():
         rollouts_with([[1, 0], [0, 1]]),
         cfg,
         n_ranks=1,
-        score_old=lambda batch: np.full(batch.tokens.shape, -2.0, np.float32),
+        score_old=constant_scores(-2.0),
         score_ref=None,
     )
     batch = minis[0].packed[0].batch

@@ -5,9 +5,7 @@ import sys
 import jax
 import numpy as np
 
-from jaxrl.trainer.engines import Engines
-from sharding import hosts, make_mesh
-from sharding.mesh import split_by_process
+from sharding import hosts, make_mesh, process_block, regroup
 
 NUMBERS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 ORDERS = {
@@ -18,20 +16,30 @@ ORDERS = {
 }
 
 
+ODD = (0, 1, 2, 4, 3, 5, 6, 7)
+
+
 def copied(order) -> bool:
-    """Whether every layout comes whole to the devices of this process."""
+    """Whether every layout comes whole to the devices of this process, and to replicas over all of them."""
     mesh = make_mesh([jax.devices()[i] for i in order], fsdp=4, tensor=2)
+    ways = [
+        regroup(mesh, of_process=True, **process_block(mesh)),
+        regroup(mesh, of_process=True, replica=2, tensor=2),
+        regroup(mesh, of_process=True, replica=4),
+        regroup(mesh, replica=2, tensor=4),
+    ]
     right = []
-    with jax.set_mesh(mesh):
-        engines = Engines(*split_by_process(mesh))
-        for spec in (jax.P("fsdp", "tensor"), jax.P(None, "tensor"), jax.P()):
-            sharding = jax.sharding.NamedSharding(mesh, spec)
-            array = jax.make_array_from_callback(NUMBERS.shape, sharding, NUMBERS.__getitem__)
-            with engines.weights([array]) as (own,):
+    for spec in (jax.P("fsdp", "tensor"), jax.P(None, "tensor"), jax.P()):
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        array = jax.make_array_from_callback(NUMBERS.shape, sharding, NUMBERS.__getitem__)
+        for way in ways:
+            (own,) = way.reshard([array], [spec])
+            with jax.set_mesh(way.mesh):
                 right += [
-                    np.array_equal(own, NUMBERS),
+                    np.array_equal(hosts.host_array(own), NUMBERS),
                     bool(jax.jit(lambda a: a.sum())(own) == 2016),
                 ]
+        with jax.set_mesh(mesh):
             right += [np.array_equal(hosts.host_array(array), NUMBERS)]
     return all(right)
 
@@ -44,7 +52,7 @@ def main() -> None:
     long = hosts.gather(bytes([i]) * (3_000_000 + i))
     print("long", [(len(one), set(one)) for one in long], hosts.joined([i] * i), hosts.share(5))
     try:
-        split_by_process(make_mesh(fsdp=1, tensor=8))
+        process_block(make_mesh([jax.devices()[i] for i in ODD], fsdp=2, tensor=4))
     except ValueError as problem:
         print(problem)
 

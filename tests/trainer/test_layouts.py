@@ -1,0 +1,100 @@
+"""Roles of a run on meshes of their own give the run of one mesh."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config import resolve
+from jaxrl.learner.layout import rollout_layout
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_model
+from jaxrl.train import train
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+NUMBERS = ("reward/mean", "loss/total", "optim/grad_norm", "mismatch/logp_diff_max")
+MODEL = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=64, max_len=256)
+
+
+def steps(config) -> list[dict]:
+    """The training lines of a run of two steps."""
+    config.total_steps, config.data.val = 2, ()
+    config.rollout.max_num_seqs, config.checkpoint.export_hf = 8, False
+    assert train(resolve(config))
+    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+
+
+def assert_same_steps(ours: list[dict], theirs: list[dict]):
+    assert len(ours) == len(theirs) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        for name in NUMBERS:
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_run_with_replicas_is_the_run_without(tiny_config, tmp_path):
+    tiny_config.mesh.fsdp = 2
+    tiny_config.rollout.layout = "training"
+    theirs = steps(tiny_config)
+    tiny_config.run_dir, tiny_config.rollout.layout = str(tmp_path / "own"), "replicas"
+    ours = steps(tiny_config)
+    assert_same_steps(ours, theirs)
+    assert all(line["time/reshard_s"] > 0 for line in ours)
+    assert not any("time/reshard_s" in line for line in theirs)
+
+
+def test_the_copy_of_a_rollout_is_gone_behind_it_and_the_rest_is_training_s(tiny_config):
+    tiny_config.mesh.fsdp, tiny_config.mesh.tensor = 4, 2
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        params = init_model(MODEL, seed=0, rules=TRAIN)
+        layout = rollout_layout(resolve(tiny_config), MODEL, params.embed.dtype)
+        with layout.weights(params) as there:
+            assert jax.sharding.get_mesh().shape["replica"] == 4
+            assert there.embed.sharding.spec[0] == "tensor"
+            np.testing.assert_array_equal(there.embed, params.embed)
+        assert there.embed.is_deleted() and not params.embed.is_deleted()
+        assert not there.norm.w.is_deleted()
+        np.testing.assert_array_equal(there.norm.w, params.norm.w)
+        copied = sum(leaf.is_deleted() for leaf in jax.tree.leaves(there))
+        assert layout.aliased_bytes(params) > 0 and copied == 2 + 7 * MODEL.L
+
+
+def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
+    for sizes in ({"fsdp": 1}, {"tensor": 2}):
+        with jax.set_mesh(make_mesh(**sizes)):
+            tiny_config.mesh.update({"fsdp": 1} | sizes)
+            layout = rollout_layout(resolve(tiny_config), MODEL, jax.numpy.float32.dtype)
+        assert layout.way is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"tensor": 3}, "8 devices are not shared out by replicas of 3 x 1 devices"),
+        ({"tensor": 4}, "2 kv heads over tensor=4.*Set config.rollout.tensor"),
+        ({"tensor": 2, "layout": "training"}, "rollout.tensor=2 is of an engine's replica"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_what_to_set(tiny_config, keys, words):
+    tiny_config.rollout.update(keys)
+    tiny_config.mesh.fsdp = 8
+    with jax.set_mesh(make_mesh(fsdp=8)), pytest.raises(ValueError, match=words):
+        rollout_layout(resolve(tiny_config), MODEL, jax.numpy.float32.dtype)
+
+
+@pytest.mark.slow
+def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path):
+    """Updates with Ulysses over two of four devices; logprobs on four, the reference over a tensor axis."""
+    tiny_config.mesh.fsdp, tiny_config.mesh.sequence = 2, 2
+    tiny_config.learner.mini_batch_prompts = 2
+    tiny_config.algorithm.kl_coef = 0.1
+    theirs = steps(tiny_config)
+    tiny_config.run_dir = str(tmp_path / "own")
+    tiny_config.score.sequence, tiny_config.ref.sequence, tiny_config.ref.tensor = 1, 1, 2
+    ours = steps(tiny_config)
+    assert_same_steps(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one["loss/kl"], other["loss/kl"], rtol=1e-3, atol=1e-6)
