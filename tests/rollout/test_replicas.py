@@ -36,8 +36,10 @@ def assert_same(results, want):
     ("family", "train", "rollout"),
     [
         ("llama", dict(fsdp=4, tensor=2), dict(replica=4, tensor=2)),
-        ("llama", dict(fsdp=8), dict(replica=8)),
-        ("mixtral", dict(fsdp=2, expert=2), dict(replica=2, expert=2)),
+        pytest.param("llama", dict(fsdp=8), dict(replica=8), marks=pytest.mark.slow),
+        pytest.param(
+            "mixtral", dict(fsdp=2, expert=2), dict(replica=2, expert=2), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_replicas_give_the_numbers_of_one_device(family, train, rollout):
