@@ -68,18 +68,20 @@ def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
     cfg = run(learner__offload=("optimizer", "reference"))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_parts(cfg, TINY, plan.chip.memory_bytes)
+        before = run_parts(run(), TINY, plan.chip.memory_bytes)
     assert parts.resident["opt_state"] < 64  # counters
     live = {
-        name: live_bytes(dataclasses.replace(p, holds=parts.holds[name]), parts.resident, 0)
+        name: live_bytes(dataclasses.replace(p, holds=parts.holds[name]), parts, 0)
         for name, p in plan.programs.items()
     }
-    was = {name: live_bytes(p, plan.resident, 0) for name, p in plan.programs.items()}
+    was = {name: live_bytes(p, before, 0) for name, p in plan.programs.items()}
     opt, ref = plan.resident["opt_state"], plan.resident["ref"]
     saved = {name: round((was[name] - live[name]) / ref, 3) for name in live}
-    # moments are twice the weights; scoring uses the reference, `apply` is given the optimizer's state
+    # moments are twice the weights; its own scoring has the reference, `apply` is given the optimizer's state
     assert round(opt / ref, 3) == 2
     assert saved == {
-        "accumulate": 3, "apply": 1, "score": 2, "reference": 2, "prefill": 3, "copy_pages": 3, "decode": 3,
+        "accumulate": 3, "apply": 1, "score": 3, "reference": 2, "reshard": 3,
+        "prefill": 3, "copy_pages": 3, "decode": 3,
     }  # fmt: skip
 
 
@@ -92,7 +94,8 @@ def test_the_rollout_has_whole_weights_beside_the_state(plan):
     assert decode.argument_bytes > 4 * matrices // 2
     state = sum(plan.resident.values())
     assert plan.phases["rollout"].live_bytes >= state + 4 * matrices // 2
-    assert not decode.cost.by_kind().get("all-gather")
+    tokens = 2 * 4 * 8 * 32 * 4  # and bits of logprobs: 32 steps of 4 x 8 sequences
+    assert decode.cost.by_kind().get("all-gather", {"bytes": 0})["bytes"] <= tokens
 
 
 def test_scoring_by_other_rules_is_another_program():
