@@ -94,8 +94,9 @@ def test_the_rollout_has_whole_weights_beside_the_state(plan):
     assert decode.argument_bytes > 4 * matrices // 2
     state = sum(plan.resident.values())
     assert plan.phases["rollout"].live_bytes >= state + 4 * matrices // 2
-    tokens = 2 * 4 * 8 * 32 * 4  # and bits of logprobs: 32 steps of 4 x 8 sequences
-    assert decode.cost.by_kind().get("all-gather", {"bytes": 0})["bytes"] <= tokens
+    # No weights, the smallest of which has 8 KiB: tokens and logprobs of 32 steps of 4 x 8 sequences.
+    gathered = decode.cost.by_kind().get("all-gather", {"bytes": 0})["bytes"]
+    assert gathered < 2 * 4 * 8 * 32 * 4 + 1024
 
 
 def test_scoring_by_other_rules_is_another_program():
