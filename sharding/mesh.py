@@ -51,11 +51,28 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> jax.shardin
             devices = devices[: math.prod(sizes.values())]
     full = axis_sizes(len(devices), **sizes)
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
-    # jax.make_mesh refuses 8 x 8 on a torus of 4 x 4 x 4.
-    order = mesh_utils.create_device_mesh(
-        tuple(full.values()), devices, allow_split_physical_axes=True
+    return jax.sharding.Mesh(_order(devices, full), MESH_AXES, axis_types=kinds)
+
+
+def _order(devices: Sequence[Any], sizes: dict[str, int]) -> np.ndarray:
+    """The devices such that those of the faster axes are the closer ones. jax.make_mesh refuses 8 x 8 on a torus of
+    4 x 4 x 4, and several slices, between which there is a slower network: these lie along `replica` or `stage`.
+    """
+    tpu = devices[0].platform == "tpu"
+    n_slices = len({getattr(device, "slice_index", 0) for device in devices}) if tpu else 1
+    slow = [axis for axis in ("replica", "stage") if sizes[axis] % n_slices == 0]
+    if not slow:
+        raise ValueError(
+            f"{len(devices)} devices lie in {n_slices} slices, which neither mesh.replica={sizes['replica']} nor "
+            f"mesh.stage={sizes['stage']} divides into; set config.mesh.replica={n_slices}, or a multiple"
+        )
+    between = {axis: n_slices if axis == slow[0] else 1 for axis in MESH_AXES}
+    inside = [sizes[axis] // between[axis] for axis in MESH_AXES]
+    if n_slices == 1:
+        return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, list(between.values()), devices, allow_split_physical_axes=True
     )
-    return jax.sharding.Mesh(order, MESH_AXES, axis_types=kinds)
 
 
 def abstract_mesh(n_devices: int, **sizes: int) -> AbstractMesh:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from jaxrl.planner.topology import topology
 from sharding import (
@@ -44,6 +45,20 @@ def test_a_mesh_may_split_an_axis_of_a_torus():
     devices = topology("v5p:4x4x4").devices
     mesh = make_mesh(devices, fsdp=8, expert=8)
     assert len({device.id for device in mesh.devices.flat}) == 64
+
+
+def test_slices_lie_along_replicas_or_stages():
+    pytest.importorskip("libtpu", reason="a description of slices of TPUs needs libtpu")
+    topology("v5e:2x4")  # sets what the compiler asks of the environment
+    two = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4", num_slices=2
+    ).devices
+    for axis in ("replica", "stage"):
+        mesh = make_mesh(two, **{axis: 2, "fsdp": 4, "tensor": 2})
+        rows = np.moveaxis(mesh.devices, MESH_AXES.index(axis), 0).reshape(2, 8)
+        assert [{device.slice_index for device in row} for row in rows] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"lie in 2 slices, .* set config.mesh.replica=2"):
+        make_mesh(two, fsdp=16)
 
 
 @pytest.mark.parametrize(
