@@ -1,5 +1,6 @@
 """The one device mesh. Every axis is always present; an axis that is not used has size 1."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,11 @@ def _order(devices: Sequence[Any], sizes: dict[str, int]) -> np.ndarray:
     between = {axis: n_slices if axis == slow[0] else 1 for axis in MESH_AXES}
     inside = [sizes[axis] // between[axis] for axis in MESH_AXES]
     if n_slices == 1:
-        return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+        make = functools.partial(mesh_utils.create_device_mesh, inside, devices)
+        try:  # so that each host's chips are a block of the mesh, where that can be had
+            return make(contiguous_submeshes=True, allow_split_physical_axes=True)
+        except ValueError:
+            return make(allow_split_physical_axes=True)
     return mesh_utils.create_hybrid_device_mesh(
         inside, list(between.values()), devices, allow_split_physical_axes=True
     )

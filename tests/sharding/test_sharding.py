@@ -45,6 +45,9 @@ def test_a_mesh_may_split_an_axis_of_a_torus():
     devices = topology("v5p:4x4x4").devices
     mesh = make_mesh(devices, fsdp=8, expert=8)
     assert len({device.id for device in mesh.devices.flat}) == 64
+    mesh = make_mesh(devices, fsdp=16, tensor=4)  # 4 chips a host
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices).reshape(8, 2, 2, 2)
+    assert (hosts == hosts[:, :1, :, :1]).all()
 
 
 def test_slices_lie_along_replicas_or_stages():
