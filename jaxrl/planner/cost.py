@@ -187,7 +187,7 @@ class _Walk:
         for i, name in enumerate(fusion.operands):
             shapes = inside.instructions[name].shapes if name in inside.instructions else ()
             if i in called.parameters and any(shape.in_hbm for shape in shapes):
-                total += _read_bytes(called.parameters[i], called, _hbm(shapes))
+                total += _read_bytes(called.parameters[i], called, _hbm(shapes), self.module)
         roots = [called.root]
         if called.root.opcode == "tuple":
             roots = [called.instructions[name] for name in called.root.operands]
@@ -232,12 +232,17 @@ def _host_bytes(one: Instruction, inside: Computation) -> float:
     return target.bytes if source.on_host != target.on_host else 0.0
 
 
-def _read_bytes(parameter: Instruction, called: Computation, whole: float) -> float:
-    """Of a fusion's operand: no more than the slices, if nothing else is made of it."""
+def _read_bytes(parameter: Instruction, called: Computation, whole: float, module: Module) -> float:
+    """Of a fusion's operand: no more than the slices, if nothing else is made of it, here or in a fusion
+    within the fusion."""
     total = 0.0
     for user in called.users[parameter.name]:
         if user.opcode == "bitcast":
-            total += _read_bytes(user, called, whole)
+            total += _read_bytes(user, called, whole, module)
+        elif user.opcode == "fusion":
+            inner = module.computations[user.called("calls") or ""]
+            places = [i for i, name in enumerate(user.operands) if name == parameter.name]
+            total += sum(_read_bytes(inner.parameters[i], inner, whole, module) for i in places)
         elif user.opcode in ("dynamic-slice", "gather", "slice") and (
             user.operands[0] == parameter.name
         ):

@@ -172,6 +172,32 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert cost.bytes_accessed == 4 * 32  # %a writes, %c reads, %e writes, %f reads
 
 
+def test_a_slice_in_a_fusion_within_a_fusion_is_a_slice():
+    text = """
+%inner (p: f32[64,8], i: s32[]) -> f32[1,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,8}
+}
+
+%outer (q: f32[64,8], j: s32[]) -> f32[1,8] {
+  %q = f32[64,8]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %some = f32[1,8]{1,0} fusion(%q, %j), kind=kLoop, calls=%inner
+  ROOT %out = f32[1,8]{1,0} negate(%some)
+}
+
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %y = f32[1,8]{1,0} fusion(%x, %n), kind=kLoop, calls=%outer
+}
+"""
+    # a row read and a row written, and the index
+    assert program_cost(text).bytes_accessed == 2 * 8 * FLOAT + 4
+
+
 def test_a_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing")
