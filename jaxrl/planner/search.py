@@ -178,7 +178,7 @@ def estimate(
     kept = {"full": d.D, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
     work = local * wide * (d.L * kept + 4 * dots) + 3 * layer * wide + chunk + 2 * 4 * head / tp
-    waits, rollout, replicas = "optimizer" in offload, cfg.rollout, 1
+    waits, rollout, replicas, copy = "optimizer" in offload, cfg.rollout, 1, share
     if rollout.layout == "replicas":
         group = rollout.tensor or tp, rollout.expert or e
         replicas = max(len(machine.devices) // math.prod(group), 1)
@@ -215,7 +215,7 @@ def estimate(
     scored = needs_old_logp(cfg) + needs_ref_logp(cfg)
     step = micro * (cfg.learner.epochs * (forward + backward) + scored * forward)
     steps = math.ceil(cfg.sequences_per_step / (rollout.max_num_seqs * replicas)) * lengths.response
-    read = share * wide / chip.memory_bytes_per_s
+    read = copy * wide / chip.memory_bytes_per_s
     step += steps * (read if replicas > 1 else max(read, gathered))
     moved = 2 * held * optimizer * cfg.updates_per_step if waits else 0.0
     moved += held * wide if "reference" in offload else 0.0
