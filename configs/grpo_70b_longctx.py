@@ -7,7 +7,8 @@ Hardware: TPU v5p 4x8x8 (256 chips). The run folder is one that all hosts see.
 Data: parquet in verl's schema with long solutions, DAPO-Math-17k for example.
 
 Mesh: fsdp 4 x sequence 8 x tensor 8, as verl's guide for this size and context cuts it. Each device holds 4k tokens of a row;
-in attention 64 devices share its 64 heads (Ulysses), and 8 kv heads allow no larger tensor axis.
+in attention 64 devices share its 64 heads (Ulysses), and 8 kv heads allow no larger tensor axis. The rollout has 32 replicas
+of 8 devices.
 
 Minutes and result: not measured. docs/plans/ has the plan: what fits, and the time at peak rates.
 """
@@ -32,7 +33,7 @@ def get_config() -> ConfigDict:
     config.data.max_response_len = 30720
 
     config.rollout.n = 8
-    config.rollout.max_num_seqs = 256
+    config.rollout.max_num_seqs = 64  # of each of 32 replicas
     config.rollout.max_num_batched_tokens = 8192
     config.rollout.page_len = 256
 

@@ -7,10 +7,10 @@ Hardware: TPU v5p 4x4x4 (64 chips), or 8 nodes of 8 GPUs. The run folder is one 
 Data: parquet in verl's schema. scripts/prepare_gsm8k.py writes GSM8K; MATH is expected with the same columns and
 data_source "lighteval/MATH". The reward follows data_source.
 
-Mesh: fsdp 16 x tensor 4. Tensor shards stay within a host's chips or a node's GPUs; 4 kv heads allow no more.
+Mesh: fsdp 16 x tensor 4. Tensor shards stay within a node's GPUs; 4 kv heads allow no more. The rollout has 16
+replicas of 4 devices, which decode the 4096 sequences of a step at one time.
 
-Minutes and result: not measured yet. What is checked without such hardware: the config resolves for 64 devices, and
-the whole update type-checks at the 7B shape on an abstract mesh of 16 x 4 (tests/test_configs.py).
+Minutes and result: not measured yet. docs/plans/ has the plan: what fits, and the time at peak rates.
 """
 
 from ml_collections import ConfigDict

@@ -12,6 +12,7 @@ import jax
 import pytest
 from tiny_run import TINY, run
 
+from jaxrl.learner.layout import rollout_layout
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
@@ -162,6 +163,25 @@ def test_the_tables_name_programs_phases_and_verdict(plan):
     text = as_text(plan)
     for word in (*plan.programs, *plan.phases, "KV pages: 16", "fits", "AG ", "AR "):
         assert word in text, word
+
+
+def test_on_several_hosts_each_process_has_an_engine_of_its_own():
+    pytest.importorskip("libtpu", reason="a description of several hosts of TPUs needs libtpu")
+    machine = topology("v5p:2x2x2")
+    hosts = {device.process_index for device in machine.devices}
+    assert len(hosts) == 2 and len(machine.devices) == 8
+    found = {}
+    for engines in ("auto", "mesh"):
+        cfg = run(rollout__engines=engines)
+        with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
+            layout = rollout_layout(cfg, TINY, jax.numpy.dtype("bfloat16"))
+            parts = run_parts(cfg, TINY, machine.chip.memory_bytes)
+            found[engines] = layout.mesh(jax.sharding.get_mesh()).shape, parts.n_replicas
+    # two replicas of two chips in each process, or four over all chips
+    assert {name: (mesh["replica"], n) for name, (mesh, n) in found.items()} == {
+        "auto": (2, 4),
+        "mesh": (4, 4),
+    }
 
 
 def test_a_collective_costs_a_ring_and_more_between_nodes():
