@@ -12,7 +12,8 @@ shared out over all 64. Tokens go to their experts within groups of 8 devices: a
 
 Minutes and result: not measured yet. What is checked without such hardware: the config resolves for 64 devices, and
 the whole update type-checks at the model's shape on an abstract mesh of 8 x 8 (tests/test_configs.py). On GPUs the
-experts' products still run as a loop of small products (docs/moe.md), so expect TPUs to be the better place for now.
+experts' products still run as a loop of small products (docs/moe.md). It has no plan yet: libtpu 0.0.51 aborts while it compiles
+the update for v5p ("split of a padded window dim is not supported").
 """
 
 from ml_collections import ConfigDict
