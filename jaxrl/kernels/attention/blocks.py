@@ -69,8 +69,8 @@ def add_scores(
     keep = jnp.exp(state.top - top)
     return Softmax(
         top=top,
-        total=state.total * keep + row_sum(weights),
-        mixed=state.mixed * keep[..., None] + mix(weights),
+        total=settle(state.total * keep) + row_sum(weights),
+        mixed=settle(state.mixed * keep[..., None]) + mix(weights),
     )
 
 
