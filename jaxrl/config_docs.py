@@ -61,6 +61,7 @@ HEADINGS = {
     "rollout.sampling": "rollout.sampling: how training responses are drawn",
     "algorithm": "algorithm",
     "learner": "learner: the update",
+    "preference": "preference: jaxrl.dpo",
     "reward": "reward",
     "eval": "eval: validation",
     "eval.sampling": "eval.sampling: how validation responses are drawn",

@@ -59,6 +59,7 @@ REMATS = ("full", "dots", "none")
 SEQUENCE_PARALLELS = ("ulysses", "ring")
 OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
+PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
 BEST_MODES = ("max", "min")
 REWARDS = ("by_source", "exact", "format", "gsm8k", "last_number", "math", "reasoning_gym")
 ENGINES = ("auto", "process", "mesh")
@@ -252,6 +253,15 @@ class LearnerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    loss: str = key("dpo", "over pairs of answers", among=PREFERENCE_LOSSES)
+    beta: float = key(0.1, "how much the policy is held to the reference model; of ipo its tau", above=0)
+    label_smoothing: float = key(0.0, "dpo: how often the wrong answer is taken to be labelled as chosen (cDPO)", least=0, most=0.5)
+    chosen_weight: float = key(1.0, "kto: weight of the chosen answers", above=0)
+    rejected_weight: float = key(1.0, "kto: weight of the rejected answers", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardConfig:
     functions: tuple[str, ...] = key(("math",), "names of jaxrl/rewards or 'package.module:function'; their weighted sum is the reward")
     weights: tuple[float, ...] = key((), "one per function; () = 1 each")
@@ -308,6 +318,7 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

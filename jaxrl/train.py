@@ -1,4 +1,4 @@
-"""python -m jaxrl.train --config=configs/quickstart.py: sample, reward, update, on one page."""
+"""python -m jaxrl.train --config=configs/quickstart.py: sample, reward, update."""
 
 import os
 import sys
@@ -9,53 +9,21 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 from jaxrl.config import RunConfig
 from jaxrl.flags import parse
-from jaxrl.io.checkpoint import CheckpointError
-from jaxrl.trainer.compiles import RecompileError
-from jaxrl.trainer.failure import NonFiniteError
-from jaxrl.trainer.finish import finish, save, stopped
-from jaxrl.trainer.interrupt import Interrupted
+from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.phases import train_step, validate
-from jaxrl.trainer.processes import explain
 from jaxrl.trainer.setup import open_run
-from sharding import hosts
-
-EXPLAINED = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
 
 
 def main() -> int:
     """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
-    cfg = parse(sys.argv[1:])
-    try:
-        done = train(cfg)
-    except EXPLAINED as problem:
-        explain(problem)
-        return 1
-    hosts.barrier()
-    return 0 if done else 130
+    return exit_status(train, parse(sys.argv[1:]))
 
 
 def train(cfg: RunConfig) -> bool:
     """Runs to the last step. False if it was interrupted before that: then all is saved."""
     with open_run(cfg) as run:
-        try:
-            while True:
-                if run.validation_due:
-                    validate(run)
-                if run.save_due:
-                    save(run)
-                if run.done:
-                    break
-                train_step(run)  # sample -> reward -> experience -> update
-        except Interrupted as signal:
-            save(run)
-            stopped(run, signal)
-            return False
-        except NonFiniteError:
-            if run.whole:
-                save(run)
-            raise
-        finish(run)
-        return True
+        # a step: sample -> reward -> experience -> update
+        return run_to_end(run, train_step, validate)
 
 
 if __name__ == "__main__":

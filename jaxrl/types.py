@@ -38,11 +38,17 @@ class Rollout:
     reward: float = 0.0
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     reward_error: str = ""  # why the reward function gave no value; "" when it gave one
+    own: np.ndarray | None = None  # bool [response_len], tokens that the model wrote; None = all
     baseline: float = 0.0  # reward of the greedy response to the same prompt, where it is needed
     advantages: np.ndarray | None = None  # float32 [response_len]
     selected: np.ndarray | None = (
         None  # bool [response_len], tokens that clip_cov and kl_cov single out
     )
+
+    @property
+    def n_own(self) -> int:
+        """Tokens that the loss is over: those of others, as a tool's answer, are only read."""
+        return len(self.tokens) if self.own is None else int(self.own.sum())
 
 
 @struct.dataclass
@@ -53,8 +59,8 @@ class Batch:
     targets: Array  # int32 [B, T]
     segments: Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
     positions: Array  # int32 [B, T], restart with every segment
-    mask: Array  # float32 [B, T], 1 where targets[t] is a response token
-    response_len: Array  # float32 [B, T], response tokens of the token's sequence; 1 at padding
+    mask: Array  # float32 [B, T], 1 where targets[t] is a response token that the model wrote
+    response_len: Array  # float32 [B, T], such tokens of the token's sequence; 1 at padding
     advantages: Array  # float32 [B, T]
     selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov single out
     rollout_logp: Array  # float32 [B, T], from the engine

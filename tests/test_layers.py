@@ -25,7 +25,15 @@ LAYERS = [  # lowest first; rooms of one layer do not import each other
     {"jaxrl.trainer"},
     {"jaxrl.config_docs"},
     {"jaxrl.flags"},
-    {"jaxrl.train", "jaxrl.convert", "jaxrl.launch", "jaxrl.plan", "jaxrl.serve"},
+    {
+        "jaxrl.train",
+        "jaxrl.sft",
+        "jaxrl.dpo",
+        "jaxrl.convert",
+        "jaxrl.launch",
+        "jaxrl.plan",
+        "jaxrl.serve",
+    },
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (

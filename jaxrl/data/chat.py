@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -95,14 +95,64 @@ class ChatRenderer:
             rendered += [np.array(row, np.int32) for row in ids]
         return rendered
 
-    def text(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as the template writes it, before tokenization."""
+    def render_turns(
+        self, messages: Sequence[dict[str, str]], stop: Sequence[int]
+    ) -> list[tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]]:
+        """A finished conversation as (tokens, which of them the assistant writes).
+
+        A turn of the assistant ends with the first of the `stop` tokens after it, and it is the model's to
+        say that. Some templates write a turn otherwise once others follow it, for instance without its
+        thoughts. Then each turn comes by itself, after what the model would see before it.
+
+        Raises ValueError where the template does not end an answer with one of `stop`, or does not
+        begin it where it asks for one.
+        """
+        turns = [
+            self._turn(messages, i) for i, m in enumerate(messages) if m["role"] == "assistant"
+        ]
+        whole = self.text(messages, ask=False)
+        if all(whole.startswith(answered) for _, answered in turns):
+            return [self._mark(whole, [(len(asked), len(done)) for asked, done in turns], stop)]
+        return [self._mark(done, [(len(asked), len(done))], stop) for asked, done in turns]
+
+    def _turn(self, messages: Sequence[dict[str, str]], i: int) -> tuple[str, str]:
+        """The text that asks for turn i, and the text with its answer."""
+        asked, answered = self.text(messages[:i]), self.text(messages[: i + 1], ask=False)
+        if not answered.startswith(asked):
+            raise ValueError(
+                f"the chat template does not write turn {i} as a continuation of what asks for it; "
+                "set data.chat_template to one that does"
+            )
+        return asked, answered
+
+    def _mark(self, text: str, turns: Sequence[tuple[int, int]], stop: Sequence[int]):
+        """(tokens up to the end of the last turn, true where they are of a turn). A turn is given by the
+        characters at which it starts and at which the template is done with it."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.array(encoded["input_ids"], np.int32)
+        first = np.array([start for start, _ in encoded["offset_mapping"]], int)
+        own = np.zeros(len(tokens), bool)
+        for start, end in turns:
+            begin, behind = np.searchsorted(first, [start, end])
+            ends = np.flatnonzero(np.isin(tokens[begin:behind], stop))
+            if not len(ends):
+                raise ValueError(
+                    f"the chat template ends an answer with {text[start:end][-20:]!r}, which holds no "
+                    "end-of-sequence token, so the model could not learn to stop; set data.chat_template"
+                )
+            own[begin : begin + ends[0] + 1] = True
+        length = int(np.flatnonzero(own)[-1]) + 1
+        return tokens[:length], own[:length]
+
+    def text(self, messages: Sequence[dict[str, str]], *, ask: bool = True) -> str:
+        """The conversation as the template writes it, before tokenization; `ask` adds the header after
+        which the model answers."""
         messages = list(messages)
         if self.system_prompt and not any(m["role"] == "system" for m in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
+                messages, chat_template=self.template, tokenize=False, add_generation_prompt=ask
             )
         except Exception as error:  # a template is foreign code
             roles = [m["role"] for m in messages]

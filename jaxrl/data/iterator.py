@@ -1,4 +1,4 @@
-"""Which prompts a step gets: shuffled anew in every epoch, restorable to the exact next batch."""
+"""Which items a step gets: shuffled anew in every epoch, restorable to the exact next batch."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -8,10 +8,10 @@ import grain
 from jaxrl.types import Prompt
 
 
-class PromptIterator:
-    """Endless batches of exactly `prompts_per_step` prompts, each prompt at most once per epoch.
+class BatchIterator[T]:
+    """Endless batches of exactly `prompts_per_step` prompts (or what else is learnt), each at most once per epoch.
 
-    An epoch is len(prompts) // prompts_per_step batches. What is left over (fewer prompts than a
+    An epoch is len(items) // prompts_per_step batches. What is left over (fewer prompts than a
     batch) is dropped: with shuffle another part of the data in every epoch, without it always the tail.
 
     With `skip_solved` prompts that were marked as solved are passed over, the order goes on from one
@@ -23,32 +23,32 @@ class PromptIterator:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        items: Sequence[T],
         *,
         prompts_per_step: int,
         shuffle: bool,
         seed: int,
         skip_solved: bool = False,
     ):
-        if len(prompts) < prompts_per_step:
+        if len(items) < prompts_per_step:
             raise ValueError(
-                f"{len(prompts)} prompts do not fill one step of {prompts_per_step}; lower "
+                f"{len(items)} prompts do not fill one step of {prompts_per_step}; lower "
                 "data.prompts_per_step or give more data in data.train"
             )
-        self._prompts = prompts
+        self._items = items
         self._size, self._skip = prompts_per_step, skip_solved
         self._solved: set[int] = set()  # prompt ids
         self._identity = {
-            "n_prompts": len(prompts),
+            "n_prompts": len(items),
             "prompts_per_step": prompts_per_step,
             "shuffle": shuffle,
             "seed": seed,
             "skip_solved": skip_solved,
         }
-        order = grain.MapDataset.source(range(len(prompts))).seed(seed)
+        order = grain.MapDataset.source(range(len(items))).seed(seed)
         if shuffle:
             order = order.shuffle()
-        self.steps_per_epoch = len(prompts) // prompts_per_step
+        self.steps_per_epoch = len(items) // prompts_per_step
         # repeat() gives every epoch its own shuffle; batch comes first, so no batch spans two epochs
         self._batches = order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).repeat()
         self._stream = order.repeat()
@@ -57,7 +57,7 @@ class PromptIterator:
     @property
     def epoch(self) -> int:
         """Epoch of the next batch, from 0."""
-        return self._step // (len(self._prompts) if self._skip else self.steps_per_epoch)
+        return self._step // (len(self._items) if self._skip else self.steps_per_epoch)
 
     @property
     def n_solved(self) -> int:
@@ -69,25 +69,26 @@ class PromptIterator:
         if self._skip:
             self._solved.update(ids)
 
-    def __iter__(self) -> "PromptIterator":
+    def __iter__(self) -> "BatchIterator[T]":
         return self
 
-    def __next__(self) -> list[Prompt]:
+    def __next__(self) -> list[T]:
         if self._skip:
             return self._next_unsolved()
         indices = cast(list[int], self._batches[self._step])
         self._step += 1
-        return [self._prompts[index] for index in indices]
+        return [self._items[index] for index in indices]
 
-    def _next_unsolved(self) -> list[Prompt]:
-        if len(self._prompts) - len(self._solved) < self._size:
+    def _next_unsolved(self) -> list[T]:
+        if len(self._items) - len(self._solved) < self._size:
             self._solved.clear()
-        batch: dict[int, Prompt] = {}  # a batch that spans two epochs has no prompt twice
+        batch: dict[int, T] = {}  # a batch that spans two epochs has no prompt twice
         while len(batch) < self._size:
-            prompt = self._prompts[cast(int, self._stream[self._step])]
+            item = self._items[cast(int, self._stream[self._step])]
             self._step += 1
-            if prompt.id not in self._solved:
-                batch.setdefault(prompt.id, prompt)
+            name = cast(Prompt, item).id
+            if name not in self._solved:
+                batch.setdefault(name, item)
         return list(batch.values())
 
     def state(self) -> dict:

@@ -315,6 +315,8 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
     source = within + np.repeat(np.cumsum(lens + 1) - (lens + 1), lens)
     at = within + np.repeat(base, lens)
     is_response = within >= np.repeat(prompt_len - 1, lens)
+    own = [np.ones(len(r.tokens), bool) if r.own is None else r.own for r in rollouts]
+    n_own = np.array([r.n_own for r in rollouts])
 
     def filled(values, dtype, where=at, pad=0) -> np.ndarray:
         flat = np.full(n_flat, pad, dtype)
@@ -328,8 +330,8 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
         "targets": filled(all_tokens[source + 1], np.int32),
         "segments": filled(np.repeat(segment, lens), np.int32),
         "positions": filled(within, np.int32),
-        "mask": filled(is_response, np.float32),
-        "response_len": filled(np.repeat(np.maximum(response_len, 1), lens), np.float32, pad=1),
+        "mask": filled(np.concatenate(own), np.float32, where=at[is_response]),
+        "response_len": filled(np.repeat(np.maximum(n_own, 1), lens), np.float32, pad=1),
         "advantages": filled(advantages, np.float32, where=at[is_response]),
         "selected": filled(selected, np.float32, where=at[is_response]),
         "rollout_logp": filled(

@@ -107,7 +107,14 @@ def _messages(row: dict[str, Any], place: str) -> tuple[dict[str, str], ...]:
     column = next((name for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise ValueError(_missing(row, place))
-    value = row[column]
+    return as_messages(row[column], column, place)
+
+
+def as_messages(value: Any, column: str, place: str) -> tuple[dict[str, str], ...]:
+    """The messages of a column: those of its list, or its string as the user's.
+
+    Raises ValueError, naming the place, for anything else.
+    """
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):

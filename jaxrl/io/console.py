@@ -31,17 +31,28 @@ def one_decimal(value: float) -> str:
 
 
 # title, metric names of which the first there is shown, width, format
-COLUMNS: tuple[tuple[str, tuple[str, ...], int, Callable[[float], str]], ...] = (
+Column = tuple[str, tuple[str, ...], int, Callable[[float], str]]
+LAST: tuple[Column, ...] = (
+    ("grad", ("optim/grad_norm",), 7, compact),
+    ("lr", ("optim/lr",), 7, compact),
+    ("tok/s", ("perf/tokens_per_s", "rollout/tokens_per_s"), 7, compact),
+    ("s", ("time/step_s",), 7, one_decimal),
+)
+SAMPLED: tuple[Column, ...] = (
     ("reward", ("reward/mean",), 7, compact),
     ("len", ("rollout/response_len",), 7, one_decimal),
     ("kl", ("loss/kl", "loss/approx_kl"), 7, compact),
     ("entropy", ("loss/entropy",), 8, compact),
     ("clip", ("loss/clip_fraction",), 7, compact),
     ("mismatch", ("mismatch/logp_diff_mean",), 9, compact),
-    ("grad", ("optim/grad_norm",), 7, compact),
-    ("lr", ("optim/lr",), 7, compact),
-    ("tok/s", ("perf/tokens_per_s", "rollout/tokens_per_s"), 7, compact),
-    ("s", ("time/step_s",), 7, one_decimal),
+    *LAST,
+)
+GIVEN: tuple[Column, ...] = (
+    ("loss", ("loss/nll", "preference/loss"), 8, compact),
+    ("accuracy", ("preference/accuracy",), 10, compact),
+    ("margin", ("preference/margin",), 8, compact),
+    ("entropy", ("loss/entropy",), 9, compact),
+    *LAST,
 )
 
 
@@ -89,12 +100,13 @@ class ConsoleLogger:
         pass
 
     def _step_line(self, step: int, values: dict[str, float]) -> None:
+        columns = SAMPLED if "reward/mean" in values else GIVEN
         of = f"{step}/{self.total_steps}" if self.total_steps else str(step)
         if self._n_lines % HEADER_EVERY == 0:
-            titles = "".join(f"{title:>{width}}" for title, _, width, _ in COLUMNS)
+            titles = "".join(f"{title:>{width}}" for title, _, width, _ in columns)
             self._print(Text(f"{'step':>9}{titles}{'left':>9}", "bold cyan"))
         self._n_lines += 1
-        cells = (cell(names, values, width, show) for _, names, width, show in COLUMNS)
+        cells = (cell(names, values, width, show) for _, names, width, show in columns)
         self._print(Text(f"{of:>9}{''.join(cells)}{self._left(step, values):>9}"))
 
     def _left(self, step: int, values: dict[str, float]) -> str:
@@ -108,7 +120,7 @@ class ConsoleLogger:
 
     def _validation_line(self, step: int, values: dict[str, float]) -> None:
         shown = {n.removeprefix("val/"): v for n, v in values.items() if n.startswith("val/")}
-        first = {name: shown.pop(name) for name in ("reward",) if name in shown}
+        first = {name: shown.pop(name) for name in ("reward", "nll", "loss") if name in shown}
         words = "  ".join(f"{name} {compact(v)}" for name, v in (first | shown).items())
         seconds = f"  ({values['time/val_s']:.1f} s)" if "time/val_s" in values else ""
         self._print(

@@ -9,6 +9,7 @@ PHASES = {
     "time/gen_s": "rollout",
     "time/reward_s": "reward",
     "time/old_logp_s": "old logprobs",
+    "time/score_s": "logprobs",
     "time/ref_s": "reference",
     "time/adv_s": "experience",
     "time/update_s": "update",
@@ -30,6 +31,39 @@ class Chart:
 
 def all_charts(record: Record) -> list[Chart]:
     """In the order of the page. Charts of metrics that were not logged are among them."""
+    offline = any(name in record.series for name in ("loss/nll", "preference/loss"))
+    return [*(given_charts(record) if offline else sampled_charts(record)), *update_charts()]
+
+
+def given_charts(record: Record) -> list[Chart]:
+    """Of a run that learns from answers it is given."""
+    of_pairs = [
+        Chart(
+            "Preferred answers",
+            "pairs whose chosen answer has the larger reward",
+            {"preference/accuracy": "training", "val/accuracy": "held out"},
+            unit="fraction",
+        ),
+        Chart(
+            "Rewards of answers",
+            "β log π / π_ref",
+            {"preference/reward_chosen": "chosen", "preference/reward_rejected": "rejected"},
+        ),
+    ]
+    return [
+        Chart(
+            "Loss",
+            "on given answers: nats per token, or of a pair",
+            {"loss/nll": "training", "preference/loss": "training"}
+            | {"val/nll": "held out", "val/loss": "held out"},
+        ),
+        *(of_pairs if "preference/loss" in record.series else []),
+        Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
+    ]
+
+
+def sampled_charts(record: Record) -> list[Chart]:
+    """Of a run that samples its answers."""
     rewards = [name for name in record.series if name.startswith("reward/")]
     parts = [n for n in rewards if n not in ("reward/mean", "reward/std", "reward/errors")]
     parts = parts if len(parts) > 1 else []  # one function is the reward itself
@@ -76,6 +110,12 @@ def all_charts(record: Record) -> list[Chart]:
             },
             scale="log",
         ),
+    ]
+
+
+def update_charts() -> list[Chart]:
+    """Of every run."""
+    return [
         Chart("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
         Chart("Learning rate", "at the end of the step", {"optim/lr": "rate"}),
         Chart(

@@ -105,6 +105,8 @@ def headlines(record: Record) -> list[tuple[str, str, str]]:
         change(
             record, "val/reward", "Validation accuracy", "held-out prompts, before and after", 1
         ),
+        change(record, "val/nll", "Validation loss", "nats per token, before and after", 1),
+        change(record, "val/accuracy", "Preferred answers", "of held-out pairs", 1),
         change(
             record,
             "reward/mean",

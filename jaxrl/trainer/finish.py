@@ -6,11 +6,11 @@ import sys
 
 from jaxrl.models.hf_save import save_model
 from jaxrl.report import write_report
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.run import Job
 from sharding import hosts
 
 
-def save(run: Run) -> None:
+def save(run: Job) -> None:
     """Starts the checkpoint of this step: the state, and all else that the next step depends on."""
     host = {
         "step": run.step,
@@ -25,7 +25,7 @@ def save(run: Run) -> None:
     run.saved_at = run.step
 
 
-def stopped(run: Run, signal: object) -> None:
+def stopped(run: Job, signal: object) -> None:
     """Waits for the checkpoint and says how to go on."""
     run.checkpoints.wait()
     run.progress.status(
@@ -36,7 +36,7 @@ def stopped(run: Run, signal: object) -> None:
         write_report(run.folder)
 
 
-def finish(run: Run) -> None:
+def finish(run: Job) -> None:
     """The last checkpoint, the weights as a Hugging Face folder, and the report."""
     run.checkpoints.wait()
     if run.cfg.checkpoint.export_hf:
@@ -49,4 +49,6 @@ def finish(run: Run) -> None:
 def resume_command() -> str:
     """This process's command with config.resume set."""
     argv = [a for a in sys.argv[1:] if not a.startswith("--config.resume")]
-    return shlex.join(["python", "-m", "jaxrl.train", *argv, "--config.resume=True"])
+    name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
+    program = name if name.startswith("jaxrl.") else "jaxrl.train"
+    return shlex.join(["python", "-m", program, *argv, "--config.resume=True"])

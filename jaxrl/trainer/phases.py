@@ -1,8 +1,9 @@
 """The phases of a step, each timed and shown: sample, reward, experience, update; and validation."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_me
 from jaxrl.trainer.experience import MiniBatch, make_mini_batches
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.run import Job, Run
 from jaxrl.types import Batch, Prompt, Rollout
 from sharding import hosts, to_device
 
@@ -31,10 +32,8 @@ def train_step(run: Run) -> None:
     run.coefs = adapted(run.coefs, metrics, run.cfg, n_samples=len(rollouts))
     n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in sampled)
     metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
-    run.step, run.position, run.whole = run.step + 1, run.iterator.state(), True
-    run.logger.metrics(run.step, metrics | run.take_seconds())
+    run.end_step(metrics)
     run.logger.samples(run.step, sample_records(sampled, kind="train"))
-    run.progress.steps(run.step, run.total_steps)
 
 
 def collect(run: Run) -> tuple[list[Rollout], list[Rollout], dict[str, float]]:
@@ -82,7 +81,7 @@ def add_baselines(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
 
 def validate(run: Run) -> None:
     """Answers the validation prompts with the weights of now and logs val/*."""
-    rollouts, _ = sample(run, run.val_prompts, validation=True)
+    rollouts, _ = sample(run, list(run.val), validation=True)
     rollouts = reward(run, rollouts, validation=True)
     run.validated_at, run.val_metrics = run.step, validation_metrics(rollouts)
     run.logger.metrics(run.step, run.val_metrics | run.take_seconds())
@@ -153,32 +152,36 @@ def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> li
 def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:
     """Advantages, packing, and the logprobs that the algorithm needs before its first update."""
     cfg = run.cfg
-
-    def old_logps(batches: list[Batch]) -> list[np.ndarray]:
-        with (
-            run.scorer.layout.weights(run.state.params, run.timed("reshard")) as params,
-            run.timed("old_logp"),
-        ):
-            return run.scorer.logps(params, batches, on_batch=run.stop.check)
-
-    def ref_logps(batches: list[Batch]) -> list[np.ndarray]:
-        with run.ref_scorer.layout.on_mesh(), run.timed("ref"):
-            params = to_device(run.ref_params)
-            return run.ref_scorer.logps(params, batches, on_batch=run.stop.check)
-
     with run.timed("adv"), run.no_compile("scoring"):
         return make_mini_batches(
             rollouts,
             cfg,
             n_ranks=run.n_ranks,
-            score_old=old_logps if needs_old_logp(cfg) else None,
-            score_ref=ref_logps if needs_ref_logp(cfg) else None,
+            score_old=functools.partial(policy_logps, run) if needs_old_logp(cfg) else None,
+            score_ref=functools.partial(reference_logps, run) if needs_ref_logp(cfg) else None,
             kl_coef=run.coefs.kl,
             seed=run.sampling_seed(validation=False),
         )
 
 
-def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
+def policy_logps(run: Job, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The policy's logprobs of packed batches."""
+    layout = run.scorer.layout
+    with (
+        layout.weights(run.state.params, run.timed("reshard")) as params,
+        run.timed("old_logp"),
+    ):
+        return run.scorer.logps(params, batches, on_batch=run.check_stop)
+
+
+def reference_logps(run: Job, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The reference model's."""
+    with run.ref_scorer.layout.on_mesh(), run.timed("ref"):
+        params = to_device(run.ref_params)
+        return run.ref_scorer.logps(params, batches, on_batch=run.check_stop)
+
+
+def update(run: Job, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """All optimizer steps of a step; metrics are means over them. A mini-batch in which nothing can be
     learned is passed over."""
     cfg = run.cfg
@@ -191,7 +194,7 @@ def update(run: Run, mini_batches: list[MiniBatch]) -> dict[str, float]:
     ):
         ref_params = to_device(run.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
-            idle_lens = [len(r.tokens) for r in mini.idle]
+            idle_lens = [r.n_own for r in mini.idle]
             run.state, one = run.update.update(
                 run.state,
                 [packed.batch for packed in mini.packed],

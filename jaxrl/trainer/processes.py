@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -15,8 +15,11 @@ import jax
 import jaxrl
 import sharding
 from jaxrl.config import DistributedConfig, RunConfig, differences
-from jaxrl.types import Prompt
+from jaxrl.data.preferences import Pair
+from jaxrl.types import Prompt, Rollout
 from sharding import hosts
+
+Item = Prompt | Rollout | Pair  # what a run learns from
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 GONE = 30  # seconds that a process waits for the others at its normal end
@@ -134,15 +137,18 @@ def check_same(found: Sequence[Identity]) -> None:
         )
 
 
-def check_same_data(prompts: Sequence[Prompt], val_prompts: Sequence[Prompt]) -> None:
-    """Raises Agreed where the processes read different prompts."""
+def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
+    """Raises Agreed where the processes read different data."""
     if hosts.n_processes() == 1:
         return
-    sets = {"data.train": prompts, "data.val": val_prompts}
-    mine = {name: (len(some), _digest_of_prompts(some)) for name, some in sets.items()}
+    sets = {"data.train": train, "data.val": val}
+    mine = {
+        name: (len(some), _digest(part for item in some for part in _bytes(item)))
+        for name, some in sets.items()
+    }
     found = hosts.gather(mine)
     lines = [
-        f"  {name}: process {i} has {other[name][0]} prompts, hash {other[name][1]}; "
+        f"  {name}: process {i} has {other[name][0]} rows, hash {other[name][1]}; "
         f"process 0 has {found[0][name][0]}, hash {found[0][name][1]}"
         for i, other in enumerate(found)
         for name in sets
@@ -150,7 +156,7 @@ def check_same_data(prompts: Sequence[Prompt], val_prompts: Sequence[Prompt]) ->
     ]
     if lines:
         raise hosts.Agreed(
-            "the processes of this run read different prompts:\n"
+            "the processes of this run read different data:\n"
             + "\n".join(lines)
             + "\nput the same files on all hosts, or on a disk that they share"
         )
@@ -165,10 +171,15 @@ def explain(problem: Exception) -> None:
     print(f"error: {where}{problem}", file=sys.stderr, flush=True)
 
 
-def _digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    return _digest(
-        part for p in prompts for part in (p.tokens.tobytes(), p.answer.encode(), p.source.encode())
-    )
+def _bytes(item: Item) -> Iterator[bytes]:
+    """What of an item the numbers of a run depend on."""
+    if isinstance(item, Pair):
+        yield from (*_bytes(item.chosen), *_bytes(item.rejected))
+    elif isinstance(item, Rollout):
+        own = b"" if item.own is None else item.own.tobytes()
+        yield from (*_bytes(item.prompt), item.tokens.tobytes(), own)
+    else:
+        yield from (item.tokens.tobytes(), item.answer.encode(), item.source.encode())
 
 
 def _digest(parts: Iterable[bytes]) -> str:

@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxrl.config import RunConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.iterator import PromptIterator
+from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import Logger
 from jaxrl.io.progress import Progress
@@ -23,12 +23,12 @@ from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.interrupt import StopFlag
-from jaxrl.types import Prompt, TrainState
+from jaxrl.types import TrainState
 
 
-@dataclasses.dataclass
-class Run:
-    """What the loop of jaxrl/train.py holds in its hands. Built by trainer/setup.py."""
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """What every training program holds in its hands. Built by trainer/setup.py."""
 
     cfg: RunConfig
     folder: Path
@@ -36,11 +36,8 @@ class Run:
     total_steps: int
     n_ranks: int  # data-parallel ranks
     renderer: ChatRenderer
-    iterator: PromptIterator
-    val_prompts: list[Prompt]
-    rewards: RewardPool
-    engine: PagedEngine
-    engines: Engines  # where it and those of the other processes work
+    iterator: BatchIterator
+    val: Sequence  # held-out items, of the kind that the iterator gives
     optimizer: Optimizer
     update: Update
     scorer: Scorer  # of the policy's logprobs
@@ -77,16 +74,21 @@ class Run:
         seconds, self.seconds = self.seconds, {}
         return seconds
 
+    def check_stop(self) -> None:
+        """Raises Interrupted as long as nothing of the step has been learnt yet."""
+        if self.whole:
+            self.stop.check()
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Counts the step as done and logs it."""
+        self.step, self.position, self.whole = self.step + 1, self.iterator.state(), True
+        self.logger.metrics(self.step, metrics | self.take_seconds())
+        self.progress.steps(self.step, self.total_steps)
+
     def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Raises RecompileError if the block compiles, from this process's second step on."""
         armed = self.cfg.assert_no_recompile and self.step > self.first_step
         return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
-
-    def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
-        """Seed of this step's samples: a prompt met again in a later step, or in a later batch of the same
-        step, is sampled anew."""
-        entropy = [self.cfg.seed, self.step, int(validation), *([draw] if draw else [])]
-        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     @property
     def done(self) -> bool:
@@ -95,7 +97,7 @@ class Run:
     @property
     def validation_due(self) -> bool:
         """Before training, every eval.every steps, and at the end, where there is validation data."""
-        if not self.val_prompts or self.validated_at == self.step:
+        if not self.val or self.validated_at == self.step:
             return False
         if self.step == 0:
             return self.cfg.eval.before_train
@@ -106,6 +108,21 @@ class Run:
         if self.saved_at == self.step:
             return False
         return self.done or _every(self.cfg.checkpoint.every, self.step)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run(Job):
+    """What the loop of jaxrl/train.py holds: a job that samples and is rewarded for it."""
+
+    rewards: RewardPool
+    engine: PagedEngine
+    engines: Engines  # where it and those of the other processes work
+
+    def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
+        """Seed of this step's samples: a prompt met again in a later step, or in a later batch of the same
+        step, is sampled anew."""
+        entropy = [self.cfg.seed, self.step, int(validation), *([draw] if draw else [])]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def _every(period: int, step: int) -> bool:

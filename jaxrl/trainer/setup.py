@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.config import RolloutConfig, RunConfig, check_devices
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
-from jaxrl.data.iterator import PromptIterator
+from jaxrl.data.iterator import BatchIterator
 from jaxrl.data.prompts import load_prompts
 from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
@@ -34,10 +36,11 @@ from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.folder import open_folder
-from jaxrl.trainer.interrupt import stop_on_signals
+from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
+from jaxrl.trainer.offline import Lesson, Offline
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
 from jaxrl.trainer.run import Run
-from jaxrl.trainer.warmup import warm_up
+from jaxrl.trainer.warmup import warm_up, warm_up_learner
 from jaxrl.types import Prompt, TrainState
 from sharding import check_host_memory, hosts, make_mesh, to_host
 from sharding.rules import Rules
@@ -51,93 +54,164 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     folder is not right for.
     """
     with contextlib.ExitStack() as stack:
-        keep_programs(cfg)
-        join(cfg)
-        stop = stack.enter_context(stop_on_signals())
-        progress = stack.enter_context(Progress())
-        watch = CompileWatch(progress.compiled)
-        stack.callback(watch.detach)
-
-        progress.status(f"run folder {cfg.run_path}")
-        with hosts.first_goes_ahead():
-            open_folder(cfg)
-            model_folder = resolve_model(cfg.model.path)
+        base = open_base(cfg, stack)
         with hosts.all_or_none():
-            decoder = model_config(model_folder)
-            renderer = make_renderer(cfg, model_folder, decoder)
-            prompts, val_prompts = load_data(cfg, renderer, progress)
+            prompts, val_prompts = load_data(cfg, base.renderer, base.progress)
             iterator = make_iterator(cfg, prompts)
             rewards = stack.enter_context(RewardPool(cfg.reward))
         check_same_data(prompts, val_prompts)
-
-        dtype, decoder = start_devices(cfg, decoder, progress)
-        mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
-        stack.enter_context(jax.set_mesh(mesh))
-        sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
-        where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
-        kind = jax.devices()[0].device_kind
-        progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
-        rules, layout = training_rules(cfg), rollout_layout(cfg, decoder, dtype)
+        ready = open_devices(cfg, base, stack)
+        layout = rollout_layout(cfg, ready.decoder, ready.dtype)
         memory = device_memory()
         if cfg.plan_check and memory is not None:
-            with progress.waiting("planning: compiling all programs"):
-                plan = check_plan(cfg, decoder, memory)
-            progress.status(plan_line(plan))
+            with base.progress.waiting("planning: compiling all programs"):
+                plan = check_plan(cfg, ready.decoder, memory)
+            base.progress.status(plan_line(plan))
             rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
         else:
             rollout = cfg.rollout
-        checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
-        stack.callback(checkpoints.close)
-        steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
-        optimizer = make_optimizer(
-            cfg.learner, steps * cfg.updates_per_step, decoder_specs(decoder)
-        )
-        state, host = first_state(
-            cfg, rules, decoder, dtype, optimizer, model_folder, checkpoints, progress
-        )
-        step = host.get("step", 0)
-        if host:
-            iterator.restore(host["iterator"])
-        scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", decoder, dtype))
-        if cfg.ref != cfg.score:
-            ref_scorer = Scorer(cfg, role_layout(cfg, "ref", decoder, dtype))
-        logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
-        stack.callback(logger.close)
         run = Run(
-            cfg=cfg,
-            folder=cfg.run_path,
-            model_folder=model_folder,
-            total_steps=steps,
-            n_ranks=rules.n_shards("batch"),
-            renderer=renderer,
-            iterator=iterator,
-            val_prompts=val_prompts,
+            **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
+            val=val_prompts,
             rewards=rewards,
-            engine=make_engine(cfg, rollout, layout, decoder, model_folder, renderer),
+            engine=make_engine(
+                cfg, rollout, layout, ready.decoder, base.model_folder, base.renderer
+            ),
             engines=Engines(layout),
-            optimizer=optimizer,
-            update=make_update(cfg, optimizer, rules),
-            scorer=scorer,
-            ref_scorer=ref_scorer,
-            ref_params=reference(cfg, ref_scorer.layout, state, step, model_folder, decoder),
-            checkpoints=checkpoints,
-            logger=logger,
-            progress=progress,
-            watch=watch,
-            stop=stop,
-            state=state,
-            coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
-            step=step,
-            position=iterator.state(),
-            first_step=step,
-            validated_at=host.get("validated_at", -1),
-            val_metrics=host.get("val_metrics", {}),
-            saved_at=step if host else -1,
         )
-        del state
         if not run.done:
             warm_up(run)
         yield run
+
+
+@contextlib.contextmanager
+def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
+    """All parts of a run that learns from given data; otherwise as `open_run`."""
+    with contextlib.ExitStack() as stack:
+        base = open_base(cfg, stack)
+        with hosts.all_or_none():
+            load = functools.partial(
+                lesson.load,
+                renderer=base.renderer,
+                data=cfg.data,
+                stop=stop_ids(base.model_folder, base.renderer.tokenizer),
+            )
+            items = load(cfg.data.train)
+            val = load(cfg.data.val, limit=cfg.data.val_prompts) if cfg.data.val else []
+            iterator = make_iterator(cfg, items)
+        base.progress.status(f"data: {len(items)} to learn from, {len(val)} held out")
+        check_same_data(items, val)
+        ready = open_devices(cfg, base, stack)
+        run = Offline(
+            **job(cfg, ready, stack, iterator, has_reference=lesson.has_reference),
+            val=val,
+            lesson=lesson,
+        )
+        if not run.done:
+            warm_up_learner(run, policy=True, reference=lesson.has_reference)
+        yield run
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What every job has before its data and devices."""
+
+    stop: StopFlag
+    progress: Progress
+    watch: CompileWatch
+    model_folder: Path
+    decoder: DecoderConfig
+    renderer: ChatRenderer
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready(Base):
+    """The same with its devices, on which 'auto' in `decoder` has a meaning."""
+
+    dtype: jnp.dtype  # of the weights
+
+
+def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
+    """Joins the other processes and opens the folder, the model's config and its tokenizer."""
+    keep_programs(cfg)
+    join(cfg)
+    stop = stack.enter_context(stop_on_signals())
+    progress = stack.enter_context(Progress())
+    watch = CompileWatch(progress.compiled)
+    stack.callback(watch.detach)
+    progress.status(f"run folder {cfg.run_path}")
+    with hosts.first_goes_ahead():
+        open_folder(cfg)
+        model_folder = resolve_model(cfg.model.path)
+    with hosts.all_or_none():
+        decoder = model_config(model_folder)
+        renderer = make_renderer(cfg, model_folder, decoder)
+    return Base(stop, progress, watch, model_folder, decoder, renderer)
+
+
+def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Ready:
+    """Opens the devices and sets their mesh."""
+    dtype, decoder = start_devices(cfg, base.decoder, base.progress)
+    mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
+    stack.enter_context(jax.set_mesh(mesh))
+    sizes = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
+    where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
+    kind = jax.devices()[0].device_kind
+    base.progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
+    return Ready(**vars(base) | {"decoder": decoder, "dtype": dtype})
+
+
+def job(
+    cfg: RunConfig,
+    ready: Ready,
+    stack: contextlib.ExitStack,
+    iterator: BatchIterator,
+    *,
+    has_reference: bool,
+) -> dict[str, Any]:
+    """The fields of a Job but for its held-out data: weights, optimizer, compiled functions, checkpoints, logs."""
+    rules = training_rules(cfg)
+    checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
+    stack.callback(checkpoints.close)
+    steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
+    specs = decoder_specs(ready.decoder)
+    optimizer = make_optimizer(cfg.learner, steps * cfg.updates_per_step, specs)
+    state, host = first_state(cfg, rules, ready, optimizer, checkpoints)
+    step = host.get("step", 0)
+    if host:
+        iterator.restore(host["iterator"])
+    scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", ready.decoder, ready.dtype))
+    if cfg.ref != cfg.score:
+        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ready.decoder, ready.dtype))
+    logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
+    stack.callback(logger.close)
+    return dict(
+        cfg=cfg,
+        folder=cfg.run_path,
+        model_folder=ready.model_folder,
+        total_steps=steps,
+        n_ranks=rules.n_shards("batch"),
+        renderer=ready.renderer,
+        iterator=iterator,
+        optimizer=optimizer,
+        update=make_update(cfg, optimizer, rules),
+        scorer=scorer,
+        ref_scorer=ref_scorer,
+        ref_params=reference(cfg, ref_scorer.layout, state, step, ready) if has_reference else None,
+        checkpoints=checkpoints,
+        logger=logger,
+        progress=ready.progress,
+        watch=ready.watch,
+        stop=ready.stop,
+        state=state,
+        coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
+        step=step,
+        position=iterator.state(),
+        first_step=step,
+        validated_at=host.get("validated_at", -1),
+        val_metrics=host.get("val_metrics", {}),
+        saved_at=step if host else -1,
+    )
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
@@ -160,10 +234,10 @@ def load_data(
     return prompts, val_prompts
 
 
-def make_iterator(cfg: RunConfig, prompts: list[Prompt]) -> PromptIterator:
+def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
     data = cfg.data
-    return PromptIterator(
-        prompts,
+    return BatchIterator(
+        items,
         prompts_per_step=data.prompts_per_step,
         shuffle=data.shuffle,
         seed=cfg.seed,
@@ -202,14 +276,7 @@ def start_devices(
 
 
 def first_state(
-    cfg: RunConfig,
-    rules: Rules,
-    decoder: DecoderConfig,
-    dtype: jnp.dtype,
-    optimizer: Optimizer,
-    model_folder: Path,
-    checkpoints: Checkpointer,
-    progress: Progress,
+    cfg: RunConfig, rules: Rules, ready: Ready, optimizer: Optimizer, checkpoints: Checkpointer
 ) -> tuple[TrainState, dict]:
     """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
     step, offload = hosts.from_first(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
@@ -219,31 +286,23 @@ def first_state(
                 f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
                 "set config.run_dir to the folder of the run, or leave out config.resume"
             )
-        params = load_params(model_folder, rules, decoder, dtype)
+        params = load_params(ready.model_folder, rules, ready.decoder, ready.dtype)
         return init_state(params, optimizer, offload=offload), {}
-    progress.status(f"resuming after step {step}")
-    abstract = abstract_state(
-        decoder_specs(decoder), dtype, optimizer, rules, jax.sharding.get_mesh(), offload=offload
-    )
+    ready.progress.status(f"resuming after step {step}")
+    specs, mesh = decoder_specs(ready.decoder), jax.sharding.get_mesh()
+    abstract = abstract_state(specs, ready.dtype, optimizer, rules, mesh, offload=offload)
     return checkpoints.restore(abstract, step)
 
 
 def reference(
-    cfg: RunConfig,
-    layout: Layout,
-    state: TrainState,
-    step: int,
-    model_folder: Path,
-    decoder: DecoderConfig,
-) -> Decoder | None:
-    """The frozen model that the KL term compares with, where there is one: the model of step 0."""
-    if not needs_ref(cfg):
-        return None
+    cfg: RunConfig, layout: Layout, state: TrainState, step: int, ready: Ready
+) -> Decoder:
+    """The frozen model that the policy is compared with: the model of step 0."""
     if step == 0 and layout.way is None:
         ref = frozen_copy(state.params)
     else:
         with layout.on_mesh():
-            ref = load_params(model_folder, layout.rules, decoder, layout.dtype)
+            ref = load_params(ready.model_folder, layout.rules, ready.decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 

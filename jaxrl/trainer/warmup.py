@@ -3,7 +3,7 @@
 from jaxrl.data.packing import empty_batch
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.run import Job, Run
 from jaxrl.types import Batch
 from sharding import to_device
 
@@ -13,22 +13,28 @@ def warm_up(run: Run) -> None:
     compiling = run.progress.waiting("compiling prefill and decode")
     with compiling, run.engines.layout.weights(run.state.params) as params:
         run.engine.warmup(params)
+    warm_up_learner(run, policy=needs_old_logp(run.cfg), reference=needs_ref_logp(run.cfg))
+
+
+def warm_up_learner(run: Job, *, policy: bool, reference: bool) -> None:
+    """The updates alone, and scoring by whom it is done."""
     for rows, row_len in run.cfg.learner.shapes:
         n_rows = run.n_ranks * rows
         with run.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):
-            learn_nothing(run, empty_batch(n_rows, row_len))
+            batch = empty_batch(n_rows, row_len)
+            if policy:
+                with run.scorer.layout.weights(run.state.params) as params:
+                    run.scorer.logps(params, [batch])
+            if reference:
+                with run.ref_scorer.layout.on_mesh():
+                    run.ref_scorer.logps(to_device(run.ref_params), [batch])
+                if run.cfg.algorithm.kl_in == "reward":
+                    token_kl(batch, batch.ref_logp, run.cfg.algorithm)
+            learn_nothing(run, batch)
     run.progress.steps(run.step, run.total_steps)
 
 
-def learn_nothing(run: Run, batch: Batch) -> None:
+def learn_nothing(run: Job, batch: Batch) -> None:
     """One update on padding: it has no weight, so the loss is not finite and changes nothing."""
-    if needs_old_logp(run.cfg):
-        with run.scorer.layout.weights(run.state.params) as params:
-            run.scorer.logps(params, [batch])
-    if needs_ref_logp(run.cfg):
-        with run.ref_scorer.layout.on_mesh():
-            run.ref_scorer.logps(to_device(run.ref_params), [batch])
-        if run.cfg.algorithm.kl_in == "reward":
-            token_kl(batch, batch.ref_logp, run.cfg.algorithm)
     ref_params = to_device(run.ref_params) if full_kl_in_loss(run.cfg) else None
     run.state, _ = run.update.update(run.state, [batch], ref_params=ref_params)

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.data.iterator import PromptIterator
+from jaxrl.data.iterator import BatchIterator
 from jaxrl.types import Prompt
 
 
@@ -12,7 +12,7 @@ def prompts(n):
 
 
 def iterate(n=10, per_step=3, shuffle=True, seed=5, skip_solved=False):
-    return PromptIterator(
+    return BatchIterator(
         prompts(n), prompts_per_step=per_step, shuffle=shuffle, seed=seed, skip_solved=skip_solved
     )
 

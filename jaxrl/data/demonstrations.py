@@ -1,0 +1,122 @@
+"""Conversations to learn as they stand: rollouts whose answers somebody else wrote.
+
+A row, whatever file it comes from, has one of these forms; other columns are ignored.
+
+  messages       a list of {role, content} with turns of the assistant, which are what is learnt
+  prompt | question | problem | instruction    a string, or a list of messages, and beside it
+  response | completion | output | answer      a string: the assistant's answer
+"""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import DataConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.prompts import as_messages
+from jaxrl.data.tables import read_rows
+from jaxrl.types import Prompt, Rollout
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
+ANSWER_COLUMNS = ("response", "completion", "output", "answer")
+
+logger = logging.getLogger(__name__)
+
+Messages = tuple[dict[str, str], ...]
+
+
+def load_demonstrations(
+    sources: Sequence[str],
+    *,
+    renderer: ChatRenderer,
+    data: DataConfig,
+    stop: Sequence[int],
+    limit: int = 0,
+) -> list[Rollout]:
+    """All demonstrations of the sources in order, at most `limit` (0 = all), each with advantage 1.
+
+    `stop` are the tokens that end an answer. What is longer than max_prompt_len + max_response_len tokens
+    is left out with data.filter_overlong_prompts, loses its end with data.truncation = "right", and
+    raises ValueError otherwise, as a row without the columns does and sources without any row.
+    """
+    found: list[Rollout] = []
+    dropped = 0
+    rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
+    for number, (place, row) in enumerate(rows):
+        messages = conversation(row, place)
+        for tokens, own in renderer.render_turns(messages, stop):
+            if len(tokens) > data.max_len:
+                if data.filter_overlong_prompts:
+                    dropped += 1
+                    continue
+                tokens, own = _cut(tokens, own, place, data)
+            found.append(demonstration(number, messages, tokens, own, source=_source(row)))
+        if limit and len(found) >= limit:
+            break
+    if dropped:
+        logger.info("%d demonstrations of over %d tokens were left out", dropped, data.max_len)
+    if not found:
+        raise ValueError(
+            f"no demonstrations in {', '.join(sources) or 'no source at all'}"
+            + (f": all {dropped} are longer than {data.max_len} tokens" if dropped else "")
+            + "; set data.train (or data.val) to files that hold some"
+        )
+    return found[:limit] if limit else found
+
+
+def demonstration(
+    number: int, messages: Messages, tokens: np.ndarray, own: np.ndarray, *, source: str = "default"
+) -> Rollout:
+    """Tokens of a conversation, true in `own` where they are learnt, as a rollout."""
+    first = max(int(own.argmax()), 1)  # the very first token has nothing before it
+    prompt = Prompt(number, messages, tokens[:first], answer="", source=source)
+    ones = np.ones(len(tokens) - first, np.float32)
+    return Rollout(
+        prompt=prompt,
+        sample=0,
+        tokens=tokens[first:],
+        logp=np.zeros_like(ones),
+        version=0,
+        finish="stop",
+        own=own[first:],
+        advantages=ones,
+    )
+
+
+def conversation(row: dict[str, Any], place: str) -> Messages:
+    """The messages of a row, the assistant's among them.
+
+    Raises ValueError, naming the place, where it has not the columns or nothing that the assistant says.
+    """
+    if row.get("messages") is not None:
+        messages = as_messages(row["messages"], "messages", place)
+        if not any(m["role"] == "assistant" for m in messages):
+            raise ValueError(f"{place}: messages has no turn of the assistant, so nothing to learn")
+        return messages
+    prompt = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
+    if prompt is None or answer is None:
+        columns = ", ".join(name for name, value in row.items() if value is not None) or "none"
+        raise ValueError(
+            f"{place} has the columns {columns}; needed are messages, or a prompt "
+            f"({', '.join(PROMPT_COLUMNS)}) and a text that answers it ({', '.join(ANSWER_COLUMNS)})"
+        )
+    said = {"role": "assistant", "content": row[answer]}
+    return (*as_messages(row[prompt], prompt, place), said)
+
+
+def _source(row: dict[str, Any]) -> str:
+    return str(row.get("data_source") or "default")
+
+
+def _cut(tokens: np.ndarray, own: np.ndarray, place: str, data: DataConfig):
+    if data.truncation != "right" or not own[: data.max_len].any():
+        raise ValueError(
+            f"{place} has {len(tokens)} tokens, data.max_prompt_len + data.max_response_len is "
+            f"{data.max_len}; raise them, set data.filter_overlong_prompts=True to leave such rows out, or "
+            "data.truncation='right' to cut their ends (a prompt that fills all of it cannot be cut)"
+        )
+    return tokens[: data.max_len], own[: data.max_len]

@@ -1,0 +1,51 @@
+"""A job from its first step to its last, or to an interruption that loses nothing."""
+
+from collections.abc import Callable
+
+from jaxrl.config import RunConfig
+from jaxrl.io.checkpoint import CheckpointError
+from jaxrl.trainer.compiles import RecompileError
+from jaxrl.trainer.failure import NonFiniteError
+from jaxrl.trainer.finish import finish, save, stopped
+from jaxrl.trainer.interrupt import Interrupted
+from jaxrl.trainer.processes import explain
+from jaxrl.trainer.run import Job
+from sharding import hosts
+
+EXPLAINED = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
+
+
+def run_to_end[J: Job](
+    run: J, train_step: Callable[[J], None], validate: Callable[[J], None]
+) -> bool:
+    """False if it was interrupted before the last step: then all is saved."""
+    try:
+        while True:
+            if run.validation_due:
+                validate(run)
+            if run.save_due:
+                save(run)
+            if run.done:
+                break
+            train_step(run)
+    except Interrupted as signal:
+        save(run)
+        stopped(run, signal)
+        return False
+    except NonFiniteError:
+        if run.whole:
+            save(run)
+        raise
+    finish(run)
+    return True
+
+
+def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:
+    """Of the program: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
+    try:
+        done = train(cfg)
+    except EXPLAINED as problem:
+        explain(problem)
+        return 1
+    hosts.barrier()
+    return 0 if done else 130

@@ -1,0 +1,125 @@
+"""Which tokens of a conversation are learnt."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.config import DataConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.demonstrations import conversation, load_demonstrations
+from jaxrl.data.packing import pack
+
+STOP = (2,)
+ASK = {"role": "user", "content": "1 + 2?"}
+SAY = {"role": "assistant", "content": "It is 3."}
+AGAIN = {"role": "user", "content": "And 3 + 4?"}
+LAST = {"role": "assistant", "content": "7, à peu près."}
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def load(tmp_path, renderer, *rows, **data):
+    return load_demonstrations(
+        [write(tmp_path, *rows)], renderer=renderer, data=DataConfig(**data), stop=STOP
+    )
+
+
+def test_all_turns_of_the_assistant_and_their_ends_are_learnt(renderer):
+    [(tokens, own)] = renderer.render_turns([ASK, SAY, AGAIN, LAST], STOP)
+    assert renderer.decode(tokens, skip_special=False) == (
+        "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>\n"
+        "<|im_start|>user\nAnd 3 + 4?<|im_end|>\n<|im_start|>assistant\n7, à peu près.<|im_end|>"
+    )
+    assert renderer.decode(tokens[own], skip_special=False) == (
+        "It is 3.<|im_end|>7, à peu près.<|im_end|>"
+    )
+
+
+def test_what_is_before_an_answer_is_the_prompt_that_the_model_gets(renderer, tmp_path):
+    [one] = load(tmp_path, renderer, {"question": "1 + 2?", "answer": "It is 3."})
+    np.testing.assert_array_equal(one.prompt.tokens, renderer.render([ASK]))
+    assert renderer.decode(one.tokens, skip_special=False) == "It is 3.<|im_end|>"
+    assert one.own.all() and one.n_own == len(one.tokens)
+
+
+def test_turns_that_the_template_rewrites_come_one_by_one(tokenizer, tmp_path):
+    """As Qwen3's does, this one drops thoughts from all answers but the last."""
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}Q:{{ m.content }}\n{% else %}A:"
+        "{{ m.content if loop.last else m.content.split('|')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer, template=str(path))
+    first, last = ({"role": "assistant", "content": f"hm|{n}"} for n in (3, 7))
+    shown = [
+        (renderer.decode(t[~own]), renderer.decode(t[own], skip_special=False))
+        for t, own in renderer.render_turns([ASK, first, AGAIN, last], STOP)
+    ]
+    assert shown == [
+        ("Q:1 + 2?\nA:", "hm|3<|im_end|>"),
+        ("Q:1 + 2?\nA:3Q:And 3 + 4?\nA:", "hm|7<|im_end|>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "template, complaint",
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no end-of-sequence token"),
+        (
+            "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+            "{% if add_generation_prompt %}A:{% endif %}",
+            "turn 1 as a continuation",
+        ),
+    ],
+)
+def test_a_template_from_which_nothing_can_be_learnt_is_refused(
+    tokenizer, tmp_path, template, complaint
+):
+    path = tmp_path / "t.jinja"
+    path.write_text(template)
+    with pytest.raises(ValueError, match=rf"{complaint}.*set data\.chat_template"):
+        ChatRenderer(tokenizer, template=str(path)).render_turns([ASK, SAY], STOP)
+
+
+def test_tokens_of_others_are_read_but_not_in_the_loss(renderer, tmp_path):
+    [one] = load(tmp_path, renderer, {"messages": [ASK, SAY, AGAIN, LAST]})
+    [packed] = pack([one], shapes=((1, 128),), align=4, n_ranks=1)
+    batch = packed.batch
+    assert batch.mask.sum() == one.n_own < len(one.tokens)
+    learnt = renderer.decode(batch.targets[batch.mask > 0], skip_special=False)
+    assert learnt == "It is 3.<|im_end|>7, à peu près.<|im_end|>"
+    assert set(batch.response_len[batch.segments > 0]) == {one.n_own}
+    whole = np.concatenate([one.prompt.tokens, one.tokens])
+    np.testing.assert_array_equal(batch.targets[batch.segments > 0], whole[1:])
+
+
+@pytest.mark.parametrize(
+    "row, complaint",
+    [
+        ({"messages": [ASK]}, "no turn of the assistant"),
+        ({"question": "1?", "text": "2"}, "has the columns question, text; needed are messages"),
+        ({"messages": [{"role": "user"}]}, "neither a string nor a list of messages"),
+    ],
+)
+def test_rows_that_teach_nothing_are_named(row, complaint):
+    with pytest.raises(ValueError, match=rf"f:3.*{complaint}"):
+        conversation(row, "f:3")
+
+
+def test_demonstrations_that_are_too_long(renderer, tmp_path):
+    rows = [{"question": "1?", "answer": "2" * n} for n in (5, 90)]
+    size = dict(max_prompt_len=40, max_response_len=20)
+    assert len(load(tmp_path, renderer, *rows, **size)) == 1
+    with pytest.raises(ValueError, match="all 1 are longer than 60"):
+        load(tmp_path, renderer, rows[1], **size)
+    size["filter_overlong_prompts"] = False
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 has 1\d\d tokens"):
+        load(tmp_path, renderer, *rows, **size)
+    cut = load(tmp_path, renderer, *rows, **size, truncation="right")[1]
+    assert len(cut.prompt.tokens) + len(cut.tokens) == 60

@@ -1,0 +1,67 @@
+"""Which answers a row of preferences compares."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl.config import DataConfig
+from jaxrl.data.preferences import conversations, load_pairs
+
+STOP = (2,)
+ASK = {"role": "user", "content": "1 + 2?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 3.", "4"))
+
+
+def load(tmp_path, renderer, *rows, **data):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return load_pairs([str(path)], renderer=renderer, data=DataConfig(**data), stop=STOP)
+
+
+FORMS = [
+    {"prompt": "1 + 2?", "chosen": "It is 3.", "rejected": "4"},
+    {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    {"prompt": "1 + 2?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},  # as UltraFeedback has it
+]
+
+
+@pytest.mark.parametrize("row", FORMS)
+def test_all_forms_give_the_same_pair(row, renderer, tmp_path):
+    [pair] = load(tmp_path, renderer, row)
+    for one, said in ((pair.chosen, GOOD), (pair.rejected, BAD)):
+        np.testing.assert_array_equal(one.prompt.tokens, renderer.render([ASK]))
+        shown = renderer.decode(one.tokens, skip_special=False)
+        assert shown == said["content"] + "<|im_end|>" and one.own.all()
+
+
+def test_only_the_last_turn_is_compared(renderer, tmp_path):
+    earlier = [ASK, GOOD, {"role": "user", "content": "Sure?"}]
+    [pair] = load(tmp_path, renderer, {"prompt": earlier, "chosen": "Yes.", "rejected": "No."})
+    np.testing.assert_array_equal(pair.chosen.prompt.tokens, renderer.render(earlier))
+    assert renderer.decode(pair.rejected.tokens) == "No."
+
+
+@pytest.mark.parametrize(
+    "row, complaint",
+    [
+        ({"prompt": "1?", "chosen": "2"}, "has the columns prompt, chosen; needed are chosen and"),
+        ({"prompt": "1?", "chosen": "2", "rejected": "2"}, "are the same"),
+        ({"chosen": "2", "rejected": "3"}, "chosen is no answer to a prompt"),
+        ({"prompt": "1?", "chosen": [ASK], "rejected": "3"}, "chosen is no answer to a prompt"),
+    ],
+)
+def test_rows_without_a_pair_are_named(row, complaint):
+    with pytest.raises(ValueError, match=f"f:3.*{complaint}"):
+        conversations(row, "f:3")
+
+
+def test_pairs_that_are_too_long(renderer, tmp_path):
+    rows = [{"prompt": "1?", "chosen": "2" * n, "rejected": "3"} for n in (5, 90)]
+    size = dict(max_prompt_len=40, max_response_len=20)
+    assert [pair.id for pair in load(tmp_path, renderer, *rows, **size)] == [0]
+    with pytest.raises(ValueError, match="all 1 are longer than 60"):
+        load(tmp_path, renderer, rows[1], **size)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 has an answer of 1\d\d tokens"):
+        load(tmp_path, renderer, *rows, **size, filter_overlong_prompts=False)
