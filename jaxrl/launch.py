@@ -58,6 +58,8 @@ class Host:
 
         def die_with_actor() -> None:  # a process without its actor would hold the accelerator
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # Threads of an actor have it blocked.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "jaxrl.train", *arguments],
