@@ -31,7 +31,6 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_1p5b.v5e-2x4": ("grpo_1p5b", "v5e:2x4", {}),
     "grpo_7b.h100-64": ("grpo_7b", "h100:64", {}),
     "grpo_7b.v5p-4x4x4": ("grpo_7b", "v5p:4x4x4", {}),
-    "grpo_30b_a3b.h100-64": ("grpo_30b_a3b", "h100:64", {}),
     "grpo_70b_longctx.v5p-4x8x8": ("grpo_70b_longctx", "v5p:4x8x8", {}),
 }
 
