@@ -5,8 +5,8 @@
 One- and two-digit sums ("What is 27 + 58?"), reward 1 for a response that ends with the right number
 and an end-of-sequence token. Validation: greedy answers to 128 two-digit sums held out of training.
 
-Minutes and result: 11 on 2 cores (AVX-512), compilation included; greedy accuracy 0.00 before, 0.68 after 24 steps, 0.74
-after 48, 0.84 after 72.
+Minutes and result: 11 on 2 cores (AVX-512), compilation included; greedy accuracy 0.00 before, 0.63 after 24 steps, 0.77
+after 48, 0.81 after 72.
 """
 
 from ml_collections import ConfigDict
