@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl.config import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.prompts import as_messages
+from jaxrl.data.prompts import as_messages, columns, source_of
 from jaxrl.data.tables import read_rows
 from jaxrl.types import Prompt, Rollout
 
@@ -53,18 +53,25 @@ def load_demonstrations(
                     dropped += 1
                     continue
                 tokens, own = _cut(tokens, own, place, data)
-            found.append(demonstration(number, messages, tokens, own, source=_source(row)))
+            found.append(demonstration(number, messages, tokens, own, source=source_of(row)))
         if limit and len(found) >= limit:
             break
-    if dropped:
-        logger.info("%d demonstrations of over %d tokens were left out", dropped, data.max_len)
-    if not found:
+    check_kept("demonstrations", len(found), dropped, sources, data)
+    return found[:limit] if limit else found
+
+
+def check_kept(
+    what: str, n_kept: int, n_dropped: int, sources: Sequence[str], data: DataConfig
+) -> None:
+    """Says how many rows were too long. Raises ValueError where none is left."""
+    if n_dropped:
+        logger.info("%d %s of over %d tokens were left out", n_dropped, what, data.max_len)
+    if not n_kept:
         raise ValueError(
-            f"no demonstrations in {', '.join(sources) or 'no source at all'}"
-            + (f": all {dropped} are longer than {data.max_len} tokens" if dropped else "")
+            f"no {what} in {', '.join(sources) or 'no source at all'}"
+            + (f": all {n_dropped} are longer than {data.max_len} tokens" if n_dropped else "")
             + "; set data.train (or data.val) to files that hold some"
         )
-    return found[:limit] if limit else found
 
 
 def demonstration(
@@ -99,17 +106,12 @@ def conversation(row: dict[str, Any], place: str) -> Messages:
     prompt = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
     if prompt is None or answer is None:
-        columns = ", ".join(name for name, value in row.items() if value is not None) or "none"
         raise ValueError(
-            f"{place} has the columns {columns}; needed are messages, or a prompt "
+            f"{place} has the columns {columns(row)}; needed are messages, or a prompt "
             f"({', '.join(PROMPT_COLUMNS)}) and a text that answers it ({', '.join(ANSWER_COLUMNS)})"
         )
     said = {"role": "assistant", "content": row[answer]}
     return (*as_messages(row[prompt], prompt, place), said)
-
-
-def _source(row: dict[str, Any]) -> str:
-    return str(row.get("data_source") or "default")
 
 
 def _cut(tokens: np.ndarray, own: np.ndarray, place: str, data: DataConfig):

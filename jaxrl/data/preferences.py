@@ -9,7 +9,6 @@ A row, whatever file it comes from, has one of these forms; other columns are ig
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +16,10 @@ import numpy as np
 
 from jaxrl.config import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, demonstration
-from jaxrl.data.prompts import as_messages
+from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, check_kept, demonstration
+from jaxrl.data.prompts import as_messages, columns, source_of
 from jaxrl.data.tables import read_rows
 from jaxrl.types import Rollout
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ def load_pairs(
     dropped = 0
     rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
     for number, (place, row) in enumerate(rows):
-        source = str(row.get("data_source") or "default")
+        source = source_of(row)
         chosen, rejected = (
             _answer(number, messages, source, renderer, stop)
             for messages in conversations(row, place)
@@ -70,14 +67,7 @@ def load_pairs(
             )
         if len(pairs) == limit > 0:
             break
-    if dropped:
-        logger.info("%d pairs of over %d tokens were left out", dropped, data.max_len)
-    if not pairs:
-        raise ValueError(
-            f"no pairs in {', '.join(sources) or 'no source at all'}"
-            + (f": all {dropped} are longer than {data.max_len} tokens" if dropped else "")
-            + "; set data.train (or data.val) to files that hold some"
-        )
+    check_kept("pairs", len(pairs), dropped, sources, data)
     return pairs
 
 
@@ -88,9 +78,8 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
     assistant's, or both are the same.
     """
     if row.get("chosen") is None or row.get("rejected") is None:
-        columns = ", ".join(name for name, value in row.items() if value is not None) or "none"
         raise ValueError(
-            f"{place} has the columns {columns}; needed are chosen and rejected, as conversations or "
+            f"{place} has the columns {columns(row)}; needed are chosen and rejected, as conversations or "
             f"as answers to a prompt ({', '.join(PROMPT_COLUMNS)})"
         )
     name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)

@@ -98,7 +98,7 @@ def _examples(source: str) -> Iterator[_Example]:
         yield _Example(
             messages=_messages(row, place),
             answer=_answer(row, place),
-            source=str(row.get("data_source") or "default"),
+            source=source_of(row),
             extra=_extra(row),
         )
 
@@ -142,12 +142,21 @@ def _answer(row: dict[str, Any], place: str) -> str:
 
 
 def _missing(row: dict[str, Any], place: str) -> str:
-    found = ", ".join(name for name, value in row.items() if value is not None) or "none"
     return (
-        f"{place} has the columns {found}; needed are a prompt ({', '.join(_PROMPT_COLUMNS)}) and an "
+        f"{place} has the columns {columns(row)}; needed are a prompt ({', '.join(_PROMPT_COLUMNS)}) and an "
         "answer (reward_model with ground_truth, or answer); rename the columns or convert the file "
         "as scripts/prepare_gsm8k.py does"
     )
+
+
+def columns(row: dict[str, Any]) -> str:
+    """The names of the columns in which a row has something."""
+    return ", ".join(name for name, value in row.items() if value is not None) or "none"
+
+
+def source_of(row: dict[str, Any]) -> str:
+    """verl's data_source, which names the metrics of a row."""
+    return str(row.get("data_source") or "default")
 
 
 def _extra(row: dict[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,6 @@ class Update:
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
-        self.take = functools.partial(take_tokens, rules=rules)
         # As arrays where they change: as constants they would compile anew in every step.
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)

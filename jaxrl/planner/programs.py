@@ -283,10 +283,3 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
         return None
 
     return trips
-
-
-def model_flops(decoder: DecoderConfig, n_tokens: float, *, passes: float = 1.0) -> float:
-    """2 x multiply-adds of the weights per token, over all devices: what a pass over them takes at
-    least, without attention."""
-    per_layer = decoder.D * decoder.H * (2 * decoder.N + 2 * decoder.K) + 3 * decoder.D * decoder.F
-    return 2.0 * n_tokens * passes * (decoder.L * per_layer + decoder.V * decoder.D)

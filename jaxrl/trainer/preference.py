@@ -22,9 +22,8 @@ def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[Rollout], dict[st
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by answers, of which a pair has two.
-    answers = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     each = 2 * np.concatenate([up, down])
-    rollouts = [weighted(r, a) for r, a in zip(answers, each.tolist(), strict=True)]
+    rollouts = [weighted(r, a) for r, a in zip(answers_of(pairs), each.tolist(), strict=True)]
     return rollouts, preference_metrics(run.cfg.preference, loss, chosen, rejected)
 
 
@@ -36,7 +35,7 @@ def judge(run: Offline, pairs: Sequence[Pair]) -> dict[str, float]:
 
 def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
     """(the configured loss, log π / π_ref of the chosen answers, of the rejected ones), answers whole."""
-    answers = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    answers = answers_of(pairs)
     if run.cfg.preference.loss == "kto":
         answers += strangers(pairs, run.cfg.data.max_len)
     policy = logps(run, answers, policy_logps)
@@ -45,6 +44,11 @@ def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Num
     chosen, rejected, strange = np.split(ratio, [len(pairs), 2 * len(pairs)])
     kl = max(float(strange.mean()), 0.0) if len(strange) else 0.0
     return pair_loss(run.cfg.preference, kl), chosen, rejected
+
+
+def answers_of(pairs: Sequence[Pair]) -> list[Rollout]:
+    """The chosen answers, then the rejected ones."""
+    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
 def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
