@@ -10,7 +10,7 @@ from tiny_policy import MODEL, batches, new_params, programs, rollouts, run_conf
 
 from jaxrl.config import MeshConfig, RoleConfig, default_config, resolve
 from jaxrl.learner.layout import role_layout, training_rules
-from jaxrl.learner.step import Scorer
+from jaxrl.learner.step import Scorer, take_tokens
 from sharding import TRAIN, bytes_per_device, make_mesh
 
 CFG = run_config()
@@ -26,7 +26,7 @@ def alone() -> list[np.ndarray]:
     with jax.set_mesh(make_mesh()):
         _, update, score = programs(CFG)
         params = new_params()
-        return [update.take(score(params, update.put(batch))[0]) for batch in BATCHES]
+        return [take_tokens(score(params, update.put(b))[0], TRAIN) for b in BATCHES]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxrl.config import (
 from jaxrl.data.packing import pack
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
-from jaxrl.learner.step import make_score, make_update
+from jaxrl.learner.step import make_score, make_update, take_tokens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, is_spec, partition_specs
@@ -146,5 +146,7 @@ def all_numbers(
     _, update, score = programs(cfg, model, rules)
     with jax.set_mesh(make_mesh(**mesh_sizes)):
         params = new_params(model=model, rules=rules)
-        scores = [[update.take(x) for x in score(params, update.put(b))] for b in micro_batches]
+        scores = [
+            [take_tokens(x, rules) for x in score(params, update.put(b))] for b in micro_batches
+        ]
     return scores, *update_once(cfg, micro_batches, mesh_sizes, model, rules)
