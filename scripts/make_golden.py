@@ -1,9 +1,10 @@
 """Writes tests/models/golden/<name>/: a tiny random checkpoint of every family, saved by transformers,
-and the logits that transformers' torch model gives for it.
+and the logits that transformers' torch model gives for it; and tests/models/golden_scores/<name>/, classifiers of one
+label with the score that torch gives each token.
 
 torch is not among the project's dependencies; run this in an environment of its own:
     python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors numpy
-    /tmp/torch/bin/python scripts/make_golden.py tests/models/golden
+    /tmp/torch/bin/python scripts/make_golden.py tests/models
 """
 
 import sys
@@ -111,6 +112,7 @@ MODELS = {
         ),
     ),
 }
+SCORED = ("llama", "qwen2", "gemma3")
 ROWS, LENGTH = 2, 40
 
 
@@ -134,7 +136,33 @@ def routers(config: transformers.PreTrainedConfig) -> dict:
     return {"output_router_logits": True} if hasattr(config, "router_aux_loss_coef") else {}
 
 
+def random_tokens(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+
+
+def write_scores(target: Path, name: str, seed: int) -> None:
+    """A classifier of one label; its own pooling keeps the score of the last token alone."""
+    family, extra = MODELS[name]
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra, num_labels=1)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}{text}ForSequenceClassification")(config)
+    model = model.float().eval()
+    randomise(model, seed)
+    model.save_pretrained(target / name)
+    tokens = random_tokens(seed)
+    with torch.no_grad():
+        scores = model.score(model.model(torch.from_numpy(tokens).long())[0])[..., 0]
+        last = model(torch.from_numpy(tokens).long()).logits[:, 0]
+    assert torch.equal(last, scores[:, -1])
+    np.savez(target / name / "golden.npz", tokens=tokens, scores=scores.numpy())
+    print(f"{name}: |score| up to {scores.abs().max():.1f}")
+
+
 def main(target: Path) -> None:
+    for seed, name in enumerate(SCORED):
+        write_scores(target / "golden_scores", name, 100 + seed)
+    target /= "golden"
     for seed, (name, (family, extra)) in enumerate(MODELS.items()):
         text = "Text" if family == "Gemma3" else ""
         config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra)
@@ -142,7 +170,7 @@ def main(target: Path) -> None:
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         randomise(model, seed)
         model.save_pretrained(target / name)
-        tokens = np.random.default_rng(seed).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
+        tokens = random_tokens(seed)
         with torch.no_grad():
             out = model(torch.from_numpy(tokens).long(), **routers(config))
         logits = out.logits.numpy()

@@ -37,6 +37,7 @@ class DecoderConfig:
     rope: Rope = Rope()
     local_rope: Rope | None = None  # of layers with a window, where it differs (Gemma 3)
     windows: tuple[int, ...] = ()  # per layer: keys seen, the token itself included; 0 = all
+    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number a token
     tied: bool = False  # the unembedding is the embedding
     qkv_bias: bool = False
     o_bias: bool = False

@@ -108,7 +108,8 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L layers, final norm, unembedding. `decoder_specs` builds its parameter table."""
+    """Embedding, L layers, final norm, and the heads of its config: the unembedding, or a linear map to one
+    number (a value, a reward). `decoder_specs` builds its parameter table."""
 
     def __init__(self, cfg: DecoderConfig):
         top = make_spec("")
@@ -123,13 +124,22 @@ class Decoder(nnx.Module):
                 [Layer(make_spec(f"model.layers.{i}."), cfg) for i in range(cfg.L)]
             )
         self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
-        self.lm_head = nnx.data(
-            None if cfg.tied else top("lm_head.weight", (cfg.V, cfg.D), **vocab)
+        own = "vocab" in cfg.heads and not cfg.tied
+        self.lm_head = nnx.data(top("lm_head.weight", (cfg.V, cfg.D), **vocab) if own else None)
+        self.score = nnx.data(
+            top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
+            if "score" in cfg.heads
+            else None
         )
 
     @property
     def unembed(self) -> jax.Array:
-        """[V, D]; the embedding itself where the two are tied."""
+        """[V, D]; the embedding itself where the two are tied. Raises ValueError without that head."""
+        if "vocab" not in self.cfg.heads:
+            raise ValueError(
+                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no logits; load it with "
+                "heads=('vocab',)"
+            )
         return self.embed if self.lm_head is None else self.lm_head
 
     def __call__(
@@ -164,6 +174,17 @@ class Decoder(nnx.Module):
         logits = product(hidden, w, out_sharding=out, dtype=jnp.float32)
         cap = self.cfg.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def scores(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T"]:
+        """One float32 number a token, of the head "score"."""
+        if self.score is None:
+            raise ValueError(
+                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no scores; load it with "
+                "heads=('score',)"
+            )
+        w = gather_matrix(self.score, rules, (None, "w_embed"), 1)
+        out = rules.spec("batch", "time", None)
+        return product(hidden, w, out_sharding=out, dtype=jnp.float32)[..., 0]
 
 
 def decoder_specs(cfg: DecoderConfig) -> Decoder:

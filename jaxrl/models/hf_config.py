@@ -55,10 +55,22 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json from which `config_from_hf` reads `cfg` again, the layer layout apart."""
-    return FAMILIES[cfg.family].to_hf(cfg)
+    """The config.json from which `config_from_hf` reads `cfg` again, heads and layer layout apart."""
+    return FAMILIES[cfg.family].to_hf(cfg) | head_json(cfg)
+
+
+def head_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """By which transformers finds the class of a model without logits: a classifier with one label."""
+    if "vocab" in cfg.heads:
+        return {}
+    (architecture,) = FAMILIES[cfg.family].to_hf(cfg)["architectures"]
+    name = architecture.removesuffix("ForCausalLM")
+    name = {"Gemma3": "Gemma3Text"}.get(name, name)  # the class of that name reads images, too
+    labels = dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    return dict(architectures=[f"{name}ForSequenceClassification"], **labels)
 
 
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
-    """Whether two configs differ at most in what no file holds: layout of the layers, kernels."""
-    return dataclasses.replace(a, stacked=b.stacked, grouped_matmul=b.grouped_matmul) == b
+    """Whether two configs differ at most in what no file says: heads, layout of the layers, kernels."""
+    unsaid = dict(heads=b.heads, stacked=b.stacked, grouped_matmul=b.grouped_matmul)
+    return dataclasses.replace(a, **unsaid) == b

@@ -17,13 +17,14 @@ from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.hf_config import config_from_hf
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.source import resolve_model
-from jaxrl.models.spec import ParamSpec, hf_names, is_spec, map_specs
+from jaxrl.models.spec import ParamSpec, hf_names, init_params, is_spec, map_specs
 from jaxrl.models.tensor_file import TensorInfo, map_tensor, read_header
 from sharding import Rules
 
 # Image-and-text checkpoints keep the language model behind a prefix, beside the parts not used here.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+SCORE = "score.weight"  # of a classifier; a language model has none, and its score starts at zero
 SHOWN = 8  # names listed per kind of mistake
 
 
@@ -41,7 +42,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def model_config(path: str | Path) -> DecoderConfig:
-    """The decoder that a checkpoint holds, layers as a list. No weights are read."""
+    """The decoder that a checkpoint holds, with logits, layers as a list. No weights are read."""
     return config_from_hf(read_config(resolve_model(path)))
 
 
@@ -50,6 +51,7 @@ def load_model(
     *,
     rules: Rules,
     dtype: DTypeLike = jnp.float32,
+    heads: tuple[str, ...] = ("vocab",),
     stacked: bool = False,
     grouped_matmul: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
@@ -57,23 +59,29 @@ def load_model(
     """The checkpoint at `path` (anything `resolve_model` takes) on the mesh that is set.
 
     Each device's slice is read, cast and sent on its own: host memory holds about one tensor more
-    than the host's own share. `stacked` and `grouped_matmul` are fields of the config that the files do
-    not hold. `on_progress` hears (bytes read, bytes in all).
+    than the host's own share. `heads`, `stacked` and `grouped_matmul` are fields of the config that the
+    files do not hold: a language model loads with a "score" as well, which is zero then, and a sequence
+    classifier of one label without logits. `on_progress` hears (bytes read, bytes in all).
 
     Raises ValueError, listing the names, where tensors are missing, unexpected or mis-shaped.
     """
     folder = resolve_model(path)
     cfg = dataclasses.replace(
-        config_from_hf(read_config(folder)), stacked=stacked, grouped_matmul=grouped_matmul
+        config_from_hf(read_config(folder)),
+        heads=heads,
+        stacked=stacked,
+        grouped_matmul=grouped_matmul,
     )
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
     check_mesh(cfg, mesh.shape, rules)
     check_tensors(specs, tensors, folder)
-    total = sum(tensors[name].n_bytes for name in expected_shapes(specs))
+    total = sum(tensors[name].n_bytes for name in expected_shapes(specs) if name in tensors)
     done = 0
 
     def load(spec: ParamSpec) -> jax.Array:
         nonlocal done
+        if spec.hf == SCORE and SCORE not in tensors:
+            return init_params(jax.random.key(0), spec, rules, dtype)
         infos = [tensors[name] for name in hf_names(spec)]
         leaf = read_param(spec, infos, NamedSharding(mesh, rules.spec(*spec.axes)), dtype)
         done += sum(info.n_bytes for info in infos)
@@ -127,16 +135,16 @@ def expected_shapes(specs: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:
-    """One error for all that does not fit; an lm_head beside tied embeddings is left alone."""
+    """One error for all that does not fit; an lm_head that is not needed is left alone."""
     wanted = expected_shapes(specs)
-    spare = {"lm_head.weight"} if specs.cfg.tied else set()
+    spare = {"lm_head.weight"} if specs.lm_head is None else set()
     wrong = [
         f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
     mistakes = {
-        "missing": sorted(wanted.keys() - tensors.keys()),
+        "missing": sorted(wanted.keys() - tensors.keys() - {SCORE}),
         "unexpected": sorted(tensors.keys() - wanted.keys() - spare),
         "of another shape": wrong,
     }

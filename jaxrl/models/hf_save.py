@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.hf_config import config_from_hf, config_to_hf, same_model
+from jaxrl.models.hf_config import config_from_hf, config_to_hf, head_json, same_model
 from jaxrl.models.hf_load import expected_shapes, find_tensors, read_config
 from jaxrl.models.new_folder import new_folder, write_json
 from jaxrl.models.spec import hf_names, is_spec
@@ -150,7 +150,7 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
         raise ValueError(f"{source} holds another model than the one to write; pass its own folder")
     theirs.pop("dtype", None)  # transformers 5's name of torch_dtype
     ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
-    return config_to_hf(cfg) | ids if "text_config" in theirs else theirs
+    return config_to_hf(cfg) | ids if "text_config" in theirs else theirs | head_json(cfg)
 
 
 def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:
