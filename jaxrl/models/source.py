@@ -17,8 +17,9 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "mer
 def resolve_model(path: str | Path) -> Path:
     """The local Hugging Face folder of a model.
 
-    `path` is a folder; 'package:NAME' for the GGUF file inside an installed Python package,
-    converted once into the cache folder; a GGUF file, converted likewise; or a hub id.
+    `path` is a folder; the folder of a run, whose export is meant; 'package:NAME' for the GGUF file inside
+    an installed Python package, converted once into the cache folder; a GGUF file, converted likewise; or a
+    hub id.
 
     Raises ValueError, saying what was looked for and what to do, where there is no such model.
     """
@@ -29,7 +30,7 @@ def resolve_model(path: str | Path) -> Path:
         return converted(package_gguf(name.removeprefix(PACKAGE)))
     local = Path(name).expanduser()
     if local.is_dir():
-        return local
+        return exported(local)
     if local.is_file() and local.suffix == ".gguf":
         return converted(local)
     if local.exists():
@@ -37,6 +38,19 @@ def resolve_model(path: str | Path) -> Path:
     if local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no model folder {local}; set config.model.path to one")
     return from_hub(name)
+
+
+def exported(folder: Path) -> Path:
+    """The export inside the folder of a run; another folder as it is."""
+    inside = folder / "hf"
+    if (inside / "config.json").is_file():
+        return inside
+    if (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"the run in {folder} has no export {inside}, which its last step writes; let it end with "
+            "config.checkpoint.export_hf=True"
+        )
+    return folder
 
 
 def cache_dir() -> Path:

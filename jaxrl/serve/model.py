@@ -1,7 +1,6 @@
 """The model that is served: weights, tokenizer, and an engine with its programs compiled."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -36,7 +35,7 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
     ValueError or OSError, with one message, for a model that cannot be loaded.
     """
     keep_programs(run)
-    folder = resolve_model(exported(run.model.path))
+    folder = resolve_model(run.model.path)
     decoder = model_config(folder)
     max_len = min(max_len, decoder.max_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
@@ -57,9 +56,3 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
             engine.warmup(params)
             pool = engine.scheduler.pool
     return Model(renderer, engine, params, mesh, min(max_len, pool.n_pages * pool.page_len))
-
-
-def exported(path: str) -> str:
-    """The Hugging Face folder inside the folder of a run; another path as it is."""
-    inside = Path(path).expanduser() / "hf"
-    return str(inside) if (inside / "config.json").is_file() else path

@@ -8,13 +8,19 @@ numbers are the same, since a token's random number depends on seed, prompt, sam
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl.config import SamplingConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.io.progress import Progress
 from jaxrl.learner.layout import Layout
+from jaxrl.rollout.engine import PagedEngine
+from jaxrl.rollout.generate import generate
 from jaxrl.trainer.interrupt import Interrupted, StopFlag
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Prompt, Rollout, Tree
 from sharding import hosts
 
 Sampled = tuple[list[Rollout], dict[str, float]]  # rollouts and rollout/* metrics
@@ -25,31 +31,63 @@ class Engines:
     """The engine of this process and those of the others."""
 
     layout: Layout
+    engine: PagedEngine
+    renderer: ChatRenderer
+    max_tokens: int  # of a response
+    progress: Progress
+    stop: StopFlag
 
-    def n_mine(self, n_prompts: int) -> int:
-        """How many of a rollout's prompts the engine of this process answers."""
-        if not self.layout.of_process:
-            return n_prompts
-        return len(range(n_prompts)[hosts.share(n_prompts)])
-
-    def generate(
+    def sample(
         self,
-        answer: Callable[[list[Prompt], Callable[[], None]], Sampled],
+        params: Tree,
         prompts: Sequence[Prompt],
-        stop: StopFlag,
+        *,
+        n: int,
+        sampling: SamplingConfig,
+        seed: int,
+        version: int,
+        name: str,
     ) -> Sampled:
-        """The rollouts of all prompts, on every process, through `answer(prompts, check)`, which calls
-        `check` between dispatches. Raises Interrupted, on every process, where one of them was asked to
-        stop."""
-        if not self.layout.of_process:
-            return answer(list(prompts), stop.check)
+        """`n` responses to each prompt, side by side, on every process; `params` lie as `layout` says.
+
+        A bar of that `name` shows how far this process is. Raises Interrupted, on every process, where one
+        of them was asked to stop.
+        """
+        of_process = self.layout.of_process
+        mine = prompts[hosts.share(len(prompts))] if of_process else prompts
+        check = self.stop.check_here if of_process else self.stop.check
         rollouts, metrics = [], {}
-        with contextlib.suppress(Interrupted):  # the next check raises it everywhere
-            mine = prompts[hosts.share(len(prompts))]
-            rollouts, metrics = answer(list(mine), stop.check_here)
-        stop.check()
-        found = hosts.joined([vars(r) | {"prompt": None} for r in rollouts])  # all have the prompts
-        n = len(found) // len(prompts)
+        with (
+            # of one process: the check below raises it everywhere
+            contextlib.suppress(*[Interrupted] if of_process else []),
+            self.progress.phase(name, total=len(mine) * n) as bar,
+        ):
+            start = time.perf_counter()
+
+            def on_progress(n_tokens: int, n_done: int, n_all: int) -> None:
+                check()
+                bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
+
+            rollouts, metrics = generate(
+                self.engine,
+                params,
+                mine,
+                n=n,
+                sampling=sampling,
+                max_tokens=self.max_tokens,
+                seed=seed,
+                version=version,
+                decode=self.renderer.decode,
+                on_progress=on_progress,
+            )
+        return self._of_all(prompts, rollouts, metrics, n) if of_process else (rollouts, metrics)
+
+    def _of_all(
+        self, prompts: Sequence[Prompt], mine: list[Rollout], metrics: dict[str, float], n: int
+    ) -> Sampled:
+        """What every process sampled, brought together."""
+        self.stop.check()
+        found = hosts.joined([vars(r) | {"prompt": None} for r in mine])  # all have the prompts
         every = [Rollout(**one | {"prompt": prompts[i // n]}) for i, one in enumerate(found)]
         return every, together(hosts.gather(metrics))
 

@@ -1,44 +1,76 @@
-"""Validation: answers to held-out prompts, rewarded; overall and per source."""
+"""What is said of rewarded rollouts: the statistics of an evaluation, the metrics of a step, the samples."""
 
 import collections
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl.algorithms.estimates import pass_at_k, standard_error
+from jaxrl.config import EvalConfig
+from jaxrl.trainer.groups import groups_of
 from jaxrl.types import Rollout
 
 
-def validation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """val/reward, val/response_len, val/truncated_fraction, and val/<source>/reward per data source.
+def statistics(rollouts: Sequence[Rollout], cfg: EvalConfig) -> dict[str, float]:
+    """reward and pass_at_<k> with their standard errors (<name>_stderr; none of one prompt), the mean of each
+    reward function (reward/<function>), response_len, truncated_fraction and errors (a count).
 
-    Every sample counts once, so with eval.n samples a prompt's reward is their mean (pass@1).
+    The cfg.n samples of each prompt lie side by side. A sample passes with a reward of cfg.pass_reward.
     """
-    by_source: dict[str, list[float]] = collections.defaultdict(list)
-    for r in rollouts:
-        by_source[r.prompt.source].append(r.reward)
-    metrics = {
-        "val/reward": float(np.mean([r.reward for r in rollouts])),
-        "val/response_len": float(np.mean([len(r.tokens) for r in rollouts])),
-        "val/truncated_fraction": float(np.mean([r.finish == "length" for r in rollouts])),
-        "val/errors": float(sum(bool(r.reward_error) for r in rollouts)),
+    groups = groups_of(rollouts, cfg.n)
+    rewards = np.array([[r.reward for r in group] for group in groups])  # [prompts, n]
+    n_passed = (rewards >= cfg.pass_reward).sum(axis=1)
+    by_prompt = {"reward": rewards.mean(axis=1)}
+    by_prompt |= {f"pass_at_{k}": pass_at_k(n_passed, n=cfg.n, k=k) for k in cfg.k}
+    found = {}
+    for name, values in by_prompt.items():
+        found[name] = float(values.mean())
+        if len(groups) > 1:
+            found[f"{name}_stderr"] = standard_error(values)
+    return found | {
+        **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
+        "response_len": float(np.mean([len(r.tokens) for r in rollouts])),
+        "truncated_fraction": float(np.mean([r.finish == "length" for r in rollouts])),
+        "errors": float(sum(bool(r.reward_error) for r in rollouts)),
     }
-    if len(by_source) > 1:
-        metrics |= {f"val/{source}/reward": float(np.mean(v)) for source, v in by_source.items()}
+
+
+def by_source(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts of each data source, sources by name."""
+    found = collections.defaultdict(list)
+    for r in rollouts:
+        found[r.prompt.source].append(r)
+    return dict(sorted(found.items()))
+
+
+def validation_metrics(rollouts: Sequence[Rollout], cfg: EvalConfig) -> dict[str, float]:
+    """The statistics as val/<name>, and where there are several data sources val/<source>/<name> of each."""
+    metrics = {f"val/{name}": value for name, value in statistics(rollouts, cfg).items()}
+    sources = by_source(rollouts)
+    if len(sources) > 1:
+        for source, own in sources.items():
+            found = statistics(own, cfg).items()
+            metrics |= {f"val/{source}/{name}": value for name, value in found}
     return metrics
+
+
+def part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean of each number that the reward functions gave, over the rollouts for which they did."""
+    parts = collections.defaultdict(list)
+    for r in rollouts:
+        for name, value in r.reward_parts.items():
+            parts[name].append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """reward/* and the lengths of a step's rollouts."""
     rewards = np.array([r.reward for r in rollouts])
-    parts = collections.defaultdict(list)
-    for r in rollouts:
-        for name, value in r.reward_parts.items():
-            parts[name].append(value)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/errors": float(sum(bool(r.reward_error) for r in rollouts)),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
+        **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
         "rollout/response_len": float(np.mean([len(r.tokens) for r in rollouts])),
         "rollout/prompt_len": float(np.mean([len(r.prompt.tokens) for r in rollouts])),
         "rollout/truncated_fraction": float(np.mean([r.finish == "length" for r in rollouts])),

@@ -2,23 +2,21 @@
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.algorithms.aggregate import idle_weight
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
-from jaxrl.rollout.generate import generate
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics
-from jaxrl.trainer.engines import Sampled
 from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
 from jaxrl.trainer.experience import MiniBatch, make_mini_batches
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.run import Job, Run
+from jaxrl.trainer.score import score
 from jaxrl.types import Batch, Prompt, Rollout
-from sharding import hosts, to_device
+from sharding import to_device
 
 
 def train_step(run: Run) -> None:
@@ -83,7 +81,7 @@ def validate(run: Run) -> None:
     """Answers the validation prompts with the weights of now and logs val/*."""
     rollouts, _ = sample(run, list(run.val), validation=True)
     rollouts = reward(run, rollouts, validation=True)
-    run.validated_at, run.val_metrics = run.step, validation_metrics(rollouts)
+    run.validated_at, run.val_metrics = run.step, validation_metrics(rollouts, run.cfg.eval)
     run.logger.metrics(run.step, run.val_metrics | run.take_seconds())
     run.logger.samples(run.step, sample_records(rollouts, kind="val"))
 
@@ -111,42 +109,22 @@ def sample(
         run.no_compile(name),
         run.engines.layout.weights(run.state.params, run.timed("reshard")) as params,
         run.timed("val" if validation else "gen"),
-        run.progress.phase(name, total=run.engines.n_mine(len(prompts)) * n) as bar,
     ):
-
-        def answer(mine: list[Prompt], check: Callable[[], None]) -> Sampled:
-            start = time.perf_counter()
-
-            def on_progress(n_tokens: int, n_done: int, n_all: int) -> None:
-                check()
-                bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
-
-            return generate(
-                run.engine,
-                params,
-                mine,
-                n=n,
-                sampling=sampling,
-                max_tokens=cfg.data.max_response_len,
-                seed=run.sampling_seed(validation=validation, draw=draw),
-                version=run.step,
-                decode=run.renderer.decode,
-                on_progress=on_progress,
-            )
-
-        return run.engines.generate(answer, prompts, run.stop)
+        return run.engines.sample(
+            params,
+            prompts,
+            n=n,
+            sampling=sampling,
+            seed=run.sampling_seed(validation=validation, draw=draw),
+            version=run.step,
+            name=name,
+        )
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[Rollout]:
     """The rollouts with their rewards: each process scores its share, and all get all of them."""
     with run.timed("val" if validation else "reward"):
-        mine = run.rewards.score(rollouts[hosts.share(len(rollouts))])
-        run.stop.check()
-        scores = hosts.joined([(r.reward, r.reward_parts, r.reward_error) for r in mine])
-        return [
-            dataclasses.replace(r, reward=score, reward_parts=parts, reward_error=error)
-            for r, (score, parts, error) in zip(rollouts, scores, strict=True)
-        ]
+        return score(run.rewards, rollouts, run.stop)
 
 
 def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:

@@ -18,12 +18,11 @@ from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.interrupt import StopFlag
-from jaxrl.types import TrainState
+from jaxrl.types import Prompt, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -115,14 +114,28 @@ class Run(Job):
     """What the loop of jaxrl/train.py holds: a job that samples and is rewarded for it."""
 
     rewards: RewardPool
-    engine: PagedEngine
-    engines: Engines  # where it and those of the other processes work
+    engines: Engines
 
     def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
-        """Seed of this step's samples: a prompt met again in a later step, or in a later batch of the same
-        step, is sampled anew."""
-        entropy = [self.cfg.seed, self.step, int(validation), *([draw] if draw else [])]
-        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        """Seed of this step's samples."""
+        return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What jaxrl/evaluate.py holds: a model that answers and is rewarded, and learns nothing from it."""
+
+    prompts: list[Prompt]
+    rewards: RewardPool
+    engines: Engines
+    params: Decoder  # as engines.layout says
+
+
+def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:
+    """Seed of a step's samples: a prompt met again in a later step, or in a later batch of the same step, is
+    sampled anew."""
+    entropy = [seed, step, int(validation), *([draw] if draw else [])]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def _every(period: int, step: int) -> bool:

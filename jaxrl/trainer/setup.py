@@ -39,7 +39,7 @@ from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
 from jaxrl.trainer.offline import Lesson, Offline
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.warmup import warm_up, warm_up_learner
 from jaxrl.types import Prompt, TrainState
 from sharding import check_host_memory, hosts, make_mesh, to_host
@@ -61,27 +61,45 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             rewards = stack.enter_context(RewardPool(cfg.reward))
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
-        layout = rollout_layout(cfg, ready.decoder, ready.dtype)
         memory = device_memory()
+        rollout = cfg.rollout
         if cfg.plan_check and memory is not None:
             with base.progress.waiting("planning: compiling all programs"):
                 plan = check_plan(cfg, ready.decoder, memory)
             base.progress.status(plan_line(plan))
             rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
-        else:
-            rollout = cfg.rollout
         run = Run(
             **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
             val=val_prompts,
             rewards=rewards,
-            engine=make_engine(
-                cfg, rollout, layout, ready.decoder, base.model_folder, base.renderer
-            ),
-            engines=Engines(layout),
+            engines=make_engines(cfg, rollout, ready),
         )
         if not run.done:
             warm_up(run)
         yield run
+
+
+@contextlib.contextmanager
+def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
+    """The model of a run with its engine compiled, its validation prompts and its rewards: nothing learns.
+
+    Raises as `open_run`.
+    """
+    with contextlib.ExitStack() as stack:
+        base = open_base(cfg, stack)
+        with hosts.all_or_none():
+            prompts = load_val(cfg, base.renderer)
+            rewards = stack.enter_context(RewardPool(cfg.reward))
+        base.progress.status(f"data: {len(prompts)} prompts")
+        check_same_data([], prompts)
+        ready = open_devices(cfg, base, stack)
+        engines = make_engines(cfg, cfg.rollout, ready)
+        layout = engines.layout
+        stack.enter_context(layout.on_mesh())
+        with base.progress.waiting("loading weights, compiling prefill and decode"):
+            params = load_params(base.model_folder, layout.rules, ready.decoder, layout.dtype)
+            engines.engine.warmup(params)
+        yield Evaluation(prompts, rewards, engines, params)
 
 
 @contextlib.contextmanager
@@ -227,11 +245,14 @@ def load_data(
     """(training prompts, validation prompts)."""
     data = cfg.data
     prompts = load_prompts(data.train, renderer=renderer, data=data)
-    val_prompts = []
-    if data.val:
-        val_prompts = load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
+    val_prompts = load_val(cfg, renderer) if data.val else []
     progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
     return prompts, val_prompts
+
+
+def load_val(cfg: RunConfig, renderer: ChatRenderer) -> list[Prompt]:
+    data = cfg.data
+    return load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
 
 
 def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
@@ -314,6 +335,19 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.d
         stacked=decoder.stacked,
         grouped_matmul=decoder.grouped_matmul,
     )[1]
+
+
+def make_engines(cfg: RunConfig, rollout: RolloutConfig, ready: Ready) -> Engines:
+    """The engines of the run, with the sizes of `rollout`."""
+    layout = rollout_layout(cfg, ready.decoder, ready.dtype)
+    return Engines(
+        layout=layout,
+        engine=make_engine(cfg, rollout, layout, ready.decoder, ready.model_folder, ready.renderer),
+        renderer=ready.renderer,
+        max_tokens=cfg.data.max_response_len,
+        progress=ready.progress,
+        stop=ready.stop,
+    )
 
 
 def make_engine(

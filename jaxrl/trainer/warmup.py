@@ -12,7 +12,7 @@ def warm_up(run: Run) -> None:
     """Runs each program once on padding, in every declared shape. The state comes back unchanged."""
     compiling = run.progress.waiting("compiling prefill and decode")
     with compiling, run.engines.layout.weights(run.state.params) as params:
-        run.engine.warmup(params)
+        run.engines.engine.warmup(params)
     warm_up_learner(run, policy=needs_old_logp(run.cfg), reference=needs_ref_logp(run.cfg))
 
 

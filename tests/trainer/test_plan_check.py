@@ -39,11 +39,11 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tiny_config, memory
 def test_a_run_that_fits_takes_the_plans_pages(tiny_config, memory):
     memory(GIB)
     with open_run(resolve(tiny_config)) as run:
-        assert run.engine.rollout.n_pages == 16 * 3  # 16 sequences of three pages
+        assert run.engines.engine.rollout.n_pages == 16 * 3  # 16 sequences of three pages
 
 
 def test_plan_check_can_be_left_out(tiny_config, memory):
     memory(2**20)
     tiny_config.plan_check = False
     with open_run(resolve(tiny_config)) as run:
-        assert run.engine.scheduler.pool.n_pages == 16 * 3
+        assert run.engines.engine.scheduler.pool.n_pages == 16 * 3

@@ -1,0 +1,173 @@
+"""python -m jaxrl.evaluate --model=runs/quickstart --data=test.parquet --n=8 --k=1,4,8 --temperature=0.6
+
+    --model=PATH       a model folder, the folder of a run, a .gguf file, a hub id or 'package:NAME'
+    --data=FILE,...    as config.data.val: parquet, JSONL, tasks, ...
+    --n=N              samples of a prompt (1)
+    --k=K,...          pass@k is estimated for these (1)
+    --temperature=T    0 is greedy (0)
+    --limit=N          the first N prompts; 0 = all (0)
+    --output=FOLDER    for summary.json, samples.jsonl and config.json (evaluation/ of a run, else runs/evaluation)
+
+Each is short for a key (SHORT), and any other can be set, as --config.reward.functions=math; --config=FILE.py gives a
+whole configuration. Without one the folder of a run brings its own, data and rewards included. docs/evaluation.md
+says what the numbers are.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    print("jaxrl: loading", flush=True)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import RunConfig, default_config, from_json, resolve_evaluation
+from jaxrl.flags import override, read_args, read_options, stop
+from jaxrl.io.json_lines import JsonLines, plain
+from jaxrl.schema import to_dict
+from jaxrl.trainer.evaluate import by_source, sample_records, statistics
+from jaxrl.trainer.interrupt import Interrupted
+from jaxrl.trainer.loop import exit_status
+from jaxrl.trainer.run import sampling_seed
+from jaxrl.trainer.score import score
+from jaxrl.trainer.setup import open_evaluation
+from jaxrl.types import Rollout
+from sharding import hosts
+
+SHORT = {
+    "model": "model.path",
+    "data": "data.val",
+    "n": "eval.n",
+    "k": "eval.k",
+    "temperature": "eval.sampling.temperature",
+    "limit": "data.val_prompts",
+    "output": "run_dir",
+}
+
+
+def main() -> int:
+    """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted."""
+    return exit_status(evaluate, read(sys.argv[1:]))
+
+
+def read(argv: Sequence[str]) -> RunConfig:
+    """The evaluation that the arguments describe. Exits with one message on anything wrong."""
+    if "-h" in argv or "--help" in argv:
+        print(__doc__)
+        raise SystemExit(0)
+    mine = [arg for arg in argv if not arg.lstrip("-").startswith("config")]
+    options = read_options(mine, tuple(SHORT))
+    try:
+        first = first_config(options.get("model", ""))
+        config, _ = read_args([arg for arg in argv if arg not in mine], first)
+        for name, text in options.items():
+            override(config, SHORT[name], text)
+        return resolve_evaluation(config)
+    except ValueError as problem:
+        stop(str(problem))
+
+
+def first_config(model: str) -> ConfigDict:
+    """What holds where nothing else is said: the configuration of the run in that folder, else the defaults."""
+    config, folder = default_config(), Path(model).expanduser()
+    config.run_dir = "runs/evaluation"
+    if model and (folder / "hf").is_dir() and (folder / "config.json").is_file():
+        known = to_dict(from_json((folder / "config.json").read_text()))
+        own = {"run_dir": str(folder / "evaluation"), "resume": False}
+        config.update(known | own | {"distributed": to_dict(RunConfig().distributed)})
+    return config
+
+
+def evaluate(cfg: RunConfig) -> bool:
+    """Answers and rewards the prompts of data.val and writes what came of it. False if it was interrupted:
+    then nothing is written."""
+    start = time.monotonic()
+    try:
+        with open_evaluation(cfg) as opened:
+            engines = opened.engines
+            rollouts, speed = engines.sample(
+                opened.params,
+                opened.prompts,
+                n=cfg.eval.n,
+                sampling=cfg.eval.sampling,
+                seed=sampling_seed(cfg.seed, 0, validation=True),
+                version=0,
+                name="answers",
+            )
+            with engines.progress.waiting("rewards"):
+                rollouts = score(opened.rewards, rollouts, engines.stop)
+            summary = summarize(rollouts, cfg) | {
+                "tokens_per_s": speed["rollout/tokens_per_s"],
+                "seconds": time.monotonic() - start,
+            }
+            if hosts.is_first():
+                write(cfg.run_path, summary, rollouts)
+                print(table(summary))
+                engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")
+    except Interrupted as signal:
+        print(f"{signal}: nothing is written", file=sys.stderr)
+        return False
+    return True
+
+
+def summarize(rollouts: Sequence[Rollout], cfg: RunConfig) -> dict:
+    """summary.json: how the answers were made, and the statistics of all and of each data source."""
+    groups = {"all": rollouts, **by_source(rollouts)}
+    return {
+        "model": cfg.model.path,
+        "data": list(cfg.data.val),
+        "rewards": list(cfg.reward.functions),
+        "n": cfg.eval.n,
+        "seed": cfg.seed,
+        "sampling": dataclasses.asdict(cfg.eval.sampling),
+        "max_response_len": cfg.data.max_response_len,
+        "results": {
+            source: {"prompts": len(own) // cfg.eval.n} | statistics(own, cfg.eval)
+            for source, own in groups.items()
+        },
+    }
+
+
+def write(folder: Path, summary: dict, rollouts: Sequence[Rollout]) -> None:
+    samples = JsonLines(folder / "samples.jsonl", resume_step=None)
+    samples.write(*sample_records(rollouts, kind="evaluation"))
+    samples.close()
+    (folder / "summary.json").write_text(json.dumps(plain(summary), indent=2) + "\n")
+
+
+def table(summary: dict) -> str:
+    """One line a data source: means with the half of their 95% interval."""
+    results = summary["results"]
+    if len(results) == 2:  # one source, which is all
+        results = {"all": results["all"]}
+    ks = [name for name in results["all"] if name.startswith("pass_at_") and "stderr" not in name]
+    titles = ("reward", *ks)
+    width = max(8, *map(len, results))
+    lines = [
+        f"{'source':<{width}}{'prompts':>9}"
+        + "".join(f"{title:>16}" for title in titles)
+        + f"{'length':>9}{'cut off':>9}{'errors':>8}"
+    ]
+    for source, found in results.items():
+        cells = "".join(f"{interval(found, name):>16}" for name in titles)
+        lines.append(
+            f"{source:<{width}}{found['prompts']:>9}{cells}{found['response_len']:>9.1f}"
+            f"{found['truncated_fraction']:>9.3f}{found['errors']:>8.0f}"
+        )
+    return "\n".join(lines)
+
+
+def interval(found: dict, name: str) -> str:
+    """ "0.431 ± 0.052": 1.96 standard errors on each side."""
+    error = found.get(f"{name}_stderr")
+    return f"{found[name]:.3f}" + (f" ± {1.96 * error:.3f}" if error is not None else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Rewards of rollouts, through the reward pools of all processes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.types import Rollout
+from sharding import hosts
+
+
+def score(pool: RewardPool, rollouts: Sequence[Rollout], stop: StopFlag) -> list[Rollout]:
+    """The rollouts with their rewards: each process scores its share, and all get all of them."""
+    mine = pool.score(rollouts[hosts.share(len(rollouts))])
+    stop.check()
+    scores = hosts.joined([(r.reward, r.reward_parts, r.reward_error) for r in mine])
+    return [
+        dataclasses.replace(r, reward=reward, reward_parts=parts, reward_error=error)
+        for r, (reward, parts, error) in zip(rollouts, scores, strict=True)
+    ]
