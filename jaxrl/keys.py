@@ -61,7 +61,17 @@ OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
 BEST_MODES = ("max", "min")
-REWARDS = ("by_source", "exact", "format", "gsm8k", "last_number", "math", "reasoning_gym")
+REWARDS = (
+    "by_source",
+    "code",
+    "exact",
+    "format",
+    "gsm8k",
+    "last_number",
+    "math",
+    "reasoning_gym",
+    "remote",
+)
 ENGINES = ("auto", "process", "mesh")
 ROLLOUT_LAYOUTS = ("replicas", "training")
 STARTS = ("auto", "on", "off")
@@ -263,10 +273,10 @@ class PreferenceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    functions: tuple[str, ...] = key(("math",), "names of jaxrl/rewards or 'package.module:function'; their weighted sum is the reward")
+    functions: tuple[str, ...] = key(("math",), "names of jaxrl/rewards or 'package.module:function', options behind a '?'; their weighted sum is the reward")
     weights: tuple[float, ...] = key((), "one per function; () = 1 each")
     workers: int = key(2, "worker processes", least=1)
-    timeout_s: float = key(10.0, "seconds one call may take before its worker is killed", above=0)
+    timeout_s: float = key(10.0, "seconds one call may take before its worker is killed; of one function 'name?timeout_s=60'", above=0)
     overlong_buffer: int = key(0, "DAPO's soft overlong punishment: the reward falls over the last so many tokens before data.max_response_len; 0 = off", least=0)
     overlong_penalty: float = key(1.0, "what a response of data.max_response_len tokens loses then", least=0)
     error_value: float = key(0.0, "reward of a response whose function raised, hung or returned no finite number")

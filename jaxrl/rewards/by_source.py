@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxrl.rewards.code import code
 from jaxrl.rewards.gsm8k import gsm8k
 from jaxrl.rewards.last_number import last_number
 from jaxrl.rewards.math import math
@@ -22,6 +23,15 @@ _BY_PREFIX = {
     "aime": math,
     "numina": math,
 }
+_CODE = (
+    "apps",
+    "codecontests",
+    "codeforces",
+    "taco",
+    "livecodebench",
+    "openai/openai_humaneval",
+    "mbpp",
+)
 
 
 def by_source(
@@ -29,12 +39,16 @@ def by_source(
     solution_str: str,
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
-) -> float:
-    """The reward of the first entry of the table that `data_source` starts with."""
+    *,
+    timeout_s: float,
+) -> float | dict[str, float]:
+    """The reward of the first entry of the tables that `data_source` starts with."""
+    if data_source.startswith(_CODE):
+        return code(data_source, solution_str, ground_truth, extra_info, timeout_s=timeout_s)
     for prefix, reward in _BY_PREFIX.items():
         if data_source.startswith(prefix):
             return reward(data_source, solution_str, ground_truth, extra_info)
     raise ValueError(
         f"no reward is known for data_source {data_source!r}; name one in reward.functions instead of "
-        f"by_source, which knows {', '.join(_BY_PREFIX)}"
+        f"by_source, which knows {', '.join((*_BY_PREFIX, *_CODE))}"
     )

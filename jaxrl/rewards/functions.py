@@ -2,30 +2,53 @@
 
 "math", "last_number?require_stop=false", "package.module:function", "path/to/file.py:function". What
 follows "?" are keyword arguments, joined by "&"; true, false, numbers and quoted texts are read as
-Python reads them, anything else as text.
+Python reads them, anything else as text. Two of them are the pool's: timeout_s, the seconds that a call of this
+function may take, and batch_size, the responses of one call of a function that takes batches.
+
+A function is called by verl's keywords, for one response (data_source, solution_str, ground_truth, extra_info)
+or, where its first parameter is `data_sources`, for a batch: the same names with an s, lists, and a list comes
+back. Some more arguments are given to functions that have a parameter of the name (MORE).
 """
 
 import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 
 BUILT_IN = {
     "by_source": "jaxrl.rewards.by_source:by_source",
+    "code": "jaxrl.rewards.code:code",
     "exact": "jaxrl.rewards.exact:exact",
     "format": "jaxrl.rewards.format:format",
     "gsm8k": "jaxrl.rewards.gsm8k:gsm8k",
     "last_number": "jaxrl.rewards.last_number:last_number",
     "math": "jaxrl.rewards.math:math",
     "reasoning_gym": "jaxrl.rewards.reasoning_gym:reasoning_gym",
+    "remote": "jaxrl.rewards.remote:remote",
 }
+# Arguments beside verl's: the prompt as the chat template wrote it; that and the response, special tokens
+# included; the seconds that the call may take. In batches the texts have an s at their end, too.
+TEXTS = ("prompt_str", "query_str")
+MORE = (*TEXTS, "timeout_s")
+OF_THE_POOL = {
+    "timeout_s": 0.0,
+    "batch_size": 64,
+}  # options, and what they are where they are not given
+
+
+class Takes(NamedTuple):
+    """How a function wants to be called."""
+
+    batch: bool
+    more: tuple[str, ...]  # of MORE, without the s of a batch
 
 
 def part_names(specs: Sequence[str]) -> tuple[str, ...]:
@@ -50,8 +73,29 @@ def load_function(spec: str) -> RewardFunction:
             f"reward {spec!r}: {module_name} has no function {name!r}; it has "
             f"{', '.join(found) or 'none'}"
         )
-    options = _options(spec)
+    options = {k: v for k, v in _options(spec).items() if k not in OF_THE_POOL}
     return functools.partial(function, **options) if options else function
+
+
+def how_to_call(function: RewardFunction) -> Takes:
+    """Read from the names of its parameters."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # of some functions written in C
+        names = []
+    batch = names[:1] == ["data_sources"]
+    asked = {name: f"{name}s" if batch and name in TEXTS else name for name in MORE}
+    return Takes(batch, tuple(name for name, theirs in asked.items() if theirs in names))
+
+
+def pool_option(spec: str, name: str) -> float:
+    """The value of an option of OF_THE_POOL. Raises ValueError where it is no number above 0."""
+    value = _options(spec).get(name)
+    if value is None:
+        return float(OF_THE_POOL[name])
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"reward {spec!r}: {name}={value!r} is no number above 0")
+    return float(value)
 
 
 def _target(spec: str) -> str:

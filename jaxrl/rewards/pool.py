@@ -1,26 +1,29 @@
 """Runs reward functions in worker processes, so that none of them can stop or crash a run.
 
 A worker is a fresh Python process (no fork: the parent has JAX's threads) without JAX and in a
-session of its own, so that Ctrl-C reaches the parent alone. It gets calls in batches and answers
+session of its own, so that Ctrl-C reaches the parent alone. It gets several calls at a time and answers
 each as it is done; when an answer takes longer than the time limit, the worker and all its children
-are killed, the call becomes an error value, the rest of its batch goes to the next free worker, and
+are killed, the call becomes an error value, the other calls go to the next free worker, and
 a new process takes its place.
 """
 
 import collections
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
+
 from jaxrl.config import RewardConfig
-from jaxrl.rewards.functions import part_names
+from jaxrl.rewards.functions import TEXTS, Takes, part_names, pool_option
 from jaxrl.rewards.worker import Result
 from jaxrl.types import Rollout
 
@@ -37,10 +40,11 @@ _WORKER_ENV = {
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One function on one response."""
+    """One function on one response, or on a batch of them."""
 
-    item: int
+    items: tuple[int, ...]
     function: int
+    n: int | None  # responses of a batch; None where the function takes one
     arguments: dict[str, Any]
 
 
@@ -75,10 +79,11 @@ class RewardPool:
 
     The constructor starts the workers and returns when all have imported the functions. Raises
     ValueError for an unknown name, a module that cannot be imported, or weights that do not fit. One
-    thread at a time may call score().
+    thread at a time may call score(). `decode` makes the texts of functions that ask for them: tokens to text,
+    special ones included.
     """
 
-    def __init__(self, cfg: RewardConfig):
+    def __init__(self, cfg: RewardConfig, decode: Callable[[np.ndarray], str] | None = None):
         self.names = part_names(cfg.functions)
         self._weights = cfg.weights or (1.0,) * len(self.names)
         if not self.names or len(self._weights) != len(self.names):
@@ -87,6 +92,10 @@ class RewardPool:
                 "reward.functions to at least one name and reward.weights to as many numbers, or to ()"
             )
         self._cfg = cfg
+        self._decode = decode
+        self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
+        self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
+        self._takes: list[Takes] = []  # as a worker reports it
         self._start_failures = 0
         self._workers: list[_Worker] = []
         try:
@@ -120,11 +129,7 @@ class RewardPool:
         says why. A function gets verl's arguments; extra_info holds the prompt's `extra` and
         "finish" ("stop" or "length") and "response_len" (tokens).
         """
-        calls = collections.deque(
-            _Call(item, function, _arguments(rollout))
-            for item, rollout in enumerate(rollouts)
-            for function in range(len(self.names))
-        )
+        calls = collections.deque(self._calls(rollouts))
         try:
             results = self._run(calls)
         except BaseException:  # Ctrl-C: what the workers still do belongs to no later call
@@ -135,15 +140,49 @@ class RewardPool:
             for item, rollout in enumerate(rollouts)
         ]
 
+    def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
+        """One of each function and response, or batch of them; batches come first, for they take longest."""
+        calls = []
+        for function, takes in enumerate(self._takes):
+            share = -(-len(rollouts) // self._cfg.workers)
+            size = max(1, min(self._batch_sizes[function], share)) if takes.batch else 1
+            for items in itertools.batched(range(len(rollouts)), size):
+                found = [self._arguments(rollouts[item], takes) for item in items]
+                n, arguments = None, found[0]
+                if takes.batch:
+                    n = len(items)
+                    arguments = {f"{name}s": [one[name] for one in found] for name in found[0]}
+                if "timeout_s" in takes.more:
+                    arguments["timeout_s"] = self._limits_s[function]
+                calls.append(_Call(items, function, n, arguments))
+        return sorted(calls, key=lambda call: call.n is None)
+
+    def _arguments(self, rollout: Rollout, takes: Takes) -> dict[str, Any]:
+        """verl's signature, and the texts that the function asks for."""
+        prompt = rollout.prompt
+        extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
+        arguments: dict[str, Any] = {
+            "data_source": prompt.source,
+            "solution_str": rollout.text,
+            "ground_truth": prompt.answer,
+            "extra_info": prompt.extra | extra,
+        }
+        if texts := [name for name in TEXTS if name in takes.more]:
+            assert self._decode is not None, f"{texts} need a tokenizer"
+            query = np.concatenate([prompt.tokens, rollout.tokens])
+            known = {"prompt_str": prompt.tokens, "query_str": query}
+            arguments |= {name: self._decode(known[name]) for name in texts}
+        return arguments
+
     def _run(self, queue: collections.deque[_Call]) -> dict[tuple[int, int], Result]:
         results: dict[tuple[int, int], Result] = {}
-        n_calls = len(queue)
-        batch = max(1, min(_MAX_BATCH, n_calls // (4 * self._cfg.workers)))
-        while len(results) < n_calls:
+        n_results = sum(len(call.items) for call in queue)
+        n_calls = max(1, min(_MAX_BATCH, len(queue) // (4 * self._cfg.workers)))
+        while len(results) < n_results:
             self._start_missing()
             for worker in self._workers:
                 if worker.ready and not worker.pending and queue:
-                    self._send(worker, batch, queue)
+                    self._send(worker, n_calls, queue)
             self._wait()
             for worker in tuple(self._workers):
                 error = (
@@ -155,7 +194,7 @@ class RewardPool:
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._cfg.workers:
-            self._workers.append(_start(self._cfg))
+            self._workers.append(_start(self._cfg, self._limits_s))
 
     def _wait(self) -> None:
         """Sleeps until a worker has something to say or is late."""
@@ -171,33 +210,41 @@ class RewardPool:
             report = worker.connection.recv()
         except (EOFError, OSError):
             return f"a reward worker died at start with status {worker.bury()}"
-        worker.ready = report == "ready"
-        if worker.ready:
-            self._start_failures = 0
-        return "" if worker.ready else report
+        if isinstance(report, str):
+            return report
+        worker.ready, self._takes, self._start_failures = True, report, 0
+        return ""
 
     def _send(self, worker: _Worker, n_calls: int, queue: collections.deque[_Call]) -> None:
+        if queue[0].n is not None:
+            n_calls = 1  # a batch is enough for a worker
         calls = [queue.popleft() for _ in range(min(n_calls, len(queue)))]
         try:
-            worker.connection.send([(call.function, call.arguments) for call in calls])
+            worker.connection.send([(call.function, call.n, call.arguments) for call in calls])
         except OSError:  # it died while idle; _collect finds out
             queue.extendleft(reversed(calls))
             return
         worker.pending.extend(calls)
-        worker.deadline = time.monotonic() + self._cfg.timeout_s
+        self._begin(worker)
+
+    def _begin(self, worker: _Worker) -> None:
+        """Sets when the answer to the first of the pending calls is due."""
+        if worker.pending:
+            worker.deadline = time.monotonic() + self._limits_s[worker.pending[0].function]
 
     def _collect(self, worker: _Worker, results: dict[tuple[int, int], Result]) -> str:
         """Takes the answers that are there; returns why the worker must be replaced, or ""."""
         try:
             while worker.connection.poll():
-                result = Result(*worker.connection.recv())
+                found = worker.connection.recv()
                 call = worker.pending.popleft()
-                results[call.item, call.function] = result
-                worker.deadline = time.monotonic() + self._cfg.timeout_s
+                for item, result in zip(call.items, found, strict=True):
+                    results[item, call.function] = Result(*result)
+                self._begin(worker)
         except (EOFError, OSError):
             return f"the worker process died with status {worker.bury()}"
         if worker.pending and time.monotonic() > worker.deadline:
-            return f"no answer within {self._cfg.timeout_s:g} s"
+            return f"no answer within {self._limits_s[worker.pending[0].function]:g} s"
         return ""
 
     def _replace(
@@ -219,7 +266,7 @@ class RewardPool:
                 )
         elif worker.pending:
             call = worker.pending.popleft()
-            results[call.item, call.function] = Result(0.0, {}, error)
+            results |= {(item, call.function): Result(0.0, {}, error) for item in call.items}
             queue.extendleft(reversed(worker.pending))
 
     def _filled(self, rollout: Rollout, results: list[Result]) -> Rollout:
@@ -239,19 +286,7 @@ class RewardPool:
         )
 
 
-def _arguments(rollout: Rollout) -> dict[str, Any]:
-    """verl's signature."""
-    prompt = rollout.prompt
-    extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
-    return {
-        "data_source": prompt.source,
-        "solution_str": rollout.text,
-        "ground_truth": prompt.answer,
-        "extra_info": prompt.extra | extra,
-    }
-
-
-def _start(cfg: RewardConfig) -> _Worker:
+def _start(cfg: RewardConfig, limits_s: Sequence[float]) -> _Worker:
     ours, theirs = multiprocessing.Pipe()
     # -P: the worker sees exactly the parent's import path, with no entry for its own folder
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -263,5 +298,5 @@ def _start(cfg: RewardConfig) -> _Worker:
         start_new_session=True,
     )
     theirs.close()
-    ours.send((cfg.functions, cfg.timeout_s))
+    ours.send((cfg.functions, limits_s))
     return _Worker(process, ours, deadline=time.monotonic() + _START_S)

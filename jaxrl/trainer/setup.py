@@ -58,7 +58,8 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         with hosts.all_or_none():
             prompts, val_prompts = load_data(cfg, base.renderer, base.progress)
             iterator = make_iterator(cfg, prompts)
-            rewards = stack.enter_context(RewardPool(cfg.reward))
+            decode = functools.partial(base.renderer.decode, skip_special=False)
+            rewards = stack.enter_context(RewardPool(cfg.reward, decode))
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
         memory = device_memory()

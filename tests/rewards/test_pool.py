@@ -47,6 +47,21 @@ def parts(data_source, solution_str, ground_truth, extra_info):
     return {"score": 2.0, "acc": True, "pred": "seven", "bad": float("inf")}
 
 
+def batched(data_sources, solution_strs, ground_truths, extra_infos, *, bonus=0):
+    if "raise" in solution_strs:
+        raise RuntimeError("out of cheese")
+    if "sleep" in solution_strs:
+        time.sleep(1000)
+    if "short" in solution_strs:
+        return [1.0]
+    found = [{"score": len(s) + bonus, "n": len(solution_strs)} for s in solution_strs]
+    return [float("nan") if s == "nan" else f for s, f in zip(solution_strs, found)]
+
+
+def impatient(data_source, solution_str, ground_truth, extra_info, *, timeout_s, prompt_str, query_str):
+    return {"score": timeout_s, "prompt": len(prompt_str), "query": len(query_str)}
+
+
 def what_it_sees(data_source, solution_str, ground_truth, extra_info):
     return {
         "score": len(data_source + ground_truth),
@@ -152,6 +167,48 @@ def test_a_failing_call_is_an_error_value_and_the_others_are_scored(pool_of, tex
     assert pool.score([rollout("fine")])[0].reward == 1.0  # and the pool lives on
 
 
+def test_a_function_of_verls_batch_signature_gets_batches(pool_of):
+    pool = pool_of(":batched?batch_size=3&bonus=1", "last_number", workers=1)
+    scored = pool.score([rollout(text) for text in ("a", "bb", "nan", "is 1", "e")])
+    sizes = [r.reward_parts.get("batched/n") for r in scored]
+    assert sizes == [3, 3, None, 2, 2]
+    assert [r.reward for r in scored] == [2, 3, 0, 5 + 1, 2]
+    assert scored[2].reward_error == "batched: ValueError: the function returned nan"
+
+
+def test_batches_are_shared_out_over_the_workers(pool_of):
+    scored = pool_of(":batched", workers=2).score([rollout("a")] * 10)
+    assert [r.reward_parts["batched/n"] for r in scored] == [5] * 10
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("raise", "batched: RuntimeError: out of cheese"),
+        ("short", "batched: ValueError: the function returned 1 scores for a batch of 2 responses"),
+        ("sleep", "batched: no answer within 0.3 s"),
+    ],
+)
+def test_a_batch_fails_as_one_and_the_others_are_scored(pool_of, text, error):
+    pool = pool_of(":batched?batch_size=2&timeout_s=0.3", workers=2)
+    scored = pool.score([rollout(t) for t in ("a", "a", text, "a", "a", "a")])
+    assert [r.reward_error for r in scored] == ["", "", error, error, "", ""]
+
+
+def test_a_function_may_have_a_time_of_its_own_and_learns_it_with_the_texts_it_asks_for(hazards):
+    functions = (hazards + ":impatient?timeout_s=7", hazards + ":obey")
+    cfg = RewardConfig(functions=functions, timeout_s=0.5)
+    with RewardPool(cfg, decode=lambda tokens: "x" * len(tokens)) as pool:
+        slow, fine = pool.score([rollout("sleep"), rollout("fine")])
+    assert fine.reward_parts == {
+        "impatient": 7.0,
+        "impatient/prompt": 3.0,
+        "impatient/query": 3.0 + 4.0,
+        "obey": 1.0,
+    }
+    assert slow.reward_error == "obey: no answer within 0.5 s"
+
+
 def test_one_failing_function_makes_the_response_an_error_but_keeps_the_other_parts(pool_of):
     pool = pool_of(":obey", ":length", error_value=-0.5)
     [scored] = pool.score([rollout("raise")])
@@ -251,8 +308,12 @@ def is_alive(pid):
 
 
 def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
-    with pytest.raises(ValueError, match=r"unknown reward 'maths'; set .* by_source, exact"):
+    with pytest.raises(ValueError, match=r"unknown reward 'maths'; set .* by_source, code, exact"):
         RewardPool(RewardConfig(functions=("maths",)))
+    with pytest.raises(
+        ValueError, match=r"math\?timeout_s=soon': timeout_s='soon' is no number above 0"
+    ):
+        RewardPool(RewardConfig(functions=("math?timeout_s=soon",)))
     with pytest.raises(ValueError, match="2 reward functions and 1 weights"):
         RewardPool(RewardConfig(functions=("exact", "format"), weights=(1.0,)))
     with pytest.raises(ValueError, match=r"nowhere.* cannot be imported \(ModuleNotFoundError"):

@@ -1,3 +1,4 @@
+import functools
 import sys
 from decimal import Decimal
 
@@ -155,12 +156,15 @@ def test_last_boxed_balances_braces():
 
 
 def test_by_source_picks_the_reward_of_the_data_set():
-    assert by_source("addition/2", "it is 12", "12", {"finish": "stop"}) == 1
-    assert by_source("openai/gsm8k", "#### 12", "12") == 1
-    assert by_source("openai/gsm8k", "it is 12", "12") == 0
-    assert by_source("HuggingFaceH4/MATH-500", r"\boxed{\frac12}", "0.5") == 1
+    reward = functools.partial(by_source, timeout_s=5.0)
+    program = "```python\nprint(int(input()) + 1)\n```"
+    assert reward("taco", program, '{"inputs": ["1"], "outputs": ["2"]}')["score"] == 1
+    assert reward("addition/2", "it is 12", "12", {"finish": "stop"}) == 1
+    assert reward("openai/gsm8k", "#### 12", "12") == 1
+    assert reward("openai/gsm8k", "it is 12", "12") == 0
+    assert reward("HuggingFaceH4/MATH-500", r"\boxed{\frac12}", "0.5") == 1
     with pytest.raises(ValueError, match="no reward is known for data_source 'poems'"):
-        by_source("poems", "", "")
+        reward("poems", "", "")
 
 
 @pytest.mark.parametrize(
