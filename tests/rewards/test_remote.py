@@ -1,3 +1,4 @@
+import contextlib
 import http.server
 import json
 import threading
@@ -28,7 +29,10 @@ class Server:
                 status = found if isinstance(found, int) else 200
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
+                with contextlib.suppress(BrokenPipeError):  # the client waits no longer
+                    self.wfile.write(
+                        found if isinstance(found, bytes) else json.dumps(found).encode()
+                    )
 
             def log_message(self, *_):
                 pass

@@ -231,6 +231,7 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
     tiny_config.rollout.n = 2
     tiny_config.reward.functions = (f"{__file__}:often_flat",)
     tiny_config.reward.overlong_buffer = 4
+    tiny_config.reward.normalize, tiny_config.reward.clip = True, (-1.0, 1.0)
     algorithm = tiny_config.algorithm
     algorithm.advantage, algorithm.policy_loss = "reinforce_plus_plus", "gspo_token"
     algorithm.dynamic_sampling = True
@@ -249,6 +250,8 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
     assert_same_weights(unbroken, tiny_config.run_dir)
     trained = [line for line in metrics(unbroken) if "reward/mean" in line]
     assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
+    assert len({line["reward/running_mean"] for line in trained}) == 3
+    assert any(line["reward/clip_fraction"] > 0 for line in trained)
     assert len({line["loss/kl_coef"] for line in trained}) == 3
     assert len({line["loss/entropy_coef"] for line in trained}) == 3
     assert max(line["rollout/batches"] for line in trained) > 1
