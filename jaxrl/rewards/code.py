@@ -59,7 +59,8 @@ def code(
     """
     prefix, tests = read_tests(ground_truth)
     tests = tests[:max_tests] if max_tests else tests
-    program, mistakes = last_block(solution_str), dict.fromkeys(_MISTAKES, 0.0)
+    program = last_block(solution_str)
+    mistakes: dict[str, float] = dict.fromkeys(_MISTAKES, 0.0)
     if program is None:
         return {"score": 0.0} | mistakes | {"no_code": 1.0}
     end, passed = time.monotonic() + timeout_s - _MARGIN_S, 0

@@ -90,7 +90,7 @@ def main(path: str) -> None:
     if call is not None:
         owner = module.Solution() if hasattr(module, "Solution") else module
         answer = getattr(owner, call["name"])(*call["arguments"])
-    else:
+    elif test is not None:
         exec(compile(test, "test.py", "exec"), module.__dict__)
     found.write(secret + json.dumps(answer))
     found.close()

@@ -148,7 +148,8 @@ class RewardPool:
             size = max(1, min(self._batch_sizes[function], share)) if takes.batch else 1
             for items in itertools.batched(range(len(rollouts)), size):
                 found = [self._arguments(rollouts[item], takes) for item in items]
-                n, arguments = None, found[0]
+                n: int | None = None
+                arguments: dict[str, Any] = found[0]
                 if takes.batch:
                     n = len(items)
                     arguments = {f"{name}s": [one[name] for one in found] for name in found[0]}
