@@ -59,8 +59,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         with hosts.all_or_none():
             prompts, val_prompts = load_data(cfg, base.renderer, base.progress)
             iterator = make_iterator(cfg, prompts)
-            decode = functools.partial(base.renderer.decode, skip_special=False)
-            rewards = stack.enter_context(RewardPool(cfg.reward, decode))
+            rewards = stack.enter_context(reward_pool(cfg, base.renderer))
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
         memory = device_memory()
@@ -91,7 +90,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         base = open_base(cfg, stack)
         with hosts.all_or_none():
             prompts = load_val(cfg, base.renderer)
-            rewards = stack.enter_context(RewardPool(cfg.reward))
+            rewards = stack.enter_context(reward_pool(cfg, base.renderer))
         base.progress.status(f"data: {len(prompts)} prompts")
         check_same_data([], prompts)
         ready = open_devices(cfg, base, stack)
@@ -240,6 +239,10 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
     return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
+
+
+def reward_pool(cfg: RunConfig, renderer: ChatRenderer) -> RewardPool:
+    return RewardPool(cfg.reward, functools.partial(renderer.decode, skip_special=False))
 
 
 def load_data(
