@@ -1,6 +1,13 @@
 """Rules between the keys of the algorithm: what contradicts itself is refused before any device work."""
 
-from jaxrl.keys import ADVANTAGES, FULL_KLS, GROUP_ADVANTAGES, TOKEN_ADVANTAGES, RunConfig
+from jaxrl.keys import (
+    ADVANTAGES,
+    EIGHT_BITS,
+    FULL_KLS,
+    GROUP_ADVANTAGES,
+    TOKEN_ADVANTAGES,
+    RunConfig,
+)
 
 
 def algorithm_problems(run: RunConfig) -> list[str]:
@@ -31,6 +38,18 @@ def algorithm_doubts(run: RunConfig) -> list[str]:
         doubts.append(
             f"algorithm.policy_loss='policy_gradient' has no ratio, but a step makes {run.updates_per_step} updates, the "
             "later ones with samples of an older policy; set learner.mini_batch_prompts=0 and learner.epochs=1"
+        )
+    rollout = run.rollout
+    eight_bits = [
+        f"rollout.{key}={value!r}"
+        for key, value in (("dtype", rollout.dtype), ("kv_dtype", rollout.kv_dtype))
+        if value in EIGHT_BITS
+    ]
+    if eight_bits and algorithm.correction == "none" and algorithm.old_logp != "rollout":
+        doubts.append(
+            f"{' and '.join(eight_bits)} samples from another distribution than the one that is trained, and "
+            "algorithm.correction='none' takes its samples for the policy's own: the gradient is biased (see mismatch/kl); "
+            "set algorithm.correction='token_tis'"
         )
     return doubts
 

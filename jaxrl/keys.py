@@ -10,6 +10,9 @@ from jaxrl.schema import key
 
 # The names a key may take. Each is a name in the table of the room that does the work.
 DTYPES = ("auto", "float32", "bfloat16")
+EIGHT_BITS = ("int8", "fp8")
+ROLLOUT_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, *EIGHT_BITS)
 LAYERS = ("auto", "list", "stacked")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "mosaic_gpu", "triton", "cudnn")
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "mosaic_tpu")
@@ -157,7 +160,7 @@ class RolloutConfig:
     layout: str = key("replicas", "the engine's devices: replicas that decode their own sequences with whole weights, shared out over `tensor` and `expert` devices alone (a copy that lives as long as the rollout, of those weights that training cuts otherwise); or as training lies: no copy, all devices decode all sequences and gather weights in every step", among=ROLLOUT_LAYOUTS)
     tensor: int = key(0, "layout = replicas: devices along the tensor axis of a replica; 0 = mesh.tensor", least=0)
     expert: int = key(0, "layout = replicas: devices that share the experts of a replica; 0 = mesh.expert", least=0)
-    dtype: str = key("auto", "of the engine's weights; auto = the model's, any other makes a copy", among=DTYPES)
+    dtype: str = key("auto", "of the engine's weights; auto = the model's, any other makes a copy; int8 = matrices of layers in 8 bits with a scale for each output, all else as the model", among=ROLLOUT_DTYPES)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     max_num_seqs: int = key(64, "sequences decoded together by a replica of the engine", least=1)
     max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch of a replica", least=1)
@@ -165,7 +168,7 @@ class RolloutConfig:
     n_pages: int = key(0, "pages of the KV pool of a replica; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
     memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)
     steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop", least=1)
-    kv_dtype: str = key("auto", "of the KV pages; auto = the model's dtype", among=DTYPES)
+    kv_dtype: str = key("auto", "of the KV pages; auto = the dtype of the engine's activations; int8 and fp8 (e4m3) = 8 bits with a scale for each head of a token", among=KV_DTYPES)
     prefix_cache: bool = key(True, "keep the KV pages of ended sequences until their room is needed or the weights change, for later requests that begin with the same tokens; false = only sequences that run at the same time share pages")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -35,13 +36,13 @@ class Regrouping:
 
     def stays(self, leaf: Leaf, spec: jax.P, dtype: DTypeLike | None = None) -> bool:
         """Whether every device has of this leaf what `spec` gives it."""
-        if leaf.dtype != (dtype or leaf.dtype):
+        if leaf.dtype != _dtype(leaf, dtype):
             return False
         return self._source(leaf).is_equivalent_to(self._target(spec), len(leaf.shape))
 
     def reshard(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> Tree:
-        """The tree on `mesh`, laid out by its PartitionSpecs, in `dtype` where one is given. Leaves that
-        are so already share their buffers; all others come out of one program."""
+        """The tree on `mesh`, laid out by its PartitionSpecs, floating numbers in `dtype` where one is given.
+        Leaves that are so already share their buffers; all others come out of one program."""
         leaves, form = jax.tree.flatten(tree)
         wanted = form.flatten_up_to(specs)
         moving = [not self.stays(a, spec, dtype) for a, spec in zip(leaves, wanted, strict=True)]
@@ -84,10 +85,15 @@ def lay_out(
     """The leaves, each as its spec says, on the mesh that is set."""
 
     def lay(leaf: jax.Array, spec: jax.P) -> jax.Array:
-        leaf = leaf.astype(dtype or leaf.dtype)
+        leaf = leaf.astype(_dtype(leaf, dtype))
         return jax.reshard(jax.reshard(leaf, _halfway(leaf, spec)), spec)
 
     return [lay(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+
+def _dtype(leaf: Leaf, dtype: DTypeLike | None) -> DTypeLike:
+    """What a leaf becomes."""
+    return dtype if dtype and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
 
 
 def _halfway(leaf: jax.Array, spec: jax.P) -> jax.P:

@@ -247,6 +247,16 @@ def test_losses_far_from_their_papers_are_doubted_not_refused(case):
         resolve(runnable(**changes))
 
 
+@pytest.mark.parametrize("key", ["dtype", "kv_dtype"])
+def test_a_rollout_in_eight_bits_without_correction_is_doubted(key, recwarn):
+    eight_bits = {f"rollout__{key}": "int8"}
+    with pytest.warns(UserWarning, match=rf"rollout.{key}='int8' samples from another.*token_tis"):
+        resolve(runnable(**eight_bits))
+    resolve(runnable(**eight_bits, algorithm__correction="token_tis"))
+    resolve(runnable(**eight_bits, algorithm__old_logp="rollout"))  # the ratio is of what sampled
+    assert not recwarn.list
+
+
 def test_numbers_of_a_step_follow_from_the_keys():
     run = resolve(
         runnable(learner__mini_batch_prompts=16, learner__epochs=2, total_epochs=3, rollout__n=4)

@@ -4,18 +4,30 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.config import RunConfig
+from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.quantize import in_int8, in_int8_specs, map_matrices
 from jaxrl.models.spec import abstract_params, partition_specs
 from jaxrl.types import Tree
-from sharding import DECODE, REPLICAS, Regrouping, Rules, bytes_per_device, process_block, regroup
+from sharding import (
+    DECODE,
+    REPLICAS,
+    Regrouping,
+    Rules,
+    bytes_per_device,
+    on_mesh,
+    process_block,
+    regroup,
+)
 from sharding.mesh import ONE_TOKEN
 from sharding.rules import PIPELINE, PRESETS, TRAIN
 
@@ -38,8 +50,9 @@ class Layout:
     rules: Rules
     way: Regrouping | None  # of the weights from training's mesh; None: used where they lie
     specs: Tree  # PartitionSpecs of the weights
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of weights that are not in int8, and of activations
     of_process: bool = False  # each process for itself, on its own devices
+    int8: bool = False  # matrices are, made anew from training's for every use
 
     @contextlib.contextmanager
     def weights(
@@ -51,43 +64,61 @@ class Layout:
             yield params
             return
         with timed or contextlib.nullcontext():
-            there = jax.block_until_ready(self.way.reshard(params, self.specs, self.dtype))
+            ours = self.compact(params)
+            shared = [own and stays for _, own, stays in self._leaves(ours)]
+            there = jax.block_until_ready(self.way.reshard(ours, self.specs, self.dtype))
+            del ours
         with self.on_mesh():
             try:
                 yield there
-            finally:
-                self._free(params, there)
+            finally:  # at once, whoever still refers to them
+                for leaf, is_shared in zip(jax.tree.leaves(there), shared, strict=True):
+                    if not is_shared:
+                        leaf.delete()
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """The role's mesh set."""
         return contextlib.nullcontext() if self.way is None else jax.set_mesh(self.way.mesh)
 
-    def _free(self, params: Tree, there: Tree) -> None:
-        """Deletes the copies at once, whoever still refers to them; shared buffers are training's."""
+    def compact(self, params: Tree) -> Tree:
+        """The weights as the role reads them, where they lie: what is not in int8 is shared."""
+        return in_int8(params, self.dtype) if self.int8 else params
+
+    def _leaves(self, ours: Tree) -> list[tuple[Any, bool, bool]]:
+        """Of `compact`, each with whether it is training's and whether it can stay where it lies."""
         assert self.way is not None
-        leaves = zip(*map(jax.tree.leaves, (params, there, self.specs)), strict=True)
-        for leaf, copy, spec in leaves:
-            if not self.way.stays(leaf, spec, self.dtype):
-                copy.delete()
+        own = jax.tree.map(lambda leaf: True, ours)
+        if self.int8:
+            own = map_matrices(lambda w, n_in: Quantized(False, False), own)
+        leaves = zip(*map(jax.tree.leaves, (ours, own, self.specs)), strict=True)
+        return [(a, is_own, self.way.stays(a, spec, self.dtype)) for a, is_own, spec in leaves]
+
+    def _abstract(self, params: Tree, mesh: Mesh) -> Tree:
+        return on_mesh(jax.eval_shape(self.compact, params), mesh)
 
     def mesh(self, training: Mesh) -> Mesh:
         return training if self.way is None else self.way.mesh
 
-    def aliased_bytes(self, params: Tree) -> int:
-        """Bytes per device of the (abstract) policy's weights that the role uses as they lie."""
+    def shares(self, params: Tree) -> tuple[int, int]:
+        """Bytes per device of the (abstract) policy's weights on the mesh that is set: those that the role uses
+        as they lie, and those that are copied."""
         if self.way is None:
-            return bytes_per_device(params)
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.specs), strict=True)
-        return bytes_per_device([a for a, s in pairs if self.way.stays(a, s, self.dtype)])
+            return bytes_per_device(params), 0
+        leaves = self._leaves(self._abstract(params, jax.sharding.get_mesh()))
+        aliased = bytes_per_device([a for a, own, stays in leaves if own and stays])
+        return aliased, bytes_per_device([a for a, own, stays in leaves if own and not stays])
 
     def lower(self, params: Tree) -> jax.stages.Lowered:
         """The program that copies what does not lie so."""
         assert self.way is not None
-        return self.way.lower(params, self.specs, self.dtype)
+        ours = self._abstract(params, jax.sharding.get_mesh())
+        return self.way.lower(ours, self.specs, self.dtype)
 
     def abstract_weights(self, decoder: DecoderConfig, training: Mesh) -> Tree:
         mesh = self.mesh(training)
-        return abstract_params(decoder_specs(decoder), self.rules, self.dtype, mesh)
+        whole = abstract_params(decoder_specs(decoder), self.rules, self.dtype, mesh)
+        with jax.set_mesh(mesh):
+            return self._abstract(whole, mesh)
 
 
 def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
@@ -154,7 +185,10 @@ def _engine_layout(
     replicas = rollout.layout == "replicas" and way.mesh.shape["replica"] > 1
     rules = REPLICAS if replicas else DECODE
     check_mesh(decoder, way.mesh.shape, rules, keys="config.rollout.tensor and .expert to sizes")
-    own = dtype if rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
-    in_place = way.mesh == mesh and own == dtype
+    int8 = rollout.dtype == "int8"
+    own = dtype if int8 or rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
+    in_place = way.mesh == mesh and own == dtype and not int8
     specs = partition_specs(decoder_specs(decoder), rules)
-    return Layout(rules, None if in_place else way, specs, own, of_process)
+    if int8:
+        specs = in_int8_specs(specs)
+    return Layout(rules, None if in_place else way, specs, own, of_process, int8)

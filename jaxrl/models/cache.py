@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from jaxrl.kernels.quantized import LARGEST, Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Tree
 from sharding import Rules
@@ -12,7 +13,8 @@ from sharding import Rules
 
 @struct.dataclass
 class KVCache:
-    """Head-major pages: a list of [P, K, page_len, H] per layer, or one [L, P, K, page_len, H]."""
+    """Head-major pages: a list of [P, K, page_len, H] per layer, or one [L, P, K, page_len, H]. In 8 bits a
+    `Quantized` of such, with a scale for each head of a token."""
 
     k: Tree
     v: Tree
@@ -26,16 +28,36 @@ def init_cache(
     shape = (rules.n_shards("batch") * n_pages, cfg.K, page_len, cfg.H)
     axes = ("batch", "kv_heads", None, None)
 
-    def pool(lead: tuple[int, ...]) -> jax.Array:
-        spec = rules.spec(*(None,) * len(lead), *axes)
-        return jnp.zeros(lead + shape, dtype, out_sharding=spec)
+    def pools(n_axes: int, dtype: DTypeLike) -> Tree:
+        lead = (cfg.L,) if cfg.stacked else ()
+        spec = rules.spec(*(None,) * len(lead), *axes[:n_axes])
 
-    def pools() -> Tree:
-        return pool((cfg.L,)) if cfg.stacked else [pool(()) for _ in range(cfg.L)]
+        def pool() -> jax.Array:
+            return jnp.zeros(lead + shape[:n_axes], dtype, out_sharding=spec)
 
-    return KVCache(k=pools(), v=pools())
+        return pool() if cfg.stacked else [pool() for _ in range(cfg.L)]
+
+    def numbers() -> Tree:
+        if in_eight_bits(dtype):
+            return Quantized(pools(4, dtype), pools(3, SCALE))
+        return pools(4, dtype)
+
+    return KVCache(k=numbers(), v=numbers())
+
+
+SCALE = jnp.float32  # of the scales of pages
+
+
+def in_eight_bits(dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype).name in LARGEST
+
+
+def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
+    """What `rollout.kv_dtype` means for a model of `dtype`."""
+    return jnp.dtype({"auto": dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
 
 
 def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     """Bytes of one page over all layers, keys and values together, over all devices."""
-    return 2 * cfg.L * cfg.K * page_len * cfg.H * jnp.dtype(dtype).itemsize
+    scale = jnp.dtype(SCALE).itemsize if in_eight_bits(dtype) else 0
+    return 2 * cfg.L * cfg.K * page_len * (cfg.H * jnp.dtype(dtype).itemsize + scale)

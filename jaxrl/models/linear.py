@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.kernels.few_rows import product
+from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
 
@@ -51,7 +52,9 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
-        w = gather_matrix(self.w, rules, self.axes, self.n_out)
+        quantized = isinstance(self.w, Quantized)
+        w = self.w.values if quantized else self.w
+        w = gather_matrix(w, rules, self.axes, self.n_out)
         n_in = w.shape[1]
         # Of dimensions that become one, only the first is ever sharded.
         out_axes = [ACTIVATION.get(axis, axis) for axis in self.axes[: self.n_out]]
@@ -63,6 +66,9 @@ class Linear(nnx.Module):
         y = product(x, w, out_sharding=rules.spec("batch", "time", out_axis))
         out = rules.spec("batch", "time", *out_axes)
         y = jnp.reshape(y, (*y.shape[:2], *self.w.shape[: self.n_out]), out_sharding=out)
+        if quantized:
+            scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
+            y = (y.astype(jnp.float32) * scale).astype(y.dtype)
         y = settle_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 

@@ -16,10 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl import types
 from jaxrl.kernels.bits import row_sum, settle
 from jaxrl.kernels.grouped_matmul import grouped_matmul
+from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import MakeParam
 from jaxrl.models.mlp import ACTIVATIONS
 from sharding import Rules
+
+Weight = jax.Array | Quantized
 
 # Names in a layer of a Hugging Face file: the router, then gate, up and down of an expert.
 NAMES = {
@@ -82,6 +85,8 @@ class MoE(nnx.Module):
         rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")
         lay = rules.spec if _shards_with_tokens(rules) else rules.gathered
         up, down = lay("experts", "ffw", "w_embed"), lay("experts", "w_embed", "ffw")
+        if isinstance(self.gate, Quantized):
+            up, down = (Quantized(spec, jax.P(*spec[:2])) for spec in (up, down))
         matrices = [
             jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
         ]
@@ -137,8 +142,9 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     weight_axes = expert_axes + ffw_axes
     cut = _shards_with_tokens(rules)
 
-    def whole(w: jax.Array, dim: int) -> jax.Array:
-        w = _vary(w, have=weight_axes + cut, want=token_axes)
+    def whole(w: Weight, dim: int) -> Weight:
+        vary = functools.partial(_vary, have=weight_axes + cut, want=token_axes)
+        w = jax.tree.map(vary, w)
         return lax.all_gather(w, cut, axis=dim, tiled=True) if cut else w
 
     experts = jnp.where(live.reshape(n, 1), experts, -1)
@@ -169,19 +175,26 @@ def _shards_with_tokens(rules: Rules) -> tuple[str, ...]:
 def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
     """float32 [n, D]: for each token the weighted sum over those of its experts that are in 0..E-1."""
     (n, top_k), E = experts.shape, gate.shape[0]
-    multiply = functools.partial(grouped_matmul, implementation=implementation)
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
     order = jnp.argsort(
         slots, stable=True
     )  # slots of other devices' experts and of padding come last
     place = jnp.argsort(order).reshape(n, top_k)
     sizes = jnp.sum(slots[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+
+    def multiply(rows, w):
+        if not isinstance(w, Quantized):
+            return grouped_matmul(rows, w, sizes, implementation=implementation)
+        y = grouped_matmul(rows, w.values, sizes, implementation=implementation)
+        scale = w.scale[jnp.minimum(slots[order], E - 1)]
+        return (y.astype(jnp.float32) * scale).astype(y.dtype)
+
     rows = spread(x, order, place)
-    hidden = ACTIVATIONS[act](multiply(rows, gate, sizes)) * multiply(rows, up, sizes)
+    hidden = ACTIVATIONS[act](multiply(rows, gate)) * multiply(rows, up)
     # Weighted before the product, so that what is added up below is added as it is.
     scale = weights.reshape(-1)[order].astype(jnp.float32)
     hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
-    return collect(multiply(hidden, down, sizes).astype(jnp.float32), order, place)
+    return collect(multiply(hidden, down).astype(jnp.float32), order, place)
 
 
 @jax.custom_vjp

@@ -116,8 +116,8 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
     weights = layout.abstract_weights(decoder, mesh)
     shares = {}
     for role, its in roles.items():
-        aliased = its.aliased_bytes(state.params)
-        shares |= {f"{role}_aliased": aliased, f"{role}_copied": resident["params"] - aliased}
+        aliased, copied = its.shares(state.params)
+        shares |= {f"{role}_aliased": aliased, f"{role}_copied": copied}
     copy = bytes_per_device(weights) - shares["rollout_aliased"]
     half = (cfg.rollout.memory_utilization * memory_bytes - sum(resident.values()) - copy) / 2
     with jax.set_mesh(layout.mesh(mesh)):

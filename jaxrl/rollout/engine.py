@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.config import RolloutConfig
-from jaxrl.models.cache import KVCache, init_cache, page_bytes
+from jaxrl.models.cache import KVCache, init_cache, page_bytes, page_dtype
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout import programs
 from jaxrl.rollout.api import EngineStats, Generated, Prefix, Request
@@ -57,7 +56,7 @@ class PagedEngine:
         self.cfg, self.rollout, self.rules = cfg, rollout, rules
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.implementation = implementation
-        self.kv_dtype = jnp.dtype(dtype if rollout.kv_dtype == "auto" else rollout.kv_dtype)
+        self.kv_dtype = page_dtype(rollout.kv_dtype, dtype)
         self.row_len = max(rollout.page_len, PREFILL_LEN // rollout.page_len * rollout.page_len)
         self.n_columns = -(-max_len // rollout.page_len)
         self.batch_buckets = _batch_buckets(rollout.max_num_seqs)

@@ -91,10 +91,11 @@ def copy_pages(
 ) -> KVCache:
     """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding."""
     lead = (slice(None),) if stacked else ()
-    spec = rules.in_replica().spec(*(None,) * len(lead), None, "kv_heads", None, None)
 
     def copy(_, cache: KVCache, sources, targets) -> KVCache:
         def one(pages: jax.Array) -> jax.Array:
+            axes = (*(None,) * len(lead), None, "kv_heads")
+            spec = rules.in_replica().spec(*axes, *(None,) * (pages.ndim - len(axes)))
             rows = pages.at[(*lead, sources)].get(out_sharding=spec)
             return pages.at[(*lead, targets)].set(rows, mode="drop", out_sharding=spec)
 

@@ -51,7 +51,7 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
             layout = rollout_layout(run, decoder, dtype)
         mesh = layout.mesh(devices)
         with jax.set_mesh(mesh), progress.waiting("loading weights, compiling all programs"):
-            params = load_params(folder, layout.rules, decoder, layout.dtype)
+            params = layout.compact(load_params(folder, layout.rules, decoder, layout.dtype))
             engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
             engine.warmup(params)
             pool = engine.scheduler.pool

@@ -99,6 +99,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         stack.enter_context(layout.on_mesh())
         with base.progress.waiting("loading weights, compiling prefill and decode"):
             params = load_params(base.model_folder, layout.rules, ready.decoder, layout.dtype)
+            params = layout.compact(params)
             engines.engine.warmup(params)
         yield Evaluation(prompts, rewards, engines, params)
 

@@ -43,7 +43,7 @@ def test_scores_of_a_role_are_those_of_one_device(mesh, role, there, n_joined):
     with jax.set_mesh(make_mesh(**mesh)):
         params = new_params(rules=training_rules(cfg))
         scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype))
-        in_place = scorer.layout.aliased_bytes(params) == bytes_per_device(params)
+        in_place = scorer.layout.shares(params)[0] == bytes_per_device(params)
         assert in_place == (there == dict(fsdp=8))  # Ulysses cuts weights over the same devices
         calls = []
         with scorer.layout.weights(params) as weights:

@@ -100,6 +100,26 @@ def test_the_rollout_has_whole_weights_beside_the_state(plan):
     assert gathered < 2 * 4 * 8 * 32 * 4 + 1024
 
 
+def test_a_rollout_in_eight_bits_has_smaller_weights_and_pages(plan):
+    cfg = run(rollout__dtype="int8", rollout__kv_dtype="int8", algorithm__correction="token_tis")
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        programs = {name: parts.lower[name]().compile() for name in ("reshard", "decode")}
+    reshard, decode = (program.memory_analysis() for program in programs.values())
+    # a page: 2 * L * K * 64 tokens * (H bytes and a float32), over tensor 2
+    assert parts.page_bytes == 2 * 2 * 2 * 64 * (16 + 4) // 2
+    embed, matrices = 256 * 64, 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    scales = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)  # of q k v o gate up down
+    # A copy over tensor alone, of shards over both; the scales of q k v gate up lie over tensor in either.
+    assert parts.shares["rollout_copied"] == 4 * embed // 8
+    copied = (4 * embed + matrices) // 8 + 4 * 2 * 128 // 4
+    assert reshard.argument_size_in_bytes == pytest.approx(copied, abs=512)
+    assert reshard.output_size_in_bytes == pytest.approx((4 * embed + matrices) // 2, abs=2048)
+    weights = (4 * embed + matrices) // 2 + 4 * scales
+    pool, was = parts.n_pages * parts.page_bytes, plan.programs["decode"].argument_bytes
+    assert weights + pool < decode.argument_size_in_bytes < 0.45 * was
+
+
 def test_scoring_by_other_rules_is_another_program():
     cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):

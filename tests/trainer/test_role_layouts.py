@@ -59,7 +59,7 @@ def test_the_copy_of_a_rollout_is_gone_behind_it_and_the_rest_is_training_s(tiny
         assert not there.norm.w.is_deleted()
         np.testing.assert_array_equal(there.norm.w, params.norm.w)
         copied = sum(leaf.is_deleted() for leaf in jax.tree.leaves(there))
-        assert layout.aliased_bytes(params) > 0 and copied == 2 + 7 * MODEL.L
+        assert layout.shares(params)[0] > 0 and copied == 2 + 7 * MODEL.L
 
 
 def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
@@ -98,3 +98,32 @@ def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path)
     assert_same_steps(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one["loss/kl"], other["loss/kl"], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=1), dict(fsdp=2, tensor=2)])
+def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_config, sizes):
+    tiny_config.mesh.update({"tensor": 1} | sizes)
+    tiny_config.rollout.dtype, tiny_config.algorithm.correction = "int8", "token_tis"
+    with jax.set_mesh(make_mesh(**sizes)):
+        params = init_model(MODEL, seed=0, rules=TRAIN)
+        before = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+        layout = rollout_layout(resolve(tiny_config), MODEL, params.embed.dtype)
+        with layout.weights(params) as there:  # compiles
+            pass
+        with jax.transfer_guard("disallow"), layout.weights(params) as there:
+            w = there.layers[0].mlp.up.w
+            assert w.values.dtype == jax.numpy.int8 and w.values.sharding.spec[0] == "tensor"
+            assert w.scale.sharding.spec[0] == "tensor"
+        assert w.values.is_deleted() and w.scale.is_deleted()
+        assert there.embed.is_deleted() == ("tensor" in sizes)  # else it is training's
+        assert not there.norm.w.is_deleted()
+        for leaf, was in zip(jax.tree.leaves(params), before, strict=True):
+            np.testing.assert_array_equal(leaf, was)
+
+
+def test_a_run_with_a_rollout_in_eight_bits_measures_and_corrects_it(tiny_config):
+    tiny_config.rollout.dtype = tiny_config.rollout.kv_dtype = "int8"
+    tiny_config.algorithm.correction = "token_tis"
+    for line in steps(tiny_config):
+        assert 1e-6 < line["mismatch/logp_diff_max"] < 0.5
+        assert line["time/reshard_s"] > 0

@@ -1,7 +1,7 @@
 """Rows sorted by group, each group times a matrix of its own: one signature, one implementation per
 backend. It works on the arrays of one device; models/moe.py calls it inside shard_map."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.grouped_matmul.blocks import grouped_matmul_blocks
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 def grouped_matmul(
     x: Float[Array, "M D"],
-    w: Float[Array, "E F D"],
+    w: Float[Array, "E F D"] | Int8[Array, "E F D"],
     sizes: Int[Array, "E"],
     *,
     implementation: str | None = None,
@@ -37,7 +37,7 @@ def grouped_matmul(
     """y_m = x_m w_eᵀ of the group e that row m lies in: the first sizes[0] rows are group 0's, the next
     sizes[1] group 1's, and so on. Rows behind the last group give zeros.
 
-    Sums are float32, the result has the type of `x`. `implementation` is
+    Sums are float32, the result has the type of `x`, as which int8 matrices count. `implementation` is
     config.model.grouped_matmul: None or "auto" picks for the backend.
     """
     multiply = choose(

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 MIN_ROWS, MAX_ROWS = 8, 128  # of a block; one row would take another path on CPU
 
 
 @jax.custom_vjp
 def grouped_matmul_blocks(
-    x: Float[Array, "M D"], w: Float[Array, "E F D"], sizes: Int[Array, "E"]
+    x: Float[Array, "M D"],
+    w: Float[Array, "E F D"] | Int8[Array, "E F D"],
+    sizes: Int[Array, "E"],
 ) -> Float[Array, "M F"]:
     """Reads one matrix a block: a group's matrix as often as the group has blocks."""
     return _multiply(x, w, sizes, "md,fd->mf", w.shape[1])
@@ -46,7 +48,7 @@ def _multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, eq: str, n_out: int)
     def block(i, out):
         group, row, _ = blocks.place(i)
         rows = lax.dynamic_slice_in_dim(x, row, m)
-        matrix = lax.dynamic_index_in_dim(w, group, keepdims=False)
+        matrix = lax.dynamic_index_in_dim(w, group, keepdims=False).astype(x.dtype)
         y = jnp.einsum(eq, rows, matrix, preferred_element_type=jnp.float32)
         # What reaches into the next group is overwritten by that group's first block.
         y = jnp.where((row + jnp.arange(m) < total)[:, None], y, 0.0).astype(x.dtype)

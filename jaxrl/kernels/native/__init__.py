@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import BLOCK, pad_axis, product
+from jaxrl.kernels.quantized import Quantized
 from sharding import target_platform
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ def few_rows(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B 
     return _call("few_rows", (x.shape[0], w.shape[0]), x, w)
 
 
-def reads_pages(q: Float[Array, "B K M H"], pages: Float[Array, "P K page H"]) -> bool:
-    """Whether the two kernels below take these queries, as many as those of one token a sequence."""
+def reads_pages(q: Float[Array, "B K M H"], pages: jax.Array | Quantized) -> bool:
+    """Whether the two kernels below take these queries, as many as those of one token a sequence, and
+    pages [P, K, page, H]."""
     H = pages.shape[3]
     return (
         target_platform() == "cpu"

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
-from jaxrl.kernels.paged_attention.pages import write_pages
+from jaxrl.kernels.paged_attention.pages import Pages, write_pages
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
 from sharding import Rules
 
@@ -26,8 +26,8 @@ DEFAULTS = {
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K page H"],
-    v_pages: Float[Array, "P K page H"],
+    k_pages: Pages,
+    v_pages: Pages,
     *,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],

@@ -22,13 +22,15 @@ from jaxrl.kernels.attention.blocks import (
     scaled,
     start,
 )
+from jaxrl.kernels.paged_attention.pages import Pages
+from jaxrl.kernels.quantized import unpacked
 from sharding import Rules
 
 
 def paged_attention_columns(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K page H"],
-    v_pages: Float[Array, "P K page H"],
+    k_pages: Pages,
+    v_pages: Pages,
     *,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
@@ -48,7 +50,7 @@ def paged_attention_columns(
             f"set config.rollout.page_len to a multiple of {BLOCK}"
         )
     heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
-    pool = rules.spec(None, "kv_heads", None, None)
+    pool = rules.spec(None, "kv_heads")
     local = jax.shard_map(
         functools.partial(_local_attention, scale, softcap),
         in_specs=(heads, pool, pool, rows, rows, jax.P()),
@@ -105,6 +107,10 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
 
 def _key_block(pool, pages, offset):
     """float32 [B, K, 64, H]: 64 keys from `offset` on of one page per row."""
-    size = (1, pool.shape[1], BLOCK, pool.shape[3])
-    block = jax.vmap(lambda page: lax.dynamic_slice(pool, (page, 0, offset, 0), size)[0])(pages)
-    return block.astype(jnp.float32)
+
+    def block(numbers):
+        size = (1, numbers.shape[1], BLOCK, *numbers.shape[3:])
+        at = (0, offset, *(0,) * (numbers.ndim - 3))
+        return jax.vmap(lambda page: lax.dynamic_slice(numbers, (page, *at), size)[0])(pages)
+
+    return unpacked(jax.tree.map(block, pool))

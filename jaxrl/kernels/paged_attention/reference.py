@@ -5,13 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.paged_attention.pages import Pages
+from jaxrl.kernels.quantized import unpacked
 from sharding import Rules
 
 
 def paged_attention_reference(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K page H"],
-    v_pages: Float[Array, "P K page H"],
+    k_pages: Pages,
+    v_pages: Pages,
     *,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
@@ -24,10 +26,13 @@ def paged_attention_reference(
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     S = page_table.shape[1] * page_len
-    gathered = rules.spec("batch", None, "kv_heads", None, None)
+
+    def gather(numbers):
+        out = rules.spec("batch", None, "kv_heads", *(None,) * (numbers.ndim - 2))
+        return numbers.at[page_table].get(out_sharding=out)
 
     def keys(pages):  # [P, K, page, H] -> [B, K, S, H]
-        rows = pages.at[page_table].get(out_sharding=gathered).astype(jnp.float32)
+        rows = unpacked(jax.tree.map(gather, pages))
         spec = rules.spec("batch", "kv_heads", None, None)
         return jnp.reshape(jnp.swapaxes(rows, 1, 2), (B, K, S, H), out_sharding=spec)
 
