@@ -92,6 +92,11 @@ def _kl_problems(run: RunConfig) -> list[str]:
             f"algorithm.kl={kl!r} is a loss over the whole vocabulary and cannot be a token reward; set "
             "algorithm.kl_in='loss', or algorithm.kl to 'k1', 'abs', 'k2' or 'k3'"
         )
+    if algorithm.ref_refresh_every and algorithm.kl_coef == 0:
+        problems.append(
+            f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} has no effect with algorithm.kl_coef=0, which "
+            "keeps no reference model; set algorithm.kl_coef above 0, or algorithm.ref_refresh_every=0"
+        )
     if algorithm.kl_target and algorithm.kl_coef == 0:
         problems.append(
             f"algorithm.kl_target={algorithm.kl_target} adapts a weight that starts at algorithm.kl_coef=0 and would "
@@ -141,6 +146,16 @@ def _dapo_problems(run: RunConfig) -> list[str]:
         problems.append(
             "algorithm.dynamic_sampling_batches=1 leaves algorithm.dynamic_sampling=True nothing to ask in place of "
             "flat groups; set 2 or more, or algorithm.dynamic_sampling=False"
+        )
+    between = algorithm.dynamic_sampling_range
+    if between and not algorithm.dynamic_sampling:
+        problems.append(
+            f"algorithm.dynamic_sampling_range={between} belongs to dynamic sampling; set algorithm.dynamic_sampling="
+            "True, or leave it out"
+        )
+    if between and not (len(between) == 2 and between[0] < between[1]):
+        problems.append(
+            f"algorithm.dynamic_sampling_range={between} is not (low, high); set for example (0.1, 0.9)"
         )
     if run.reward.overlong_buffer > longest:
         problems.append(

@@ -193,6 +193,7 @@ class AlgorithmConfig:
     kl_in: str = key("loss", "where the KL term goes: into the loss, or subtracted from the token rewards", among=KL_PLACES)
     kl_target: float = key(0.0, "KL per token that the weight is adapted to; 0 = the weight is fixed", least=0)
     kl_horizon: float = key(10000.0, "samples over which the adapted weight changes by at most a fifth", above=0)
+    ref_refresh_every: int = key(0, "the policy becomes the reference model every so many steps; 0 = it stays the model of step 0", least=0)
     entropy_coef: float = key(0.0, "weight of the entropy bonus, with entropy_target at the start", least=0)
     entropy_target: float = key(0.0, "entropy per token below which the bonus grows and above which it shrinks and is off; 0 = the weight is fixed", least=0)
     entropy_delta: float = key(0.0001, "what the adapted entropy weight changes by in a step", above=0)
@@ -204,6 +205,7 @@ class AlgorithmConfig:
     rejection_high: float = key(1.01, "geometric mean of the ratios of a response above which it is rejected", above=0)
     old_logp: str = key("auto", "logprobs in the ratio's denominator: the engine's, or scored by the trainer; auto = recompute only where a step makes more than one update", among=OLD_LOGPS)
     dynamic_sampling: bool = key(False, "DAPO: drop groups whose rewards are all equal and ask further prompts in their place")
+    dynamic_sampling_range: tuple[float, ...] = key((), "dynamic_sampling: (low, high) drops groups whose mean reward is not between the two, beside those of equal rewards; () = only those")
     dynamic_sampling_batches: int = key(4, "batches of data.prompts_per_step prompts that a step with dynamic_sampling asks at most; then flat groups fill it up", least=1)
     overlong_filtering: bool = key(False, "DAPO: responses cut off at data.max_response_len count for the advantages of their group but not in the loss")
     drop_flat_groups: bool = key(True, "leave groups whose rewards are all equal out of the update when neither KL nor entropy could learn from them")
@@ -243,6 +245,7 @@ class LearnerConfig:
     eps: float = key(1e-8, "AdamW epsilon", above=0)
     weight_decay: float = key(0.01, "decoupled weight decay of matrices", least=0)
     clip_norm: float = key(1.0, "global gradient norm; 0 = off", least=0)
+    ema: float = key(0.0, "a float32 average of the weights, of which each optimizer step keeps this share; the export has it in hf_ema. 0 = none", least=0, most=1)
 
     @property
     def row_lens(self) -> tuple[int, ...]:

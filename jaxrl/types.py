@@ -75,3 +75,4 @@ class TrainState:
     params: Tree  # compute dtype
     opt_state: Tree  # float32 moments, and the float32 master weights if params are narrower
     step: Array  # int32 [], optimizer steps taken
+    ref: Tree = None  # only in checkpoints: the reference model of a run that refreshes it

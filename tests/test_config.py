@@ -92,6 +92,12 @@ WRONG = [
         dict(algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_batches=1),
         "set 2 or more",
     ),
+    (dict(algorithm__dynamic_sampling_range=(0.1, 0.9)), "belongs to dynamic sampling"),
+    (
+        dict(algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_range=(0.9, 0.1)),
+        "(0.9, 0.1) is not (low, high)",
+    ),
+    (dict(algorithm__ref_refresh_every=5), "ref_refresh_every=5", "kl_coef above 0"),
     (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
     (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
     (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),

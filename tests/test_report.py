@@ -55,7 +55,7 @@ def run(tmp_path):
             "reward/mean": step / 10,
             "loss/kl": "NaN" if step == 2 else 0.1,
             "time/gen_s": 2.0,
-            "time/update_s": 3.0,
+            "time/update_actor_s": 3.0,
             "time/step_s": 5.5,
         }
         for step in (1, 2, 3)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from jaxrl.types import Batch, Rollout
 
@@ -55,6 +55,13 @@ class Packed:
     def padding_fraction(self) -> float:
         """Share of the B * T tokens that belongs to no sequence."""
         return float(np.mean(self.batch.segments == 0))
+
+
+def sequence_lens(batch: Batch) -> Int[np.ndarray, "S"]:
+    """Tokens of every sequence of a packed batch."""
+    segments = np.asarray(batch.segments)
+    after = np.pad(segments[:, 1:], ((0, 0), (0, 1)))
+    return np.asarray(batch.positions)[(segments != 0) & (segments != after)] + 1
 
 
 Shape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import RunConfig
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.learner.state import frozen_copy
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
@@ -75,6 +76,11 @@ class Layout:
                 for leaf, is_shared in zip(jax.tree.leaves(there), shared, strict=True):
                     if not is_shared:
                         leaf.delete()
+
+    def copy(self, params: Tree) -> Tree:
+        """The policy's weights of now, where the role works, in buffers that no update donates."""
+        own = frozen_copy(params)
+        return own if self.way is None else self.way.reshard(own, self.specs, self.dtype)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """The role's mesh set."""

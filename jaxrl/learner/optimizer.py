@@ -19,10 +19,11 @@ class Optimizer:
     transform: optax.GradientTransformation
     lr: optax.Schedule  # optimizer steps taken so far -> learning rate of the next one
     clip_norm: float  # 0 = off
+    ema: float = 0.0  # how much of the average of the weights a step keeps; 0 = none is kept
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD.
+    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD; with learner.ema an average of its weights.
 
     `specs` is the model's parameter table: only its matrices decay, not biases and norms.
     """
@@ -31,7 +32,8 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
         lr, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=matrices(specs)
     )
     known = {"adamw": adamw, "sgd": optax.sgd(lr)}
-    return Optimizer(choose(known, cfg.optimizer, "learner.optimizer"), lr, cfg.clip_norm)
+    transform = choose(known, cfg.optimizer, "learner.optimizer")
+    return Optimizer(transform, lr, cfg.clip_norm, cfg.ema)
 
 
 def clip_factor(norm: Float[Array, ""], clip_norm: float) -> Float[Array, ""]:

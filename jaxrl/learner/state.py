@@ -21,6 +21,7 @@ class OptState:
 
     inner: Tree  # optax's state: float32 moments
     master: Tree  # float32 weights where the parameters are narrower, MaskedNode where they are not
+    ema: Tree = None  # float32 average of the weights, where the optimizer has one
 
 
 def init_state(params: Tree, optimizer: Optimizer, *, offload: bool = False) -> TrainState:
@@ -56,14 +57,20 @@ def abstract_state(
 
 def _init_opt(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
     narrow = jax.tree.map(_master_of, params)
-    state = OptState(inner=optimizer.transform.init(_float32(params, narrow)), master=narrow)
+    weights = _float32(params, narrow)
+    ema = (
+        jax.tree.map(lambda w: jnp.copy(w.astype(jnp.float32)), weights) if optimizer.ema else None
+    )
+    state = OptState(optimizer.transform.init(weights), narrow, ema)
     return to_host(state) if offload else state
 
 
 def apply_gradients(
     state: TrainState, grads: Tree, optimizer: Optimizer, *, keep: Bool[Array, ""]
 ) -> TrainState:
-    """One optimizer step in float32 on the master weights; the parameters are their rounding.
+    """One optimizer step in float32 on the master weights; the parameters are their rounding. The average
+    of the weights, where one is kept, becomes ema * average + (1 - ema) * weights
+    (https://doi.org/10.1137/0330046).
 
     Where `keep` is true everything stays as it was (a gradient that is not finite must not spoil it).
     """
@@ -79,9 +86,18 @@ def apply_gradients(
         state.opt_state.master,
         new,
     )
-    stepped = TrainState(params, OptState(inner, master), state.step + 1)
+    ema, kept = state.opt_state.ema, optimizer.ema
+    if kept:
+        ema = jax.tree.map(lambda e, w: kept * e + (1.0 - kept) * w.astype(e.dtype), ema, new)
+    stepped = TrainState(params, OptState(inner, master, ema), state.step + 1)
     state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
     return dataclasses.replace(state, opt_state=back(state.opt_state, before))
+
+
+def averaged(state: TrainState) -> Tree:
+    """The average of the weights as a model, in the policy's dtype."""
+    average = to_device(state.opt_state.ema)
+    return jax.tree.map(lambda p, e: e.astype(p.dtype), state.params, average)
 
 
 def frozen_copy(params: Tree) -> Tree:

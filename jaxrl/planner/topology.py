@@ -68,6 +68,14 @@ CHIPS = {
     "h200": _gpu("H200 SXM", 139.8, 4800.0),
     "cpu": Chip("CPU core", 0.0, {"f32": 140e9, "bf16": 700e9}, 14e9, 10e9, 10e9, 14e9, 0),
 }
+# What JAX calls the devices of these chips: a part of `device_kind`.
+KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "H100": "h100",
+    "H200": "h200",
+}
 KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip comes in), h100:64, h200:8, cpu:8"
 
 # Of the compiler's description of a GPU (openxla/xla, xla/stream_executor/device_description.proto).
@@ -124,6 +132,12 @@ def topology(name: str) -> Topology:
     if kind.startswith("v"):
         return Topology(name, "tpu", CHIPS[kind], _tpu_devices(name))
     return Topology(name, "gpu", CHIPS[kind], _gpu_devices(kind, n))
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a device that is attached; None where its peak rates are not known here."""
+    named = (chip for part, chip in KINDS.items() if part in device_kind)
+    return CHIPS[found] if (found := next(named, None)) else None
 
 
 def simulated_cpus(name: str) -> int:

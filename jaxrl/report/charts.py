@@ -8,12 +8,11 @@ from jaxrl.report.record import Points, Record, thin
 PHASES = {
     "time/gen_s": "rollout",
     "time/reward_s": "reward",
-    "time/old_logp_s": "old logprobs",
-    "time/score_s": "logprobs",
+    "time/old_log_prob_s": "old logprobs",
     "time/ref_s": "reference",
     "time/adv_s": "experience",
-    "time/update_s": "update",
-    "time/save_s": "save",
+    "time/update_actor_s": "update",
+    "time/save_checkpoint_s": "save",
 }
 
 
@@ -155,7 +154,11 @@ def unit_of(record: Record, metric: str) -> str:
 
 def other_time(record: Record) -> Points:
     """Seconds of a step that no phase accounts for."""
-    phases = {name: dict(record.series.get(name, ())) for name in PHASES if name != "time/save_s"}
+    phases = {
+        name: dict(record.series.get(name, ()))
+        for name in PHASES
+        if name != "time/save_checkpoint_s"
+    }
     return [
         (step, max(whole - sum(phase.get(step, 0.0) for phase in phases.values()), 0.0))
         for step, whole in record.series.get("time/step_s", ())

@@ -121,7 +121,7 @@ def headlines(record: Record) -> list[tuple[str, str, str]]:
     speed = record.last("perf/tokens_per_s", len(record.series.get("perf/tokens_per_s", ())))
     if speed is not None:
         cards.append(("Throughput", f"{speed:,.0f}", "tokens per second, whole step"))
-    seconds = record.total(("time/step_s", "time/val_s", "time/save_s"))
+    seconds = record.total(("time/step_s", "time/val_s", "time/save_checkpoint_s"))
     if seconds:
         validation = record.total(("time/val_s",))
         cards.append(("Time", clock(seconds), f"{clock(validation)} of it validation"))

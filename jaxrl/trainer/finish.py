@@ -4,9 +4,11 @@ import dataclasses
 import shlex
 import sys
 
+from jaxrl.learner.state import averaged
 from jaxrl.models.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.trainer.run import Job
+from jaxrl.types import TrainState
 from sharding import hosts
 
 
@@ -21,9 +23,15 @@ def save(run: Job) -> None:
         "val_metrics": run.val_metrics,
     }
     metrics = run.val_metrics if run.validated_at == run.step else {}
-    with run.timed("save"):
-        run.checkpoints.save(run.step, run.state, host, metrics)
+    with run.timed("save_checkpoint"):
+        run.checkpoints.save(run.step, saved_state(run), host, metrics)
     run.saved_at = run.step
+
+
+def saved_state(run: Job) -> TrainState:
+    """With the reference model where it is not that of step 0."""
+    ref = run.ref_params if run.cfg.algorithm.ref_refresh_every else None
+    return dataclasses.replace(run.state, ref=ref)
 
 
 def stopped(run: Job, signal: object) -> None:
@@ -43,6 +51,10 @@ def finish(run: Job) -> None:
     if run.cfg.checkpoint.export_hf:
         save_model(run.folder / "hf", run.state.params, source=run.model_folder)
         run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
+        if run.cfg.learner.ema:
+            average = averaged(run.state)
+            save_model(run.folder / "hf_ema", average, source=run.model_folder)
+            run.progress.status(f"the averaged weights in {run.folder / 'hf_ema'}")
     if hosts.is_first():
         run.progress.status(f"report in {write_report(run.folder)}")
 

@@ -16,11 +16,19 @@ def groups_of(rollouts: Sequence[Rollout], n: int) -> list[list[Rollout]]:
 
 
 def split_flat(
-    groups: Sequence[list[Rollout]],
+    groups: Sequence[list[Rollout]], between: Sequence[float] = ()
 ) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
-    """(groups whose rewards differ, groups of equal rewards)."""
-    differ = [group for group in groups if len({r.reward for r in group}) > 1]
-    return differ, [group for group in groups if len({r.reward for r in group}) == 1]
+    """(groups to learn from, the others: those of equal rewards, and with `between` = (low, high) those whose
+    mean reward is not between the two)."""
+
+    def teaches(group: list[Rollout]) -> bool:
+        rewards = [r.reward for r in group]
+        inside = not between or bool(between[0] < np.mean(rewards) < between[1])
+        return inside and len(set(rewards)) > 1
+
+    taught = [teaches(group) for group in groups]
+    kept = [group for group, yes in zip(groups, taught, strict=True) if yes]
+    return kept, [group for group, yes in zip(groups, taught, strict=True) if not yes]
 
 
 def solved_prompts(groups: Sequence[list[Rollout]], pass_rate: float) -> list[int]:

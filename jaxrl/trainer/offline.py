@@ -11,6 +11,7 @@ from jaxrl.schema import to_dict
 from jaxrl.trainer.experience import MiniBatch, pack_rollouts, padding_fraction
 from jaxrl.trainer.phases import update
 from jaxrl.trainer.run import Job
+from jaxrl.trainer.speed import speed_metrics
 from jaxrl.types import Batch, Rollout
 
 
@@ -62,7 +63,7 @@ def train_step(run: Offline) -> None:
     """One step on the next items; every mini-batch is taught by the weights of its turn."""
     run.stop.check()
     found: list[dict[str, float]] = []
-    n_tokens, size = 0, run.cfg.mini_batch_prompts
+    n_tokens, size, learnt_from = 0, run.cfg.mini_batch_prompts, []
     with run.timed("step"):
         items = next(run.iterator)
         for start in range(0, len(items), size):
@@ -72,10 +73,11 @@ def train_step(run: Offline) -> None:
             metrics |= {shown: learnt[name] for name, shown in run.lesson.logged.items()}
             metrics |= {name: v for name, v in learnt.items() if name.startswith("optim/")}
             found.append(metrics | {"perf/padding_fraction": padding_fraction(packed)})
+            learnt_from += packed
             n_tokens += sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
     metrics = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     metrics["perf/n_updates"] = float(len(found))
-    metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
+    metrics |= speed_metrics(run, n_tokens, learnt_from)
     run.end_step(metrics)
 
 

@@ -16,8 +16,9 @@ from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, spl
 from jaxrl.trainer.reward_scale import rescaled
 from jaxrl.trainer.run import Job, Run
 from jaxrl.trainer.score import score
+from jaxrl.trainer.speed import speed_metrics
 from jaxrl.types import Batch, Prompt, Rollout
-from sharding import to_device
+from sharding import to_device, to_host
 
 
 def train_step(run: Run) -> None:
@@ -33,8 +34,10 @@ def train_step(run: Run) -> None:
     run.reward_scale = scale
     run.coefs = adapted(run.coefs, metrics, run.cfg, n_samples=len(rollouts))
     n_tokens = sum(len(r.prompt.tokens) + len(r.tokens) for r in sampled)
-    metrics["perf/tokens_per_s"] = n_tokens / run.seconds["time/step_s"]
+    metrics |= speed_metrics(run, n_tokens, [p for mini in mini_batches for p in mini.packed])
     run.end_step(metrics)
+    if run.refresh_due:
+        refresh_reference(run)
     run.logger.samples(run.step, sample_records(sampled, kind="train"))
 
 
@@ -42,8 +45,8 @@ def collect(run: Run) -> tuple[list[Rollout], list[Rollout], dict[str, float]]:
     """(rewarded rollouts to learn from, all that were sampled, metrics).
 
     With algorithm.dynamic_sampling (DAPO, section 3.2, https://arxiv.org/abs/2503.14476) groups of equal
-    rewards are dropped and further batches of prompts asked, until the step is full or
-    dynamic_sampling_batches were asked; then flat groups fill it up.
+    rewards, or with a mean reward out of dynamic_sampling_range, are dropped and further batches of prompts
+    asked, until the step is full or dynamic_sampling_batches were asked; then dropped groups fill it up.
     """
     cfg = run.cfg
     n, size = cfg.rollout.n, cfg.data.prompts_per_step
@@ -55,8 +58,10 @@ def collect(run: Run) -> tuple[list[Rollout], list[Rollout], dict[str, float]]:
         groups = groups_of(rollouts, n)
         if cfg.data.skip_solved:
             run.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
-        differ, equal = split_flat(groups) if cfg.algorithm.dynamic_sampling else (groups, [])
-        kept, flat, engine = [*kept, *differ], [*flat, *equal], [*engine, metrics]
+        good, bad = groups, []
+        if cfg.algorithm.dynamic_sampling:
+            good, bad = split_flat(groups, cfg.algorithm.dynamic_sampling_range)
+        kept, flat, engine = [*kept, *good], [*flat, *bad], [*engine, metrics]
         sampled += punish_overlong(rollouts, cfg)
         if len(kept) >= size:
             break
@@ -151,7 +156,7 @@ def policy_logps(run: Job, batches: Sequence[Batch]) -> list[np.ndarray]:
     layout = run.scorer.layout
     with (
         layout.weights(run.state.params, run.timed("reshard")) as params,
-        run.timed("old_logp"),
+        run.timed("old_log_prob"),
     ):
         return run.scorer.logps(params, batches, on_batch=run.check_stop)
 
@@ -163,6 +168,13 @@ def reference_logps(run: Job, batches: Sequence[Batch]) -> list[np.ndarray]:
         return run.ref_scorer.logps(params, batches, on_batch=run.check_stop)
 
 
+def refresh_reference(run: Job) -> None:
+    """The policy of now becomes the reference model."""
+    with run.timed("ref"):
+        ref = run.ref_scorer.layout.copy(run.state.params)
+        run.ref_params = to_host(ref) if "reference" in run.cfg.learner.offload else ref
+
+
 def update(run: Job, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """All optimizer steps of a step; metrics are means over them. A mini-batch in which nothing can be
     learned is passed over."""
@@ -170,7 +182,7 @@ def update(run: Job, mini_batches: list[MiniBatch]) -> dict[str, float]:
     work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
-        run.timed("update"),
+        run.timed("update_actor"),
         run.no_compile("update"),
         run.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
     ):

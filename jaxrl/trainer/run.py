@@ -62,13 +62,17 @@ class Job:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the block's wall seconds to time/<phase>_s of this step."""
-        start = time.perf_counter()
+        """Adds the block's wall seconds to time/<phase>_s of this step, without those of phases inside it; `step`
+        holds all."""
+        start, before = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
+            spent = time.perf_counter() - start
+            if phase != "step":
+                spent -= sum(self.seconds.values()) - before
             name = f"time/{phase}_s"
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def take_seconds(self) -> dict[str, float]:
         """The timings so far; counting begins anew."""
@@ -103,6 +107,10 @@ class Job:
         if self.step == 0:
             return self.cfg.eval.before_train
         return self.done or _every(self.cfg.eval.every, self.step)
+
+    @property
+    def refresh_due(self) -> bool:
+        return _every(self.cfg.algorithm.ref_refresh_every, self.step)
 
     @property
     def save_due(self) -> bool:

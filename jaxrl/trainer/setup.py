@@ -21,7 +21,7 @@ from jaxrl.io.progress import Progress
 from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
-from jaxrl.learner.state import abstract_state, frozen_copy, init_state
+from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Scorer, make_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
@@ -196,13 +196,16 @@ def job(
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
     specs = decoder_specs(ready.decoder)
     optimizer = make_optimizer(cfg.learner, steps * cfg.updates_per_step, specs)
-    state, host = first_state(cfg, rules, ready, optimizer, checkpoints)
-    step = host.get("step", 0)
-    if host:
-        iterator.restore(host["iterator"])
     scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", ready.decoder, ready.dtype))
     if cfg.ref != cfg.score:
         ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ready.decoder, ready.dtype))
+    state, host = first_state(cfg, rules, ready, optimizer, checkpoints, ref_scorer.layout)
+    step = host.get("step", 0)
+    if host:
+        iterator.restore(host["iterator"])
+    state, ref_params = dataclasses.replace(state, ref=None), state.ref
+    if has_reference and ref_params is None:
+        ref_params = reference(cfg, ref_scorer.layout, state, step, ready)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
     stack.callback(logger.close)
     return dict(
@@ -217,7 +220,7 @@ def job(
         update=make_update(cfg, optimizer, rules),
         scorer=scorer,
         ref_scorer=ref_scorer,
-        ref_params=reference(cfg, ref_scorer.layout, state, step, ready) if has_reference else None,
+        ref_params=ref_params,
         checkpoints=checkpoints,
         logger=logger,
         progress=ready.progress,
@@ -304,7 +307,12 @@ def start_devices(
 
 
 def first_state(
-    cfg: RunConfig, rules: Rules, ready: Ready, optimizer: Optimizer, checkpoints: Checkpointer
+    cfg: RunConfig,
+    rules: Rules,
+    ready: Ready,
+    optimizer: Optimizer,
+    checkpoints: Checkpointer,
+    of_ref: Layout,
 ) -> tuple[TrainState, dict]:
     """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
     step, offload = hosts.from_first(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
@@ -319,6 +327,10 @@ def first_state(
     ready.progress.status(f"resuming after step {step}")
     specs, mesh = decoder_specs(ready.decoder), jax.sharding.get_mesh()
     abstract = abstract_state(specs, ready.dtype, optimizer, rules, mesh, offload=offload)
+    if cfg.algorithm.ref_refresh_every:
+        ref = of_ref.abstract_weights(ready.decoder, mesh)
+        away = "reference" in cfg.learner.offload
+        abstract = dataclasses.replace(abstract, ref=to_host(ref) if away else ref)
     return checkpoints.restore(abstract, step)
 
 
@@ -327,7 +339,7 @@ def reference(
 ) -> Decoder:
     """The frozen model that the policy is compared with: the model of step 0."""
     if step == 0 and layout.way is None:
-        ref = frozen_copy(state.params)
+        ref = layout.copy(state.params)
     else:
         with layout.on_mesh():
             ref = load_params(ready.model_folder, layout.rules, ready.decoder, layout.dtype)

@@ -10,7 +10,13 @@ import pytest
 from tiny_policy import MODEL, new_params, run_config
 
 from jaxrl.learner.optimizer import make_optimizer
-from jaxrl.learner.state import abstract_state, apply_gradients, frozen_copy, init_state
+from jaxrl.learner.state import (
+    abstract_state,
+    apply_gradients,
+    averaged,
+    frozen_copy,
+    init_state,
+)
 from jaxrl.models.decoder import decoder_specs
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -39,6 +45,25 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights(one_device):
     np.testing.assert_allclose(state.opt_state.master.norm.w, start - 0.004, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(state.params.norm.w, np.float32), 1 - 2**-8)
     assert state.params.norm.w.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_average_follows_the_float32_weights(one_device, dtype):
+    optimizer = optimizer_of(optimizer="sgd", lr=1e-4, clip_norm=0.0, ema=0.75)
+    state = init_state(new_params(dtype), optimizer)
+    weights = average = np.asarray(state.params.norm.w, np.float64)
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), state.params)
+    step = jax.jit(
+        lambda state: apply_gradients(state, grads, optimizer, keep=NO), donate_argnums=0
+    )
+    for _ in range(3):
+        state, weights = step(state), weights - 1e-4
+        average = 0.75 * average + 0.25 * weights
+    np.testing.assert_allclose(state.opt_state.ema.norm.w, average, rtol=0, atol=1e-7)
+    assert averaged(state).norm.w.dtype == dtype
+    before = jax.device_get(state.opt_state.ema)
+    kept = apply_gradients(state, grads, optimizer, keep=jnp.ones((), bool))
+    jax.tree.map(np.testing.assert_array_equal, kept.opt_state.ema, before)
 
 
 def test_float32_parameters_are_their_own_master(one_device):

@@ -19,6 +19,12 @@ def test_a_group_of_equal_rewards_is_flat():
     assert ids(differ) == [0, 3] and ids(flat) == [1, 2]
 
 
+def test_a_group_that_is_too_easy_or_too_hard_is_dropped_where_a_range_is_given():
+    groups = groups_of(rollouts_with([[1, 0], [1, 0.9], [1, 1], [0.1, 0]]), 2)
+    kept, dropped = split_flat(groups, between=(0.1, 0.9))
+    assert ids(kept) == [0] and ids(dropped) == [1, 2, 3]
+
+
 def test_a_prompt_is_solved_where_its_mean_reward_reaches_the_pass_rate():
     groups = groups_of(rollouts_with([[1, 0], [1, 1], [0, 0]]), 2)
     assert solved_prompts(groups, 0.5) == [0, 1]

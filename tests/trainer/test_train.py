@@ -19,12 +19,12 @@ from jaxrl.trainer.failure import NonFiniteError
 TIMES = ("time", "time/", "_per_s", "host_fraction")
 
 
-def weights(run_dir):
-    return load_file(Path(run_dir) / "hf" / "model.safetensors")
+def weights(run_dir, name="hf"):
+    return load_file(Path(run_dir) / name / "model.safetensors")
 
 
-def assert_same_weights(a, b):
-    a, b = weights(a), weights(b)
+def assert_same_weights(a, b, name="hf"):
+    a, b = weights(a, name), weights(b, name)
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
@@ -257,6 +257,29 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
     assert max(line["rollout/batches"] for line in trained) > 1
     assert any(line["data/solved"] > 0 for line in trained)
     assert all(line["mismatch/weight_mean"] == pytest.approx(1.0, abs=1e-4) for line in trained)
+
+
+def test_a_refreshed_reference_and_an_average_of_the_weights_resume_bitwise(tiny_config, tmp_path):
+    tiny_config.algorithm.kl_coef = 0.1
+    tiny_config.algorithm.ref_refresh_every = 2
+    tiny_config.learner.ema = 0.5
+    assert train(resolve(tiny_config))
+    unbroken = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "broken")
+    tiny_config.total_steps = 3
+    assert train(resolve(tiny_config))
+    tiny_config.total_steps = 4
+    assert train(resolve(tiny_config))
+    assert_same_weights(unbroken, tiny_config.run_dir)
+    assert_same_weights(unbroken, tiny_config.run_dir, "hf_ema")
+    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
+    # Engine and trainer agree, so that a policy that is its own reference has no KL: before any step, and
+    # right after the refresh.
+    kl = [line["loss/kl"] for line in trained]
+    assert abs(kl[0]) < 1e-6 and abs(kl[2]) < 1e-6 and min(kl[1], kl[3]) > 1e-6
+    a, b = weights(unbroken), weights(unbroken, "hf_ema")
+    assert any(not np.array_equal(a[name], b[name]) for name in a)
 
 
 def often_flat(data_source, solution_str, ground_truth, extra_info=None):

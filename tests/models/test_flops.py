@@ -1,0 +1,40 @@
+"""Model FLOPs, against the matrix products that the reference forward pass makes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.flops import forward_flops
+from jaxrl.models.spec import count_params
+
+DENSE = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=256)
+EXPERTS = DecoderConfig("mixtral", L=2, D=32, N=4, K=2, H=8, F=0, V=256, E=8, top_k=2, F_expert=16)
+
+
+def test_two_for_every_weight_but_the_lookups_and_norms():
+    idle = DENSE.V * DENSE.D + (2 * DENSE.L + 1) * DENSE.D  # of an embedding and of norms
+    weights = count_params(decoder_specs(DENSE)) - idle
+    assert forward_flops(DENSE, np.array([1])) == 2 * weights + 4 * DENSE.L * DENSE.N * DENSE.H
+
+
+def test_a_token_meets_only_its_own_experts():
+    per_expert = 3 * EXPERTS.D * EXPERTS.F_expert * EXPERTS.L
+    wider = dataclasses.replace(EXPERTS, top_k=3)
+    more = forward_flops(wider, np.array([5])) - forward_flops(EXPERTS, np.array([5]))
+    assert more == 2 * per_expert * 5
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_pairs_of_tokens_and_keys_are_those_of_the_mask(window):
+    cfg = dataclasses.replace(DENSE, windows=(window, window))
+    n = 7
+    i, j = np.mgrid[:n, :n]
+    seen = (j <= i) & ((i - j < window) if window else True)
+    one = forward_flops(cfg, np.array([1])) - 4 * cfg.L * cfg.N * cfg.H
+    got = forward_flops(cfg, np.array([n])) - n * one
+    assert got == 4 * cfg.L * cfg.N * cfg.H * seen.sum()
+    both = forward_flops(cfg, np.array([n, 2]))
+    assert both == forward_flops(cfg, np.array([n])) + forward_flops(cfg, np.array([2]))
