@@ -63,6 +63,7 @@ HEADINGS = {
     "learner": "learner: the update",
     "preference": "preference: jaxrl.dpo",
     "reward": "reward",
+    "env": "env: what the model acts in, over several turns",
     "eval": "eval: validation",
     "eval.sampling": "eval.sampling: how validation responses are drawn",
     "checkpoint": "checkpoint",

@@ -64,9 +64,11 @@ OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
 BEST_MODES = ("max", "min")
+ENVIRONMENTS = ("calculator", "guess_number", "gymnasium")
 REWARDS = (
     "by_source",
     "code",
+    "environment",
     "exact",
     "format",
     "gsm8k",
@@ -291,6 +293,14 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class EnvConfig:
+    name: str = key("", "environment in which prompts are answered: a name of jaxrl/environments or 'package.module:Class', options behind a '?'; '' = none, one turn")
+    max_turns: int = key(8, "turns of the model in an episode", least=1)
+    workers: int = key(64, "episodes at the same time in each process of the run, each in a process of its own", least=1)
+    timeout_s: float = key(30.0, "seconds that the environment may take for a reset or a step before its episode is ended", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalConfig:
     before_train: bool = key(True, "validate before the first step")
     every: int = key(0, "validate every so many steps; 0 = only before and after", least=0)
@@ -340,6 +350,7 @@ class RunConfig:
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

@@ -1,14 +1,14 @@
 """Rules between the keys of what generates and evaluates: engine, layout, samples of validation."""
 
-from jaxrl.keys import FULL_KLS, RoleConfig, RunConfig
-from jaxrl.schema import to_dict
+from jaxrl.keys import ENVIRONMENTS, FULL_KLS, RoleConfig, RunConfig
+from jaxrl.schema import nearest, to_dict
 
 PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
 
 
 def sampling_problems(run: RunConfig) -> list[str]:
     """A line for every rule that the run breaks, with the values and what to set instead."""
-    return [*_page_problems(run), *_layout_problems(run), *_eval_problems(run)]
+    return [*_page_problems(run), *_layout_problems(run), *_eval_problems(run), *_env_problems(run)]
 
 
 def _page_problems(run: RunConfig) -> list[str]:
@@ -60,5 +60,28 @@ def _eval_problems(run: RunConfig) -> list[str]:
         problems.append(
             f"eval.k={evaluation.k} asks for pass@{max(too_large)}, but eval.n={evaluation.n} is all that is sampled "
             f"of a prompt; set eval.n to at least {max(too_large)}, or a smaller eval.k"
+        )
+    return problems
+
+
+def _env_problems(run: RunConfig) -> list[str]:
+    problems, env = [], run.env
+    name = env.name.partition("?")[0]
+    if name and ":" not in name and name not in ENVIRONMENTS:
+        guess = nearest(name, ENVIRONMENTS)
+        hint = f"did you mean {guess!r}? " if guess else ""
+        problems.append(
+            f"env.name={env.name!r} is not known; {hint}set one of {', '.join(ENVIRONMENTS)}, or "
+            "'package.module:Class'"
+        )
+    counts = "environment" in run.reward.functions
+    if name and not counts:
+        problems.append(
+            f"env.name={env.name!r} gives rewards that reward.functions={run.reward.functions} leaves out; add "
+            "'environment' to reward.functions, with the weight 0 where it should not count"
+        )
+    if counts and not name:
+        problems.append(
+            "reward.functions has 'environment', but env.name is empty; set env.name, or other functions"
         )
     return problems

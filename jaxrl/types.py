@@ -25,6 +25,16 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class Episode:
+    """What happened between the model and its environment."""
+
+    n_turns: int = 0  # of the model
+    reward: float = 0.0  # sum over the turns
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of the environment
+    error: str = ""  # why the environment gave no answer; "" when it did
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     """One sampled answer to one prompt."""
 
@@ -33,12 +43,13 @@ class Rollout:
     tokens: np.ndarray  # int32 [response_len], the stop token included
     logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), unfiltered
     version: int  # optimizer step of the weights that sampled it
-    finish: str  # "stop" | "length"
+    finish: str  # "stop" | "length", of an episode also "turns" | "error"
     text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     reward_error: str = ""  # why the reward function gave no value; "" when it gave one
     own: np.ndarray | None = None  # bool [response_len], tokens that the model wrote; None = all
+    episode: Episode | None = None  # where the prompt was answered in an environment
     baseline: float = 0.0  # reward of the greedy response to the same prompt, where it is needed
     advantages: np.ndarray | None = None  # float32 [response_len]
     selected: np.ndarray | None = (
@@ -46,9 +57,13 @@ class Rollout:
     )
 
     @property
+    def own_mask(self) -> np.ndarray:
+        """bool [response_len]: tokens that the loss is over; those of others, as a tool's answer, are only read."""
+        return np.ones(len(self.tokens), bool) if self.own is None else self.own
+
+    @property
     def n_own(self) -> int:
-        """Tokens that the loss is over: those of others, as a tool's answer, are only read."""
-        return len(self.tokens) if self.own is None else int(self.own.sum())
+        return int(self.own_mask.sum())
 
 
 @struct.dataclass

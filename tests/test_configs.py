@@ -13,6 +13,7 @@ import pytest
 from jaxrl import keys
 from jaxrl.algorithms import advantages, aggregate, correction, kl, policy_loss
 from jaxrl.config import LearnerConfig, LogConfig, RunConfig, resolve
+from jaxrl.environments import api
 from jaxrl.flags import load_config
 from jaxrl.io.loggers import make_loggers
 from jaxrl.kernels import attention, grouped_matmul, paged_attention
@@ -112,6 +113,7 @@ TABLES = {
     "rejection": (keys.REJECTIONS, {"none", *correction.REJECTIONS}),
     "remat": (keys.REMATS, decoder.REMAT_POLICIES),
     "rewards": (keys.REWARDS, functions.BUILT_IN),
+    "environments": (keys.ENVIRONMENTS, api.BUILT_IN),
     "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT, *attention.PLANNED}),
     "paged_attention": (
         keys.PAGED_ATTENTIONS,

@@ -19,7 +19,7 @@ LAYERS = [  # lowest first; rooms of one layer do not import each other
         "jaxrl.rewards",
         "jaxrl.io",
     },
-    {"jaxrl.models", "jaxrl.report"},
+    {"jaxrl.models", "jaxrl.environments", "jaxrl.report"},
     {"jaxrl.rollout", "jaxrl.learner"},
     {"jaxrl.planner"},
     {"jaxrl.trainer"},
@@ -40,6 +40,7 @@ LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (
     "jaxrl/data/",
     "jaxrl/rewards/",
+    "jaxrl/environments/",
     "jaxrl/rollout/pages.py",
     "jaxrl/rollout/scheduler.py",
 )

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = Path(__file__).parent / "templates"
+_MARK = "@@turn@@"  # stands for a turn of the assistant
 _BATCH = 1024  # conversations tokenized in one call
 
 
@@ -94,6 +95,26 @@ class ChatRenderer:
             ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             rendered += [np.array(row, np.int32) for row in ids]
         return rendered
+
+    def render_reply(
+        self, messages: Sequence[dict[str, str]], *, stop: Sequence[int], ended: bool
+    ) -> Int32[np.ndarray, " n"]:
+        """What stands between a turn of the model and its next one: the end of the turn, unless the model wrote
+        it (`ended`), the messages that answer it, and the header that asks again.
+
+        It is tokenized by itself, so the tokens before it stay those that the model wrote, whatever their text
+        would be tokenized to. Raises ValueError where the template does not end a turn with one of `stop`.
+        """
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self.text([*asked, *messages]).partition(_MARK)[2]
+        tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        ends = np.flatnonzero(np.isin(tokens, stop))
+        if not len(ends) or self.decode(tokens[: ends[0]]).strip():
+            raise ValueError(
+                f"the chat template goes on after an answer with {text[:40]!r}, which does not begin with an "
+                "end-of-sequence token, so turns could not be told apart; set data.chat_template"
+            )
+        return tokens[ends[0] + 1 :] if ended else tokens
 
     def render_turns(
         self, messages: Sequence[dict[str, str]], stop: Sequence[int]

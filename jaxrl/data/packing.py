@@ -322,7 +322,7 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
     source = within + np.repeat(np.cumsum(lens + 1) - (lens + 1), lens)
     at = within + np.repeat(base, lens)
     is_response = within >= np.repeat(prompt_len - 1, lens)
-    own = [np.ones(len(r.tokens), bool) if r.own is None else r.own for r in rollouts]
+    own = [r.own_mask for r in rollouts]
     n_own = np.array([r.n_own for r in rollouts])
 
     def filled(values, dtype, where=at, pad=0) -> np.ndarray:

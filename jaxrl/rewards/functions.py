@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ RewardFunction = Callable[..., Any]
 BUILT_IN = {
     "by_source": "jaxrl.rewards.by_source:by_source",
     "code": "jaxrl.rewards.code:code",
+    "environment": "jaxrl.rewards.environment:environment",
     "exact": "jaxrl.rewards.exact:exact",
     "format": "jaxrl.rewards.format:format",
     "gsm8k": "jaxrl.rewards.gsm8k:gsm8k",
@@ -62,18 +63,24 @@ def part_names(specs: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def load_function(spec: str) -> RewardFunction:
-    """Imports the function and binds its options. Raises ValueError that says what is wrong."""
-    module_name, _, name = _target(spec).rpartition(":")
-    module = _module(module_name, spec)
+def load_function(
+    spec: str,
+    built_in: Mapping[str, str] = BUILT_IN,
+    key: str = "reward.functions",
+    of_others: Container[str] = OF_THE_POOL,
+) -> Callable[..., Any]:
+    """Imports the function, or the class, and binds its options but for those `of_others`. Raises ValueError that says
+    what is wrong and what to set `key` to."""
+    module_name, _, name = _target(spec, built_in, key).rpartition(":")
+    module = _module(module_name, spec, key)
     function = getattr(module, name, None)
     if not callable(function):
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ValueError(
-            f"reward {spec!r}: {module_name} has no function {name!r}; it has "
+            f"{key} {spec!r}: {module_name} has no function {name!r}; it has "
             f"{', '.join(found) or 'none'}"
         )
-    options = {k: v for k, v in _options(spec).items() if k not in OF_THE_POOL}
+    options = {k: v for k, v in _options(spec).items() if k not in of_others}
     return functools.partial(function, **options) if options else function
 
 
@@ -98,28 +105,30 @@ def pool_option(spec: str, name: str) -> float:
     return float(value)
 
 
-def _target(spec: str) -> str:
+def _target(
+    spec: str, built_in: Mapping[str, str] = BUILT_IN, key: str = "reward.functions"
+) -> str:
     """ "module:function" of a name or an import path."""
     name = spec.partition("?")[0]
     if ":" in name:
         return name
-    if name not in BUILT_IN:
+    if name not in built_in:
         raise ValueError(
-            f"unknown reward {name!r}; set reward.functions to names of {', '.join(BUILT_IN)}, to "
+            f"{key} has the unknown name {name!r}; set it to a name of {', '.join(built_in)}, to "
             "'package.module:function' or to 'path/to/file.py:function'"
         )
-    return BUILT_IN[name]
+    return built_in[name]
 
 
-def _module(name: str, spec: str) -> ModuleType:
+def _module(name: str, spec: str, key: str) -> ModuleType:
     try:
         return (
             _module_of_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
         )
     except Exception as error:  # the user's code
         raise ValueError(
-            f"reward {spec!r}: {name} cannot be imported ({type(error).__name__}: {error}); set "
-            "reward.functions to a module on the Python path or to a file"
+            f"{key} {spec!r}: {name} cannot be imported ({type(error).__name__}: {error}); set it to a "
+            "module on the Python path or to a file"
         ) from error
 
 

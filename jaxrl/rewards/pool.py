@@ -10,11 +10,9 @@ a new process takes its place.
 import collections
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -24,18 +22,13 @@ import numpy as np
 
 from jaxrl.config import RewardConfig
 from jaxrl.rewards.functions import TEXTS, Takes, part_names, pool_option
+from jaxrl.rewards.process import start_process
 from jaxrl.rewards.worker import Result
 from jaxrl.types import Rollout
 
 _START_S = 120.0  # imports of the reward functions
 _MAX_START_FAILURES = 3  # in a row
 _MAX_BATCH = 64  # calls per message
-_WORKER_ENV = {
-    # rewards must not take the accelerator or the cores that the run uses
-    "JAX_PLATFORMS": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +155,8 @@ class RewardPool:
         """verl's signature, and the texts that the function asks for."""
         prompt = rollout.prompt
         extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
+        if rollout.episode is not None:
+            extra["episode"] = dataclasses.asdict(rollout.episode)
         arguments: dict[str, Any] = {
             "data_source": prompt.source,
             "solution_str": rollout.text,
@@ -288,16 +283,6 @@ class RewardPool:
 
 
 def _start(cfg: RewardConfig, limits_s: Sequence[float]) -> _Worker:
-    ours, theirs = multiprocessing.Pipe()
-    # -P: the worker sees exactly the parent's import path, with no entry for its own folder
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxrl.rewards.worker", str(theirs.fileno())],
-        env=os.environ | _WORKER_ENV | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
-    theirs.close()
+    ours, process = start_process("jaxrl.rewards.worker")
     ours.send((cfg.functions, limits_s))
     return _Worker(process, ours, deadline=time.monotonic() + _START_S)

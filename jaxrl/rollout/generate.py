@@ -15,7 +15,9 @@ Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
 
 
 @dataclasses.dataclass
-class _Response:
+class Response:
+    """An answer under way."""
+
     prompt: Prompt
     sample: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -46,11 +48,11 @@ def generate(
     start = time.perf_counter()
     engine.take_stats()
     engine.set_version(version)
-    responses = [_Response(prompt, i) for prompt in prompts for i in range(n)]
+    responses = [Response(prompt, i) for prompt in prompts for i in range(n)]
     lens = [max_tokens] * len(responses) if isinstance(max_tokens, int) else list(max_tokens)
     if len(lens) != len(responses):
         raise ValueError(f"max_tokens has {len(lens)} numbers for {len(responses)} responses")
-    by_slot: dict[int, _Response] = {}
+    by_slot: dict[int, Response] = {}
     try:
         for response, length in zip(responses, lens, strict=True):
             request = Request(
@@ -69,7 +71,7 @@ def generate(
             for made in engine.generate(params):
                 response = unfinished[made.slot]
                 n_tokens += len(made.tokens)
-                _take(response, made, sampling.stop, decode)
+                take(response, made, sampling.stop, decode)
                 if response.finish:
                     del unfinished[made.slot]
                     if not made.finish:
@@ -97,7 +99,7 @@ def generate(
     return rollouts, metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
 
 
-def _take(response: _Response, made: Generated, stop: tuple[str, ...], decode: Decode) -> None:
+def take(response: Response, made: Generated, stop: tuple[str, ...], decode: Decode) -> None:
     """Appends what a dispatch made, up to the token that completes a stop string."""
     n_old = len(response.tokens)
     response.tokens += made.tokens.tolist()

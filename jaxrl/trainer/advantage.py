@@ -30,8 +30,13 @@ def add_advantages(
     """The rollouts with `advantages`, one number per token. The `n` samples of a prompt lie side by side.
 
     `penalties` holds what each token is charged (kl_in = "reward"). An estimator of groups subtracts their
-    sum from the response's reward, one of tokens gives each token its own.
+    sum from the response's reward, one of tokens gives each token its own. Tokens that the model did not write have
+    the advantage 0, and those that it wrote are taken as if no others stood between them.
     """
+    own = [r.own_mask for r in rollouts]
+    rollouts, whole = _written(rollouts), rollouts
+    if penalties is not None:
+        penalties = [p[o] for p, o in zip(penalties, own, strict=True)]
     lens = np.array([len(r.tokens) for r in rollouts])
     rewards = np.array([r.reward for r in rollouts], np.float32)
     if penalties is not None:
@@ -63,7 +68,22 @@ def add_advantages(
         "reinforce_plus_plus": per_token,
     }
     advantages = choose(known, cfg.advantage, "algorithm.advantage")()
-    return [dataclasses.replace(r, advantages=a) for r, a in zip(rollouts, advantages, strict=True)]
+    return [
+        dataclasses.replace(r, advantages=_placed(a, o))
+        for r, a, o in zip(whole, advantages, own, strict=True)
+    ]
+
+
+def _written(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts with the tokens that the model wrote alone."""
+    return [dataclasses.replace(r, tokens=r.tokens[r.own_mask]) for r in rollouts]
+
+
+def _placed(values: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """float32, `values` where `own` is true, in order, and 0 elsewhere."""
+    out = np.zeros(len(own), np.float32)
+    out[own] = values
+    return out
 
 
 def baselines(rollouts: Sequence[Rollout], n: int) -> np.ndarray:

@@ -8,15 +8,18 @@ numbers are the same, since a token's random number depends on seed, prompt, sam
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl.config import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.progress import Progress
 from jaxrl.learner.layout import Layout
+from jaxrl.rollout.converse import Limits, converse
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.rollout.generate import generate
 from jaxrl.trainer.interrupt import Interrupted, StopFlag
@@ -33,7 +36,8 @@ class Engines:
     layout: Layout
     engine: PagedEngine
     renderer: ChatRenderer
-    max_tokens: int  # of a response
+    limits: Limits
+    environments: EnvironmentPool | None  # in which prompts are answered
     progress: Progress
     stop: StopFlag
 
@@ -68,27 +72,43 @@ class Engines:
                 check()
                 bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
 
-            rollouts, metrics = generate(
+            rollouts, metrics = self._answer()(
                 self.engine,
                 params,
                 mine,
                 n=n,
                 sampling=sampling,
-                max_tokens=self.max_tokens,
                 seed=seed,
                 version=version,
-                decode=self.renderer.decode,
                 on_progress=on_progress,
             )
         return self._of_all(prompts, rollouts, metrics, n) if of_process else (rollouts, metrics)
+
+    def _answer(self) -> Callable[..., Sampled]:
+        """How a prompt is answered: at once, or in turns with an environment."""
+        if self.environments is None:
+            return functools.partial(
+                generate, max_tokens=self.limits.max_tokens, decode=self.renderer.decode
+            )
+        return functools.partial(
+            converse,
+            limits=self.limits,
+            pool=self.environments,
+            renderer=self.renderer,
+            eos_ids=self.engine.eos_ids,
+        )
 
     def _of_all(
         self, prompts: Sequence[Prompt], mine: list[Rollout], metrics: dict[str, float], n: int
     ) -> Sampled:
         """What every process sampled, brought together."""
         self.stop.check()
-        found = hosts.joined([vars(r) | {"prompt": None} for r in mine])  # all have the prompts
-        every = [Rollout(**one | {"prompt": prompts[i // n]}) for i, one in enumerate(found)]
+        known = {"prompt": None} if self.environments is None else {}  # all have the prompts
+        found = hosts.joined([vars(r) | known for r in mine])
+        every = [
+            Rollout(**one | {"prompt": one["prompt"] or prompts[i // n]})
+            for i, one in enumerate(found)
+        ]
         return every, together(hosts.gather(metrics))
 
 

@@ -13,7 +13,8 @@ from jaxrl.types import Rollout
 
 def statistics(rollouts: Sequence[Rollout], cfg: EvalConfig) -> dict[str, float]:
     """reward and pass_at_<k> with their standard errors (<name>_stderr; none of one prompt), the mean of each
-    reward function (reward/<function>), response_len, truncated_fraction and errors (a count).
+    reward function (reward/<function>), response_len, truncated_fraction, errors (a count), and env/<name> of
+    episodes.
 
     The cfg.n samples of each prompt lie side by side. A sample passes with a reward of cfg.pass_reward.
     """
@@ -32,6 +33,7 @@ def statistics(rollouts: Sequence[Rollout], cfg: EvalConfig) -> dict[str, float]
         "response_len": float(np.mean([len(r.tokens) for r in rollouts])),
         "truncated_fraction": float(np.mean([r.finish == "length" for r in rollouts])),
         "errors": float(sum(bool(r.reward_error) for r in rollouts)),
+        **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
     }
 
 
@@ -54,6 +56,22 @@ def validation_metrics(rollouts: Sequence[Rollout], cfg: EvalConfig) -> dict[str
     return metrics
 
 
+def episode_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of rollouts in an environment: turns, what the environment counted, the share of the tokens that the model wrote
+    (own_fraction), and how many environments failed (failures). {} of others."""
+    episodes = [r.episode for r in rollouts if r.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for e in episodes for name in e.counts})
+    counts = {name: float(np.mean([e.counts.get(name, 0.0) for e in episodes])) for name in names}
+    n_tokens = sum(len(r.tokens) for r in rollouts)
+    return counts | {
+        "turns": float(np.mean([e.n_turns for e in episodes])),
+        "own_fraction": sum(r.n_own for r in rollouts) / max(n_tokens, 1),
+        "failures": float(sum(bool(e.error) for e in episodes)),
+    }
+
+
 def part_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """The mean of each number that the reward functions gave, over the rollouts for which they did."""
     parts = collections.defaultdict(list)
@@ -71,6 +89,7 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/errors": float(sum(bool(r.reward_error) for r in rollouts)),
         **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
+        **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
         "rollout/response_len": float(np.mean([len(r.tokens) for r in rollouts])),
         "rollout/prompt_len": float(np.mean([len(r.prompt.tokens) for r in rollouts])),
         "rollout/truncated_fraction": float(np.mean([r.finish == "length" for r in rollouts])),

@@ -44,7 +44,9 @@ def make_mini_batches(
     metrics, penalties = {}, None
     if score_ref is not None and cfg.algorithm.kl_in == "reward":
         kl = reference_kl(rollouts, cfg, n_ranks, score_ref)
-        metrics["reward/kl"] = float(np.concatenate(kl).mean())
+        metrics["reward/kl"] = float(
+            np.concatenate(kl).sum() / max(sum(r.n_own for r in rollouts), 1)
+        )
         kl_coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [kl_coef * k for k in kl]
         score_ref = None
@@ -67,11 +69,12 @@ def reference_kl(
     rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int, score_ref: Score
 ) -> list[np.ndarray]:
     """KL_t(policy | reference) of every response token, with the engine's logprobs as the policy's: what the
-    reward is charged for (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155)."""
+    reward is charged for (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). 0 at tokens of others."""
     packed = pack_rollouts(rollouts, cfg, n_ranks)
     batches = [p.batch for p in packed]
     pairs = zip(batches, score_ref(batches), strict=True)
-    return gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
+    found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
+    return [np.where(r.own_mask, kl, 0.0) for r, kl in zip(rollouts, found, strict=True)]
 
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
@@ -93,13 +96,16 @@ def select_tokens(
     """Fills `selected` where the policy loss singles tokens out by their covariance (clip_cov, kl_cov)."""
     if cfg.policy_loss not in COV_LOSSES or not rollouts:
         return list(rollouts)
-    logp = np.concatenate([r.logp for r in rollouts])
-    cov = covariances(logp, np.concatenate([response_field(r, r.advantages) for r in rollouts]))
+    own = np.concatenate([r.own_mask for r in rollouts])
+    logp = np.concatenate([r.logp for r in rollouts])[own]
+    advantages = np.concatenate([response_field(r, r.advantages) for r in rollouts])[own]
+    cov = covariances(logp, advantages)
+    chosen = np.zeros(len(own), bool)
     if cfg.policy_loss == "clip_cov":
         low, high = cfg.clip_cov_low, cfg.clip_cov_high
-        chosen = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
+        chosen[own] = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
     else:
-        chosen = pick_largest(cov, fraction=cfg.cov_fraction)
+        chosen[own] = pick_largest(cov, fraction=cfg.cov_fraction)
     ends = np.cumsum([len(r.tokens) for r in rollouts])[:-1]
     return [
         dataclasses.replace(r, selected=one)
@@ -114,11 +120,13 @@ def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollou
     algo = cfg.algorithm
     kl_in_loss = algo.kl_coef != 0.0 and algo.kl_in == "loss"
     learns_anyway = algo.has_entropy or kl_in_loss or cfg.learner.router_aux_coef != 0.0
-    if learns_anyway or not algo.drop_flat_groups:
-        return list(rollouts), []
-    active = [r for r in rollouts if r.advantages is None or r.advantages.any()]
-    idle = [r for r in rollouts if r.advantages is not None and not r.advantages.any()]
-    return active, idle
+    learns_anyway |= not algo.drop_flat_groups
+
+    def learns(r: Rollout) -> bool:
+        has_gradient = learns_anyway or r.advantages is None or bool(r.advantages.any())
+        return r.n_own > 0 and has_gradient
+
+    return [r for r in rollouts if learns(r)], [r for r in rollouts if not learns(r)]
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int) -> list[Packed]:

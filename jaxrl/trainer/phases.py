@@ -65,7 +65,12 @@ def collect(run: Run) -> tuple[list[Rollout], list[Rollout], dict[str, float]]:
         sampled += punish_overlong(rollouts, cfg)
         if len(kept) >= size:
             break
-    metrics = {name: float(np.mean([one[name] for one in engine])) for name in engine[0]}
+    metrics = {
+        name: float(
+            (np.sum if name.startswith("time/") else np.mean)([one[name] for one in engine])
+        )
+        for name in engine[0]
+    }
     if cfg.algorithm.dynamic_sampling:
         metrics["rollout/batches"] = float(len(engine))
         metrics["rollout/flat_fraction"] = len(flat) / (len(flat) + len(kept))

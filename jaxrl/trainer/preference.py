@@ -101,6 +101,6 @@ DPO = Lesson(
     judge=judge,
     aggregation="seq_mean_token_sum",
     has_reference=True,
-    idle_sections=("algorithm", "rollout", "reward"),
+    idle_sections=("algorithm", "rollout", "reward", "env"),
     logged={"loss/entropy": "loss/entropy"},
 )

@@ -14,6 +14,7 @@ from jaxrl.config import RolloutConfig, RunConfig, check_devices
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.data.prompts import load_prompts
+from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
@@ -31,6 +32,7 @@ from jaxrl.models.source import resolve_model
 from jaxrl.models.spec import count_params
 from jaxrl.planner.check import check_plan, device_memory, plan_line
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.converse import Limits
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
@@ -60,6 +62,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             prompts, val_prompts = load_data(cfg, base.renderer, base.progress)
             iterator = make_iterator(cfg, prompts)
             rewards = stack.enter_context(reward_pool(cfg, base.renderer))
+            environments = open_environments(cfg, stack)
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
         memory = device_memory()
@@ -73,7 +76,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
             val=val_prompts,
             rewards=rewards,
-            engines=make_engines(cfg, rollout, ready),
+            engines=make_engines(cfg, rollout, ready, environments),
         )
         if not run.done:
             warm_up(run)
@@ -91,10 +94,11 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         with hosts.all_or_none():
             prompts = load_val(cfg, base.renderer)
             rewards = stack.enter_context(reward_pool(cfg, base.renderer))
+            environments = open_environments(cfg, stack)
         base.progress.status(f"data: {len(prompts)} prompts")
         check_same_data([], prompts)
         ready = open_devices(cfg, base, stack)
-        engines = make_engines(cfg, cfg.rollout, ready)
+        engines = make_engines(cfg, cfg.rollout, ready, environments)
         layout = engines.layout
         stack.enter_context(layout.on_mesh())
         with base.progress.waiting("loading weights, compiling prefill and decode"):
@@ -356,17 +360,38 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.d
     )[1]
 
 
-def make_engines(cfg: RunConfig, rollout: RolloutConfig, ready: Ready) -> Engines:
+def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> EnvironmentPool | None:
+    return stack.enter_context(EnvironmentPool(cfg.env)) if cfg.env.name else None
+
+
+def make_engines(
+    cfg: RunConfig,
+    rollout: RolloutConfig,
+    ready: Ready,
+    environments: EnvironmentPool | None,
+) -> Engines:
     """The engines of the run, with the sizes of `rollout`."""
     layout = rollout_layout(cfg, ready.decoder, ready.dtype)
+    if environments is not None:
+        check_not_in_step(cfg, layout)
     return Engines(
         layout=layout,
         engine=make_engine(cfg, rollout, layout, ready.decoder, ready.model_folder, ready.renderer),
         renderer=ready.renderer,
-        max_tokens=cfg.data.max_response_len,
+        limits=Limits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
+        environments=environments,
         progress=ready.progress,
         stop=ready.stop,
     )
+
+
+def check_not_in_step(cfg: RunConfig, layout: Layout) -> None:
+    """Raises Agreed where an engine over several processes is to answer to environments."""
+    if hosts.n_processes() > 1 and not layout.of_process:
+        raise hosts.Agreed(
+            f"config.env.name={cfg.env.name!r}: environments answer the processes at different times, but one engine "
+            "over all of them decodes in lock-step; set config.rollout.engines='process' and a mesh that allows it"
+        )
 
 
 def make_engine(

@@ -38,6 +38,6 @@ SFT = Lesson(
     judge=likelihood,
     aggregation="token_mean",
     has_reference=False,
-    idle_sections=("algorithm", "rollout", "reward", "preference"),
+    idle_sections=("algorithm", "rollout", "reward", "env", "preference"),
     logged={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},
 )

@@ -308,7 +308,7 @@ def is_alive(pid):
 
 
 def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
-    with pytest.raises(ValueError, match=r"unknown reward 'maths'; set .* by_source, code, exact"):
+    with pytest.raises(ValueError, match=r"unknown name 'maths'; set .* by_source, code, env"):
         RewardPool(RewardConfig(functions=("maths",)))
     with pytest.raises(
         ValueError, match=r"math\?timeout_s=soon': timeout_s='soon' is no number above 0"

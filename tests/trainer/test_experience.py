@@ -1,13 +1,14 @@
 """From rewards to mini-batches: advantages, idle groups, KL in the reward."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
 from jaxrl.config import default_config, resolve
 from jaxrl.trainer.advantage import add_advantages
-from jaxrl.trainer.experience import make_mini_batches, reference_kl, split_idle
+from jaxrl.trainer.experience import make_mini_batches, reference_kl, select_tokens, split_idle
 from jaxrl.types import Prompt, Rollout
 
 
@@ -148,3 +149,73 @@ def test_mini_batches_split_the_prompts_in_order():
     advantages = np.concatenate([b.advantages[b.mask > 0] for b in batches])
     # rewards 1 and 0: mean 1/2, std 1/sqrt(2), so +-sqrt(1/2)
     np.testing.assert_allclose(np.sort(np.unique(advantages)), [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+
+
+def with_reply(rollout, own):
+    """The rollout with tokens that the model did not write where `own` is 0; their logp is 0."""
+    own = np.array(own, bool)
+    logp = np.where(own, rollout.logp[0], 0).astype(np.float32)
+    return dataclasses.replace(rollout, tokens=np.full(len(own), 7, np.int32), logp=logp, own=own)
+
+
+def episodes():
+    """Four responses of 2, 1, 3 and 3 own tokens with replies between or behind them."""
+    masks = ([1, 0, 0, 1], [0, 1], [1, 1, 1], [1, 1, 0, 1])
+    some = rollouts_with([[3, 1], [2, 2]])
+    return [with_reply(r, own) for r, own in zip(some, masks, strict=True)]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_replies_have_no_advantage_and_count_for_nobody(name):
+    cfg = resolve(config(advantage=name))
+    got = add_advantages(episodes(), cfg.algorithm, 2)
+    alone = [
+        dataclasses.replace(r, tokens=r.tokens[r.own], logp=r.logp[r.own], own=None)
+        for r in episodes()
+    ]
+    want = add_advantages(alone, cfg.algorithm, 2)
+    for r, plain in zip(got, want, strict=True):
+        assert not r.advantages[~r.own].any()
+        np.testing.assert_array_equal(r.advantages[r.own], plain.advantages)
+
+
+def test_opo_weighs_by_the_tokens_that_the_model_wrote():
+    got = add_advantages(episodes(), resolve(config(advantage="opo")).algorithm, 2)
+    # lengths 2 and 1, rewards 3 and 1: the baseline is (2 * 3 + 1) / 3 = 7 / 3
+    np.testing.assert_allclose(got[0].advantages, [2 / 3, 0, 0, 2 / 3], atol=1e-6)
+    np.testing.assert_allclose(got[1].advantages, [0, -4 / 3], atol=1e-6)
+
+
+def test_replies_are_not_charged_for_the_kl():
+    cfg = resolve(config(kl="k1", kl_coef=0.1, kl_in="reward", norm_adv_by_std=False))
+    half = functools.partial(map, lambda b: np.full(b.tokens.shape, -1.5, np.float32))
+    kl = reference_kl(episodes(), cfg, 1, lambda batches: list(half(batches)))
+    # k1 = -1 - -1.5 where the model wrote, whatever stands between
+    np.testing.assert_allclose(kl[0], [0.5, 0, 0, 0.5])
+    _, metrics = make_mini_batches(
+        episodes(), cfg, n_ranks=1, score_old=None, score_ref=lambda batches: list(half(batches))
+    )
+    assert metrics["reward/kl"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_no_token_of_a_reply_is_singled_out(loss):
+    cfg = resolve(
+        config(
+            policy_loss=loss,
+            cov_fraction=1.0,
+            clip_cov_low=-100.0,
+            clip_cov_high=100.0,
+            old_logp="recompute",
+        )
+    )
+    some = add_advantages(episodes(), cfg.algorithm, 2)
+    for r in select_tokens(some, cfg.algorithm, np.random.default_rng(0)):
+        np.testing.assert_array_equal(r.selected, r.own)
+
+
+def test_a_response_without_a_token_of_the_model_is_idle_whatever_is_learnt():
+    some = [with_reply(r, []) for r in rollouts_with([[1, 0], [1, 0]])]
+    cfg = resolve(config(kl_coef=0.1))
+    active, idle = split_idle(add_advantages(some, cfg.algorithm, 2), cfg)
+    assert not active and len(idle) == 4

@@ -1,0 +1,65 @@
+"""A tool for arithmetic: the model writes <calc>12 * 34</calc> and reads <result>408</result>."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.rewards.last_number import last_number
+
+_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_LONGEST = 200  # characters of an expression
+_INSTRUCTIONS = (
+    "First write what is to be calculated, as in <calc>12 * 34</calc>. You are told its result. Then "
+    "answer with the result alone."
+)
+
+
+class Calculator:
+    """A turn with a call is answered with its result, one without ends the episode: reward 1 if its last number is
+    the prompt's answer, else 0. `call_reward` is added for every call that could be worked out."""
+
+    def __init__(self, *, call_reward: float = 0.0, instructions: str = _INSTRUCTIONS):
+        self.call_reward, self.instructions = call_reward, instructions
+
+    def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
+        self.answer = prompt["answer"]
+        return [{"role": "system", "content": self.instructions}, *prompt["messages"]]
+
+    def step(self, completion: str) -> tuple:
+        calls = _CALL.findall(completion)
+        if not calls:
+            return "", last_number("", completion, self.answer), True
+        try:
+            result, reward = evaluate(calls[-1]), self.call_reward
+        except (ValueError, ArithmeticError, SyntaxError, RecursionError) as error:
+            result, reward = f"error: {error}", 0.0
+        return f"<result>{result}</result>", reward, False, {"calls": 1}
+
+
+def evaluate(expression: str) -> str:
+    """The value of +, -, *, /, //, % and brackets over numbers. Raises ValueError for anything else."""
+    if len(expression) > _LONGEST:
+        raise ValueError(f"an expression may have {_LONGEST} characters")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    return str(int(value)) if value == int(value) else f"{value:.10g}"
+
+
+def _value(node: ast.expr) -> int | float:
+    value = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("only numbers, + - * / // % and brackets")
