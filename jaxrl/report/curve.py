@@ -99,7 +99,7 @@ def legend(train: bool, val: bool) -> list[str]:
     return out
 
 
-def grid(low: float, high: float, x_low: int, x_high: int, at) -> list[str]:
+def grid(low: float, high: float, x_low: int, x_high: int, at, *, unit: str = "step") -> list[str]:
     out = []
     for i in range(5):
         value = low + (high - low) * i / 4
@@ -116,6 +116,6 @@ def grid(low: float, high: float, x_low: int, x_high: int, at) -> list[str]:
             f'<text class="soft" x="{x:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{step:,}</text>'
         )
     out.append(
-        f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">step</text>'
+        f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{unit}</text>'
     )
     return out

@@ -87,10 +87,11 @@ def test_a_layout_that_cannot_be_says_what_to_set(tiny_config, keys, words):
 
 @pytest.mark.slow
 def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path):
-    """Updates with Ulysses over two of four devices; logprobs on four, the reference over a tensor axis."""
+    """Updates with Ulysses over two of four devices; logprobs on four, the reference over a tensor axis, where
+    the policy comes to after a step."""
     tiny_config.mesh.fsdp, tiny_config.mesh.sequence = 2, 2
     tiny_config.learner.mini_batch_prompts = 2
-    tiny_config.algorithm.kl_coef = 0.1
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.ref_refresh_every = 0.1, 1
     theirs = steps(tiny_config)
     tiny_config.run_dir = str(tmp_path / "own")
     tiny_config.score.sequence, tiny_config.ref.sequence, tiny_config.ref.tensor = 1, 1, 2

@@ -1,0 +1,112 @@
+"""The quickstart's task learned by several algorithms on the same budget, and their curves in one picture.
+
+    python scripts/learning_curves.py --runs runs/curves --out docs/curves.svg [NAME ...]
+
+Each run is configs/quickstart.py with the keys of ALGORITHMS and 48 steps of 64 responses; an algorithm that asks for
+more responses a step takes fewer steps. Minutes: about 8 each on two cores. Runs that are there are gone on with or kept,
+so that the picture can be drawn anew.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+
+from jaxrl.report.curve import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, grid
+from jaxrl.report.record import read_record
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 48
+COLORS = ("#2f6fdb", "#1f9d6a", "#d9822b", "#a24bd0", "#d64562", "#6b7a8c")
+SAME = {
+    "eval.every": "12",
+    "checkpoint.every": "12",
+    "checkpoint.keep": "1",
+    "checkpoint.export_hf": "False",
+}
+ALGORITHMS = {  # name -> keys
+    "GRPO": {},
+    "RLOO": {"algorithm.advantage": "rloo"},
+    "REINFORCE++": {"algorithm.advantage": "reinforce_plus_plus"},
+    "DAPO": {
+        "algorithm.clip_high": "0.28",
+        "algorithm.dynamic_sampling": "True",
+        "algorithm.dynamic_sampling_batches": "2",
+        "reward.overlong_buffer": "4",
+        "total_steps": str(STEPS // 2),
+        "eval.every": "6",
+    },
+    "GSPO": {
+        "algorithm.policy_loss": "gspo",
+        "algorithm.clip_low": "0.0003",
+        "algorithm.clip_high": "0.0004",
+        "algorithm.aggregation": "seq_mean_token_mean",
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}")
+    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/curves"))
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "curves.svg")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(ALGORITHMS):
+        parser.error(f"{', '.join(sorted(unknown))}: not known; known: {', '.join(ALGORITHMS)}")
+    for name in args.names or ALGORITHMS:
+        train(name, args.runs)
+    draw(args.runs, args.out)
+
+
+def train(name: str, runs: pathlib.Path) -> None:
+    """One run, in a process of its own."""
+    keys = {"total_steps": str(STEPS), "run_dir": str(folder(runs, name))} | SAME
+    words = [f"--config.{key}={value}" for key, value in (keys | ALGORITHMS[name]).items()]
+    config = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+    subprocess.run([sys.executable, "-m", "jaxrl.train", config, *words], check=True)
+
+
+def draw(runs: pathlib.Path, out: pathlib.Path) -> None:
+    """Greedy validation accuracy over sampled responses, one line an algorithm."""
+    curves = {
+        n: curve(folder(runs, n))
+        for n in ALGORITHMS
+        if (folder(runs, n) / "metrics.jsonl").is_file()
+    }
+    most = max(n for points in curves.values() for n, _ in points)
+
+    def at(n: float, accuracy: float) -> tuple[float, float]:
+        x = LEFT + n / most * (WIDTH - LEFT - RIGHT)
+        return x, HEIGHT - BOTTOM - accuracy * (HEIGHT - TOP - BOTTOM)
+
+    body, x = grid(0.0, 1.0, 0, most, at, unit="responses sampled"), float(LEFT)
+    for (name, points), color in zip(curves.items(), COLORS, strict=False):
+        print(f"{name:12} " + "  ".join(f"{n}: {accuracy:.2f}" for n, accuracy in points))
+        line = "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in points)
+        body.append(f'<path d="M{line}" stroke="{color}" stroke-width="2.2"/>')
+        body.append(f'<rect x="{x}" y="15" width="10" height="10" rx="3" fill="{color}"/>')
+        body.append(f'<text x="{x + 16}" y="24" class="ink">{name}</text>')
+        x += 8.5 * len(name) + 34
+    out.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="Validation accuracy of {", ".join(curves)}"><style>{STYLE}</style>'
+        f"{''.join(body)}</svg>\n"
+    )
+
+
+def curve(run_dir: pathlib.Path) -> list[tuple[int, float]]:
+    """(responses sampled so far, greedy accuracy) at every validation."""
+    record = read_record(run_dir)
+    batches = dict(record.series.get("rollout/batches", ()))
+    sampled = {0: 0}
+    for step, _ in record.series["reward/mean"]:
+        sampled[step] = sampled[step - 1] + round(64 * batches.get(step, 1.0))
+    return [(sampled[step], accuracy) for step, accuracy in record.series["val/reward"]]
+
+
+def folder(runs: pathlib.Path, name: str) -> pathlib.Path:
+    return runs / name.lower().replace("+", "p")
+
+
+if __name__ == "__main__":
+    main()
