@@ -169,6 +169,8 @@ class RolloutConfig:
     page_len: int = key(64, "tokens per KV page", least=1)
     n_pages: int = key(0, "pages of the KV pool of a replica; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
     memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)
+    spec_tokens: int = key(0, "speculative decoding: tokens drafted for a sequence in every decode step, from what followed its last tokens before; the model checks them at once, and what is sampled stays the same; 0 = off", least=0)
+    spec_ngram: int = key(3, "speculative decoding: last tokens that are looked up in the sequence, at most; the longest match is taken", least=1)
     steps_per_dispatch: int = key(32, "decode steps at most in one dispatch of the compiled loop", least=1)
     kv_dtype: str = key("auto", "of the KV pages; auto = the dtype of the engine's activations; int8 and fp8 (e4m3) = 8 bits with a scale for each head of a token", among=KV_DTYPES)
     prefix_cache: bool = key(True, "keep the KV pages of ended sequences until their room is needed or the weights change, for later requests that begin with the same tokens; false = only sequences that run at the same time share pages")

@@ -374,7 +374,7 @@ def forward_paged(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: KVCache,
-    page_table: Int[Array, "B C"],
+    page_table: Int[Array, "n C"],
     *,
     rules: Rules,
     implementation: str | None = None,
@@ -383,25 +383,39 @@ def forward_paged(
 
     `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len).
     A position of -1 marks padding: nothing is written for it and its output is meaningless.
+
+    Several tokens of a sequence may also come as rows of one token each, one after the other, for one row of
+    the table: products run as in decoding then, and attention reads a block of keys once for all of them.
     """
-    cfg = model.cfg
+    cfg, n = model.cfg, page_table.shape[0]
+    by_row = tokens.shape
+    by_sequence = (n, tokens.size // n)
+    places = positions.reshape(by_sequence)
+
+    def lay(x: jax.Array, shape: tuple[int, ...], heads: str) -> jax.Array:
+        if x.shape[:2] == shape:
+            return x
+        out = rules.spec("batch", "time", heads, None)
+        return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)
 
     def attend(q, k, v, window, layer_cache: KVCache):
+        q = lay(q, by_sequence, "heads")
+        k, v = (lay(x, by_sequence, "kv_heads") for x in (k, v))
         k_pages, v_pages = write_pages(
-            layer_cache.k, layer_cache.v, k, v, page_table, positions, rules=rules
+            layer_cache.k, layer_cache.v, k, v, page_table, places, rules=rules
         )
         out = paged_attention(
             q,
             k_pages,
             v_pages,
             page_table=page_table,
-            positions=positions,
+            positions=places,
             window=window,
             softcap=cfg.attn_softcap,
             scale=cfg.scale,
             rules=rules,
             implementation=implementation,
         )
-        return out, KVCache(k=k_pages, v=v_pages)
+        return lay(out, by_row, "heads"), KVCache(k=k_pages, v=v_pages)
 
     return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]

@@ -56,7 +56,9 @@ class EngineStats:
     n_dispatches: int = 0
     n_steps: int = 0  # decode steps
     n_tokens: int = 0  # sampled
-    n_rows: int = 0  # rows computed, padding included
+    n_rows: int = 0  # sequences in them, padding included
+    n_drafted: int = 0  # tokens drafted and checked (speculative decoding)
+    n_accepted: int = 0  # of them, those that were sampled
     n_prefill_tokens: int = 0  # prompt tokens run through the model
     n_shared_tokens: int = 0  # prompt tokens whose keys lay in the cache already
     n_preempted: int = 0  # sequences sent back to the queue

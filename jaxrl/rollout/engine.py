@@ -15,10 +15,13 @@ from jaxrl.models.cache import KVCache, init_cache, page_bytes, page_dtype
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout import programs
 from jaxrl.rollout.api import EngineStats, Generated, Prefix, Request
+from jaxrl.rollout.buckets import batch_buckets, prefill_buckets
 from jaxrl.rollout.pages import PagePool
 from jaxrl.rollout.replicas import Replicas
+from jaxrl.rollout.rows import DecodeRows
 from jaxrl.rollout.sampling import SamplingParams
 from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
+from jaxrl.rollout.speculate import Drafts, Made, read_made
 from jaxrl.types import Tree
 from sharding import Rules, hosts, on_mesh
 
@@ -59,8 +62,10 @@ class PagedEngine:
         self.kv_dtype = page_dtype(rollout.kv_dtype, dtype)
         self.row_len = max(rollout.page_len, PREFILL_LEN // rollout.page_len * rollout.page_len)
         self.n_columns = -(-max_len // rollout.page_len)
-        self.batch_buckets = _batch_buckets(rollout.max_num_seqs)
-        self.prefill_buckets = _prefill_buckets(rollout.max_num_batched_tokens // self.row_len)
+        n_drafts = rollout.spec_tokens
+        self.drafts = Drafts(n_drafts, rollout.spec_ngram) if n_drafts else None
+        self.batch_buckets = batch_buckets(rollout.max_num_seqs)
+        self.prefill_buckets = prefill_buckets(rollout.max_num_batched_tokens // self.row_len)
         self._cache: KVCache | None = None
         self._scheduler: Replicas | None = None
         self._stats = EngineStats()
@@ -150,6 +155,7 @@ class PagedEngine:
                 np.int32(0),
                 np.int32(0),
                 max_steps=steps,
+                drafts=self.drafts,
                 **how,
             ),
         }
@@ -172,7 +178,7 @@ class PagedEngine:
                 lambda: Scheduler(
                     PagePool(n_pages, rollout.page_len, keep=rollout.prefix_cache),
                     max_num_seqs=rollout.max_num_seqs,
-                    steps_per_dispatch=rollout.steps_per_dispatch,
+                    steps_per_dispatch=rollout.steps_per_dispatch * (1 + rollout.spec_tokens),
                     max_len=self.max_len,
                 ),
                 self.n_replicas,
@@ -305,8 +311,7 @@ class PagedEngine:
             )
 
     def _decode(self, params: Tree, plans: list[Plan]) -> np.ndarray:
-        """int32 [2, replicas, B, n_steps]: tokens (-1 where a row had ended) and the bits of their
-        logprobs."""
+        """int32 [2, replicas, B, n]: tokens (-1 where a row had ended) and the bits of their logprobs."""
         seqs = [plan.decode for plan in plans]
         n_steps = min(plan.n_steps for plan in plans if plan.decode)
         n = max(map(len, seqs))
@@ -316,10 +321,9 @@ class PagedEngine:
         leave_at = max(smaller, default=0)
         if self.scheduler.n_waiting:
             leave_at = n - max(1, n // 32)
-        out = self._decode_rows(params, seqs, bucket, n_steps, leave_at)
-        steps = int((out[0] >= 0).any(axis=0).sum())
-        self._count(seqs, out.shape[1], steps, n_tokens=int((out[0] >= 0).sum()))
-        return out.reshape(2, len(plans), bucket, -1)[..., :steps]
+        made = read_made(self._decode_rows(params, seqs, bucket, n_steps, leave_at), self.drafts)
+        self._count(seqs, made)
+        return made.tokens.reshape(2, len(plans), bucket, -1)
 
     def _decode_rows(
         self, params: Tree, seqs: list[list[Sequence]], bucket: int, n_steps: int, leave_at: int
@@ -336,10 +340,11 @@ class PagedEngine:
                 rules=self.rules,
                 implementation=self.implementation,
                 max_steps=self.rollout.steps_per_dispatch,
+                drafts=self.drafts,
             )
             return np.asarray(out)
 
-    def _rows(self, seqs: list[list[Sequence]], bucket: int) -> programs.DecodeRows:
+    def _rows(self, seqs: list[list[Sequence]], bucket: int) -> DecodeRows:
         rows = self._in_bucket(seqs, bucket)
 
         def column(dtype: type, pad: int, value: Callable[[Sequence], int | float]) -> np.ndarray:
@@ -350,7 +355,7 @@ class PagedEngine:
             if row is not None and not row.request.ignore_stop:
                 ids = self._stop_ids(row.request)
                 stop_ids[b, : len(ids)] = ids
-        return programs.DecodeRows(
+        return DecodeRows(
             token=column(np.int32, 0, lambda seq: seq.last_token),
             position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
             remaining=column(np.int32, 0, lambda seq: seq.remaining),
@@ -365,7 +370,15 @@ class PagedEngine:
                 top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
                 min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
             ),
+            history=None if self.drafts is None else self._history(rows),
         )
+
+    def _history(self, rows: list[Sequence | None]) -> np.ndarray:
+        tokens = np.zeros((len(rows), self.n_columns * self.rollout.page_len), np.int32)
+        for b, row in enumerate(rows):
+            if row is not None:
+                tokens[b, : row.n_tokens] = row.tokens
+        return tokens
 
     def _page_table(self, rows: list[Fill | None] | list[Sequence | None]) -> np.ndarray:
         table = np.zeros((len(rows), self.n_columns), np.int32)
@@ -396,12 +409,15 @@ class PagedEngine:
             generated.append(Generated(slot, tokens, logps[r, b, :n_new].copy(), finish))
         return generated
 
-    def _count(self, seqs: list[list[Sequence]], n_rows: int, steps: int, n_tokens: int) -> None:
+    def _count(self, seqs: list[list[Sequence]], made: Made) -> None:
         stats, used = self._stats, self.scheduler.n_pages_used / self.scheduler.n_pages
+        steps = made.n_steps
         stats.n_dispatches += 1
         stats.n_steps += steps
-        stats.n_tokens += n_tokens
-        stats.n_rows += n_rows * steps
+        stats.n_tokens += made.n_tokens
+        stats.n_rows += made.tokens.shape[1] * steps
+        stats.n_drafted += made.n_drafted
+        stats.n_accepted += made.n_accepted
         stats.running += sum(map(len, seqs)) * steps
         stats.waiting += self.scheduler.n_waiting * steps
         stats.cache_used += used * steps
@@ -416,26 +432,6 @@ class PagedEngine:
                 f"{n} stop token ids (end-of-sequence ids included), at most {N_STOP} are possible; "
                 "shorten config.rollout.sampling.stop_token_ids"
             )
-
-
-def _batch_buckets(largest: int) -> tuple[int, ...]:
-    """Sizes of the decode batch: doubling from 8 (4 where 16 are the most), and three quarters of the
-    largest, where a rollout whose sequences end one by one spends most of its time. Smaller batches
-    are no faster, and a single row takes another path on CPU, slow and rounded differently."""
-    sizes = {max(largest, 2)} | ({largest * 3 // 4} if largest >= 32 else set())
-    size = 4 if largest <= 16 else 8
-    while size < largest:
-        sizes.add(size)
-        size *= 2
-    return tuple(sorted(sizes))
-
-
-def _prefill_buckets(largest: int) -> tuple[int, ...]:
-    """Rows of a prefill dispatch: more than these are cut into several dispatches."""
-    sizes = [2]
-    while sizes[-1] * 4 <= largest:
-        sizes.append(sizes[-1] * 4)
-    return tuple(sizes)
 
 
 def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:

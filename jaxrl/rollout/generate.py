@@ -143,6 +143,8 @@ def metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float
         "rollout/prefill_tokens": float(stats.n_prefill_tokens),
         "rollout/shared_tokens": float(stats.n_shared_tokens),
         "rollout/prefix_hit_rate": stats.n_shared_tokens / max(n_prompt_tokens, 1),
-        "rollout/padding_fraction": 1.0 - stats.n_tokens / max(stats.n_rows, 1),
+        "rollout/padding_fraction": 1.0
+        - (stats.n_tokens - stats.n_accepted) / max(stats.n_rows, 1),
+        "rollout/draft_acceptance": stats.n_accepted / max(stats.n_drafted, 1),
         "rollout/host_fraction": stats.host_s / max(stats.host_s + stats.device_s, 1e-9),
     }

@@ -6,30 +6,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxrl import types
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder, forward_paged
-from jaxrl.rollout.sampling import SamplingParams, row_keys, sample, uniforms
+from jaxrl.rollout.rows import DecodeRows, going, sample_rows
+from jaxrl.rollout.sampling import row_keys, uniforms
+from jaxrl.rollout.speculate import Drafts, speculate_rows
 from jaxrl.types import Tree
 from sharding import Rules
-
-
-@struct.dataclass
-class DecodeRows:
-    """The sequences of one dispatch, B rows; a row with position -1 is padding."""
-
-    token: types.Array  # int32 [B], the last token of the sequence
-    position: types.Array  # int32 [B], its position
-    remaining: types.Array  # int32 [B], tokens that may still be sampled
-    seed: types.Array  # uint32 [B], as are the next two
-    prompt_id: types.Array
-    sample: types.Array
-    stop_ids: types.Array  # int32 [B, n_stop], -1 = none
-    page_table: types.Array  # int32 [B, C]
-    sampling: SamplingParams
 
 
 def by_replica(
@@ -105,7 +90,9 @@ def copy_pages(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("rules", "implementation", "max_steps"), donate_argnames="cache"
+    jax.jit,
+    static_argnames=("rules", "implementation", "max_steps", "drafts"),
+    donate_argnames="cache",
 )
 def decode(
     params: Decoder,
@@ -117,17 +104,20 @@ def decode(
     rules: Rules,
     implementation: str | None,
     max_steps: int,
+    drafts: Drafts | None = None,
 ) -> tuple[KVCache, Int[Array, "2 B S"]]:
     """Up to `n_steps` steps, fewer once `leave_at` or fewer sequences are still going in each replica.
 
     Returns the cache and, of every step, the sampled token (-1: the row had ended) and the bits of
-    its float32 logprob.
+    its float32 logprob. With `drafts` a step is up to 1 + drafts.n_tokens tokens, and what is returned is that of
+    `speculate_rows`.
     """
 
     def steps(params: Decoder, cache: KVCache, rows: DecodeRows):
-        return _decode_rows(
-            params, cache, rows, n_steps, leave_at, rules, implementation, max_steps
-        )
+        how = (rules, implementation, max_steps)
+        if drafts is not None:
+            return speculate_rows(params, cache, rows, n_steps, leave_at, *how, drafts)
+        return _decode_rows(params, cache, rows, n_steps, leave_at, *how)
 
     run = by_replica(steps, rules, cache_axis=int(params.cfg.stacked), n_rows=1, gives_rows=True)
     cache, out = run(params, cache, rows)
@@ -142,15 +132,8 @@ def _decode_rows(
     keys = row_keys(rows.seed, rows.prompt_id, rows.sample)
     B = rows.token.shape[0]
 
-    def going(state) -> jax.Array:
-        step, _, _, position, *_ = state
-        n_going = jnp.sum(position >= 0)
-        if replicas:  # all of them make the same number of steps
-            n_going = jax.lax.pmax(n_going, replicas)
-        return (step < n_steps) & (n_going > leave_at)
-
     def one_step(state):
-        step, cache, token, position, remaining, out = state
+        step, cache, position, token, remaining, out = state
         active = position >= 0
         hidden, cache = forward_paged(
             params,
@@ -169,30 +152,15 @@ def _decode_rows(
         out = jax.lax.dynamic_update_slice(out, made[:, :, None], (0, 0, step))
         ended = (remaining <= 1) | jnp.any(token[:, None] == rows.stop_ids, axis=1)
         position = jnp.where(active & ~ended, position + 1, -1)
-        return step + 1, cache, token, position, remaining - 1, out
+        return step + 1, cache, position, token, remaining - 1, out
 
     start = (
         jnp.int32(0),
         cache,
-        rows.token,
         rows.position,
+        rows.token,
         rows.remaining,
         jnp.full((2, B, max_steps), -1, jnp.int32),
     )
-    _, cache, _, _, _, out = jax.lax.while_loop(going, one_step, start)
+    _, cache, _, _, _, out = jax.lax.while_loop(going(n_steps, leave_at, replicas), one_step, start)
     return cache, out
-
-
-def sample_rows(
-    logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams, *, rules: Rules
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """`sample`, by each device for its share of the rows: the devices that hold the vocabulary in shards
-    trade them for whole rows, which moves less than bringing all logits to every device."""
-    axes = rules.mesh_axes("vocab")
-    if uniform.shape[0] % rules.n_shards("vocab"):
-        axes = ()  # too few rows: every device samples them all
-    by_row = jax.P(axes or None)
-    lay = functools.partial(jax.reshard, out_shardings=by_row)
-    local = jax.shard_map(sample, in_specs=by_row, out_specs=by_row, check_vma=False)
-    drawn = local(lay(logits), lay(uniform), jax.tree.map(lay, params))
-    return jax.tree.map(lambda a: jax.reshard(a, jax.P()), drawn)

@@ -15,26 +15,32 @@ class Sequence:
 
     def __init__(self, slot: int, request: Request):
         self.slot, self.request = slot, request
-        self.prompt = np.asarray(request.tokens, np.int32)
-        self.generated: list[int] = []
+        self.n_tokens = len(request.tokens)
+        self._room = np.empty(self.n_tokens + request.max_tokens, np.int32)
+        self._room[: self.n_tokens] = request.tokens
         self.pages: list[int] = []
         self.mixed = False  # its keys come from more than one version of the weights
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.prompt) + len(self.generated)
+    def tokens(self) -> np.ndarray:
+        """int32, prompt and response so far."""
+        return self._room[: self.n_tokens]
 
     @property
     def last_token(self) -> int:
-        return self.generated[-1] if self.generated else int(self.prompt[-1])
+        return int(self._room[self.n_tokens - 1])
 
     @property
     def remaining(self) -> int:
-        return self.request.max_tokens - len(self.generated)
+        return len(self._room) - self.n_tokens
+
+    def add(self, tokens: list[int]) -> None:
+        self._room[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        self.n_tokens += len(tokens)
 
     def cached_tokens(self) -> np.ndarray:
         """The tokens whose keys must lie in the cache before the next step."""
-        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])[:-1]
+        return self.tokens[:-1]
 
     def n_cached_after(self, n_steps: int) -> int:
         """Keys in the cache once `n_steps` more steps have run."""
@@ -171,7 +177,7 @@ class Scheduler:
 
     def advance(self, seq: Sequence, tokens: list[int], finish: str) -> None:
         """Takes in the tokens that a dispatch made for a running sequence."""
-        seq.generated += tokens
+        seq.add(tokens)
         if finish:
             self._end(seq)
 

@@ -19,6 +19,7 @@ from jaxrl.rollout.scheduler import Plan, Scheduler, Sequence
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that sequences begin alike, and sample alike, all the time
+WRONG = 2  # a token that is never sampled
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=10)
 
 
@@ -74,12 +75,14 @@ class Machine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         steps=st.sampled_from([1, 3, 8]),
         keep=st.sampled_from([True, True, True, False]),
+        n_drafts=st.sampled_from([0, 3]),
     )
-    def begin(self, n_pages, page_len, max_num_seqs, steps, keep):
+    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts):
+        self.n_drafts = n_drafts
         self.s = Scheduler(
             PagePool(n_pages, page_len, keep=keep),
             max_num_seqs=max_num_seqs,
-            steps_per_dispatch=steps,
+            steps_per_dispatch=steps * (1 + n_drafts),
             max_len=MAX_LEN,
         )
         self.device = Device(n_pages, page_len)
@@ -169,21 +172,26 @@ class Machine(RuleBasedStateMachine):
                 assert self.device.read(seq.pages, i) == key
         for seq in plan.decode:
             made = data.draw(st.lists(TOKENS, min_size=1, max_size=plan.n_steps))[: seq.remaining]
-            self.decode(seq, made, stops=data.draw(st.booleans()))
+            self.decode(seq, made, plan.n_steps, stops=data.draw(st.booleans()))
 
     # What an event means
 
-    def decode(self, seq: Sequence, made: list[int], *, stops: bool) -> None:
-        """Every step writes the key of the last token, then samples another."""
-        for token in [seq.last_token, *made[:-1]]:
+    def decode(self, seq: Sequence, made: list[int], n_steps: int, *, stops: bool) -> None:
+        """Every step writes the key of the last token, and those of drafts as far as a token may still follow
+        them in this dispatch, all of them wrong; then it samples another token."""
+        most = min(n_steps, seq.remaining)
+        for n, token in enumerate([seq.last_token, *made[:-1]]):
             i = len(self.keys[seq.slot])
             self.device.write(seq.pages, i, token, self.version)
+            for ahead in range(1, min(self.n_drafts, most - n - 1) + 1):
+                self.device.write(seq.pages, i + ahead, WRONG, self.version)
             self.keys[seq.slot].append(self.device.read(seq.pages, i))
         finish = "length" if len(made) == seq.remaining else "stop" * stops
         self.s.advance(seq, made, finish)
         if finish:
-            assert len(seq.generated) <= self.unfinished.pop(seq.slot).max_tokens
-            self.turns.append([*seq.prompt.tolist(), *seq.generated])
+            request = self.unfinished.pop(seq.slot)
+            assert seq.n_tokens <= len(request.tokens) + request.max_tokens
+            self.turns.append(seq.tokens.tolist())
 
     def expect_keys(self, running: list[Sequence]) -> None:
         """A sequence that starts finds all its keys, from the weights of now."""
@@ -272,7 +280,8 @@ class Machine(RuleBasedStateMachine):
             self.device.prepare(plan, self.version)
             self.expect_keys(plan.decode)
             for seq in plan.decode:
-                self.decode(seq, [1] * min(plan.n_steps, seq.remaining), stops=False)
+                made = [1] * min(plan.n_steps, seq.remaining)
+                self.decode(seq, made, plan.n_steps, stops=False)
         assert self.s.n_unfinished == 0
         assert self.s.pool.n_used == 0
         assert sorted(self.s.pool.take(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
