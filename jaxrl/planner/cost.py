@@ -237,7 +237,7 @@ def _read_bytes(parameter: Instruction, called: Computation, whole: float, modul
     within the fusion."""
     total = 0.0
     for user in called.users[parameter.name]:
-        if user.opcode == "bitcast":
+        if user.opcode == "bitcast" or _only_lays_out(user, module):
             total += _read_bytes(user, called, whole, module)
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls") or ""]
@@ -254,6 +254,14 @@ def _read_bytes(parameter: Instruction, called: Computation, whole: float, modul
         else:
             return whole
     return min(total, whole)
+
+
+def _only_lays_out(one: Instruction, module: Module) -> bool:
+    """A copy within a fusion, as a fusion of its own: it is done for what is read of it."""
+    if one.opcode != "fusion":
+        return False
+    inner = module.computations[one.called("calls") or ""]
+    return inner.root.opcode == "copy" and len(inner.instructions) == 2
 
 
 def _written_bytes(root: Instruction, called: Computation) -> float:

@@ -26,9 +26,7 @@ class DecodeRows:
     stop_ids: types.Array  # int32 [B, n_stop], -1 = none
     page_table: types.Array  # int32 [B, C]
     sampling: SamplingParams
-    history: types.Array = (
-        None  # int32 [B, S], the tokens from position 0 on, where drafts come from them
-    )
+    history: types.Array = None  # int32 [B, S], all tokens so far; None where nothing is drafted
 
 
 def going(

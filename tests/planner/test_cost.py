@@ -198,6 +198,31 @@ ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
     assert program_cost(text).bytes_accessed == 2 * 8 * FLOAT + 4
 
 
+def test_a_stack_laid_out_anew_within_a_fusion_is_read_as_far_as_it_is_sliced():
+    text = """
+%lay (p: s8[64,8]) -> s8[64,8] {
+  %p = s8[64,8]{1,0:T(32,128)} parameter(0)
+  ROOT %copied = s8[64,8]{1,0:T(8,128)} copy(%p)
+}
+
+%outer (q: s8[64,8], j: s32[]) -> s8[1,8] {
+  %q = s8[64,8]{1,0:T(32,128)} parameter(0)
+  %j = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %all = s8[64,8]{1,0:T(8,128)} fusion(%q), kind=kLoop, calls=%lay
+  ROOT %row = s8[1,8]{1,0} dynamic-slice(%all, %j, %zero), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (x: s8[64,8], n: s32[]) -> s8[1,8] {
+  %x = s8[64,8]{1,0:T(32,128)} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %y = s8[1,8]{1,0} fusion(%x, %n), kind=kLoop, calls=%outer
+}
+"""
+    # a row of bytes read and written, and the index
+    assert program_cost(text).bytes_accessed == 2 * 8 + 4
+
+
 def test_a_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing")
