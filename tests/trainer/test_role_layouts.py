@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import resolve
+from jaxrl.config import resolve, resolve_evaluation
+from jaxrl.evaluate import evaluate
 from jaxrl.learner.layout import rollout_layout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
@@ -122,9 +123,17 @@ def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_co
             np.testing.assert_array_equal(leaf, was)
 
 
-def test_a_run_with_a_rollout_in_eight_bits_measures_and_corrects_it(tiny_config):
+def test_a_run_with_a_rollout_in_eight_bits_measures_and_corrects_it(tiny_config, tmp_path):
+    """And with drafts; then the same engine evaluates."""
+    val = tiny_config.data.val
     tiny_config.rollout.dtype = tiny_config.rollout.kv_dtype = "int8"
+    tiny_config.rollout.spec_tokens = 2
     tiny_config.algorithm.correction = "token_tis"
     for line in steps(tiny_config):
         assert 1e-6 < line["mismatch/logp_diff_max"] < 0.5
         assert line["time/reshard_s"] > 0
+        assert 0 <= line["rollout/draft_acceptance"] < 1
+    tiny_config.data.val, tiny_config.run_dir = val, str(tmp_path / "evaluation")
+    assert evaluate(resolve_evaluation(tiny_config))
+    summary = json.loads((tmp_path / "evaluation" / "summary.json").read_text())
+    assert summary["results"]["all"]["response_len"] > 0
