@@ -1,19 +1,23 @@
 """Rules between the keys of the algorithm: what contradicts itself is refused before any device work."""
 
 from jaxrl.keys import (
-    ADVANTAGES,
     EIGHT_BITS,
     FULL_KLS,
     GROUP_ADVANTAGES,
     TOKEN_ADVANTAGES,
+    CriticConfig,
     RunConfig,
 )
+from jaxrl.schema import flatten, to_dict
+
+OF_A_SHARED_CRITIC = ("shared", "loss_coef", "value_clip")
 
 
 def algorithm_problems(run: RunConfig) -> list[str]:
     """A line for every rule that the run breaks, with the values and what to set instead."""
     return [
         *_advantage_problems(run),
+        *_critic_problems(run),
         *_dapo_problems(run),
         *_kl_problems(run),
         *_ratio_problems(run),
@@ -67,15 +71,45 @@ def _advantage_problems(run: RunConfig) -> list[str]:
             f"rollout.n={n} with algorithm.advantage='remax': its baseline is one greedy response and it compares no "
             "samples; set rollout.n=1 and more data.prompts_per_step, or algorithm.advantage='rloo'"
         )
-    if name == "gae":
-        problems.append(
-            "algorithm.advantage='gae' needs the values of a critic, and there is none yet; set another estimator "
-            f"among {', '.join(known for known in ADVANTAGES if known != 'gae')}"
-        )
     if algorithm.gamma != 1.0 and name not in TOKEN_ADVANTAGES:
         problems.append(
             f"algorithm.gamma={algorithm.gamma} has no effect with algorithm.advantage={name!r}, which gives a "
             "response one number; set algorithm.gamma=1.0, or algorithm.advantage='reinforce_plus_plus'"
+        )
+    if algorithm.lam != 1.0 and name != "gae":
+        problems.append(
+            f"algorithm.lam={algorithm.lam} has no effect with algorithm.advantage={name!r}, which has no values; set "
+            "algorithm.lam=1.0, or algorithm.advantage='gae'"
+        )
+    return problems
+
+
+def _critic_problems(run: RunConfig) -> list[str]:
+    critic, default = flatten(to_dict(run.critic)), flatten(to_dict(CriticConfig()))
+    own = {f"critic.{name}": v for name, v in critic.items() if v != default[name]}
+    shown = ", ".join(f"{name}={value!r}" for name, value in own.items())
+    problems = []
+    if own and not run.has_critic:
+        problems.append(
+            f"{shown} but algorithm.advantage={run.algorithm.advantage!r} has no critic; set "
+            "algorithm.advantage='gae', or leave the critic's keys out"
+        )
+    elif run.critic.shared:
+        idle = [name for name in own if name.removeprefix("critic.") not in OF_A_SHARED_CRITIC]
+        if idle:
+            problems.append(
+                f"{', '.join(idle)} are of a critic with a backbone of its own, but critic.shared=True learns the "
+                "values on the policy's, in its update; leave them out, or set critic.shared=False"
+            )
+    elif "critic.loss_coef" in own:
+        problems.append(
+            f"critic.loss_coef={run.critic.loss_coef} weighs the value loss beside the policy's, but a critic of its "
+            "own has that loss alone; set critic.lr, or critic.shared=True"
+        )
+    if 0 < run.total_steps <= run.critic.warmup_steps:
+        problems.append(
+            f"critic.warmup_steps={run.critic.warmup_steps} leaves none of total_steps={run.total_steps} to the "
+            "policy; set fewer"
         )
     return problems
 

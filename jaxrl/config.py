@@ -19,6 +19,7 @@ from jaxrl.keys import (
     REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     DistributedConfig,
     EnvConfig,
@@ -40,6 +41,7 @@ from jaxrl.schema import build, flatten, nearest, to_dict
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DistributedConfig",
     "EnvConfig",
@@ -80,6 +82,7 @@ FREE_ON_RESUME = (
     "mesh",  # another order of the same sums
     "score",
     "ref",
+    "critic.mesh",
 )
 LENGTH = (
     "total_steps",
@@ -137,7 +140,12 @@ def contradictions(run: RunConfig) -> list[str]:
     """Every rule between keys that the run breaks, with the values and what to set instead."""
     return [
         *_batch_problems(run),
-        *_length_problems(run),
+        *_length_problems(run, run.learner, "learner"),
+        *(
+            _length_problems(run, run.of_critic.learner, "critic")
+            if run.critic.token_budget
+            else []
+        ),
         *sampling_problems(run),
         *algorithm_problems(run),
         *_sample_problems(run),
@@ -165,10 +173,10 @@ def _batch_problems(run: RunConfig) -> list[str]:
     return problems
 
 
-def _length_problems(run: RunConfig) -> list[str]:
-    problems, data, learner = [], run.data, run.learner
+def _length_problems(run: RunConfig, learner: LearnerConfig, section: str) -> list[str]:
+    problems, data, budget = [], run.data, f"{section}.token_budget"
     align, rows = learner.segment_align, learner.row_lens
-    source = "learner.buckets" if learner.buckets else "learner.token_budget"
+    source = "learner.buckets" if learner.buckets else budget
     if list(rows) != sorted(set(rows)) or not all(_divides(align, row) for row in rows):
         up = sorted({-(-row // max(align, 1)) * align for row in rows})
         problems.append(
@@ -177,8 +185,8 @@ def _length_problems(run: RunConfig) -> list[str]:
         )
     if max(rows) > learner.token_budget:
         problems.append(
-            f"learner.buckets={_shown(rows)} has rows longer than learner.token_budget={learner.token_budget}; "
-            f"set learner.token_budget to at least {max(rows)} or drop those buckets"
+            f"learner.buckets={_shown(rows)} has rows longer than {budget}={learner.token_budget}; "
+            f"set {budget} to at least {max(rows)} or drop those buckets"
         )
     if data.max_len > max(rows):
         lengths = f"data.max_prompt_len={data.max_prompt_len} + data.max_response_len={data.max_response_len}"
@@ -311,9 +319,13 @@ def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
         left = n_devices // math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
     problems = _cut_problems(run, "mesh", sizes)
-    for name, role in (("score", run.score), ("ref", run.ref)):
+    roles = {"score": run.score, "ref": run.ref, "critic.mesh": run.critic.mesh}
+    for name, role in roles.items():
         own = {axis: size for axis, size in to_dict(role).items() if size}
-        problems += _cut_problems(run, name, sizes | own) if own else []
+        critic = name == "critic.mesh"
+        if own or (critic and run.critic.token_budget):
+            its = run.of_critic if critic else run
+            problems += _cut_problems(its, name, sizes | own)
         kept = math.prod(own.get(a, sizes[a]) for a in ("stage", "expert", "sequence", "tensor"))
         if own and not problems and n_devices is not None and n_devices % kept:
             shown = ", ".join(f"{name}.{axis}={size}" for axis, size in own.items())
@@ -337,7 +349,8 @@ def _cut_problems(run: RunConfig, section: str, sizes: dict[str, int]) -> list[s
     bad = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
     if not bad:
         return []
-    source = "learner.buckets" if learner.buckets else "learner.token_budget"
+    owner = "critic" if section == "critic.mesh" else "learner"
+    source = "learner.buckets" if learner.buckets else f"{owner}.token_budget"
     return [
         f"{source}={_shown(learner.row_lens)} with learner.halvings={learner.halvings} makes rows of "
         f"{', '.join(map(str, bad))} tokens, which {section}.{axis}={n} devices cannot share"
@@ -399,7 +412,8 @@ def config_hash(run: RunConfig) -> str:
     """Twelve hex digits over all that can change the numbers of a run: not its name, folder, logging or saving."""
     values = to_dict(run)
     free = FREE_ON_RESUME + (LENGTH if run.learner.lr_schedule == "constant" else ())
-    kept = {name: value for name, value in values.items() if name not in free}
+    inside = tuple(f"{name}." for name in free)
+    kept = {n: v for n, v in flatten(values).items() if n not in free and not n.startswith(inside)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -61,6 +61,8 @@ HEADINGS = {
     "rollout.sampling": "rollout.sampling: how training responses are drawn",
     "algorithm": "algorithm",
     "learner": "learner: the update",
+    "critic": "critic: of algorithm.advantage = gae",
+    "critic.mesh": "critic.mesh: where the critic lies otherwise",
     "preference": "preference: jaxrl.dpo",
     "reward": "reward",
     "env": "env: what the model acts in, over several turns",

@@ -180,7 +180,8 @@ class RolloutConfig:
 class AlgorithmConfig:
     advantage: str = key("grpo", "estimator of advantages", among=ADVANTAGES)
     norm_adv_by_std: bool = key(True, "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same as dr_grpo)")
-    gamma: float = key(1.0, "reinforce_plus_plus: discount of later token rewards", least=0, most=1)
+    gamma: float = key(1.0, "gae and reinforce_plus_plus: discount of later token rewards", least=0, most=1)
+    lam: float = key(1.0, "gae: 0 trusts the critic's value of the next token, 1 the rewards alone", least=0, most=1)
     policy_loss: str = key("ppo_clip", "policy loss", among=POLICY_LOSSES)
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low; of gspo the ratio of a response, of gmpo the log ratio below -clip_low", least=0, most=1)
     clip_high: float = key(0.2, "ratio clipped above 1 + clip_high (clip-higher: more than clip_low); of gmpo the log ratio above clip_high", least=0)
@@ -273,6 +274,22 @@ class LearnerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """Of algorithm.advantage = gae. What is not here is as the learner has it."""
+
+    path: str = key("", "backbone, anything that model.path takes: a language model, whose value head starts at zero, or a sequence classifier of one label; its tokenizer is the policy's. '' = model.path")
+    shared: bool = key(False, "value head on the policy's own backbone, learnt in the policy's update; no other key of this section but loss_coef and value_clip may be set then")
+    loss_coef: float = key(0.1, "shared: weight of the value loss beside the policy loss", above=0)
+    value_clip: float = key(0.5, "how far a value may move from what it was before the step without losing its gradient; 0 = any way", least=0)
+    warmup_steps: int = key(0, "first steps, in which only the critic learns", least=0)
+    lr: float = key(1e-5, "peak learning rate", least=0)
+    weight_decay: float = key(0.01, "decoupled weight decay of matrices", least=0)
+    epochs: int = key(0, "passes over the rollouts of a step; 0 = learner.epochs", least=0)
+    token_budget: int = key(0, "tokens of one micro-batch per data-parallel rank of the critic, in scoring and in updates; 0 = learner.token_budget", least=0)
+    mesh: RoleConfig = dataclasses.field(default_factory=RoleConfig)
+
+
+@dataclasses.dataclass(frozen=True)
 class PreferenceConfig:
     loss: str = key("dpo", "over pairs of answers", among=PREFERENCE_LOSSES)
     beta: float = key(0.1, "how much the policy is held to the reference model; of ipo its tau", above=0)
@@ -350,6 +367,7 @@ class RunConfig:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
@@ -374,6 +392,30 @@ class RunConfig:
     def updates_per_step(self) -> int:
         """Optimizer steps of one training step."""
         return self.data.prompts_per_step // self.mini_batch_prompts * self.learner.epochs
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether tokens have values, of a critic of its own or of the policy's second head."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def of_critic(self) -> "RunConfig":
+        """The run as a critic of its own sees it: its model, its learner, its stages."""
+        own, learner = self.critic, self.learner
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, path=own.path or self.model.path),
+            mesh=dataclasses.replace(self.mesh, stage=own.mesh.stage or self.mesh.stage),
+            learner=dataclasses.replace(
+                learner,
+                lr=own.lr,
+                weight_decay=own.weight_decay,
+                epochs=own.epochs or learner.epochs,
+                token_budget=own.token_budget or learner.token_budget,
+                router_aux_coef=0.0,
+                ema=0.0,
+            ),
+        )
 
     def n_steps(self, n_prompts: int) -> int:
         """Training steps over `n_prompts` training prompts."""

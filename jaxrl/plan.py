@@ -61,7 +61,8 @@ def main() -> int:
             if plan is None:
                 return 2
         else:
-            plan = make_plan(cfg, decoder, machine, lengths=lengths, on_start=say)
+            critic = model_shape(cfg.critic.path) if cfg.critic.path else decoder
+            plan = make_plan(cfg, decoder, machine, critic=critic, lengths=lengths, on_start=say)
     except TooLarge as problem:
         print(f"{problem}", file=sys.stderr)
         return 2

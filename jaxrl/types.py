@@ -52,6 +52,8 @@ class Rollout:
     episode: Episode | None = None  # where the prompt was answered in an environment
     baseline: float = 0.0  # reward of the greedy response to the same prompt, where it is needed
     advantages: np.ndarray | None = None  # float32 [response_len]
+    values: np.ndarray | None = None  # float32 [response_len], a critic's before the step
+    returns: np.ndarray | None = None  # float32 [response_len], what they are to become
     selected: np.ndarray | None = (
         None  # bool [response_len], tokens that clip_cov and kl_cov single out
     )
@@ -77,6 +79,8 @@ class Batch:
     mask: Array  # float32 [B, T], 1 where targets[t] is a response token that the model wrote
     response_len: Array  # float32 [B, T], such tokens of the token's sequence; 1 at padding
     advantages: Array  # float32 [B, T]
+    values: Array  # float32 [B, T], of a critic before the step
+    returns: Array  # float32 [B, T], what its values are to become
     selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov single out
     rollout_logp: Array  # float32 [B, T], from the engine
     old_logp: Array  # float32 [B, T], of the policy at the start of the step
@@ -91,3 +95,4 @@ class TrainState:
     opt_state: Tree  # float32 moments, and the float32 master weights if params are narrower
     step: Array  # int32 [], optimizer steps taken
     ref: Tree = None  # only in checkpoints: the reference model of a run that refreshes it
+    critic: Tree = None  # only in checkpoints: the state of a critic of its own

@@ -81,7 +81,38 @@ WRONG = [
     (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
     (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
     (dict(algorithm__advantage="remax"), "rollout.n=8", "rollout.n=1", "rloo"),
-    (dict(algorithm__advantage="gae"), "needs the values of a critic", "reinforce_plus_plus"),
+    (dict(critic__lr=1e-6), "critic.lr=1e-06", "has no critic", "algorithm.advantage='gae'"),
+    (dict(critic__shared=True), "critic.shared=True", "has no critic", "leave the critic's"),
+    (
+        dict(algorithm__advantage="gae", critic__shared=True, critic__warmup_steps=2),
+        "critic.warmup_steps are of a critic with a backbone of its own",
+        "critic.shared=False",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__loss_coef=0.5),
+        "critic.loss_coef=0.5",
+        "critic.shared=True",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__warmup_steps=9, total_steps=9),
+        "critic.warmup_steps=9",
+        "none of total_steps=9",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__token_budget=512),
+        "576 tokens do not fit",
+        "critic.token_budget=512",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__token_budget=1000),
+        "critic.token_budget=1000 must be ascending",
+        "set 1024",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__mesh__sequence=3),
+        "critic.mesh.sequence=3 devices cannot share",
+    ),
+    (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
     (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
     (
         dict(algorithm__dynamic_sampling=True, rollout__n=1),
@@ -303,6 +334,10 @@ def test_the_hash_follows_what_changes_numbers_and_nothing_else():
     assert base == config_hash(resolve(runnable(name="other", resume=True, log__samples=0)))
     there = runnable(mesh__fsdp=2, mesh__tensor=4, distributed__coordinator="a:1")
     assert base == config_hash(resolve(there)), "a run may go on on other hosts and another mesh"
+    ppo = dict(algorithm__advantage="gae")
+    own = config_hash(resolve(runnable(**ppo)))
+    assert own == config_hash(resolve(runnable(critic__mesh__tensor=2, **ppo)))
+    assert own != config_hash(resolve(runnable(critic__lr=1e-6, **ppo))) and own != base
     assert base != config_hash(resolve(runnable(learner__lr=2e-6)))
     assert base != config_hash(resolve(runnable(seed=1)))
 

@@ -19,7 +19,7 @@ from jaxrl.io.loggers import make_loggers
 from jaxrl.kernels import attention, grouped_matmul, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
-from jaxrl.learner.step import make_score, make_update
+from jaxrl.learner.step import make_score, make_update, make_value_update, make_values
 from jaxrl.models import decoder
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
@@ -31,7 +31,7 @@ from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # What the docstring says; one where it says nothing.
-DEVICES = {"grpo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
+DEVICES = {"grpo_7b": 64, "ppo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions")
 # Number of parameters of the model that a config names.
@@ -94,6 +94,29 @@ def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name
         new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
     assert_same_types(new, state)
     assert metrics["loss/total"].shape == ()
+
+
+def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
+    run = run_of("ppo_7b").of_critic
+    model = dataclasses.replace(model_shape(run.model.path), stacked=True, heads=("score",))
+    specs = decoder_specs(model)
+    # Qwen2.5-7B without its unembedding [152064, 3584], with a head of 3584 numbers
+    assert count_params(specs) == LARGE["grpo_7b"] - 152064 * 3584 + 3584
+    mesh = abstract_mesh(64, fsdp=run.mesh.fsdp, tensor=run.mesh.tensor)
+    with jax.sharding.use_abstract_mesh(mesh):
+        optimizer = make_optimizer(run.learner, 1000, specs)
+        params = abstract_params(specs, TRAIN, jnp.bfloat16)
+        state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+        batch = abstract_batch(run, mesh)
+        assert batch.tokens.shape == (16 * 8, 4096)  # 32768 tokens a rank
+        values = jax.eval_shape(make_values(run, TRAIN), state.params, batch)
+        assert values.shape == batch.tokens.shape and values.dtype == jnp.float32
+        update = make_value_update(run, optimizer, TRAIN)
+        total = jax.eval_shape(update.zeros, state.params)
+        total = jax.eval_shape(update.accumulate, state.params, None, total, batch)
+        new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
+    assert_same_types(new, state)
+    assert metrics["critic/loss"].shape == ()
 
 
 def assert_same_types(new: TrainState, old: TrainState) -> None:

@@ -89,7 +89,7 @@ def test_the_page_of_algorithms_has_a_row_for_every_name(key):
 def test_the_page_of_algorithms_sets_keys_that_exist_to_values_they_take():
     config = default_config()
     for name, value in re.findall(
-        r"`((?:algorithm|data|reward|rollout)\.\w+)=([^`]*)`", ALGORITHMS
+        r"`((?:algorithm|critic|data|reward|rollout)(?:\.\w+)+)=([^`]*)`", ALGORITHMS
     ):
         override(config, name, value)
         spec = KEYS[name]

@@ -48,6 +48,26 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
         )
 
 
+def check_same_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: str | Path, key: str, vocab: int
+) -> None:
+    """Raises ValueError if the model in `folder`, which `key` of the config names, reads other tokens than
+    `tokenizer` writes, or has fewer than its ids."""
+    theirs, ours = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
+    differ = [token for token, i in ours.items() if theirs.get(token) != i]
+    differ += [token for token in theirs if token not in ours]
+    if differ:
+        raise ValueError(
+            f"{key}: the model in {folder} has another tokenizer than the policy ({len(differ)} tokens differ, for "
+            f"example {differ[0]!r}); take a model of the policy's family"
+        )
+    if max(ours.values()) >= vocab:
+        raise ValueError(
+            f"{key}: the model in {folder} has {vocab} embedding rows, but the policy's tokenizer ids up to "
+            f"{max(ours.values())}; take a model of the policy's family"
+        )
+
+
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a response, ascending: the tokenizer's end-of-sequence token and
     eos_token_id of generation_config.json (one id or a list; config.json where that file is absent)."""

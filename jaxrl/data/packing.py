@@ -138,6 +138,8 @@ def empty_batch(n_rows: int, row_len: int) -> Batch:
         mask=floats,
         response_len=floats + 1.0,
         advantages=floats,
+        values=floats,
+        returns=floats,
         selected=floats,
         rollout_logp=floats,
         old_logp=floats,
@@ -330,17 +332,21 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
         flat[where] = values
         return flat
 
-    advantages = np.concatenate([response_field(r, r.advantages) for r in rollouts])
-    selected = np.concatenate([response_field(r, r.selected) for r in rollouts])
-    return {
+    of_response = {
+        name: filled(
+            np.concatenate([response_field(r, getattr(r, name)) for r in rollouts]),
+            np.float32,
+            where=at[is_response],
+        )
+        for name in ("advantages", "values", "returns", "selected")
+    }
+    return of_response | {
         "tokens": filled(all_tokens[source], np.int32),
         "targets": filled(all_tokens[source + 1], np.int32),
         "segments": filled(np.repeat(segment, lens), np.int32),
         "positions": filled(within, np.int32),
         "mask": filled(np.concatenate(own), np.float32, where=at[is_response]),
         "response_len": filled(np.repeat(np.maximum(n_own, 1), lens), np.float32, pad=1),
-        "advantages": filled(advantages, np.float32, where=at[is_response]),
-        "selected": filled(selected, np.float32, where=at[is_response]),
         "rollout_logp": filled(
             np.concatenate([r.logp for r in rollouts]), np.float32, where=at[is_response]
         ),

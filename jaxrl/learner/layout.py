@@ -128,11 +128,16 @@ class Layout:
 
 
 def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
-    """Of "score" or "ref", by the section of the config of that name, on the mesh that is set.
+    """Of "score", "ref" or "critic", by the section of the config of that name, on the mesh that is set.
 
     Raises ValueError where its sizes do not divide the devices or the model.
     """
-    mesh, sizes = jax.sharding.get_mesh(), {"score": cfg.score, "ref": cfg.ref}[role]
+    mesh = jax.sharding.get_mesh()
+    key, sizes = {
+        "score": ("score", cfg.score),
+        "ref": ("ref", cfg.ref),
+        "critic": ("critic.mesh", cfg.critic.mesh),
+    }[role]
     own = {
         "stage": sizes.stage or mesh.shape["stage"],
         "sequence": sizes.sequence or mesh.shape["sequence"],
@@ -142,7 +147,7 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(kept.values()))
     way = regroup(mesh, of_process=False, **kept, replica=replica, fsdp=-1)
     rules = _rules(cfg, own["stage"], own["sequence"])
-    check_mesh(decoder, way.mesh.shape, rules, keys=f"config.{role} and config.mesh sizes")
+    check_mesh(decoder, way.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
     specs = partition_specs(decoder_specs(decoder), rules)
     return Layout(rules, None if way.mesh == mesh else way, specs, dtype)
 

@@ -10,7 +10,13 @@ from jaxrl.config import RunConfig
 from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
 from jaxrl.learner.needs import full_kl_in_loss
 from jaxrl.learner.router import Balance, balance_loss
-from jaxrl.learner.token_loss import Coefs, LossSums, aggregate_tokens, token_loss_sums
+from jaxrl.learner.token_loss import (
+    Coefs,
+    LossSums,
+    aggregate_tokens,
+    token_loss_sums,
+    value_sums,
+)
 from jaxrl.models.decoder import Decoder, forward_routed
 from jaxrl.models.moe import RouterLoad
 from jaxrl.types import Batch
@@ -23,7 +29,8 @@ def score_tokens(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(logp, entropy) of the targets under the policy at the temperature that sampled them."""
-    return _score(params, batch, cfg=cfg, rules=rules, remat=remat)[:2]
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
+    return logprob_entropy(hidden, params.unembed, batch.targets, **_head(params, cfg, rules))
 
 
 def count_tokens(
@@ -43,13 +50,22 @@ def count_tokens(
     return jax.tree.map(jnp.add, so_far, Balance(load, weight))
 
 
-def _score(params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str):
-    """(logp, entropy, router load or None)."""
-    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
-    logp, entropy = logprob_entropy(
-        hidden, params.unembed, batch.targets, **_head(params, cfg, rules)
-    )
-    return logp, entropy, load
+def score_values(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> Float[Array, "B T"]:
+    """A critic's value of the state in which each target was sampled."""
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
+    return params.scores(hidden, rules)
+
+
+def value_loss_sums(
+    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> tuple[Float[Array, ""], LossSums]:
+    """`value_sums` of a critic with a backbone of its own."""
+    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
+    values = params.scores(hidden, rules)
+    values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), (values, batch))
+    return value_sums(values, batch, cfg=cfg)
 
 
 def policy_loss_sums(
@@ -65,13 +81,22 @@ def policy_loss_sums(
     """`token_loss_sums` of what the model says about the targets.
 
     `ref_params` is needed for a KL over the vocabulary alone and gets no gradient. `balance`, of the whole
-    mini-batch, adds router_aux_coef times the load-balancing loss.
+    mini-batch, adds router_aux_coef times the load-balancing loss. A shared critic adds loss_coef times the
+    value loss.
     """
-    *scores, load = _forward(params, ref_params, batch, cfg=cfg, rules=rules)
-    (logp, entropy, exact_kl), batch = jax.tree.map(
-        lambda rows: unshuffle(rows, rules), (scores, batch)
+    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
+    scores = _of_targets(params, ref_params, hidden, batch, cfg=cfg, rules=rules)
+    values = params.scores(hidden, rules) if cfg.critic.shared else None
+    (logp, entropy, exact_kl), values, batch = jax.tree.map(
+        lambda rows: unshuffle(rows, rules), (scores, values, batch)
     )
     loss, sums = token_loss_sums(logp, entropy, exact_kl, batch, coefs, cfg=cfg)
+    if values is not None:
+        value, of_values = value_sums(values, batch, cfg=cfg)
+        loss = loss + cfg.critic.loss_coef * value
+        sums = dataclasses.replace(
+            sums, losses=of_values.losses | sums.losses, means=sums.means | of_values.means
+        )
     if load is not None and balance is not None and balance.load is not None:
         aux = balance_loss(load, balance.load)
         loss = loss + cfg.learner.router_aux_coef * balance.weight * aux
@@ -95,27 +120,24 @@ def hidden_states(
     )
 
 
-def _forward(params: Decoder, ref_params: Decoder | None, batch: Batch, *, cfg, rules):
-    """(logp, entropy, exact KL or None), each [B, T], and the router load or None."""
-    remat = cfg.learner.remat
+def _of_targets(params: Decoder, ref_params: Decoder | None, hidden, batch: Batch, *, cfg, rules):
+    """(logp, entropy, exact KL or None), each [B, T]."""
+    head = _head(params, cfg, rules)
     if not full_kl_in_loss(cfg):
-        logp, entropy, load = _score(params, batch, cfg=cfg, rules=rules, remat=remat)
-        return logp, entropy, None, load
+        return *logprob_entropy(hidden, params.unembed, batch.targets, **head), None
     if ref_params is None:
         raise ValueError(
             f"config.algorithm.kl = {cfg.algorithm.kl!r} needs the reference model; pass ref_params"
         )
-    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
     ref_hidden, _ = hidden_states(ref_params, batch, cfg=cfg, rules=rules, remat="none")
-    logp, entropy, exact_kl = logprob_entropy_kl(
+    return logprob_entropy_kl(
         hidden,
         params.unembed,
         jax.lax.stop_gradient(ref_hidden),
         ref_params.unembed,
         batch.targets,
-        **_head(params, cfg, rules),
+        **head,
     )
-    return logp, entropy, exact_kl, load
 
 
 def logprob_chunk(cfg: RunConfig) -> int:

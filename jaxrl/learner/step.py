@@ -14,7 +14,13 @@ from flax import struct
 from jaxrl.config import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.learner.layout import Layout, training_rules
-from jaxrl.learner.loss import count_tokens, policy_loss_sums, score_tokens
+from jaxrl.learner.loss import (
+    count_tokens,
+    policy_loss_sums,
+    score_tokens,
+    score_values,
+    value_loss_sums,
+)
 from jaxrl.learner.needs import adapts_coefs
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.router import Balance, no_load, router_metrics
@@ -23,6 +29,9 @@ from jaxrl.learner.token_loss import Coefs, LossSums, zero_sums
 from jaxrl.learner.xla import compiler_options
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, hosts, mesh_order, on_mesh, row_order, target_platform, tree
+
+# (params, ref_params, batch, balance, coefs, cfg=, rules=) -> (loss, LossSums)
+Loss = Callable[..., tuple[jax.Array, LossSums]]
 
 
 @struct.dataclass
@@ -49,6 +58,13 @@ def make_score(cfg: RunConfig, rules: Rules) -> Callable:
     """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
     return jax.jit(
         functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
+    )
+
+
+def make_values(cfg: RunConfig, rules: Rules) -> Callable:
+    """values(params, batch) -> [B, T] of the states in which the targets were sampled, jitted."""
+    return jax.jit(
+        functools.partial(score_values, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
@@ -116,8 +132,8 @@ class Update:
     whose loss or gradient is not finite changes nothing and says so in optim/nonfinite.
     """
 
-    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules):
-        self._loss = functools.partial(policy_loss_sums, cfg=cfg, rules=rules)
+    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, loss: Loss):
+        self._loss = functools.partial(loss, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
@@ -253,5 +269,16 @@ def _uncounted(params: Tree, extra_weight: jax.Array) -> Balance:
 
 
 def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
-    """The update of a run; `optimizer` is that of its train state."""
-    return Update(cfg, optimizer, rules)
+    """The policy's update; `optimizer` is that of its train state."""
+    return Update(cfg, optimizer, rules, policy_loss_sums)
+
+
+def make_value_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
+    """The update of a critic of its own; `cfg` is `RunConfig.of_critic`."""
+    return Update(cfg, optimizer, rules, _values_alone)
+
+
+def _values_alone(
+    params, ref_params, batch: Batch, balance, coefs, *, cfg: RunConfig, rules: Rules
+):
+    return value_loss_sums(params, batch, cfg=cfg, rules=rules)

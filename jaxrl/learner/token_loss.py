@@ -23,6 +23,7 @@ from jaxrl.algorithms.policy_loss import (
     ppo_clip,
     sapo,
 )
+from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config import AlgorithmConfig, RunConfig
 from jaxrl.learner.needs import ratio_source
 from jaxrl.learner.router import no_load
@@ -66,6 +67,8 @@ CORRECTION_MEANS = (
     "mismatch/rejected_fraction",
 )
 MAXIMA = ("loss/ratio_max", "mismatch/logp_diff_max")
+VALUE_LOSSES = ("loss/total", "critic/loss")
+VALUE_MEANS = ("critic/value_mean", "critic/clip_fraction")
 
 
 @struct.dataclass
@@ -77,15 +80,20 @@ class Coefs:
 
 
 def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
-    """The sums of no micro-batch."""
+    """The sums of no micro-batch: of a policy, with or without values, or of a critic alone."""
     zero = jnp.zeros((), jnp.float32)
-    means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
+    losses, means, maxima = (), (), ()
+    if "vocab" in model.heads:
+        losses, maxima = LOSSES, MAXIMA
+        means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
+    if "score" in model.heads:
+        losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
-        losses=dict.fromkeys(LOSSES, zero),
+        losses=dict.fromkeys(losses, zero),
         weight=zero,
         means=dict.fromkeys(means, (zero, zero)),
-        maxima=dict.fromkeys(MAXIMA, zero - jnp.inf),
-        router=no_load(model),
+        maxima=dict.fromkeys(maxima, zero - jnp.inf),
+        router=no_load(model) if "vocab" in model.heads else None,
     )
 
 
@@ -149,6 +157,22 @@ def token_loss_sums(
         "mismatch/logp_diff_max": masked_max(gap, mask),
     }
     return loss_sum, jax.lax.stop_gradient(LossSums(losses, weight, means, maxima, None))
+
+
+def value_sums(
+    values: Float[Array, "B T"], batch: Batch, *, cfg: RunConfig
+) -> tuple[Float[Array, ""], LossSums]:
+    """The value loss, summed as `algorithm.aggregation` says. Rows are in their own order."""
+    mask = batch.mask
+    values, old, returns = (only(x, mask) for x in (values, batch.values, batch.returns))
+    clip = cfg.critic.value_clip
+    loss, weight = aggregate_tokens(value_loss(values, old, returns, clip=clip), batch, cfg)
+    means = {
+        "critic/value_mean": masked_mean(values, mask),
+        "critic/clip_fraction": masked_mean(clipped(values, old, returns, clip=clip), mask),
+    }
+    sums = LossSums(dict.fromkeys(VALUE_LOSSES, loss), weight, means, maxima={}, router=None)
+    return loss, jax.lax.stop_gradient(sums)
 
 
 def policy_loss(

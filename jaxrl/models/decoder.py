@@ -4,6 +4,7 @@ B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vo
 Training and rollout call the same `Decoder`; they differ only in the `attend` they hand it.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from jaxrl.models.moe import MoE, RouterLoad
 from jaxrl.models.norms import RMSNorm
 from jaxrl.models.pipeline import run_stages
 from jaxrl.models.rope import inverse_frequencies, rotate
-from jaxrl.models.spec import init_params
+from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
@@ -190,6 +191,13 @@ class Decoder(nnx.Module):
 def decoder_specs(cfg: DecoderConfig) -> Decoder:
     """The model as a tree of ParamSpecs; init, shardings and HF import and export all read it."""
     return Decoder(cfg)
+
+
+def with_heads(model: Decoder, heads: tuple[str, ...]) -> Decoder:
+    """The same arrays, without those of other heads."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(model))
+    specs = decoder_specs(dataclasses.replace(model.cfg, heads=heads))
+    return jax.tree.map_with_path(lambda path, _: leaves[path], specs, is_leaf=is_spec)
 
 
 def init_model(

@@ -20,8 +20,13 @@ def device_memory() -> int | None:
     return min(limits) if limits else None
 
 
-def check_plan(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float) -> Plan:
-    """The plan on the mesh that is set, before anything lies on its devices.
+def check_plan(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    memory_bytes: int | float,
+    critic: DecoderConfig | None = None,
+) -> Plan:
+    """The plan on the mesh that is set, before anything lies on its devices. `critic` is as in `make_plan`.
 
     The programs are compiled ahead of warm-up, which takes from JAX's compilation cache what is the same.
     Raises ValueError with the plan's numbers where the run does not fit.
@@ -37,7 +42,7 @@ def check_plan(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     advice = "set plan_check=False to try all the same"
     try:
-        parts = run_parts(cfg, decoder, memory_bytes)
+        parts = run_parts(cfg, decoder, memory_bytes, critic)
         programs = compile_programs(parts, lengths)
     except TooLarge as problem:
         raise ValueError(f"the plan of this run {problem}; {advice}") from problem

@@ -24,8 +24,8 @@ from sharding import make_mesh
 
 PHASES = {
     "rollout": ("reshard", "prefill", "copy_pages", "decode"),
-    "scoring": ("reshard_score", "score", "reference"),
-    "update": ("count", "accumulate", "apply"),
+    "scoring": ("reshard_score", "score", "reference", "values"),
+    "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply"),
 }
 
 
@@ -88,19 +88,21 @@ def make_plan(
     decoder: DecoderConfig,
     machine: Topology,
     *,
+    critic: DecoderConfig | None = None,
     lengths: Lengths | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and adds up what they need.
 
-    `lengths` (default: the longest allowed) are those of an average sequence. Raises ValueError where
+    `critic` is the backbone of a critic of its own (default: the policy's). `lengths` (default: the longest
+    allowed) are those of an average sequence. Raises ValueError where
     the mesh is not of the machine's devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        parts = run_parts(cfg, decoder, machine.chip.memory_bytes)
+        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, critic)
         programs = compile_programs(parts, lengths, on_start)
     return add_up(parts, programs, machine, dict(mesh.shape), lengths)
 
@@ -220,7 +222,17 @@ def calls_per_step(
     rows, row_len = cfg.learner.shapes[-1]
     tokens = total * (lengths.prompt + lengths.response)
     micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
-    return {
+    of_critic = {}
+    if parts.values is not None:
+        own = parts.values.cfg
+        rows, row_len = own.learner.shapes[-1]
+        its = math.ceil(tokens / (parts.values.n_ranks * rows * row_len))
+        of_critic = {
+            "values": its,
+            "critic_accumulate": its * own.learner.epochs,
+            "critic_apply": own.updates_per_step,
+        }
+    return of_critic | {
         "reshard": 1,
         "reshard_score": 1,
         "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),

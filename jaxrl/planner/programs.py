@@ -1,10 +1,12 @@
 """The compiled programs of a run, lowered from abstract values: the very functions that it calls."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from jaxrl.config import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.learner.critic import Critic, Values, make_critic, shared_values
 from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
@@ -23,8 +26,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.rollout.engine import PagedEngine
-from jaxrl.types import Batch, TrainState
+from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
+
+CRITIC_PROGRAMS = ("values", "critic_accumulate", "critic_apply")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +69,30 @@ class Parts:
     engine: PagedEngine
     lower: dict[str, Callable[[], jax.stages.Lowered]]
     holds: dict[str, tuple[str, ...]]
-    resident: dict[str, int]  # bytes per device of params, opt_state, ref
+    resident: dict[str, int]  # bytes per device of params, opt_state, ref, and those of a critic
     shares: dict[str, int]  # of params: what a role copies, and what it uses as it is
     joined: dict[str, int]  # micro-batches of an update that one call scores
+    values: Values | None  # of a critic
     page_bytes: int  # per device
     n_ranks: int
     n_replicas: int  # of all engines
     n_pages: int  # of the pool that the engine's programs are lowered for
 
 
-def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float) -> Parts:
-    """The programs of a run at their largest declared shapes, on the mesh that is set.
+def run_parts(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    memory_bytes: int | float,
+    critic: DecoderConfig | None = None,
+) -> Parts:
+    """The programs of a run at their largest declared shapes, on the mesh that is set. `critic` is the
+    backbone of a critic of its own, the policy's where it is None.
 
     The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
     holds them: then a run that fits calls the very programs that its plan compiled.
     """
     mesh = jax.sharding.get_mesh()
+    backbone = decoder if critic is None else critic
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     specs = decoder_specs(decoder)
     optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
@@ -103,6 +116,17 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
         "params": bytes_per_device(state.params),
         "opt_state": bytes_per_device(state.opt_state),
     }
+    values = shared_values(cfg, dtype) if cfg.critic.shared else None
+    if values is not None:
+        lower["values"] = functools.partial(_lower_values, values, state.params)
+        holds["values"] = ("params",)
+    elif cfg.has_critic:
+        own = make_critic(cfg, Path(), backbone, dtype, cfg.total_steps or 10**6)
+        values = own.values
+        resident["critic"] = bytes_per_device(own.state.params)
+        resident["critic_opt_state"] = bytes_per_device(own.state.opt_state)
+        its_lower, its_holds = _critic_programs(own)
+        lower, holds = lower | its_lower, holds | its_holds
     roles = {"rollout": layout, "score": role_layout(cfg, "score", decoder, dtype)}
     scoring = {"score": roles["score"], "reference": role_layout(cfg, "ref", decoder, dtype)}
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
@@ -151,6 +175,7 @@ def run_parts(cfg: RunConfig, decoder: DecoderConfig, memory_bytes: int | float)
         holds=holds,
         resident=resident,
         shares=shares,
+        values=values,
         joined={name: joined_batches(cfg, its) for name, its in scoring.items()},
         page_bytes=page_bytes,
         n_ranks=n_ranks,
@@ -181,6 +206,35 @@ def _update_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer,
         "count": ("params",),
     }
     return lower, holds
+
+
+def _critic_programs(critic: Critic):
+    """Values and updates of a critic of its own."""
+    layout, cfg = critic.values.layout, critic.values.cfg
+
+    @functools.cache
+    def update_programs() -> dict[str, jax.stages.Lowered]:
+        with layout.on_mesh():
+            batch = abstract_batch(cfg, layout.rules, jax.sharding.get_mesh())
+            return critic.update.lower(critic.state, batch)
+
+    lower: dict[str, Callable[[], jax.stages.Lowered]] = {
+        "values": functools.partial(_lower_values, critic.values, critic.state.params),
+        "critic_accumulate": lambda: update_programs()["accumulate"],
+        "critic_apply": lambda: update_programs()["apply"],
+    }
+    holds: dict[str, tuple[str, ...]] = {
+        "values": ("critic",),
+        "critic_accumulate": ("critic",),
+        "critic_apply": ("critic", "critic_opt_state"),
+    }
+    return lower, holds
+
+
+def _lower_values(values: Values, params: Tree) -> jax.stages.Lowered:
+    with values.layout.on_mesh():
+        mesh = jax.sharding.get_mesh()
+        return values.program.lower(params, abstract_batch(values.cfg, values.layout.rules, mesh))
 
 
 def _lower_score(
@@ -261,12 +315,17 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
     Training attention: a query sees on average half of its segment and its own block of keys, in a ring in as
     many parts as there are chunks. Decode: the keys of half the response, and one step. Prefill: half the prompt. Logprobs: all tokens.
     """
-    cfg = parts.cfg
+    cfg, rules = parts.cfg, training_rules(parts.cfg)
+    of_critic = contextlib.nullcontext()
+    if parts.values is not None and program in CRITIC_PROGRAMS:
+        cfg, rules = parts.values.cfg, parts.values.layout.rules
+        of_critic = parts.values.layout.on_mesh()
     rows, row_len = cfg.learner.shapes[-1]
     segment = min(lengths.prompt + lengths.response, row_len)
     keys = {"decode": lengths.prompt + lengths.response / 2, "prefill": lengths.prompt / 2}
     chunk = logprob_chunk(cfg)
-    n_time = training_rules(cfg).n_shards("time")
+    with of_critic:
+        n_time = rules.n_shards("time")
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:

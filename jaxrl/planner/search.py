@@ -76,6 +76,11 @@ def search(
     Candidates come in the order of the formulas' step time; those that the formulas put at more than the
     whole memory are left out. Raises ValueError where nothing is left.
     """
+    if cfg.has_critic:
+        raise ValueError(
+            "--search has no formulas for a critic (algorithm.advantage='gae'); search with another estimator, and "
+            "plan what it finds with the critic"
+        )
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
     found = sorted(
         candidates(cfg, decoder, machine, lengths), key=lambda c: (round(c.step_s, 6), c.bytes)

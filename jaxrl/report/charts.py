@@ -10,7 +10,9 @@ PHASES = {
     "time/reward_s": "reward",
     "time/old_log_prob_s": "old logprobs",
     "time/ref_s": "reference",
+    "time/values_s": "values",
     "time/adv_s": "experience",
+    "time/update_critic_s": "critic update",
     "time/update_actor_s": "update",
     "time/save_checkpoint_s": "save",
 }
@@ -99,6 +101,7 @@ def sampled_charts(record: Record) -> list[Chart]:
         ),
         Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
         Chart("Clip fraction", "tokens whose ratio was clipped", {"loss/clip_fraction": "clipped"}),
+        *(value_charts() if "critic/loss" in record.series else []),
         Chart(
             "Rollout-trainer mismatch",
             "of a token's logprob",
@@ -112,10 +115,31 @@ def sampled_charts(record: Record) -> list[Chart]:
     ]
 
 
+def value_charts() -> list[Chart]:
+    """Of a run with a critic."""
+    return [
+        Chart("Value loss", "half the squared error of a value", {"critic/loss": "loss"}),
+        Chart(
+            "Values",
+            "means over tokens",
+            {"critic/value_mean": "values", "critic/return_mean": "returns"},
+        ),
+        Chart(
+            "Explained variance",
+            "of the returns, by the values before the step",
+            {"critic/explained_variance": "explained"},
+        ),
+    ]
+
+
 def update_charts() -> list[Chart]:
     """Of every run."""
     return [
-        Chart("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+        Chart(
+            "Gradient norm",
+            "before clipping",
+            {"optim/grad_norm": "norm", "critic/grad_norm": "of the critic"},
+        ),
         Chart("Learning rate", "at the end of the step", {"optim/lr": "rate"}),
         Chart(
             "Time per phase",

@@ -1,4 +1,4 @@
-"""Fills the advantages of a step's rollouts: from rewards, the KL in the reward, lengths and baselines."""
+"""Fills the advantages of a step's rollouts: from rewards, the KL in the reward, lengths, baselines and values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import (
     dr_grpo,
+    gae,
     gpg,
     grpo,
     grpo_passk,
@@ -15,9 +16,11 @@ from jaxrl.algorithms.advantages import (
     reinforce_plus_plus_baseline,
     remax,
     rloo,
+    whiten,
 )
 from jaxrl.algorithms.choose import choose
 from jaxrl.config import AlgorithmConfig
+from jaxrl.data.packing import response_field
 from jaxrl.types import Rollout
 
 
@@ -27,7 +30,8 @@ def add_advantages(
     n: int,
     penalties: Sequence[np.ndarray] | None = None,
 ) -> list[Rollout]:
-    """The rollouts with `advantages`, one number per token. The `n` samples of a prompt lie side by side.
+    """The rollouts with `advantages`, one number per token; with a critic, whose `values` they have, also
+    with `returns`. The `n` samples of a prompt lie side by side.
 
     `penalties` holds what each token is charged (kl_in = "reward"). An estimator of groups subtracts their
     sum from the response's reward, one of tokens gives each token its own. Tokens that the model did not write have
@@ -37,6 +41,8 @@ def add_advantages(
     rollouts, whole = _written(rollouts), rollouts
     if penalties is not None:
         penalties = [p[o] for p, o in zip(penalties, own, strict=True)]
+    if cfg.advantage == "gae":
+        return with_returns(whole, *spread(rollouts, penalties), cfg)
     lens = np.array([len(r.tokens) for r in rollouts])
     rewards = np.array([r.reward for r in rollouts], np.float32)
     if penalties is not None:
@@ -84,6 +90,25 @@ def _placed(values: np.ndarray, own: np.ndarray) -> np.ndarray:
     out = np.zeros(len(own), np.float32)
     out[own] = values
     return out
+
+
+def with_returns(
+    rollouts: Sequence[Rollout], token_rewards: np.ndarray, mask: np.ndarray, cfg: AlgorithmConfig
+) -> list[Rollout]:
+    """The rollouts with the advantages of GAE, whitened over all tokens of the step, and the returns that their
+    values are to become."""
+    values = np.zeros_like(mask)
+    values[mask > 0] = np.concatenate([response_field(r, r.values)[r.own_mask] for r in rollouts])
+    advantages, returns = gae(token_rewards, values, mask, gamma=cfg.gamma, lam=cfg.lam)
+    advantages = whiten(advantages, mask)
+
+    def placed(row: np.ndarray, r: Rollout) -> np.ndarray:
+        return _placed(row[: r.n_own], r.own_mask)
+
+    return [
+        dataclasses.replace(r, advantages=placed(a, r), returns=placed(g, r))
+        for r, a, g in zip(rollouts, advantages, returns, strict=True)
+    ]
 
 
 def baselines(rollouts: Sequence[Rollout], n: int) -> np.ndarray:

@@ -23,6 +23,7 @@ class MiniBatch:
 
     packed: list[Packed]
     idle: list[Rollout]  # left out since they carry no gradient; they count in the denominator
+    rollouts: Sequence[Rollout] = ()  # all of them: what a critic of its own learns from
 
 
 def make_mini_batches(
@@ -51,18 +52,39 @@ def make_mini_batches(
         penalties = [kl_coef * k for k in kl]
         score_ref = None
     rollouts = add_advantages(rollouts, cfg.algorithm, cfg.rollout.n, penalties)
+    if cfg.has_critic:
+        metrics |= value_metrics(rollouts)
     size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
     result = []
     for start in range(0, len(rollouts), size):
         mini = without_overlong(rollouts[start : start + size], cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
         active, idle = split_idle(mini, cfg)
-        result.append(MiniBatch(pack_rollouts(active, cfg, n_ranks), idle))
+        result.append(MiniBatch(pack_rollouts(active, cfg, n_ranks), idle, mini))
     result = with_scores(result, score_old, score_ref)
     n_idle = sum(len(m.idle) for m in result)
     metrics["perf/idle_fraction"] = n_idle / len(rollouts)
     metrics["perf/padding_fraction"] = padding_fraction([p for m in result for p in m.packed])
     return result, metrics
+
+
+def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """critic/return_mean, and how much of the spread of the returns the values explained before the step:
+    1 - Var(R - V) / Var(R)."""
+
+    def of_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(rollouts, fields, strict=True)
+        return np.concatenate([response_field(r, x)[r.own_mask] for r, x in pairs]).astype(float)
+
+    returns, values = (
+        of_tokens([r.returns for r in rollouts]),
+        of_tokens([r.values for r in rollouts]),
+    )
+    explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
+    return {
+        "critic/return_mean": float(returns.mean()),
+        "critic/explained_variance": float(explained),
+    }
 
 
 def reference_kl(
@@ -115,12 +137,12 @@ def select_tokens(
 
 def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollout], list[Rollout]]:
     """(rollouts with a gradient, rollouts without). Where neither KL nor entropy nor the load of the
-    experts is in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
+    experts nor values are in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
     be run."""
     algo = cfg.algorithm
     kl_in_loss = algo.kl_coef != 0.0 and algo.kl_in == "loss"
     learns_anyway = algo.has_entropy or kl_in_loss or cfg.learner.router_aux_coef != 0.0
-    learns_anyway |= not algo.drop_flat_groups
+    learns_anyway |= cfg.critic.shared or not algo.drop_flat_groups
 
     def learns(r: Rollout) -> bool:
         has_gradient = learns_anyway or r.advantages is None or bool(r.advantages.any())

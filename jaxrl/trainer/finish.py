@@ -5,6 +5,7 @@ import shlex
 import sys
 
 from jaxrl.learner.state import averaged
+from jaxrl.models.decoder import with_heads
 from jaxrl.models.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.trainer.run import Job
@@ -29,9 +30,10 @@ def save(run: Job) -> None:
 
 
 def saved_state(run: Job) -> TrainState:
-    """With the reference model where it is not that of step 0."""
+    """With the reference model where it is not that of step 0, and the state of a critic of its own."""
     ref = run.ref_params if run.cfg.algorithm.ref_refresh_every else None
-    return dataclasses.replace(run.state, ref=ref)
+    critic = None if run.critic is None else run.critic.state
+    return dataclasses.replace(run.state, ref=ref, critic=critic)
 
 
 def stopped(run: Job, signal: object) -> None:
@@ -49,14 +51,27 @@ def finish(run: Job) -> None:
     """The last checkpoint, the weights as a Hugging Face folder, and the report."""
     run.checkpoints.wait()
     if run.cfg.checkpoint.export_hf:
-        save_model(run.folder / "hf", run.state.params, source=run.model_folder)
-        run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
-        if run.cfg.learner.ema:
-            average = averaged(run.state)
-            save_model(run.folder / "hf_ema", average, source=run.model_folder)
-            run.progress.status(f"the averaged weights in {run.folder / 'hf_ema'}")
+        export(run)
     if hosts.is_first():
         run.progress.status(f"report in {write_report(run.folder)}")
+
+
+def export(run: Job) -> None:
+    """The policy as a language model in hf/, its average in hf_ema/, the critic as a sequence classifier in
+    hf_critic/."""
+    policy, critic = run.state.params, run.critic
+    save_model(run.folder / "hf", with_heads(policy, ("vocab",)), source=run.model_folder)
+    run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
+    if run.cfg.learner.ema:
+        average = with_heads(averaged(run.state), ("vocab",))
+        save_model(run.folder / "hf_ema", average, source=run.model_folder)
+        run.progress.status(f"the averaged weights in {run.folder / 'hf_ema'}")
+    if critic is not None:
+        with critic.values.layout.on_mesh():
+            save_model(run.folder / "hf_critic", critic.state.params, source=critic.folder)
+    elif run.values is not None:
+        values = with_heads(policy, ("score",))
+        save_model(run.folder / "hf_critic", values, source=run.model_folder)
 
 
 def resume_command() -> str:

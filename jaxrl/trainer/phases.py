@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.algorithms.aggregate import idle_weight
+from jaxrl.data.packing import gather
+from jaxrl.learner.critic import Critic, Values
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics
 from jaxrl.trainer.evaluate import reward_metrics, sample_records, validation_metrics
-from jaxrl.trainer.experience import MiniBatch, make_mini_batches
+from jaxrl.trainer.experience import MiniBatch, make_mini_batches, pack_rollouts
 from jaxrl.trainer.failure import check_finite
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
 from jaxrl.trainer.reward_scale import rescaled
@@ -19,6 +21,8 @@ from jaxrl.trainer.score import score
 from jaxrl.trainer.speed import speed_metrics
 from jaxrl.types import Batch, Prompt, Rollout
 from sharding import to_device, to_host
+
+CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
 
 
 def train_step(run: Run) -> None:
@@ -29,7 +33,12 @@ def train_step(run: Run) -> None:
         scale = run.reward_scale.after(sampled)
         rollouts, scaling = rescaled(rollouts, scale, run.cfg.reward)
         mini_batches, packing = experience(run, rollouts)
-        metrics |= reward_metrics(sampled) | scaling | packing | update(run, mini_batches)
+        metrics |= reward_metrics(sampled) | scaling | packing
+        if run.critic is not None:
+            metrics |= update_critic(run, run.critic, mini_batches)
+        if run.step < run.cfg.critic.warmup_steps:
+            mini_batches = []
+        metrics |= update(run, mini_batches)
         metrics |= coefficient_metrics(run.coefs, run.cfg)
     run.reward_scale = scale
     run.coefs = adapted(run.coefs, metrics, run.cfg, n_samples=len(rollouts))
@@ -144,6 +153,8 @@ def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> li
 def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:
     """Advantages, packing, and the logprobs that the algorithm needs before its first update."""
     cfg = run.cfg
+    if run.values is not None:
+        rollouts = add_values(run, run.values, rollouts)
     with run.timed("adv"), run.no_compile("scoring"):
         return make_mini_batches(
             rollouts,
@@ -154,6 +165,15 @@ def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict
             kl_coef=run.coefs.kl,
             seed=run.sampling_seed(validation=False),
         )
+
+
+def add_values(run: Run, values: Values, rollouts: list[Rollout]) -> list[Rollout]:
+    """Fills `values` with what the critic says of every response token before the step."""
+    params = run.state.params if run.critic is None else run.critic.state.params
+    packed = pack_rollouts(rollouts, values.cfg, values.n_ranks)
+    with run.timed("values"), run.no_compile("scoring"):
+        found = gather(values.of(params, packed, on_batch=run.check_stop), packed)
+    return [dataclasses.replace(r, values=v) for r, v in zip(rollouts, found, strict=True)]
 
 
 def policy_logps(run: Job, batches: Sequence[Batch]) -> list[np.ndarray]:
@@ -206,7 +226,37 @@ def update(run: Job, mini_batches: list[MiniBatch]) -> dict[str, float]:
                 check_finite(one, mini, run.folder, run.step + 1)
             run.whole = False
             metrics.append(one)
+    return over_updates(metrics) | {"perf/n_updates": float(len(metrics))}
+
+
+def update_critic(run: Run, critic: Critic, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    """All optimizer steps of a critic of its own; metrics are means over them."""
+    cfg, n_ranks = critic.values.cfg, critic.values.n_ranks
+    packs = [pack_rollouts(mini.rollouts, cfg, n_ranks) for mini in mini_batches if mini.rollouts]
+    work = packs * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        run.timed("update_critic"),
+        run.no_compile("critic"),
+        run.progress.phase("critic", total=sum(map(len, work))) as bar,
+        critic.values.layout.on_mesh(),
+    ):
+        for packed in work:
+            critic.state, one = critic.update.update(
+                critic.state,
+                [micro.batch for micro in packed],
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
+            if run.cfg.check_finite:
+                check_finite(one, MiniBatch(packed, idle=[]), run.folder, run.step + 1)
+            run.whole = False
+            metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
+    return over_updates(metrics)
+
+
+def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; of *_max the largest."""
     names = metrics[0].keys() if metrics else ()
     means = {name: float(np.mean([one[name] for one in metrics])) for name in names}
-    means |= {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}
-    return means | {"perf/n_updates": float(len(metrics))}
+    return means | {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}

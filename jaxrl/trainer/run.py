@@ -14,6 +14,7 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import Logger
 from jaxrl.io.progress import Progress
+from jaxrl.learner.critic import Critic, Values
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
@@ -43,6 +44,8 @@ class Job:
     scorer: Scorer  # of the policy's logprobs
     ref_scorer: Scorer
     ref_params: Decoder | None
+    values: Values | None  # where advantages need them
+    critic: Critic | None  # whose they are, unless the policy's own second head gives them
     checkpoints: Checkpointer
     logger: Logger
     progress: Progress

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config import RolloutConfig, RunConfig, check_devices
-from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
+from jaxrl.data.chat import (
+    ChatRenderer,
+    check_same_tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+    stop_ids,
+)
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.data.prompts import load_prompts
 from jaxrl.environments.pool import EnvironmentPool
@@ -19,6 +25,7 @@ from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
 from jaxrl.io.progress import Progress
+from jaxrl.learner.critic import Critic, make_critic, shared_values
 from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
@@ -69,7 +76,8 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         rollout = cfg.rollout
         if cfg.plan_check and memory is not None:
             with base.progress.waiting("planning: compiling all programs"):
-                plan = check_plan(cfg, ready.decoder, memory)
+                backbone = model_config(base.critic_folder)
+                plan = check_plan(cfg, ready.decoder, memory, critic=backbone)
             base.progress.status(plan_line(plan))
             rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
         run = Run(
@@ -146,6 +154,7 @@ class Base:
     model_folder: Path
     decoder: DecoderConfig
     renderer: ChatRenderer
+    critic_folder: Path  # the policy's, where the critic has none of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +176,14 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
     with hosts.first_goes_ahead():
         open_folder(cfg)
         model_folder = resolve_model(cfg.model.path)
+        critic_folder = resolve_model(cfg.of_critic.model.path)
     with hosts.all_or_none():
         decoder = model_config(model_folder)
         renderer = make_renderer(cfg, model_folder, decoder)
-    return Base(stop, progress, watch, model_folder, decoder, renderer)
+        if cfg.critic.path:
+            key, n_rows = f"config.critic.path={cfg.critic.path}", model_config(critic_folder).V
+            check_same_tokenizer(renderer.tokenizer, critic_folder, key, n_rows)
+    return Base(stop, progress, watch, model_folder, decoder, renderer, critic_folder)
 
 
 def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Ready:
@@ -199,11 +212,22 @@ def job(
     stack.callback(checkpoints.close)
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
     specs = decoder_specs(ready.decoder)
-    optimizer = make_optimizer(cfg.learner, steps * cfg.updates_per_step, specs)
+    if 0 < steps <= cfg.critic.warmup_steps:
+        raise ValueError(
+            f"config.critic.warmup_steps={cfg.critic.warmup_steps} leaves none of the {steps} steps to the policy; "
+            "set fewer"
+        )
+    policy_steps = steps - cfg.critic.warmup_steps
+    optimizer = make_optimizer(cfg.learner, policy_steps * cfg.updates_per_step, specs)
+    critic, values = None, shared_values(cfg, ready.dtype) if cfg.critic.shared else None
+    if cfg.has_critic and values is None:
+        critic = make_critic(cfg, ready.critic_folder, None, ready.dtype, steps)
+        values = critic.values
     scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", ready.decoder, ready.dtype))
     if cfg.ref != cfg.score:
         ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ready.decoder, ready.dtype))
-    state, host = first_state(cfg, rules, ready, optimizer, checkpoints, ref_scorer.layout)
+    of_ref = ref_scorer.layout
+    state, host = first_state(cfg, rules, ready, optimizer, critic, checkpoints, of_ref)
     step = host.get("step", 0)
     if host:
         iterator.restore(host["iterator"])
@@ -224,6 +248,8 @@ def job(
         update=make_update(cfg, optimizer, rules),
         scorer=scorer,
         ref_scorer=ref_scorer,
+        values=values,
+        critic=critic,
         ref_params=ref_params,
         checkpoints=checkpoints,
         logger=logger,
@@ -315,10 +341,12 @@ def first_state(
     rules: Rules,
     ready: Ready,
     optimizer: Optimizer,
+    critic: Critic | None,
     checkpoints: Checkpointer,
     of_ref: Layout,
 ) -> tuple[TrainState, dict]:
-    """The state of the newest checkpoint and what was saved beside it, else that of the model folder."""
+    """The state of the newest checkpoint and what was saved beside it, else that of the model folder; the
+    critic gets its own."""
     step, offload = hosts.from_first(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
     if step is None:
         if cfg.resume:
@@ -327,6 +355,8 @@ def first_state(
                 "set config.run_dir to the folder of the run, or leave out config.resume"
             )
         params = load_params(ready.model_folder, rules, ready.decoder, ready.dtype)
+        if critic is not None:
+            critic.load(offload=offload)
         return init_state(params, optimizer, offload=offload), {}
     ready.progress.status(f"resuming after step {step}")
     specs, mesh = decoder_specs(ready.decoder), jax.sharding.get_mesh()
@@ -335,7 +365,11 @@ def first_state(
         ref = of_ref.abstract_weights(ready.decoder, mesh)
         away = "reference" in cfg.learner.offload
         abstract = dataclasses.replace(abstract, ref=to_host(ref) if away else ref)
-    return checkpoints.restore(abstract, step)
+    if critic is None:
+        return checkpoints.restore(abstract, step)
+    saved, host = checkpoints.restore(dataclasses.replace(abstract, critic=critic.state), step)
+    critic.state = saved.critic
+    return dataclasses.replace(saved, critic=None), host
 
 
 def reference(
@@ -355,6 +389,7 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.d
         folder,
         rules=rules,
         dtype=dtype,
+        heads=decoder.heads,
         stacked=decoder.stacked,
         grouped_matmul=decoder.grouped_matmul,
     )[1]

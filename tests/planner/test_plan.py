@@ -12,12 +12,20 @@ import jax
 import pytest
 from tiny_run import TINY, run
 
+from jaxrl.config import RoleConfig
 from jaxrl.learner.layout import rollout_layout
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
-from jaxrl.planner.plan import Plan, add_up, link_seconds, live_bytes, make_plan
-from jaxrl.planner.programs import run_parts
+from jaxrl.planner.plan import (
+    Plan,
+    add_up,
+    calls_per_step,
+    link_seconds,
+    live_bytes,
+    make_plan,
+)
+from jaxrl.planner.programs import CRITIC_PROGRAMS, run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import CHIPS, Topology, topology
 from sharding import make_mesh
@@ -118,6 +126,43 @@ def test_a_rollout_in_eight_bits_has_smaller_weights_and_pages(plan):
     weights = (4 * embed + matrices) // 2 + 4 * scales
     pool, was = parts.n_pages * parts.page_bytes, plan.programs["decode"].argument_bytes
     assert weights + pool < decode.argument_size_in_bytes < 0.45 * was
+
+
+def test_a_critic_of_its_own_has_its_bytes_and_its_programs(plan):
+    """Over tensor 4 of eight devices, two ranks of fsdp; the shape of another backbone, of half the width."""
+    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    cfg = run(algorithm__advantage="gae", critic__token_budget=512)
+    own = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=4))
+    cfg = dataclasses.replace(cfg, critic=own)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, small)
+        calls = calls_per_step(cfg, parts, 8, plan.lengths)
+        compiled = {name: parts.lower[name]().compile() for name in CRITIC_PROGRAMS}
+    # V*D + L * (q, o, k, v: 4 * 32*32, mlp: 3 * 64*32) over 4 x 2; q, k, v biases over 4; a head over 2; norms
+    matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
+    biases, norms, head = 2 * 3 * 32, (2 * 2 + 1) * 32, 32
+    resident = parts.resident
+    assert resident["critic"] == 4 * (matrices // 8 + biases // 4 + head // 2 + norms)
+    assert 0 <= resident["critic_opt_state"] - 2 * resident["critic"] <= 16
+    for name, program in compiled.items():
+        held = sum(resident[part] for part in parts.holds[name])
+        assert held <= program.memory_analysis().argument_size_in_bytes, name
+    # 32 sequences of 128 tokens: 2 ranks x 512 tokens a micro-batch; the policy's 4 ranks have 256
+    assert (calls["values"], calls["critic_accumulate"], calls["critic_apply"]) == (4, 4, 2)
+    assert calls["accumulate"] == 4
+    # all of it beside the policy's programs
+    assert live_bytes(plan.programs["decode"], parts, 0) - live_bytes(
+        plan.programs["decode"], dataclasses.replace(parts, resident=plan.resident), 0
+    ) == sum(resident.values()) - sum(plan.resident.values())
+
+
+def test_a_shared_critic_costs_a_head_and_a_program(plan):
+    cfg = run(algorithm__advantage="gae", critic__shared=True)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+    assert set(parts.lower) == {*plan.programs, "values"}
+    assert parts.holds["values"] == ("params",)
+    assert parts.resident["params"] == plan.resident["params"] + 4 * 64 // 4
 
 
 def test_scoring_by_other_rules_is_another_program():

@@ -1,0 +1,186 @@
+"""The critic's values, loss and gradient are the same numbers on any packing and mesh; values come from both kinds."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_policy import MODEL, batches, new_params, rollouts, run_config
+
+from jaxrl.config import RoleConfig
+from jaxrl.data.packing import gather, pack
+from jaxrl.learner.critic import Values, make_critic, shared_values
+from jaxrl.learner.layout import Layout
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.state import init_state
+from jaxrl.learner.step import make_update, make_value_update
+from jaxrl.models.decoder import decoder_specs
+from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh
+
+CRITIC = dataclasses.replace(MODEL, heads=("score",), stacked=True)
+BOTH = dataclasses.replace(MODEL, heads=("vocab", "score"), stacked=True)
+RNG = np.random.default_rng(3)
+
+
+def noise(r, scale: float) -> np.ndarray:
+    return (scale * RNG.standard_normal(len(r.tokens))).astype(np.float32)
+
+
+ROLLOUTS = [dataclasses.replace(r, values=noise(r, 1), returns=noise(r, 2)) for r in rollouts()]
+LAYOUTS = {
+    "long rows in two micro-batches": (dict(row_len=128, token_budget=128), {}, TRAIN),
+    "2 x 2 x 2 devices": (
+        dict(row_len=32, token_budget=128, n_ranks=4),
+        dict(replica=2, fsdp=2, tensor=2),
+        TRAIN,
+    ),
+    "ulysses": (dict(row_len=32, token_budget=64, n_ranks=2), dict(fsdp=2, sequence=2), ULYSSES),
+    "pipeline": (dict(row_len=32, token_budget=64, n_ranks=2), dict(fsdp=2, stage=2), PIPELINE),
+}
+ONE = (dict(row_len=32, token_budget=512), {}, TRAIN)
+
+
+def gae_config(**critic):
+    learner = dict(remat="none")  # quicker to compile
+    cfg = run_config(learner, advantage="gae", aggregation="seq_mean_token_mean")
+    return dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, **critic))
+
+
+def params_of(model, rules: Rules):
+    """With a value head that is not zero."""
+    params = new_params(model=model, rules=rules)
+    head = np.random.default_rng(5).standard_normal((1, MODEL.D)).astype(np.float32)
+    head = jax.device_put(head, params.score.sharding)
+    is_head = lambda path: jax.tree_util.keystr(path) == ".score"  # noqa: E731
+    return jax.tree.map_with_path(lambda path, leaf: head if is_head(path) else leaf, params)
+
+
+def value_numbers(packing: dict, sizes: dict, rules: Rules):
+    """(values of every rollout, gradient of the loss, metrics) of a critic of its own."""
+    cfg = gae_config(value_clip=0.3)
+    shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
+    packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
+    with jax.set_mesh(make_mesh(**sizes)):
+        params = params_of(CRITIC, rules)
+        values = Values(cfg.of_critic, Layout(rules, None, None, np.dtype(np.float32)))
+        found = gather(values.of(params, packed), packed)
+        optimizer = make_optimizer(cfg.of_critic.learner, 10, decoder_specs(CRITIC))
+        update = make_value_update(cfg.of_critic, optimizer, rules)
+        state = init_state(params, optimizer)
+        total = update.zeros(state.params)
+        for one in packed:
+            total = update.accumulate(state.params, None, total, update.put(one.batch))
+        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        sums = jax.device_get(total.sums)
+        metrics = {name: float(x / sums.weight) for name, x in sums.losses.items()}
+        metrics |= {name: float(x / n) for name, (x, n) in sums.means.items()}
+    return found, grads, metrics
+
+
+alone = functools.cache(lambda: value_numbers(*ONE))
+
+
+SLOW = "long rows in two micro-batches", "ulysses", "pipeline"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS]
+)
+def test_packing_micro_batches_and_devices_change_neither_values_nor_their_update(name):
+    got, want = value_numbers(*LAYOUTS[name]), alone()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * np.abs(other).max())
+
+
+def test_the_loss_is_that_of_a_slow_reference():
+    values, grads, metrics = alone()
+    losses, held = [], []
+    for r, v in zip(ROLLOUTS, values, strict=True):
+        near = np.clip(v, r.values - 0.3, r.values + 0.3)
+        squares = np.stack([(v - r.returns) ** 2, (near - r.returns) ** 2])
+        losses.append(0.5 * squares.max(0).mean())
+        held.append(squares[1] > squares[0])
+    np.testing.assert_allclose(metrics["critic/loss"], np.mean(losses), rtol=1e-4)
+    held = np.concatenate(held)
+    assert 0 < held.mean() < 1
+    np.testing.assert_allclose(metrics["critic/clip_fraction"], held.mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["critic/value_mean"], np.concatenate(values).mean(), rtol=1e-4
+    )
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+def test_a_value_is_of_the_state_before_its_token():
+    """Another last token changes no value; another last token of the prompt changes them all."""
+    [r] = [r for r in ROLLOUTS if len(r.tokens) == 12][:1]
+    last, prompt = r.tokens.copy(), r.prompt.tokens.copy()
+    last[-1], prompt[-1] = (last[-1] + 1) % MODEL.V, (prompt[-1] + 1) % MODEL.V
+    others = [
+        r,
+        dataclasses.replace(r, tokens=last),
+        dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, tokens=prompt)),
+    ]
+    with jax.set_mesh(make_mesh()):
+        values = Values(gae_config().of_critic, Layout(TRAIN, None, None, np.dtype(np.float32)))
+        packed = pack(others, shapes=((1, 32),), align=8, n_ranks=1)
+        first, same, other = gather(values.of(params_of(CRITIC, TRAIN), packed), packed)
+    np.testing.assert_array_equal(first, same)
+    assert (first != other).all()
+
+
+@functools.cache
+def shared_numbers_alone(loss_coef: float):
+    return shared_numbers(loss_coef, *ONE)
+
+
+def shared_numbers(loss_coef: float, packing: dict, sizes: dict, rules: Rules):
+    cfg = gae_config(shared=True, loss_coef=loss_coef, value_clip=0.3)
+    with jax.set_mesh(make_mesh(**sizes)):
+        params = params_of(BOTH, rules)
+        optimizer = make_optimizer(cfg.learner, 10, decoder_specs(BOTH))
+        update = make_update(cfg, optimizer, rules)
+        total = update.zeros(params)
+        for batch in batches(ROLLOUTS, **packing):
+            total = update.accumulate(params, None, total, update.put(batch))
+        grads = jax.device_get(jax.tree.map(lambda g: g / total.sums.weight, total.grads))
+        losses = {name: float(x / total.sums.weight) for name, x in total.sums.losses.items()}
+    return grads, losses
+
+
+def test_a_shared_critic_adds_its_loss_and_gradient_to_the_policy_s():
+    grads, losses = shared_numbers_alone(0.25)
+    np.testing.assert_allclose(
+        losses["loss/total"], losses["loss/policy"] + 0.25 * losses["critic/loss"], rtol=1e-5
+    )
+    twice, _ = shared_numbers(0.5, *ONE)
+    # of the policy alone: 2 (p + v/4) - (p + v/2) = p, which is nothing in the value head
+    np.testing.assert_allclose(2 * grads.score, twice.score, rtol=1e-4)
+    np.testing.assert_allclose(grads.score, 0.25 * alone()[1].score, rtol=1e-4, atol=1e-6)
+    assert np.abs(twice.embed - grads.embed).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_a_shared_critic_has_the_losses_of_one_device_on_eight():
+    _, want = shared_numbers_alone(0.25)
+    _, got = shared_numbers(0.25, *LAYOUTS["2 x 2 x 2 devices"])
+    assert got.keys() == want.keys()
+    for key in want:
+        np.testing.assert_allclose(got[key], want[key], rtol=1e-4, err_msg=key)
+
+
+def test_a_critic_lies_on_a_mesh_of_its_own():
+    cfg = gae_config(mesh=RoleConfig(tensor=2), token_budget=256)
+    with jax.set_mesh(make_mesh(fsdp=8)):
+        critic = make_critic(cfg, Path(), MODEL, np.dtype(np.float32), 10)
+        assert critic.values.n_ranks == 4 and critic.values.layout.way is not None
+        assert critic.state.params.layers[0].mlp.up.w.sharding.spec == jax.P("tensor", "fsdp")
+        assert critic.state.params.score.shape == (1, 16) and critic.state.params.lm_head is None
+        assert critic.values.cfg.learner.token_budget == 256
+        assert shared_values(cfg, np.dtype(np.float32)).n_ranks == 8
+        with pytest.raises(ValueError, match=r"2 kv heads over tensor=8.*config\.critic\.mesh"):
+            wide = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=8))
+            make_critic(
+                dataclasses.replace(cfg, critic=wide), Path(), MODEL, np.dtype(np.float32), 10
+            )
