@@ -64,7 +64,7 @@ OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
 BEST_MODES = ("max", "min")
-ENVIRONMENTS = ("calculator", "guess_number", "gymnasium")
+ENVIRONMENTS = ("calculator", "guess_number", "gymnasium", "retry")
 REWARDS = (
     "by_source",
     "code",

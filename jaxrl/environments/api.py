@@ -18,11 +18,13 @@ BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
     "gymnasium": "jaxrl.environments.gymnasium:TextGame",
+    "retry": "jaxrl.environments.retry:Retry",
 }
 
 
 class Environment(Protocol):
-    """Made anew for every episode, in a process of its own, with the options behind the '?' of env.name."""
+    """Made anew for every episode, in a process of its own, with the options behind the '?' of env.name. One more is
+    made at the start: a wrong option is said then, and what it imports or loads is there for all."""
 
     def reset(self, prompt: dict[str, Any]) -> list[Message] | None:
         """The conversation that the model answers first; None = the prompt's own.

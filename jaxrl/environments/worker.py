@@ -33,6 +33,7 @@ def main(fd: int) -> None:
         name, timeout_s = connection.recv()
         try:
             make = load_function(name, BUILT_IN, "env.name", of_others=())
+            make_first(make, name)
         except BaseException as error:
             connection.send(str(error) or type(error).__name__)
             return
@@ -57,6 +58,16 @@ def main(fd: int) -> None:
     finally:
         for pid in alive:
             end(pid)
+
+
+def make_first(make: Make, name: str) -> None:
+    """Makes an environment that is not used. Raises ValueError where that fails."""
+    try:
+        make()
+    except Exception as error:
+        raise ValueError(
+            f"env.name {name!r} cannot be made ({type(error).__name__}: {error}); change its options"
+        ) from error
 
 
 def end(pid: int) -> None:

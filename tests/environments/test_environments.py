@@ -11,6 +11,7 @@ from jaxrl.environments.api import Turn
 from jaxrl.environments.calculator import Calculator, evaluate
 from jaxrl.environments.guess_number import GuessNumber
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.environments.retry import Retry
 
 HAZARDS = """
 import os
@@ -194,6 +195,7 @@ def test_what_cannot_be_imported_is_said_at_once(hazards, tmp_path):
         f"{hazards}:Obeys": "has no function 'Obeys'; it has Obey",
         "nowhere.module:Env": r"cannot be imported \(ModuleNotFoundError",
         f"{broken}:Env": "ended the process that imports it",
+        "calculator?call=1": r"cannot be made \(TypeError.*'call'.*change its options",
     }.items():
         with pytest.raises(ValueError, match=words):
             EnvironmentPool(EnvConfig(name=name))
@@ -258,6 +260,25 @@ def test_a_game_of_guesses():
         game.reset(prompt() | {"seed": seed})
         drawn.append(game.number)
     assert drawn[0] == drawn[1] and len(set(drawn)) > 1 and all(0 <= n <= 10 for n in drawn)
+
+
+def test_another_try_after_a_wrong_answer():
+    retry = Retry(reward="last_number", tries=3, per_try=0.25)
+    assert retry.reset(prompt("12")) is None
+    assert retry.step("It is 11.") == ("That is not right. Try again.", 0.0, False, {"retries": 1})
+    assert retry.step("It is 12.") == ("", 0.75, True)
+    retry.reset(prompt("12"))
+    assert [retry.step("13")[1:3] for _ in range(3)] == [(0.0, False), (0.0, False), (0.0, True)]
+
+
+def test_a_reasoning_gym_question_in_several_tries():
+    gym = pytest.importorskip("reasoning_gym")
+    entry = next(iter(gym.create_dataset("chain_sum", size=1, seed=1)))
+    origin = {"reasoning_gym": {"name": "chain_sum", "entry": entry}}
+    retry = Retry(reward="reasoning_gym")
+    retry.reset(prompt(entry["answer"]) | {"extra": origin})
+    assert retry.step("<answer>no</answer>")[2] is False
+    assert retry.step(f"<answer>{entry['answer']}</answer>") == ("", 1.0, True)
 
 
 def test_a_game_of_gymnasium(tmp_path, monkeypatch):

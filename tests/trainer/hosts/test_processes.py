@@ -116,3 +116,27 @@ def test_the_checkpoint_of_two_processes_goes_on_in_one_with_fewer_devices(
     group_config.total_steps, group_config.mesh.fsdp = 4, 2
     start_group(group_config, n=1, n_devices=4).finish()
     assert_close(group_config.run_dir, unbroken, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_meet_environments_as_one_does(start_group, group_config, tmp_path):
+    path = tmp_path / "letters.py"
+    path.write_text(
+        "class Letters:\n"
+        "    def reset(self, prompt):\n"
+        "        self.left = 2\n"
+        "        return [{'role': 'user', 'content': str(prompt['seed'])[:3]}]\n"
+        "    def step(self, said):\n"
+        "        self.left -= 1\n"
+        "        return 'More.', sum(c.isalpha() for c in said) / 8, self.left == 0\n"
+    )
+    group_config.env.name = f"{path}:Letters"
+    group_config.reward.functions = ("environment",)
+    group_config.data.max_response_len = 64
+    group_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
+    start_group(group_config, n=1, n_devices=8).finish()
+    reference = group_config.run_dir
+    assert any(line.get("env/turns", 0) > 1 for line in metrics(reference))
+    group_config.run_dir = str(tmp_path / "two")
+    start_group(group_config, n=2, n_devices=4).finish()
+    assert_same_run(group_config.run_dir, reference)

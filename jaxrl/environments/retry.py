@@ -1,0 +1,44 @@
+"""Another try after a wrong answer, whatever the reward function is that judges it."""
+
+from typing import Any
+
+from jaxrl.rewards.functions import load_function
+
+
+class Retry:
+    """An answer whose reward is `enough` ends the episode; another is told `again`, up to `tries` answers.
+
+    The reward is that of the last answer, less `per_try` for each answer before it where it is good enough. `reward` is
+    a function as in reward.functions.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: str = "by_source",
+        tries: int = 3,
+        enough: float = 1.0,
+        per_try: float = 0.0,
+        again: str = "That is not right. Try again.",
+    ):
+        self.judge, self.tries, self.enough = load_function(reward), tries, enough
+        self.per_try, self.again = per_try, again
+
+    def reset(self, prompt: dict[str, Any]) -> None:
+        self.prompt, self.n_wrong = prompt, 0
+
+    def step(self, completion: str) -> tuple:
+        prompt = self.prompt
+        value = self.judge(
+            data_source=prompt["source"],
+            solution_str=completion,
+            ground_truth=prompt["answer"],
+            extra_info=prompt["extra"] | {"finish": "stop"},
+        )
+        score = float(value["score"] if isinstance(value, dict) else value)
+        if score >= self.enough:
+            return "", score - self.per_try * self.n_wrong, True
+        self.n_wrong += 1
+        if self.n_wrong == self.tries:
+            return "", score, True
+        return self.again, 0.0, False, {"retries": 1}
