@@ -206,7 +206,8 @@ def converse(
     """As `generate`, of episodes in an environment: `n` for each prompt, ordered by prompt, then sample.
 
     The tokens of a rollout's prompt are those of the conversation that reset gave; `own` marks the tokens of the model
-    among those behind it, and only they have a logprob. time/env_s is the wall time in which there was nothing to decode for waiting.
+    among those behind it, and only they have a logprob. time/env_s is the wall time of waiting with nothing to
+    decode.
     """
     start = time.perf_counter()
     engine.take_stats()
