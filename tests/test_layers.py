@@ -10,7 +10,7 @@ import sys
 LAYERS = [  # lowest first; rooms of one layer do not import each other
     {"sharding", "jaxrl.types", "jaxrl.schema", "jaxrl.host_memory"},
     {"jaxrl.keys"},
-    {"jaxrl.algorithm_rules", "jaxrl.sampling_rules"},
+    {"jaxrl.algorithm_rules", "jaxrl.reward_rules", "jaxrl.sampling_rules"},
     {"jaxrl.config"},
     {
         "jaxrl.kernels",
@@ -29,6 +29,7 @@ LAYERS = [  # lowest first; rooms of one layer do not import each other
         "jaxrl.train",
         "jaxrl.sft",
         "jaxrl.dpo",
+        "jaxrl.reward_model",
         "jaxrl.evaluate",
         "jaxrl.convert",
         "jaxrl.launch",

@@ -59,6 +59,15 @@ def kto(
     return 0.5 * (good + bad)
 
 
+def bradley_terry(
+    chosen: Float[Array, " N"], rejected: Float[Array, " N"], *, margin: Float[Array, " N"]
+) -> Float[Array, " N"]:
+    """-log σ(r_chosen - r_rejected - m), r being a reward model's scores: InstructGPT, eq. 1
+    (https://arxiv.org/abs/2203.02155); with a margin m it is Llama 2's eq. 2 (https://arxiv.org/abs/2307.09288).
+    """
+    return -jax.nn.log_sigmoid(chosen - rejected - margin)
+
+
 def advantages(
     loss: PairLoss, chosen: Float[Array, " N"], rejected: Float[Array, " N"]
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]:

@@ -85,6 +85,15 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     return tuple(sorted(found))
 
 
+def padding_id(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """A token to fill rows with that ends no response: the tokenizer's own, else another special one; None
+    where there is none."""
+    stop = stop_ids(folder, tokenizer)
+    known = [tokenizer.pad_token_id, *sorted(tokenizer.all_special_ids)]
+    known += sorted(tokenizer.added_tokens_decoder)
+    return next((i for i in known if i is not None and i not in stop), None)
+
+
 class ChatRenderer:
     """Renders conversations with the checkpoint's chat template, or with another one.
 

@@ -5,10 +5,12 @@ A row, whatever file it comes from, has one of these forms; other columns are ig
   chosen, rejected    two lists of {role, content}, whole conversations that end with an answer
   prompt | question | problem | instruction    a string or a list of messages, and beside it
   chosen, rejected    two strings (or lists of one message): the answers
+  margin              optional: by how much, for reward models
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ class Pair:
     id: int
     chosen: Rollout
     rejected: Rollout
+    margin: float = 0.0  # by how much, as the row's column `margin` says
 
 
 def load_pairs(
@@ -56,7 +59,7 @@ def load_pairs(
         )
         n_tokens = max(len(r.prompt.tokens) + len(r.tokens) for r in (chosen, rejected))
         if n_tokens <= data.max_len:
-            pairs.append(Pair(number, chosen, rejected))
+            pairs.append(Pair(number, chosen, rejected, margin_of(row, place)))
         elif data.filter_overlong_prompts:
             dropped += 1
         else:
@@ -88,6 +91,18 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
     if chosen == rejected:
         raise ValueError(f"{place}: chosen and rejected are the same; leave such rows out")
     return chosen, rejected
+
+
+def margin_of(row: dict[str, Any], place: str) -> float:
+    """The number in the column `margin`, 0 without one. Raises ValueError, naming the place, for anything else."""
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(
+            f"{place}: margin={margin!r} is no number; leave the column out, or mend the row"
+        )
+    return float(margin)
 
 
 def _whole(prompt: Messages, value: Any, side: str, place: str) -> Messages:

@@ -128,7 +128,8 @@ class Layout:
 
 
 def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
-    """Of "score", "ref" or "critic", by the section of the config of that name, on the mesh that is set.
+    """Of "score", "ref", "critic" or "reward_model", by the section of the config of that name, on the mesh that
+    is set.
 
     Raises ValueError where its sizes do not divide the devices or the model.
     """
@@ -137,6 +138,7 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
         "score": ("score", cfg.score),
         "ref": ("ref", cfg.ref),
         "critic": ("critic.mesh", cfg.critic.mesh),
+        "reward_model": ("reward_model.mesh", cfg.reward_model.mesh),
     }[role]
     own = {
         "stage": sizes.stage or mesh.shape["stage"],

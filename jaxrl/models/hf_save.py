@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,14 @@ def save_model(
     *,
     source: str | Path | None = None,
     dtype: DTypeLike | None = None,
+    config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
 
     `source` is the folder that the model came from: its tokenizer files are copied and its
-    config.json is kept. `dtype` None writes the parameters as they are. A model in `target` is
+    config.json is kept, but for the entries of `config`. `dtype` None writes the parameters as they are. A
+    model in `target` is
     replaced. In a multi-host run every process calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural(tensor.name))
@@ -60,7 +62,7 @@ def save_model(
         return
     source = None if source is None else Path(source)
     with new_folder(Path(target)) as folder:
-        write_folder(folder, params.cfg, tensors, source, max_shard_bytes)
+        write_folder(folder, params.cfg, tensors, source, max_shard_bytes, config or {})
 
 
 def convert_model(
@@ -84,7 +86,7 @@ def convert_model(
 
         tensors.append(Tensor(name, to, info.shape, read))
     with new_folder(target) as folder:
-        write_folder(folder, cfg, tensors, source, max_shard_bytes)
+        write_folder(folder, cfg, tensors, source, max_shard_bytes, {})
     return cfg
 
 
@@ -128,10 +130,11 @@ def write_folder(
     tensors: Sequence[Tensor],
     source: Path | None,
     max_shard_bytes: int,
+    entries: Mapping[str, Any],
 ) -> None:
     """All files of a model folder; config.json comes last."""
     write_weights(folder, tensors, max_shard_bytes)
-    config = config_json(cfg, source) | {"torch_dtype": str(tensors[0].dtype)}
+    config = config_json(cfg, source) | {"torch_dtype": str(tensors[0].dtype)} | dict(entries)
     if source is not None:
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)

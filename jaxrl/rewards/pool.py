@@ -79,10 +79,10 @@ class RewardPool:
     def __init__(self, cfg: RewardConfig, decode: Callable[[np.ndarray], str] | None = None):
         self.names = part_names(cfg.functions)
         self._weights = cfg.weights or (1.0,) * len(self.names)
-        if not self.names or len(self._weights) != len(self.names):
+        if len(self._weights) != len(self.names):
             raise ValueError(
                 f"{len(cfg.functions)} reward functions and {len(cfg.weights)} weights; set "
-                "reward.functions to at least one name and reward.weights to as many numbers, or to ()"
+                "reward.weights to as many numbers, or to ()"
             )
         self._cfg = cfg
         self._decode = decode
@@ -189,7 +189,7 @@ class RewardPool:
         return results
 
     def _start_missing(self) -> None:
-        while len(self._workers) < self._cfg.workers:
+        while len(self._workers) < (self._cfg.workers if self.names else 0):
             self._workers.append(_start(self._cfg, self._limits_s))
 
     def _wait(self) -> None:

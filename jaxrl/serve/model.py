@@ -14,7 +14,8 @@ from jaxrl.models.auto import for_platform
 from jaxrl.models.hf_load import model_config
 from jaxrl.models.source import resolve_model
 from jaxrl.rollout.engine import PagedEngine
-from jaxrl.trainer.setup import keep_programs, load_params, make_engine, make_renderer
+from jaxrl.trainer.inputs import make_renderer
+from jaxrl.trainer.setup import keep_programs, load_params, make_engine
 from jaxrl.types import Tree
 from sharding import make_mesh
 

@@ -3,9 +3,11 @@
 import dataclasses
 import shlex
 import sys
+from pathlib import Path
 
+from jaxrl.data.chat import padding_id
 from jaxrl.learner.state import averaged
-from jaxrl.models.decoder import with_heads
+from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.trainer.run import Job
@@ -57,21 +59,37 @@ def finish(run: Job) -> None:
 
 
 def export(run: Job) -> None:
-    """The policy as a language model in hf/, its average in hf_ema/, the critic as a sequence classifier in
-    hf_critic/."""
-    policy, critic = run.state.params, run.critic
-    save_model(run.folder / "hf", with_heads(policy, ("vocab",)), source=run.model_folder)
+    """A language model in hf/, its average in hf_ema/, the values beside it as a sequence classifier in hf_critic/; a
+    model of scores alone is such a classifier, in hf/ and hf_ema/."""
+    params, critic = run.state.params, run.critic
+    has_logits = "vocab" in params.cfg.heads
+    heads = ("vocab",) if has_logits else params.cfg.heads
+    save = save_language_model if has_logits else save_classifier
+    save(run, run.folder / "hf", with_heads(params, heads), run.model_folder)
     run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
     if run.cfg.learner.ema:
-        average = with_heads(averaged(run.state), ("vocab",))
-        save_model(run.folder / "hf_ema", average, source=run.model_folder)
+        average = with_heads(averaged(run.state), heads)
+        save(run, run.folder / "hf_ema", average, run.model_folder)
         run.progress.status(f"the averaged weights in {run.folder / 'hf_ema'}")
     if critic is not None:
         with critic.values.layout.on_mesh():
-            save_model(run.folder / "hf_critic", critic.state.params, source=critic.folder)
-    elif run.values is not None:
-        values = with_heads(policy, ("score",))
-        save_model(run.folder / "hf_critic", values, source=run.model_folder)
+            save_classifier(run, run.folder / "hf_critic", critic.state.params, critic.folder)
+    elif run.values is not None and has_logits:
+        values = with_heads(params, ("score",))
+        save_classifier(run, run.folder / "hf_critic", values, run.model_folder)
+
+
+def save_language_model(run: Job, target: Path, params: Decoder, source: Path) -> None:
+    save_model(target, params, source=source)
+
+
+def save_classifier(run: Job, target: Path, params: Decoder, source: Path) -> None:
+    """With the padding token by which transformers finds the last token of a row, and the chat template of the run:
+    its scores are of texts so written."""
+    ids = {"pad_token_id": padding_id(source, run.renderer.tokenizer)}
+    save_model(target, params, source=source, config=ids)
+    if run.cfg.data.chat_template and hosts.is_first():
+        (target / "chat_template.jinja").write_text(run.renderer.template)
 
 
 def resume_command() -> str:

@@ -7,12 +7,15 @@ import numpy as np
 
 from jaxrl.config import RunConfig
 from jaxrl.data.packing import gather
-from jaxrl.schema import to_dict
+from jaxrl.schema import flatten, to_dict
 from jaxrl.trainer.experience import MiniBatch, pack_rollouts, padding_fraction
 from jaxrl.trainer.phases import update
 from jaxrl.trainer.run import Job
 from jaxrl.trainer.speed import speed_metrics
 from jaxrl.types import Batch, Rollout
+
+# Sections of the config that mean nothing where nothing is sampled.
+IDLE = ("algorithm", "critic", "env", "rollout", "reward", "reward_model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Lesson:
     teach: Callable[["Offline", Sequence], tuple[list[Rollout], dict[str, float]]]
     judge: Callable[["Offline", Sequence], dict[str, float]]  # held-out items -> val/*
     aggregation: str  # of algorithm.aggregation
+    heads: tuple[str, ...]  # of the model that learns
     has_reference: bool
-    idle_sections: tuple[str, ...]  # of the config, that it does not read
+    idle: tuple[str, ...]  # sections and keys of the config that it does not read
     logged: Mapping[str, str]  # metrics of an update that mean something here -> their names
 
 
@@ -33,12 +37,12 @@ def learning(cfg: RunConfig, lesson: Lesson) -> RunConfig:
 
     Raises ValueError for keys that have no meaning where nothing is sampled.
     """
-    default = to_dict(RunConfig())
+    values, default = flatten(to_dict(cfg)), flatten(to_dict(RunConfig()))
+    sections = tuple(f"{name}." for name in lesson.idle)
     idle = [
-        f"config.{section}.{key}"
-        for section in lesson.idle_sections
-        for key, value in to_dict(getattr(cfg, section)).items()
-        if value != default[section][key]
+        f"config.{name}"
+        for name, value in values.items()
+        if value != default[name] and (name in lesson.idle or name.startswith(sections))
     ]
     if cfg.learner.epochs != 1:
         idle.append("config.learner.epochs (set total_epochs)")
@@ -49,12 +53,13 @@ def learning(cfg: RunConfig, lesson: Lesson) -> RunConfig:
     algorithm = dataclasses.replace(
         cfg.algorithm, policy_loss="policy_gradient", aggregation=lesson.aggregation
     )
-    return dataclasses.replace(cfg, algorithm=algorithm)
+    critic = dataclasses.replace(cfg.critic, value_clip=0.0)  # scores go where a lesson wants them
+    return dataclasses.replace(cfg, algorithm=algorithm, critic=critic)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Offline(Job):
-    """What the loops of jaxrl/sft.py and jaxrl/dpo.py hold."""
+    """What the loops of jaxrl/sft.py, jaxrl/dpo.py and jaxrl/reward_model.py hold."""
 
     lesson: Lesson
 

@@ -146,8 +146,8 @@ def sample(
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[Rollout]:
     """The rollouts with their rewards: each process scores its share, and all get all of them."""
-    with run.timed("val" if validation else "reward"):
-        return score(run.rewards, rollouts, run.stop)
+    with run.timed("val" if validation else "reward"), run.no_compile("reward"):
+        return score(run.rewards, run.reward_model, rollouts, run.stop)
 
 
 def experience(run: Run, rollouts: list[Rollout]) -> tuple[list[MiniBatch], dict[str, float]]:

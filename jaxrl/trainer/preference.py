@@ -10,7 +10,7 @@ from jaxrl.algorithms.choose import choose
 from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.config import PreferenceConfig
 from jaxrl.data.preferences import Pair, load_pairs
-from jaxrl.trainer.offline import Lesson, Offline, logps
+from jaxrl.trainer.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.phases import policy_logps, reference_logps
 from jaxrl.types import Rollout
 
@@ -24,12 +24,12 @@ def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[Rollout], dict[st
     # The learner divides by answers, of which a pair has two.
     each = 2 * np.concatenate([up, down])
     rollouts = [weighted(r, a) for r, a in zip(answers_of(pairs), each.tolist(), strict=True)]
-    return rollouts, preference_metrics(run.cfg.preference, loss, chosen, rejected)
+    return rollouts, preference_metrics(run.cfg.preference.beta, loss, chosen, rejected)
 
 
 def judge(run: Offline, pairs: Sequence[Pair]) -> dict[str, float]:
     """val/loss, val/accuracy, val/margin and the rewards of both sides."""
-    metrics = preference_metrics(run.cfg.preference, *measure(run, pairs))
+    metrics = preference_metrics(run.cfg.preference.beta, *measure(run, pairs))
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
@@ -83,15 +83,16 @@ def weighted(rollout: Rollout, advantage: float) -> Rollout:
 
 
 def preference_metrics(
-    cfg: PreferenceConfig, loss: PairLoss, chosen: Numbers, rejected: Numbers
+    beta: float, loss: PairLoss, chosen: Numbers, rejected: Numbers
 ) -> dict[str, float]:
-    """Means over pairs. The reward of an answer is β log π / π_ref (DPO, eq. 5)."""
+    """Means over pairs. The reward of an answer is β log π / π_ref (DPO, eq. 5); of a model of scores, with β = 1, its
+    score."""
     return {
         "preference/loss": float(jnp.mean(loss(jnp.asarray(chosen), jnp.asarray(rejected)))),
         "preference/accuracy": float(np.mean(chosen > rejected)),
-        "preference/margin": cfg.beta * float(np.mean(chosen - rejected)),
-        "preference/reward_chosen": cfg.beta * float(np.mean(chosen)),
-        "preference/reward_rejected": cfg.beta * float(np.mean(rejected)),
+        "preference/margin": beta * float(np.mean(chosen - rejected)),
+        "preference/reward_chosen": beta * float(np.mean(chosen)),
+        "preference/reward_rejected": beta * float(np.mean(rejected)),
     }
 
 
@@ -100,7 +101,8 @@ DPO = Lesson(
     teach=compare,
     judge=judge,
     aggregation="seq_mean_token_sum",
+    heads=("vocab",),
     has_reference=True,
-    idle_sections=("algorithm", "rollout", "reward", "env"),
+    idle=(*IDLE, "preference.margin_weight"),
     logged={"loss/entropy": "loss/entropy"},
 )

@@ -23,6 +23,7 @@ from jaxrl.trainer.coefficients import Coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.trainer.reward_model import RewardModel
 from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.types import Prompt, TrainState
 
@@ -127,6 +128,7 @@ class Run(Job):
     """What the loop of jaxrl/train.py holds: a job that samples and is rewarded for it."""
 
     rewards: RewardPool
+    reward_model: RewardModel | None
     engines: Engines
 
     def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
@@ -140,6 +142,7 @@ class Evaluation:
 
     prompts: list[Prompt]
     rewards: RewardPool
+    reward_model: RewardModel | None
     engines: Engines
     params: Decoder  # as engines.layout says
 

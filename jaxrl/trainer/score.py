@@ -5,16 +5,24 @@ from collections.abc import Sequence
 
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.trainer.reward_model import RewardModel
 from jaxrl.types import Rollout
 from sharding import hosts
 
 
-def score(pool: RewardPool, rollouts: Sequence[Rollout], stop: StopFlag) -> list[Rollout]:
-    """The rollouts with their rewards: each process scores its share, and all get all of them."""
+def score(
+    pool: RewardPool,
+    reward_model: RewardModel | None,
+    rollouts: Sequence[Rollout],
+    stop: StopFlag,
+) -> list[Rollout]:
+    """The rollouts with their rewards: each process scores its share by functions, all of them together by the
+    reward model, and all get all of them."""
     mine = pool.score(rollouts[hosts.share(len(rollouts))])
     stop.check()
     scores = hosts.joined([(r.reward, r.reward_parts, r.reward_error) for r in mine])
-    return [
+    found = [
         dataclasses.replace(r, reward=reward, reward_parts=parts, reward_error=error)
         for r, (reward, parts, error) in zip(rollouts, scores, strict=True)
     ]
+    return found if reward_model is None else reward_model.add_rewards(found, stop.check)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,9 @@ from jaxrl.config import RolloutConfig, RunConfig, check_devices
 from jaxrl.data.chat import (
     ChatRenderer,
     check_same_tokenizer,
-    check_tokenizer,
-    load_tokenizer,
     stop_ids,
 )
 from jaxrl.data.iterator import BatchIterator
-from jaxrl.data.prompts import load_prompts
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
@@ -30,7 +27,7 @@ from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_r
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, init_state
-from jaxrl.learner.step import Scorer, make_update
+from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -45,14 +42,16 @@ from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.compiles import CompileWatch
 from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.folder import open_folder
+from jaxrl.trainer.inputs import load_data, load_val, make_iterator, make_renderer
 from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
 from jaxrl.trainer.offline import Lesson, Offline
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
+from jaxrl.trainer.reward_model import RewardModel, open_reward_model
 from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.warmup import warm_up, warm_up_learner
-from jaxrl.types import Prompt, TrainState
-from sharding import check_host_memory, hosts, make_mesh, to_host
+from jaxrl.types import TrainState
+from sharding import bytes_per_device, check_host_memory, hosts, make_mesh, to_host
 from sharding.rules import Rules
 
 
@@ -72,9 +71,11 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             environments = open_environments(cfg, stack)
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
+        reward_model = reward_model_of(cfg, ready)
         memory = device_memory()
         rollout = cfg.rollout
         if cfg.plan_check and memory is not None:
+            memory -= bytes_per_device(reward_model.params) if reward_model else 0
             with base.progress.waiting("planning: compiling all programs"):
                 backbone = model_config(base.critic_folder)
                 plan = check_plan(cfg, ready.decoder, memory, critic=backbone)
@@ -84,6 +85,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
             val=val_prompts,
             rewards=rewards,
+            reward_model=reward_model,
             engines=make_engines(cfg, rollout, ready, environments),
         )
         if not run.done:
@@ -106,6 +108,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         base.progress.status(f"data: {len(prompts)} prompts")
         check_same_data([], prompts)
         ready = open_devices(cfg, base, stack)
+        reward_model = reward_model_of(cfg, ready)
         engines = make_engines(cfg, cfg.rollout, ready, environments)
         layout = engines.layout
         stack.enter_context(layout.on_mesh())
@@ -113,7 +116,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
             params = load_params(base.model_folder, layout.rules, ready.decoder, layout.dtype)
             params = layout.compact(params)
             engines.engine.warmup(params)
-        yield Evaluation(prompts, rewards, engines, params)
+        yield Evaluation(prompts, rewards, reward_model, engines, params)
 
 
 @contextlib.contextmanager
@@ -134,13 +137,16 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
         base.progress.status(f"data: {len(items)} to learn from, {len(val)} held out")
         check_same_data(items, val)
         ready = open_devices(cfg, base, stack)
+        decoder = dataclasses.replace(ready.decoder, heads=lesson.heads)
+        ready = dataclasses.replace(ready, decoder=decoder)
         run = Offline(
             **job(cfg, ready, stack, iterator, has_reference=lesson.has_reference),
             val=val,
             lesson=lesson,
         )
         if not run.done:
-            warm_up_learner(run, policy=True, reference=lesson.has_reference)
+            has_logits = "vocab" in lesson.heads
+            warm_up_learner(run, policy=has_logits, reference=lesson.has_reference)
         yield run
 
 
@@ -219,7 +225,8 @@ def job(
         )
     policy_steps = steps - cfg.critic.warmup_steps
     optimizer = make_optimizer(cfg.learner, policy_steps * cfg.updates_per_step, specs)
-    critic, values = None, shared_values(cfg, ready.dtype) if cfg.critic.shared else None
+    has_score = "score" in ready.decoder.heads
+    critic, values = None, shared_values(cfg, ready.dtype) if has_score else None
     if cfg.has_critic and values is None:
         critic = make_critic(cfg, ready.critic_folder, None, ready.dtype, steps)
         values = critic.values
@@ -234,6 +241,7 @@ def job(
     state, ref_params = dataclasses.replace(state, ref=None), state.ref
     if has_reference and ref_params is None:
         ref_params = reference(cfg, ref_scorer.layout, state, step, ready)
+    make = make_update if "vocab" in ready.decoder.heads else make_value_update
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
     stack.callback(logger.close)
     return dict(
@@ -245,7 +253,7 @@ def job(
         renderer=ready.renderer,
         iterator=iterator,
         optimizer=optimizer,
-        update=make_update(cfg, optimizer, rules),
+        update=make(cfg, optimizer, rules),
         scorer=scorer,
         ref_scorer=ref_scorer,
         values=values,
@@ -268,42 +276,15 @@ def job(
     )
 
 
-def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
-    tokenizer = load_tokenizer(folder)
-    check_tokenizer(tokenizer, decoder.V)
-    data = cfg.data
-    return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
+def reward_model_of(cfg: RunConfig, ready: Ready) -> RewardModel | None:
+    if not cfg.reward_model.path:
+        return None
+    with ready.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
+        return open_reward_model(cfg, ready.dtype)
 
 
 def reward_pool(cfg: RunConfig, renderer: ChatRenderer) -> RewardPool:
     return RewardPool(cfg.reward, functools.partial(renderer.decode, skip_special=False))
-
-
-def load_data(
-    cfg: RunConfig, renderer: ChatRenderer, progress: Progress
-) -> tuple[list[Prompt], list[Prompt]]:
-    """(training prompts, validation prompts)."""
-    data = cfg.data
-    prompts = load_prompts(data.train, renderer=renderer, data=data)
-    val_prompts = load_val(cfg, renderer) if data.val else []
-    progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
-    return prompts, val_prompts
-
-
-def load_val(cfg: RunConfig, renderer: ChatRenderer) -> list[Prompt]:
-    data = cfg.data
-    return load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
-
-
-def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
-    data = cfg.data
-    return BatchIterator(
-        items,
-        prompts_per_step=data.prompts_per_step,
-        shuffle=data.shuffle,
-        seed=cfg.seed,
-        skip_solved=data.skip_solved > 0,
-    )
 
 
 def keep_programs(cfg: RunConfig) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.data.demonstrations import load_demonstrations
-from jaxrl.trainer.offline import Lesson, Offline, logps
+from jaxrl.trainer.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.phases import policy_logps
 from jaxrl.types import Rollout
 
@@ -37,7 +37,8 @@ SFT = Lesson(
     teach=imitate,
     judge=likelihood,
     aggregation="token_mean",
+    heads=("vocab",),
     has_reference=False,
-    idle_sections=("algorithm", "rollout", "reward", "env", "preference"),
+    idle=(*IDLE, "preference"),
     logged={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},
 )

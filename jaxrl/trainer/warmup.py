@@ -1,11 +1,11 @@
 """Compiles every program of a run before its first step, each with its name and seconds on the console."""
 
 from jaxrl.data.packing import Packed, empty_batch
-from jaxrl.learner.critic import Values
+from jaxrl.learner.critic import Critic, Values
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
 from jaxrl.trainer.run import Job, Run
-from jaxrl.types import Batch
+from jaxrl.types import Batch, Tree
 from sharding import to_device
 
 
@@ -14,27 +14,38 @@ def warm_up(run: Run) -> None:
     compiling = run.progress.waiting("compiling prefill and decode")
     with compiling, run.engines.layout.weights(run.state.params) as params:
         run.engines.engine.warmup(params)
-    if run.values is not None:
-        warm_up_critic(run, run.values)
+    if run.reward_model is not None:
+        warm_up_values(run, run.reward_model.values, run.reward_model.params, "the reward model")
     warm_up_learner(run, policy=needs_old_logp(run.cfg), reference=needs_ref_logp(run.cfg))
 
 
-def warm_up_critic(run: Run, values: Values) -> None:
-    """Values, and the updates of a critic of its own."""
-    params = run.state.params if run.critic is None else run.critic.state.params
+def warm_up_values(run: Job, values: Values, params: Tree, whose: str) -> None:
+    """The scores of a model in every declared shape."""
     for rows, row_len in values.cfg.learner.shapes:
         n_rows = values.n_ranks * rows
-        with run.progress.waiting(f"compiling the critic for [{n_rows}, {row_len}] tokens"):
-            batch = empty_batch(n_rows, row_len)
-            values.of(params, [Packed(batch, places=())])
-            if run.critic is not None:
-                with values.layout.on_mesh():
-                    run.critic.state, _ = run.critic.update.update(run.critic.state, [batch])
-                params = run.critic.state.params
+        with run.progress.waiting(f"compiling {whose} for [{n_rows}, {row_len}] tokens"):
+            values.of(params, [Packed(empty_batch(n_rows, row_len), places=())])
+
+
+def warm_up_critic(run: Job, critic: Critic) -> None:
+    """The updates of a critic of its own."""
+    values = critic.values
+    for rows, row_len in values.cfg.learner.shapes:
+        n_rows = values.n_ranks * rows
+        with (
+            run.progress.waiting(f"compiling the critic's update for [{n_rows}, {row_len}] tokens"),
+            values.layout.on_mesh(),
+        ):
+            critic.state, _ = critic.update.update(critic.state, [empty_batch(n_rows, row_len)])
 
 
 def warm_up_learner(run: Job, *, policy: bool, reference: bool) -> None:
     """The updates alone, and scoring by whom it is done."""
+    if run.values is not None:
+        params = run.state.params if run.critic is None else run.critic.state.params
+        warm_up_values(run, run.values, params, "values")
+    if run.critic is not None:
+        warm_up_critic(run, run.critic)
     for rows, row_len in run.cfg.learner.shapes:
         n_rows = run.n_ranks * rows
         with run.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):

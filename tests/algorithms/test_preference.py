@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.preference import advantages, dpo, ipo, kto
+from jaxrl.algorithms.preference import advantages, bradley_terry, dpo, ipo, kto
 
 CHOSEN, REJECTED = jnp.array([1.0, -2.0]), jnp.array([-1.0, 1.0])
 LOSSES = {
     "dpo": lambda c, r: dpo(c, r, beta=0.5),
     "cdpo": lambda c, r: dpo(c, r, beta=0.5, label_smoothing=0.1),
     "ipo": lambda c, r: ipo(c, r, beta=0.1),
+    "bradley_terry": lambda c, r: bradley_terry(c, r, margin=jnp.array([0.5, 0.0])),
     "kto": lambda c, r: kto(c, r, beta=0.5, kl=0.2, chosen_weight=1.0, rejected_weight=2.0),
 }
 
@@ -26,6 +27,12 @@ def test_dpo_by_hand():
     np.testing.assert_allclose(LOSSES["dpo"](CHOSEN, REJECTED), want, rtol=1e-6)
     smooth = [0.9 * a - 0.1 * np.log(sigmoid(b)) for a, b in zip(want, (-1.0, 1.5), strict=True)]
     np.testing.assert_allclose(LOSSES["cdpo"](CHOSEN, REJECTED), smooth, rtol=1e-6)
+
+
+def test_bradley_terry_by_hand():
+    # margins 2 - 0.5 and -3 - 0
+    want = [-np.log(sigmoid(1.5)), -np.log(sigmoid(-3.0))]
+    np.testing.assert_allclose(LOSSES["bradley_terry"](CHOSEN, REJECTED), want, rtol=1e-6)
 
 
 def test_ipo_by_hand():

@@ -36,6 +36,14 @@ def test_all_forms_give_the_same_pair(row, renderer, tmp_path):
         assert shown == said["content"] + "<|im_end|>" and one.own.all()
 
 
+def test_a_row_may_say_by_how_much(renderer, tmp_path):
+    row = FORMS[0]
+    with_margin, without = load(tmp_path, renderer, row | {"margin": 2}, row)
+    assert (with_margin.margin, without.margin) == (2.0, 0.0)
+    with pytest.raises(ValueError, match="margin='much' is no number"):
+        load(tmp_path, renderer, row | {"margin": "much"})
+
+
 def test_only_the_last_turn_is_compared(renderer, tmp_path):
     earlier = [ASK, GOOD, {"role": "user", "content": "Sure?"}]
     [pair] = load(tmp_path, renderer, {"prompt": earlier, "chosen": "Yes.", "rejected": "No."})

@@ -1,0 +1,30 @@
+"""python -m jaxrl.reward_model --config=configs/reward_model_7b.py: learn scores from pairs of answers."""
+
+import os
+import sys
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    print("jaxrl: loading", flush=True)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+
+from jaxrl.config import RunConfig
+from jaxrl.flags import parse
+from jaxrl.trainer.loop import exit_status, run_to_end
+from jaxrl.trainer.offline import learning, train_step, validate
+from jaxrl.trainer.ranking import RANKING
+from jaxrl.trainer.setup import open_offline
+
+
+def main() -> int:
+    """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
+    return exit_status(train, parse(sys.argv[1:]))
+
+
+def train(cfg: RunConfig) -> bool:
+    """Runs to the last step. False if it was interrupted before that: then all is saved."""
+    with open_offline(learning(cfg, RANKING), RANKING) as run:
+        return run_to_end(run, train_step, validate)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Reward models: trained from pairs, in files as transformers reads them, and as the reward of a run."""
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from jaxrl import reward_model
+from jaxrl.algorithms.preference import bradley_terry
+from jaxrl.config import default_config, resolve
+from jaxrl.data.packing import pack
+from jaxrl.learner.loss import value_loss_sums
+from jaxrl.models.decoder import forward_packed
+from jaxrl.models.hf_load import load_model
+from jaxrl.train import train
+from jaxrl.trainer.offline import learning
+from jaxrl.trainer.ranking import RANKING, rank
+from jaxrl.trainer.reward_model import open_reward_model, with_score
+from jaxrl.trainer.setup import open_offline
+from jaxrl.types import Prompt, Rollout
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+
+def pairs(n, seed):
+    """What is said with letters of the first half of the alphabet is better than of the second."""
+    draw = random.Random(seed)
+
+    def say(letters):
+        return "".join(draw.choices(letters, k=draw.randint(2, 8)))
+
+    return [
+        {
+            "prompt": f"{draw.randint(0, 99)}?",
+            "chosen": say("abcdefgh"),
+            "rejected": say("stuvwxyz"),
+        }
+        for _ in range(n)
+    ]
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return (str(path),)
+
+
+@pytest.fixture
+def ranking_config(tiny_config, tmp_path):
+    """20 steps of 8 pairs, others held out."""
+    tiny_config.rollout.update(default_config().rollout)
+    tiny_config.reward.update(default_config().reward)
+    tiny_config.data.train = write(tmp_path / "train.jsonl", pairs(160, 0))
+    tiny_config.data.val = write(tmp_path / "val.jsonl", pairs(40, 1))
+    tiny_config.data.prompts_per_step = 8
+    tiny_config.total_steps = 20
+    tiny_config.learner.lr = 3e-3
+    return tiny_config
+
+
+@pytest.fixture(scope="session")
+def tiny_scorer(tiny_model, tmp_path_factory):
+    """The tiny model as a sequence classifier with a random head, and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("scorer") / "model"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["score.weight"] = np.random.default_rng(0).normal(size=(1, 32)).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    ask = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (folder / "chat_template.jinja").write_text(template + ask)
+    return folder
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir):
+    return load_file(Path(run_dir) / "hf" / "model.safetensors")
+
+
+def test_a_reward_model_learns_from_pairs_and_then_rewards_a_run(
+    ranking_config, tiny_config, tmp_path
+):
+    assert reward_model.train(resolve(ranking_config))
+    lines = metrics(ranking_config.run_dir)
+    first, last = [line for line in lines if "val/accuracy" in line]
+    assert first["val/loss"] == pytest.approx(np.log(2), abs=1e-6), "the head starts at zero"
+    assert last["val/accuracy"] > 0.9 and last["val/loss"] < 0.5 and last["val/margin"] > 0
+    trained = [line for line in lines if "preference/loss" in line]
+    assert len(trained) == 20 and all(line["optim/grad_norm"] > 0 for line in trained)
+
+    folder = Path(ranking_config.run_dir) / "hf"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures == ["LlamaForSequenceClassification"]
+    assert config.num_labels == 1
+    assert config.pad_token_id is not None and config.pad_token_id != 2, "not what ends a response"
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["score.weight"].shape == (1, 32) and "lm_head.weight" not in tensors
+    assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
+
+    run = rl_config(tiny_config, tmp_path, folder)
+    assert train(resolve(run))
+    trained = [line for line in metrics(run.run_dir) if "reward/mean" in line]
+    for line in trained:
+        total = 0.5 * line["reward/reward_model"] + line["reward/short_is_good"]
+        assert line["reward/mean"] == pytest.approx(total, abs=1e-5)
+        assert line["reward/errors"] == 0
+    assert any("val/reward" in line for line in metrics(run.run_dir))
+
+
+def rl_config(config, tmp_path, folder):
+    """A run of 3 steps on sums, rewarded by a function and half of what the model in the folder says."""
+    conftest = Path(__file__).parent / "conftest.py"
+    config.run_dir = str(tmp_path / "rl")
+    config.total_steps = 3
+    config.data.train = ("task:addition?digits=1&size=64&split=train",)
+    config.data.val = ("task:addition?digits=1&size=8&split=val",)
+    config.data.prompts_per_step = 4
+    config.rollout.n = 4
+    config.rollout.max_num_seqs = 16
+    config.rollout.max_num_batched_tokens = 256
+    config.reward.functions = (f"{conftest}:short_is_good",)
+    config.reward_model.path = str(folder)
+    config.reward_model.weight = 0.5
+    return config
+
+
+def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
+    """Through packing and the value loss of the learner, against both answers of a pair differentiated at once."""
+    ranking_config.preference.margin_weight = 0.5
+    ranking_config.data.prompts_per_step = 2
+    rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
+    ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
+    cfg = learning(resolve(ranking_config), RANKING)
+    with open_offline(cfg, RANKING) as run:
+        items = next(run.iterator)
+        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.state.params)  # fmt: skip
+        run.state = dataclasses.replace(run.state, params=moved)
+        rollouts, found = rank(run, items)
+        packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
+        batches = [run.update.put(p.batch) for p in packed]
+
+        def ours(params):
+            sums = [value_loss_sums(params, b, cfg=cfg, rules=TRAIN) for b in batches]
+            return sum(loss for loss, _ in sums) / sum(s.weight for _, s in sums)
+
+        def score(params, answer):
+            return score_at_end(
+                params, jnp.concatenate([answer.prompt.tokens, answer.tokens])[None]
+            )
+
+        margins = jnp.array([0.5 * pair.margin for pair in items], jnp.float32)
+        assert len(set(margins.tolist())) == 2
+
+        def direct(params):
+            chosen, rejected = (
+                jnp.stack([score(params, getattr(pair, side)) for pair in items])
+                for side in ("chosen", "rejected")
+            )
+            return bradley_terry(chosen, rejected, margin=margins).mean()
+
+        loss, want = jax.jit(jax.value_and_grad(direct))(moved)
+        got = jax.jit(jax.grad(ours))(moved)
+        assert found["preference/loss"] == pytest.approx(float(loss), rel=1e-5)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_neither_packing_nor_the_mesh_changes_what_is_learnt(ranking_config, tmp_path):
+    config = ranking_config
+    config.total_steps, config.learner.eps, config.data.val = 2, 1e-4, ()
+    assert reward_model.train(resolve(config))
+    reference = weights(config.run_dir)
+
+    config.run_dir = str(tmp_path / "packed")
+    config.learner.token_budget, config.learner.segment_align = 144, 8
+    assert reward_model.train(resolve(config))
+    close(weights(config.run_dir), reference)
+
+    config.run_dir = str(tmp_path / "mesh")
+    config.learner.token_budget, config.learner.segment_align = 256, 64
+    config.mesh.fsdp = config.mesh.tensor = 2
+    assert reward_model.train(resolve(config))
+    close(weights(config.run_dir), reference)
+
+
+def close(found, reference):
+    for name, one in reference.items():
+        np.testing.assert_allclose(found[name], one, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_a_killed_training_goes_on_bitwise(ranking_config, tmp_path):
+    config = ranking_config
+    config.total_steps = 3
+    assert reward_model.train(resolve(config))
+    unbroken = weights(config.run_dir)
+    config.run_dir, config.total_steps = str(tmp_path / "broken"), 1
+    assert reward_model.train(resolve(config))
+    config.total_steps = 3
+    assert reward_model.train(resolve(config))
+    for name, one in unbroken.items():
+        np.testing.assert_array_equal(weights(config.run_dir)[name], one, err_msg=name)
+
+
+def rollout(text, **fields):
+    prompt = Prompt(0, ({"role": "user", "content": "1 + 2?"},), np.zeros(3, np.int32), "3")
+    tokens, logp = np.zeros(4, np.int32), np.zeros(4, np.float32)
+    return Rollout(prompt, 0, tokens, logp, 0, "stop", text=text, **fields)
+
+
+def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_config, tiny_scorer):
+    tiny_config.mesh.fsdp = 2
+    tiny_config.reward_model.path = str(tiny_scorer)
+    tiny_config.reward_model.weight = 2.0
+    tiny_config.reward_model.token_budget = 192
+    texts, found = ["3", "it is three, I think", ""], {}
+    for tensor in (0, 2):
+        tiny_config.reward_model.mesh.tensor = tensor
+        with jax.set_mesh(make_mesh(fsdp=2)):
+            model = open_reward_model(resolve(tiny_config), jnp.dtype("float32"))
+            found[tensor] = model.add_rewards([rollout(text, reward=1.0) for text in texts])
+        mesh = jax.tree.leaves(model.params)[0].sharding.mesh
+        assert mesh.shape["tensor"] == max(tensor, 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_scorer)
+    with jax.set_mesh(make_mesh(fsdp=1)):
+        _, alone = load_model(tiny_scorer, rules=TRAIN, heads=("score",))
+        for i, text in enumerate(texts):
+            said = f"user: 1 + 2?<|im_end|>assistant: {text}<|im_end|>"
+            ids = jnp.array([tokenizer(said, add_special_tokens=False)["input_ids"]])
+            score = float(score_at_end(alone, ids))
+            for own in found.values():
+                assert own[i].reward_parts["reward_model"] == pytest.approx(score, abs=1e-4)
+                assert own[i].reward == pytest.approx(1.0 + 2.0 * score, abs=1e-4)
+    assert len({r.reward for r in found[0]}) == 3
+
+
+@jax.jit
+def score_at_end(params, tokens):
+    """Of one row [1, T] without padding."""
+    n = tokens.shape[1]
+    positions = jnp.arange(n)[None]
+    hidden = forward_packed(params, tokens, jnp.ones_like(tokens), positions, rules=TRAIN)
+    return jnp.sum(jnp.where(positions == n - 1, params.scores(hidden, TRAIN), 0.0))
+
+
+def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
+    tiny_config.reward_model.path = str(tiny_scorer)
+    tiny_config.reward.error_value = -1.0
+    cfg = resolve(tiny_config)
+    with jax.set_mesh(make_mesh(fsdp=1)):
+        model = open_reward_model(cfg, jnp.dtype("float32"))
+        fine, long = model.add_rewards([rollout("3"), rollout("x" * 300)])
+    assert not fine.reward_error
+    assert long.reward == -1.0
+    assert "tokens in the reward model's tokenizer, more than a row of 256" in long.reward_error
+    nan = with_score(rollout("3", reward=5.0), 0.0, "the score is nan", cfg)
+    assert (nan.reward, nan.reward_error) == (-1.0, "reward_model: the score is nan")
+    failed = with_score(rollout("3", reward=-1.0, reward_error="math: hung"), 7.0, "", cfg)
+    assert (failed.reward, failed.reward_parts) == (-1.0, {"reward_model": 7.0})
+
+
+def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
+    tiny_config.reward_model.path = str(tiny_model)
+    with (
+        jax.set_mesh(make_mesh(fsdp=1)),
+        pytest.raises(ValueError, match=r"no score\.weight, so it is no sequence classifier"),
+    ):
+        open_reward_model(resolve(tiny_config), jnp.dtype("float32"))
+
+
+def test_keys_that_it_does_not_read_are_refused(ranking_config):
+    ranking_config.preference.beta = 0.5
+    ranking_config.reward.workers = 3
+    with pytest.raises(ValueError, match=r"preference\.beta, config\.reward\.workers mean nothing"):
+        learning(resolve(ranking_config), RANKING)
