@@ -21,11 +21,11 @@ def get_config() -> ConfigDict:
     config.data.train = ("task:multiplication?digits=2&size=4096&split=train",)
     config.data.val = ("task:multiplication?digits=2&size=64&split=val",)
     config.data.prompts_per_step = 8
-    config.data.max_prompt_len = 128
-    config.data.max_response_len = 128
+    config.data.max_prompt_len = 176
+    config.data.max_response_len = 80
     config.data.chat_template = "chatml"
 
-    config.env.name = "calculator?call_reward=0.2"
+    config.env.name = "calculator?call_reward=0.2&examples=1"
     config.env.max_turns = 3
     config.reward.functions = ("environment",)
 

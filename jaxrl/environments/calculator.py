@@ -24,16 +24,34 @@ _INSTRUCTIONS = (
 )
 
 
+def _example(question: str, call: str, result: str) -> list[dict[str, str]]:
+    said = (question, f"<calc>{call}</calc>", f"<result>{result}</result>", result)
+    roles = ("user", "assistant", "user", "assistant")
+    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+
+
+_EXAMPLES = (
+    _example("What is 31 * 12?", "31 * 12", "372"),
+    _example("What is 45 + 17?", "45 + 17", "62"),
+    _example("What is 90 - 26?", "90 - 26", "64"),
+)
+
+
 class Calculator:
     """A turn with a call is answered with its result, one without ends the episode: reward 1 if its last number is
-    the prompt's answer, else 0. `call_reward` is added for every call that could be worked out."""
+    the prompt's answer, else 0. `call_reward` is added for every call that could be worked out. `examples` puts up to
+    three worked examples before the question: a small model calls nothing without."""
 
-    def __init__(self, *, call_reward: float = 0.0, instructions: str = _INSTRUCTIONS):
+    def __init__(
+        self, *, call_reward: float = 0.0, examples: int = 0, instructions: str = _INSTRUCTIONS
+    ):
         self.call_reward, self.instructions = call_reward, instructions
+        self.examples = [message for example in _EXAMPLES[:examples] for message in example]
 
     def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
         self.answer = prompt["answer"]
-        return [{"role": "system", "content": self.instructions}, *prompt["messages"]]
+        system = {"role": "system", "content": self.instructions}
+        return [system, *self.examples, *prompt["messages"]]
 
     def step(self, completion: str) -> tuple:
         calls = _CALL.findall(completion)

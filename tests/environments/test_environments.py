@@ -247,6 +247,18 @@ def test_a_calculator_episode():
     assert environment.step("It is 409.") == ("", 0.0, True)
 
 
+def test_the_calculator_shows_examples_that_are_right():
+    question = {"role": "user", "content": "12 * 34?"}
+    first = Calculator(examples=3).reset(prompt("408") | {"messages": [question]})
+    assert [m["role"] for m in first] == ["system", *["user", "assistant"] * 6, "user"]
+    assert first[-1] == question
+    for asked, call, told, said in zip(*(iter(first[1:-1]),) * 4, strict=True):
+        game = Calculator()
+        game.reset(prompt(said["content"]) | {"messages": [asked]})
+        assert game.step(call["content"])[0] == told["content"]
+        assert game.step(said["content"])[1:] == (1.0, True)
+
+
 def test_a_game_of_guesses():
     game = GuessNumber(tries=3)
     game.reset(prompt("7"))
