@@ -50,7 +50,8 @@ def test_config_resolves_for_the_devices_it_is_for(name):
 @pytest.mark.parametrize("name", FILES)
 def test_config_says_its_command(name):
     doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
-    program = {"sft": "sft", "dpo": "dpo"}.get(name.split("_")[0], "train")
+    programs = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+    program = programs.get(name.split("_")[0], "train")
     assert f"python -m jaxrl.{program} --config=configs/{name}.py" in doc
     assert importlib.import_module(f"configs.{name}").get_config() is not None
 
