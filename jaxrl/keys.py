@@ -16,7 +16,7 @@ KV_DTYPES = (*DTYPES, *EIGHT_BITS)
 LAYERS = ("auto", "list", "stacked")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "mosaic_gpu", "triton", "cudnn")
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "mosaic_tpu")
-PAGED_ATTENTIONS = ("auto", "columns", "reference", "batched_rpa", "triton")
+PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (
     "grpo",

@@ -38,6 +38,14 @@ def choose(
     return built[name]
 
 
+def check_platform(key: str, name: str, platform: str) -> None:
+    """Raises NotImplementedError where programs are compiled for devices that `name` cannot run on."""
+    if (here := target_platform()) != platform:
+        raise NotImplementedError(
+            f"{key}={name!r} runs on {platform} and these devices are {here}; set it to 'auto'"
+        )
+
+
 @functools.cache
 def _say(key: str, name: str, backend: str, reason: str) -> None:
     log.info("%s: %r on %s, %s", key, name, backend, reason)

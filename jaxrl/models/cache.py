@@ -19,6 +19,40 @@ class KVCache:
     k: Tree
     v: Tree
 
+    def layer_pages(
+        self, layer: int | jax.Array, rules: Rules
+    ) -> tuple[Tree, Tree, int | jax.Array]:
+        """A layer's key and value pages, and the number of its first one among them: of stacked pools all pages,
+        because to cut a layer out would copy it."""
+
+        def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
+            if isinstance(pools, list):
+                return pools[layer]
+            L, P, *rest = pools.shape
+            spec = rules.spec(None, "kv_heads", *(None,) * (len(rest) - 1))
+            return jnp.reshape(pools, (L * P, *rest), out_sharding=spec)
+
+        k, v = (jax.tree.map(pages, pools, is_leaf=_is_list) for pools in (self.k, self.v))
+        pools = jax.tree.leaves(self.k, is_leaf=_is_list)[0]
+        return k, v, 0 if isinstance(pools, list) else layer * pools.shape[1]
+
+    def with_pages(self, layer: int | jax.Array, k: Tree, v: Tree, rules: Rules) -> "KVCache":
+        """The cache with the pages that `layer_pages` gave, as they are now."""
+
+        def put(
+            pools: jax.Array | list[jax.Array], pages: jax.Array
+        ) -> jax.Array | list[jax.Array]:
+            if isinstance(pools, list):
+                return [pages if i == layer else pool for i, pool in enumerate(pools)]
+            spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
+            return jnp.reshape(pages, pools.shape, out_sharding=spec)
+
+        return jax.tree.map(put, self, KVCache(k=k, v=v), is_leaf=_is_list)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
 
 def init_cache(
     cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules

@@ -5,7 +5,6 @@ Training and rollout call the same `Decoder`; they differ only in the `attend` t
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix
 
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer state) -> (out [B,T,N,H], layer state)
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, number of the layer, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -70,12 +69,12 @@ class Attention(nnx.Module):
 
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
-    def __call__(self, x, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+    def __call__(self, x, positions, inv_freq, window, number, attend: Attend, state, rules: Rules):
         q, k, v = self.q(x, rules), self.k(x, rules), self.v(x, rules)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
-        out, state = attend(q, k, v, window, state)
+        out, state = attend(q, k, v, window, number, state)
         return self.o(out, rules), state
 
 
@@ -95,10 +94,12 @@ class Layer(nnx.Module):
         self.post_attn_norm = norm("post_attention_layernorm") if cfg.post_norms else None
         self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
 
-    def __call__(self, x, live, positions, inv_freq, window, attend: Attend, state, rules: Rules):
+    def __call__(
+        self, x, live, positions, inv_freq, window, number, attend: Attend, state, rules: Rules
+    ):
         """(x, state, router load or None)."""
         h = self.attn_norm(x)
-        h, state = self.attn(h, positions, inv_freq, window, attend, state, rules)
+        h, state = self.attn(h, positions, inv_freq, window, number, attend, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
         h, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
@@ -154,7 +155,7 @@ class Decoder(nnx.Module):
         rules: Rules,
         remat: str = "none",
     ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
-        """Final hidden states, the layers' states (the KV cache) as `attend` left them, and what the
+        """Final hidden states, the state (the KV cache) as `attend` of the last layer left it, and what the
         routers of a mixture of experts did with the `live` tokens, layers first."""
         x = self.embedded(tokens, rules)
         x, state, load = run_layers(
@@ -220,20 +221,20 @@ def run_layers(
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
     """All layers in order: a scan where they are stacked, a loop where they are a list.
 
-    `state` is a pytree of per-layer states in the same layout. `remat` names what the backward pass
+    `state` goes from layer to layer; carried, it is updated in place. `remat` names what the backward pass
     may keep: "none" everything, "dots" the results of weight products, "full" the layer inputs.
     """
     if model.cfg.stacked:
-        layers = stacked_layers(model, state, rules)
+        layers = stacked_layers(model, rules)
         return scan_layers(
-            model.cfg, layers, x, positions, attend, live=live, rules=rules, remat=remat
+            model.cfg, layers, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=False)
     return _listed_layers(model, layer_fn, x, _frequencies(model.cfg), state)
 
 
-def stacked_layers(model: Decoder, state: Any, rules: Rules) -> tuple:
-    """What `scan_layers` goes through: (layers, frequencies, windows, states), each with a leading L."""
+def stacked_layers(model: Decoder, rules: Rules) -> tuple:
+    """What `scan_layers` goes through: (layers, frequencies, windows, numbers), each with a leading L."""
     cfg = model.cfg
     # Traced, a layer without a window sees as far as any position goes.
     windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
@@ -243,7 +244,12 @@ def stacked_layers(model: Decoder, state: Any, rules: Rules) -> tuple:
         return jax.reshard(param, jax.P(*rules.spec("layers"), *spec[1:]))
 
     layers = jax.tree.map(lay, model.layers)
-    return layers, jnp.asarray(_frequencies(cfg)), jnp.asarray(windows, jnp.int32), state
+    return (
+        layers,
+        jnp.asarray(_frequencies(cfg)),
+        jnp.asarray(windows, jnp.int32),
+        jnp.arange(cfg.L),
+    )
 
 
 def scan_layers(
@@ -252,6 +258,7 @@ def scan_layers(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     attend: Attend,
+    state: Any,
     *,
     live: Bool[Array, "B T"],
     rules: Rules,
@@ -261,12 +268,13 @@ def scan_layers(
     traced_windows = any(cfg.windows)
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=traced_windows)
 
-    def body(x, per_layer):
-        layer, inv_freq, window, layer_state = per_layer
-        x, *out = layer_fn(layer, x, inv_freq, window if traced_windows else 0, layer_state)
-        return x, tuple(out)
+    def body(carry, per_layer):
+        (x, state), (layer, inv_freq, window, number) = carry, per_layer
+        window = window if traced_windows else 0
+        x, state, load = layer_fn(layer, x, inv_freq, window, number, state)
+        return (x, state), load
 
-    x, (state, load) = jax.lax.scan(body, x, layers)
+    (x, state), load = jax.lax.scan(body, (x, state), layers)
     return x, state, load
 
 
@@ -275,8 +283,8 @@ def _frequencies(cfg: DecoderConfig) -> np.ndarray:
 
 
 def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, traced_windows: bool):
-    def layer_fn(layer: Layer, x, inv_freq, window, layer_state):
-        return layer(x, live, positions, inv_freq, window, attend, layer_state, rules)
+    def layer_fn(layer: Layer, x, inv_freq, window, number, state):
+        return layer(x, live, positions, inv_freq, window, number, attend, state, rules)
 
     if remat == "none":
         return layer_fn
@@ -286,21 +294,12 @@ def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, trac
 
 
 def _listed_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
-    """`run_layers` over a list of layers; every leaf list of `state` holds one entry a layer."""
-    states, loads = [], []
+    """`run_layers` over a list of layers."""
+    loads = []
     for i, layer in enumerate(model.layers):
-        layer_state = jax.tree.map(operator.itemgetter(i), state, is_leaf=_is_list)
-        x, layer_state, load = layer_fn(layer, x, freqs[i], model.cfg.window(i), layer_state)
-        states.append(layer_state)
+        x, state, load = layer_fn(layer, x, freqs[i], model.cfg.window(i), i, state)
         loads.append(load)
-    load = jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)
-    if state is None:
-        return x, None, load
-    return x, jax.tree.map(lambda *per_layer: list(per_layer), *states), load
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+    return x, state, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)
 
 
 def forward_packed(
@@ -344,7 +343,7 @@ def forward_routed(
     attend_rows = ring_attention if rules.ring else attention
 
     def attend_to(segments, rules: Rules) -> Attend:
-        def attend(q, k, v, window, state):
+        def attend(q, k, v, window, number, state):
             out = attend_rows(
                 q,
                 k,
@@ -368,12 +367,13 @@ def forward_routed(
 
     def stage(layers, x, positions, segments):
         attend, live = attend_to(segments, inside), segments > 0
-        return scan_layers(cfg, layers, x, positions, attend, live=live, rules=inside, remat=remat)[
-            0
-        ]
+        x, _, _ = scan_layers(
+            cfg, layers, x, positions, attend, None, live=live, rules=inside, remat=remat
+        )
+        return x
 
     x = model.embedded(tokens, rules)
-    layers = stacked_layers(model, None, rules)
+    layers = stacked_layers(model, rules)
     return model.norm(run_stages(stage, layers, x, (positions, segments), rules=rules)), None
 
 
@@ -406,17 +406,17 @@ def forward_paged(
         out = rules.spec("batch", "time", heads, None)
         return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)
 
-    def attend(q, k, v, window, layer_cache: KVCache):
+    def attend(q, k, v, window, number, cache: KVCache):
         q = lay(q, by_sequence, "heads")
         k, v = (lay(x, by_sequence, "kv_heads") for x in (k, v))
-        k_pages, v_pages = write_pages(
-            layer_cache.k, layer_cache.v, k, v, page_table, places, rules=rules
-        )
+        k_pages, v_pages, first = cache.layer_pages(number, rules)
+        table = page_table + first
+        k_pages, v_pages = write_pages(k_pages, v_pages, k, v, table, places, rules=rules)
         out = paged_attention(
             q,
             k_pages,
             v_pages,
-            page_table=page_table,
+            page_table=table,
             positions=places,
             window=window,
             softcap=cfg.attn_softcap,
@@ -424,6 +424,6 @@ def forward_paged(
             rules=rules,
             implementation=implementation,
         )
-        return lay(out, by_row, "heads"), KVCache(k=k_pages, v=v_pages)
+        return lay(out, by_row, "heads"), cache.with_pages(number, k_pages, v_pages, rules)
 
     return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.planner.hlo import Computation, Instruction, Module, Shape, parse
+from jaxrl.planner.kernels import Kernels
 
 Trips = Callable[[str], float | None]  # op_name of a loop whose bound is data -> how often it runs
 KINDS = (
@@ -50,7 +51,8 @@ class Collective:
 
 @dataclasses.dataclass
 class Cost:
-    """Per device and call. `flops` are those of matrix products and convolutions, by operand dtype."""
+    """Per device and call. `flops` are those of matrix products and convolutions, in kernels too, by operand
+    dtype."""
 
     flops: dict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
@@ -74,10 +76,15 @@ class Cost:
         return {kind: {n: round(v) for n, v in found[kind].items()} for kind in sorted(found)}
 
 
-def program_cost(text: str, trips: Trips = lambda op_name: None) -> Cost:
+def program_cost(
+    text: str,
+    trips: Trips = lambda op_name: None,
+    kernels: Kernels = lambda op_name, operands, results: None,
+) -> Cost:
     """The cost of `compiled.as_text()`. `trips` knows the loops whose bounds are data; what it does
-    not know counts once. Of a conditional the cheapest branch counts, but every collective."""
-    walk = _Walk(parse(text), trips)
+    not know counts once. `kernels` knows custom calls; others read their operands and write their results. Of a
+    conditional the cheapest branch counts, but every collective."""
+    walk = _Walk(parse(text), trips, kernels)
     walk.computation(walk.module.entry, 1.0, ())
     return walk.cost
 
@@ -85,8 +92,8 @@ def program_cost(text: str, trips: Trips = lambda op_name: None) -> Cost:
 class _Walk:
     """From the entry down, multiplying by trip counts."""
 
-    def __init__(self, module: Module, trips: Trips):
-        self.module, self.trips, self.cost = module, trips, Cost()
+    def __init__(self, module: Module, trips: Trips, kernels: Kernels):
+        self.module, self.trips, self.kernels, self.cost = module, trips, kernels, Cost()
 
     def computation(self, name: str, times: float, loops: tuple[str, ...]) -> None:
         inside = self.module.computations[name]
@@ -123,7 +130,7 @@ class _Walk:
         names = names or [one.called(f"{side}_computation") or "" for side in ("true", "false")]
         branches = []
         for name in names:
-            walk = _Walk(self.module, self.trips)
+            walk = _Walk(self.module, self.trips, self.kernels)
             walk.computation(name, times, loops)
             branches.append(walk.cost)
         cheapest = min(branches, key=lambda cost: (cost.total_flops, cost.bytes_accessed))
@@ -176,6 +183,11 @@ class _Walk:
 
     def _flops(self, one: Instruction, inside: Computation, times: float) -> None:
         flops, dtype = _flops_of(one, inside)
+        if one.opcode == "custom-call" and one.operands:
+            operands = [inside.instructions[name].shapes[0] for name in one.operands]
+            if work := self.kernels(one.op_name, operands, one.shapes):
+                flops, dtype = work.flops, work.dtype
+                self.cost.bytes_accessed += times * work.more_bytes
         if flops:
             self.cost.flops[dtype] += times * flops
 
@@ -219,6 +231,8 @@ def _bytes(one: Instruction, inside: Computation) -> float:
         return 2 * _hbm(one.shapes) + sum(_hbm(o.shapes) for o in operands[1:])
     if one.opcode in ("dynamic-update-slice", "scatter"):
         return 2 * sum((_hbm(o.shapes) for o in operands[1:]), 0.0)
+    if one.target == "AllocateBuffer":
+        return 0.0
     made = one.shapes[:1] if one.opcode == "copy-start" else one.shapes  # its source again behind
     return _hbm(made) + sum(_hbm(o.shapes) for o in operands)
 

@@ -15,6 +15,7 @@ NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # a memory space of its own on the chip, not HBM
 HOST_MEMORY = "S(5)"
+CONTINUED = re.compile(r'\n(?="|}[^\n])')  # a kernel's metadata are printed over several lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ def parse(text: str) -> Module:
     """The module of `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in CONTINUED.sub("", text).splitlines():
         if not line:
             continue
         if line[0] not in " }":

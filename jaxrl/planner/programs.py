@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -25,6 +25,8 @@ from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.planner.cost import Cost, program_cost
+from jaxrl.planner.hlo import Shape
+from jaxrl.planner.kernels import Kernels, Work, ragged_work, splash_work
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
@@ -285,7 +287,9 @@ def compile_programs(
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
-            cost=program_cost(text, loop_trips(name, parts, lengths)),
+            cost=program_cost(
+                text, loop_trips(name, parts, lengths), kernels(name, parts, lengths)
+            ),
             compile_s=seconds,
             holds=parts.holds[name],
         )
@@ -321,15 +325,14 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
         cfg, rules = parts.values.cfg, parts.values.layout.rules
         of_critic = parts.values.layout.on_mesh()
     rows, row_len = cfg.learner.shapes[-1]
-    segment = min(lengths.prompt + lengths.response, row_len)
-    keys = {"decode": lengths.prompt + lengths.response / 2, "prefill": lengths.prompt / 2}
+    segment = _segment(program, parts, lengths)
     chunk = logprob_chunk(cfg)
     with of_critic:
         n_time = rules.n_shards("time")
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:
-            return float(math.ceil(keys.get(program, 0) / BLOCK))
+            return float(math.ceil(_paged_keys(program, lengths) / BLOCK))
         if "ring_attention" in op_name:  # a chunk of keys at a time, of two on each device
             return segment / 2 / BLOCK / (2 * n_time) + 0.5
         if "attention" in op_name:
@@ -342,3 +345,28 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
         return None
 
     return trips
+
+
+def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
+    """What Pallas kernels do for sequences of `lengths`: in training a query sees half of its segment."""
+
+    def work(op_name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> Work | None:
+        paged = ragged_work(op_name, operands, results, keys=_paged_keys(program, lengths))
+        return paged or splash_work(
+            op_name, operands, results, keys=_segment(program, parts, lengths) / 2
+        )
+
+    return work
+
+
+def _paged_keys(program: str, lengths: Lengths) -> float:
+    """Keys that a row sees in its pages: those of half the response in decode, of half the prompt in prefill."""
+    return lengths.prompt + lengths.response / 2 if program == "decode" else lengths.prompt / 2
+
+
+def _segment(program: str, parts: Parts, lengths: Lengths) -> int:
+    """Tokens of an average segment of a packed row."""
+    cfg = parts.cfg
+    if parts.values is not None and program in CRITIC_PROGRAMS:
+        cfg = parts.values.cfg
+    return min(lengths.prompt + lengths.response, cfg.learner.shapes[-1][1])

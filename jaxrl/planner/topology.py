@@ -103,7 +103,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{name}"
+device_description_str: "NVIDIA {name}"
 """
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
+from jaxrl.kernels.attention.splash import _visits, attention_splash
 from sharding import Rules, make_mesh
 
 RULES = Rules()
@@ -55,6 +56,7 @@ def assert_close(want, got, tol=1e-5):
 
 reference = functools.partial(attention, implementation="reference")
 blockwise = functools.partial(attention, implementation="blockwise")
+splash = functools.partial(attention_splash, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,30 @@ def test_values_and_gradients_equal_the_reference(one_device, heads, options):
     arrays, segments = problem(*heads)
     want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, blockwise))
     assert_close(want, got)
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((6, 2, 64), dict()),
+        ((4, 4, 32), dict(window=40, softcap=2.0)),
+        ((4, 1, 128), dict(window=jnp.int32(70))),
+    ],
+)
+def test_splash_equals_the_reference(one_device, heads, options):
+    """Rows of several blocks of 128, which segments and windows let the kernel leave out."""
+    arrays, segments = problem(*heads, T=600, lengths=[[70, 64, 230, 100], [400, 100]])
+    want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, splash))
+    assert_close(want, got)
+
+
+def test_splash_visits_the_blocks_that_are_seen():
+    # Blocks 0 and 1 are a segment, 2 begins in 1's block, 3 is alone.
+    seen, keys, queries = _visits(jnp.array([0, 0, 1, 3]))
+    np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
+    # Behind its last block a row of queries fetches what the next row begins with.
+    np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])
+    np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]])
 
 
 @pytest.mark.parametrize("query_block", [64, 192])
@@ -139,7 +165,19 @@ def test_temporaries_grow_with_the_row_not_with_its_square(one_device):
     assert temporaries(4096) < 2.2 * temporaries(2048)
 
 
-@pytest.mark.parametrize("name", ["splash", "mosaic_gpu", "triton", "cudnn"])
+def test_splash_says_where_it_runs_and_how_far(one_device):
+    arrays, segments = problem(4, 2, 32)
+    named = functools.partial(attention, implementation="splash")
+    with pytest.raises(NotImplementedError, match="runs on tpu and these devices are cpu"):
+        value_and_grad(named, arrays, segments)
+    q = jax.ShapeDtypeStruct((1, 2**16 + 1, 2, 32), jnp.float32)
+    rows = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    attend = functools.partial(splash, window=0, softcap=None, scale=1.0, rules=RULES)
+    with pytest.raises(NotImplementedError, match="up to 65536 tokens, this one has 65537"):
+        jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, rows)
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
 def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
     arrays, segments = problem(4, 2, 32)
     with pytest.raises(

@@ -9,6 +9,9 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.paged_attention.pages import _write_rows
+from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged
+from jaxrl.kernels.paged_attention.triton import paged_attention_triton
 from sharding import DECODE, make_mesh
 
 
@@ -61,6 +64,33 @@ def test_columns_equal_the_reference(one_device, page_len, options):
     attends = [paged(pools, implementation=name, **options) for name in ("reference", "columns")]
     for queries, positions in cases:
         want, got = (attend(queries, table, positions) for attend in attends)
+        np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
+        assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_len", "options"),
+    [
+        ((6, 2, 128), 64, dict()),
+        ((2, 2, 128), 128, dict(window=jnp.int32(70), softcap=3.0)),
+    ],
+)
+@pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
+def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, options):
+    """Rows of many lengths, with groups of pages that are not full, and rows that are empty in between."""
+    (q, _, _), pools, table = paged_problem(*heads, B=4, S=640, page_len=page_len)
+    chunk = np.stack([np.arange(540, 588), np.arange(48), np.full(48, -1), np.arange(500, 548)])
+    chunk[1, 40:] = -1  # padding
+    options = dict(window=0, softcap=None) | options
+    for queries, positions in [(q[:, :48], chunk), (q[:, :1], [[639], [64], [-1], [511]])]:
+        how = dict(page_table=table, positions=jnp.asarray(positions, jnp.int32), rules=DECODE)
+        want, got = (
+            jax.jit(functools.partial(attend, scale=0.15, **how, **options))(queries, *pools)
+            for attend in (
+                functools.partial(paged_attention, implementation="reference"),
+                functools.partial(kernel, interpret=True),
+            )
+        )
         np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
@@ -165,11 +195,42 @@ def test_padding_writes_nothing(one_device):
     assert float(k_pages[0, :, 6].sum()) == 2 * 16
 
 
-@pytest.mark.parametrize("name", ["batched_rpa", "triton"])
-def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
+@pytest.mark.parametrize(("name", "platform"), [("ragged", "tpu"), ("triton", "gpu")])
+def test_a_kernel_of_another_platform_says_what_to_set(one_device, name, platform):
     (q, _, _), pools, table = paged_problem(4, 2, 16, S=64)
-    with pytest.raises(NotImplementedError, match=r"config\.model\.paged_attention"):
+    message = f"config.model.paged_attention='{name}' runs on {platform} and these devices are cpu"
+    with pytest.raises(NotImplementedError, match=message):
         paged(pools, implementation=name)(q[:, :1], table, np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
+def test_pages_that_a_kernel_cannot_take_say_what_to_set(one_device, kernel):
+    (q, _, _), pools, table = paged_problem(4, 2, 128, S=64)
+    how = dict(window=0, softcap=None, scale=0.1, rules=DECODE, interpret=True)
+    how |= dict(page_table=table, positions=jnp.zeros((3, 1), jnp.int32))
+    quantised = [pool.astype(jnp.float8_e4m3fn) for pool in pools]
+    with pytest.raises(NotImplementedError, match=r"set config\.rollout\.kv_dtype to 'auto'"):
+        kernel(q[:, :1], *quantised, **how)
+    odd = [pool[:, :, :40] for pool in pools]
+    with pytest.raises(
+        NotImplementedError, match=r"pages of 40 tokens \(set config\.rollout\.page_len"
+    ):
+        kernel(q[:, :1], *odd, **how)
+    narrow = [pool[..., :24] for pool in pools]
+    with pytest.raises(NotImplementedError, match="heads of width 24, no"):
+        kernel(q[:, :1, :, :24], *narrow, **how)
+
+
+def test_rows_are_written_where_pages_are(one_device):
+    """On TPU each head is a row of its own; the pool is the same."""
+    (_, k, _), pools, table = paged_problem(4, 2, 16, S=128)
+    pool = jnp.asarray(np.asarray(pools[0]))
+    positions = jnp.array([[3, 64, -1], [-1, 127, 0], [70, 71, 72]])
+    new = k[:, :3] + 1
+    want, _ = write_pages(pool, pool, new, new, table, positions, rules=DECODE)
+    page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // 64, axis=1)
+    got = _write_rows(pool, new, jnp.where(positions >= 0, page, len(pool)), positions % 64)
+    np.testing.assert_array_equal(want, got)
 
 
 def test_pages_that_are_no_multiple_of_64_are_refused(one_device):

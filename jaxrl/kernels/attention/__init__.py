@@ -8,12 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.reference import attention_reference
+from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
 from jaxrl.kernels.choice import choose
 from sharding import Rules
 
-BUILT = {"blockwise": attention_blockwise, "reference": attention_reference}
+BUILT = {
+    "blockwise": attention_blockwise,
+    "reference": attention_reference,
+    "splash": attention_splash,
+}
 PLANNED = {
-    "splash": "the Pallas kernel for TPU",
     "mosaic_gpu": "the Pallas Mosaic kernel for Hopper GPUs",
     "triton": "the Pallas Triton kernel for GPUs",
     "cudnn": "fused attention of cuDNN for GPUs",
@@ -21,7 +25,7 @@ PLANNED = {
 DEFAULTS = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),
     "gpu": ("blockwise", "plain XLA, because no GPU kernel is built yet"),
-    "tpu": ("blockwise", "plain XLA, because 'splash' is not built yet"),
+    "tpu": ("splash", "the Pallas kernel that keeps scores on the chip"),
 }
 
 
@@ -43,11 +47,15 @@ def attention(
     A segment is one run of equal numbers in its row; padding, segment 0, gives zeros.
     Rows that lie cut over `rules.time` are exchanged for heads before, and back after (Ulysses,
     https://arxiv.org/abs/2309.14509); implementations see whole rows.
-    `implementation` is config.model.attention: None or "auto" picks for the backend.
+    `implementation` is config.model.attention: None or "auto" picks for the backend and the row's length.
     Raises ValueError where the devices that share the heads do not divide their number.
     """
+    defaults = DEFAULTS
+    if q.shape[1] > MAX_LEN:
+        reason = f"plain XLA, because rows of {q.shape[1]} tokens are too long for 'splash'"
+        defaults = DEFAULTS | {"tpu": ("blockwise", reason)}
     attend = choose(
-        "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
+        "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=defaults
     )
     inside = rules.whole_rows()
     k, v = (_one_for_each(x, q.shape[2], rules) for x in (k, v))

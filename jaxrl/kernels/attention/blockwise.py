@@ -26,6 +26,7 @@ from jaxrl.kernels.attention.blocks import (
     product,
     start,
 )
+from jaxrl.kernels.attention.each_device import on_each_device
 from sharding import Rules
 
 QUERY_BLOCK = 128  # query positions; each brings G rows
@@ -69,18 +70,8 @@ def attention_blockwise(
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads."""
-    heads, kv_heads = (rules.spec("batch", None, h, None) for h in ("heads", "kv_heads"))
-    rows = rules.spec("batch", None)
-    local = jax.shard_map(
-        functools.partial(_local_attention, Scores(scale, softcap), query_block),
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
-        out_specs=heads,
-        check_vma=False,
-    )
-    q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
-    window = jnp.asarray(window, jnp.int32)
-    out = local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
-    return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+    attend = functools.partial(_local_attention, Scores(scale, softcap), query_block)
+    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
 
 
 def _local_attention(how: Scores, query_block: int, q, k, v, segments, window):

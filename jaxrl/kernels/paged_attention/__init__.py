@@ -7,20 +7,23 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
 from jaxrl.kernels.paged_attention.pages import Pages, write_pages
+from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged, why_not_ragged
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
+from jaxrl.kernels.paged_attention.triton import paged_attention_triton, why_not_triton
 from sharding import Rules
 
 __all__ = ["paged_attention", "write_pages"]
 
-BUILT = {"columns": paged_attention_columns, "reference": paged_attention_reference}
-PLANNED = {
-    "batched_rpa": "the ragged paged attention kernel for TPU",
-    "triton": "the Pallas Triton kernel for GPUs",
+BUILT = {
+    "columns": paged_attention_columns,
+    "reference": paged_attention_reference,
+    "ragged": paged_attention_ragged,
+    "triton": paged_attention_triton,
 }
 DEFAULTS = {
     "cpu": ("columns", "bitwise equal to training attention"),
-    "gpu": ("columns", "plain XLA, because 'triton' is not built yet"),
-    "tpu": ("columns", "plain XLA, because 'batched_rpa' is not built yet"),
+    "gpu": ("triton", "the Pallas kernel that reads each row's own pages"),
+    "tpu": ("ragged", "the Pallas kernel that reads each row's own pages"),
 }
 
 
@@ -41,14 +44,19 @@ def paged_attention(
     where it is > 0), which lie in the pages of `page_table`; its own key has been written already.
 
     A position of -1 is padding and gives zeros. `implementation` is config.model.paged_attention:
-    None or "auto" picks for the backend.
+    None or "auto" picks for the backend and the pages.
     """
+    defaults = DEFAULTS
+    if why := why_not_ragged(k_pages, page_table):
+        defaults = defaults | {
+            "tpu": ("columns", f"plain XLA, because 'ragged' does not take {why}")
+        }
+    if why := why_not_triton(k_pages):
+        defaults = defaults | {
+            "gpu": ("columns", f"plain XLA, because 'triton' does not take {why}")
+        }
     attend = choose(
-        "config.model.paged_attention",
-        implementation,
-        built=BUILT,
-        planned=PLANNED,
-        defaults=DEFAULTS,
+        "config.model.paged_attention", implementation, built=BUILT, planned={}, defaults=defaults
     )
     with jax.named_scope("paged_attention"):
         return attend(

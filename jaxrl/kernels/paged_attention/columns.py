@@ -22,6 +22,7 @@ from jaxrl.kernels.attention.blocks import (
     scaled,
     start,
 )
+from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import unpacked
 from sharding import Rules
@@ -49,20 +50,9 @@ def paged_attention_columns(
             f"pages of {k_pages.shape[2]} tokens do not divide into blocks of {BLOCK} keys; "
             f"set config.rollout.page_len to a multiple of {BLOCK}"
         )
-    heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
-    pool = rules.spec(None, "kv_heads")
-    local = jax.shard_map(
-        functools.partial(_local_attention, scale, softcap),
-        in_specs=(heads, pool, pool, rows, rows, jax.P()),
-        out_specs=heads,
-        check_vma=False,
-    )
-    q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
-    table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)
-    k_pages, v_pages = jax.reshard(k_pages, pool), jax.reshard(v_pages, pool)
-    return jax.reshard(
-        local(q, k_pages, v_pages, table, positions, window),
-        rules.spec("batch", "time", "heads", None),
+    attend = functools.partial(_local_attention, scale, softcap)
+    return on_each_device(
+        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=rules
     )
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import settle
 from jaxrl.kernels.quantized import Quantized, quantize
-from sharding import Rules
+from sharding import Rules, target_platform
 
 Pages = jax.Array | Quantized  # [P, K, page, H]
 
@@ -31,6 +31,11 @@ def write_pages(
 
     def place(pages, new):
         out = rules.spec(None, "kv_heads", *(None,) * (pages.ndim - 2))
+        if target_platform() == "tpu":
+            heads = rules.spec(None, None, "kv_heads")
+            specs = out, heads, jax.P(), jax.P()
+            local = jax.shard_map(_write_rows, in_specs=specs, out_specs=out, check_vma=False)
+            return local(pages, jax.reshard(new, heads), page, offset)
         return pages.at[page, :, offset].set(new, mode="drop", out_sharding=out)
 
     def write(pages, new):
@@ -42,3 +47,12 @@ def write_pages(
         return place(pages, new.astype(pages.dtype))
 
     return write(k_pages, k), write(v_pages, v)
+
+
+def _write_rows(pages: jax.Array, new: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """Head by head into the pool as a list of rows: XLA would lay the pool out otherwise for all heads at once,
+    and copy it before and after."""
+    _, K, page_len, *rest = pages.shape
+    row = (page[..., None] * K + jnp.arange(K)) * page_len + offset[..., None]
+    rows = pages.reshape(-1, *rest).at[row.reshape(-1)].set(new.reshape(-1, *rest), mode="drop")
+    return rows.reshape(pages.shape)

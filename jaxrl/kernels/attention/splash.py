@@ -1,0 +1,119 @@
+"""Splash attention, the Pallas kernel that JAX ships for TPU, over packed rows.
+
+What a query sees is one range of keys, from the first that segment and window leave to its own. Both
+ends travel in one int32 a query, and blocks of keys that no query of a block sees are neither read nor
+computed. Sliding windows may be traced; key heads are shared by their queries, never repeated.
+Scores, softmax and sums are float32; products take the operands' own type on the matrix unit.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import pad_axis
+from jaxrl.kernels.attention.blockwise import visible
+from jaxrl.kernels.attention.each_device import on_each_device
+from jaxrl.kernels.choice import check_platform
+from sharding import Rules
+
+BLOCKS = (512, 256, 128)  # tokens of a block of queries, and of keys: the largest that fits
+BITS = 16  # of a position, so that two of them fit an int32
+MAX_LEN = 2**BITS
+
+
+def attention_splash(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
+
+    `interpret` runs the kernel's steps by XLA, on any backend. Raises NotImplementedError without a TPU, and for
+    rows of more than 65,536 tokens.
+    """
+    if not interpret:
+        check_platform("config.model.attention", "splash", "tpu")
+    if q.shape[1] > MAX_LEN:
+        raise NotImplementedError(
+            f"config.model.attention='splash' takes rows of up to {MAX_LEN} tokens, this one has {q.shape[1]}; "
+            "set it to 'auto' or 'blockwise', or lower config.learner.buckets"
+        )
+    attend = functools.partial(_local_attention, scale, softcap, interpret)
+    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
+
+
+def _local_attention(scale, softcap, interpret, q, k, v, segments, window):
+    T = q.shape[1]
+    first, last = visible(segments, window)
+    here = jnp.arange(T, dtype=jnp.int32)
+    # Padding sees itself: a softmax over nothing is not finite.
+    first = jnp.where(last >= 0, first, here)
+    first = jnp.pad(first, ((0, 0), (0, -T % BLOCKS[-1])), constant_values=T)
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    rows = (pad_axis(x, 1, BLOCKS[-1]).swapaxes(1, 2) for x in (q, k, v))
+    out = lax.map(functools.partial(_row, softcap, interpret), (*rows, first))
+    return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
+
+
+def _row(softcap, interpret, row):
+    """(q [N, T, H], k and v [K, T, H], first [T]) -> [N, T, H]"""
+    q, k, v, first = row
+    T = q.shape[1]
+    block = next(b for b in BLOCKS if T % b == 0)
+    seen, next_keys, next_queries = _visits(jnp.min(first.reshape(-1, block), axis=1) // block)
+    ranges = first << BITS | jnp.arange(T, dtype=jnp.int32)
+
+    def mask(following):
+        return MaskInfo(following[None], None, seen[None], None, ranges)  # one for all heads
+
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+    )
+    kernel = splash.SplashAttentionKernel(
+        mask(next_keys),
+        mask(next_keys),
+        mask(next_queries),
+        block_sizes=sizes,
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=None,
+        mask_function=_sees,
+        interpret=interpret,
+    )
+    return kernel(q, k, v)
+
+
+def _visits(low: Int[Array, "n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which blocks of keys each block of queries visits, from `low` to its own, int32 [n, n]; and what to
+    fetch meanwhile: the block of keys that the next visit of a row needs, and that of queries of a column."""
+    n = low.shape[0]
+    i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+    lows = low[:, None]
+    seen = (lows <= j) & (j <= i)
+    next_keys = jnp.where(j > i, jnp.roll(lows, -1, axis=0), jnp.maximum(lows, j))
+    return seen.astype(jnp.int32), next_keys, jnp.where(seen, i, j)
+
+
+def _sees(ranges: jax.Array, key: jax.Array) -> jax.Array:
+    """Whether each query's range holds the key."""
+    first = lax.shift_right_logical(ranges, jnp.full_like(ranges, BITS))
+    return (key >= first) & (key <= (ranges & (MAX_LEN - 1)))

@@ -1,0 +1,181 @@
+"""Ragged paged attention on TPU: a Pallas kernel that reads each row's own pages, and no others.
+
+A row of queries (one token in decode, a piece of a prompt in prefill) goes through its pages some at a time.
+While one group of pages is computed with, the next is on its way, be it the next row's first. Online softmax as in
+kernels/attention/blocks.py; scores, softmax and sums are float32, products take the pages' type.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import MASKED, scaled
+from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.paged_attention.each_device import on_each_device
+from jaxrl.kernels.paged_attention.pages import Pages
+from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
+from sharding import Rules
+
+KEYS = 512  # of a group of pages, as long as they take no more than
+GROUP_BYTES = 2**20  # of keys; two groups of keys and of values lie in 16 MiB of fast memory
+QUERIES = 512  # rows of queries and their heads that go through the pages together
+TABLE_BYTES = 7 * 2**17  # of the page tables of a call, in 1 MiB of scalar memory
+SUBLANES, LANES = 16, 128  # of a tile of bfloat16
+
+
+def why_not_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
+    """What keeps the kernel from these pages."""
+    if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
+    if k_pages.shape[2] % SUBLANES:
+        return f"pages of {k_pages.shape[2]} tokens (set config.rollout.page_len to a multiple of {SUBLANES})"
+    if k_pages.shape[3] % LANES:  # the compiler lays such pools out otherwise, and would copy them
+        return f"heads of width {k_pages.shape[3]}, no multiple of {LANES}"
+    if page_table.size * 4 > TABLE_BYTES:
+        rows, columns = page_table.shape
+        return (
+            f"page tables of {rows} rows x {columns} pages (set config.rollout.page_len to "
+            "a multiple of it, or lower config.rollout.max_num_seqs)"
+        )
+    return None
+
+
+def paged_attention_ragged(
+    q: Float[Array, "B T N H"],
+    k_pages: Pages,
+    v_pages: Pages,
+    *,
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
+
+    `interpret` runs the kernel's steps by XLA, on any backend. Raises NotImplementedError without a TPU, and for
+    pages and tables that it cannot take.
+    """
+    if not interpret:
+        check_platform("config.model.paged_attention", "ragged", "tpu")
+    if why := why_not_ragged(k_pages, page_table):
+        raise NotImplementedError(
+            f"config.model.paged_attention='ragged' does not take {why}; or set it to 'auto' or 'columns'"
+        )
+    attend = functools.partial(_local_attention, scale, softcap, interpret)
+    return on_each_device(
+        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=rules
+    )
+
+
+def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, positions, window):
+    K, page_len, H = k_pages.shape[1:]
+    rows = split_rows(
+        q.astype(k_pages.dtype), positions, window,
+        n_kv_heads=K, page_len=page_len, most=QUERIES,
+        size=lambda M: M + -M % SUBLANES,
+    )  # fmt: skip
+    n_rows, _, M, _ = rows.q.shape
+    scalars = table.reshape(-1), rows.low, rows.high, rows.reach[None]
+    fits = GROUP_BYTES // (K * page_len * H * k_pages.dtype.itemsize)
+    n = max(min(KEYS // page_len, fits, table.shape[1]), 1)
+    buffer = pltpu.VMEM((2, n, K, page_len, H), k_pages.dtype)
+    by_row = pl.BlockSpec((None, K, M, H), lambda r, *_: (r, 0, 0, 0))
+    pool = pl.BlockSpec(memory_space=pl.ANY)
+    out = pl.pallas_call(
+        functools.partial(
+            _kernel, n_columns=table.shape[1], n_pieces=n_rows // len(table), scale=scale, softcap=softcap
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(n_rows,),
+            in_specs=[by_row, pl.BlockSpec((None, M, 1), lambda r, *_: (r, 0, 0)), pool, pool],
+            out_specs=by_row,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((K, M, 1), jnp.float32),
+                pltpu.VMEM((K, M, 1), jnp.float32),
+                pltpu.VMEM((K, M, H), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((n_rows, K, M, H), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="ragged_paged_attention",
+        interpret=interpret,
+    )(*scalars, rows.q, rows.last[..., None], k_pages, v_pages)  # fmt: skip
+    return join_rows(out, q.shape).astype(q.dtype)
+
+
+def _kernel(
+    table, low, high, reach, q_ref, last_ref, k_pages, v_pages, out_ref,
+    k_buffer, v_buffer, arrived, slot_ref, top_ref, total_ref, mixed_ref,
+    *, n_columns, n_pieces, scale, softcap,
+):  # fmt: skip
+    """One row. The buffers, and what is on its way into them, stay from one row to the next."""
+    b = pl.program_id(0)
+    _, n, K, page_len, H = k_buffer.shape
+
+    def each_page(row, group, slot, act):
+        """`act` on the copies of the pages of a row's group."""
+        for i in range(n):
+            column = low[row] + group * n + i
+
+            @pl.when(column < high[row])
+            def _(i=i, column=column):
+                page = table[row // n_pieces * n_columns + column]
+                for pages, buffer in ((k_pages, k_buffer), (v_pages, v_buffer)):
+                    act(pltpu.make_async_copy(pages.at[page], buffer.at[slot, i], arrived.at[slot]))
+
+    @pl.when(b == 0)
+    def _():
+        v_buffer[...] = jnp.zeros_like(
+            v_buffer
+        )  # what has not come yet is not seen, but multiplied
+        slot_ref[0] = 0
+        each_page(0, 0, 0, lambda copy: copy.start())
+
+    top_ref[...] = jnp.full_like(top_ref, MASKED)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+    n_groups = pl.cdiv(high[b] - low[b], n)
+    last = last_ref[...]
+
+    def one_group(group, _):
+        slot = slot_ref[0]
+        ends = group == n_groups - 1
+        row = jnp.where(ends, b + 1, b)
+
+        @pl.when(row < pl.num_programs(0))
+        def _():
+            each_page(row, jnp.where(ends, 0, group + 1), 1 - slot, lambda copy: copy.start())
+
+        each_page(b, group, slot, lambda copy: copy.wait())
+        at = (low[b] + group * n) * page_len
+        key = at + lax.broadcasted_iota(jnp.int32, (last.shape[0], n * page_len), 1)
+        seen = (key <= last) & (key > last - reach[0])
+        for h in range(K):
+            k, v = (buffer[slot, :, h].reshape(n * page_len, H) for buffer in (k_buffer, v_buffer))
+            products = lax.dot_general(
+                q_ref[h], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            scores = jnp.where(seen, scaled(products, scale=scale, softcap=softcap), MASKED)
+            top = jnp.maximum(top_ref[h], jnp.max(scores, axis=1, keepdims=True))
+            weights, keep = jnp.exp(scores - top), jnp.exp(top_ref[h] - top)
+            mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            top_ref[h] = top
+            total_ref[h] = total_ref[h] * keep + jnp.sum(weights, axis=1, keepdims=True)
+            mixed_ref[h] = mixed_ref[h] * keep + mixed
+        slot_ref[0] = 1 - slot
+
+    lax.fori_loop(0, n_groups, one_group, None)
+    out_ref[...] = jnp.where(last >= 0, mixed_ref[...] / total_ref[...], 0.0)

@@ -1,0 +1,61 @@
+"""What a Pallas kernel does. The compiled module shows its operands and results only, and XLA knows no more."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from jaxrl.planner.hlo import Shape
+
+# (op_name, operands, results) of a kernel -> what it does, None where that is not known
+Kernels = Callable[[str, Sequence[Shape], Sequence[Shape]], "Work | None"]
+SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
+# products of a block of queries with one of keys, and the operands that each visit reads anew: k and v, or q and dO
+SPLASH_VISIT = {"fwd": (2, (3, 4)), "dq": (3, (3, 4)), "dkv": (4, (2, 6))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One call of a kernel on one device."""
+
+    flops: float
+    dtype: str  # of the operands of its products
+    more_bytes: float  # of HBM, beyond reading every operand and writing every result once
+
+
+def splash_work(
+    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+) -> Work | None:
+    """Of training attention (kernels/attention/splash.py), where a query sees `keys` on average.
+
+    A block of queries visits whole blocks of keys: on average half of one more at its own end, and half of one at
+    the beginning of its segment. Each head makes its own visits.
+    """
+    match = SPLASH.search(op_name)
+    if match is None:
+        return None
+    products, anew = SPLASH_VISIT[match[1]]
+    visited, q = operands[0], operands[2]
+    N, T, H = q.dims
+    block = T / visited.dims[1]
+    met = N * T * min(keys + block, (T + block) / 2) * H  # multiply-adds of one product
+    sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in anew if operands[i].in_hbm]
+    return Work(2 * products * met, q.dtype, sum(sizes) * met / block)
+
+
+def ragged_work(
+    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+) -> Work | None:
+    """Of attention over pages (kernels/paged_attention/ragged.py), where a row of queries sees `keys` on average.
+
+    It reads the row's pages whole, and of the pool nothing else.
+    """
+    if "ragged_paged_attention" not in op_name:
+        return None
+    q, k_pages, v_pages = operands[4], operands[6], operands[7]
+    rows, K, M, H = q.dims
+    page_len = k_pages.dims[2]
+    keys += page_len / 2  # of the last page
+    pools = k_pages.bytes + v_pages.bytes
+    read = rows * keys / page_len * pools / k_pages.dims[0]
+    return Work(2 * 2 * rows * K * M * keys * H, q.dtype, read - pools)

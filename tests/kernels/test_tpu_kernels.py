@@ -1,0 +1,99 @@
+"""The kernels of TPU compile for chips that are not attached, under the meshes of training and rollout."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from abstract_arrays import abstract
+
+from jaxrl.kernels.attention import attention
+from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.planner.cost import program_cost
+from jaxrl.planner.kernels import splash_work
+from jaxrl.planner.topology import topology
+from sharding import DECODE, TRAIN, ULYSSES, make_mesh
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
+
+
+@pytest.mark.parametrize(
+    ("chips", "rules", "sizes", "heads", "options"),
+    [
+        ("v5p:2x2x2", TRAIN, dict(fsdp=2, tensor=4), (28, 4, 128), dict()),
+        ("v6e:2x4", ULYSSES, dict(fsdp=4, sequence=2), (8, 4, 256), dict(softcap=50.0)),  # Gemma 2
+        pytest.param("v6e:2x4", TRAIN, dict(fsdp=8), (9, 3, 64), dict(), marks=pytest.mark.slow),
+    ],
+)
+def test_training_attention_compiles(chips, rules, sizes, heads, options):
+    N, K, H = heads
+    B, T = 4 * sizes["fsdp"], 4096
+    mesh = make_mesh(topology(chips).devices, **sizes)
+    with jax.set_mesh(mesh):
+        spec = rules.spec("batch", "time", "heads", None)
+        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, spec)
+        k = abstract(
+            mesh, (B, T, K, H), jnp.bfloat16, rules.spec("batch", "time", "kv_heads", None)
+        )
+        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
+
+        def loss(q, k, v, segments, window):
+            how = dict(softcap=None, scale=H**-0.5, rules=rules) | options
+            out = attention(q, k, v, segments=segments, window=window, **how)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        window = jax.ShapeDtypeStruct((), jnp.int32)
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        compiled = grad.lower(q, k, k, rows, window).compile()
+    text = compiled.as_text()
+    cost = program_cost(text, kernels=functools.partial(splash_work, keys=T / 2))
+    # A query meets half of the row, and half of its own block of 512. 2 products forward, 3 and 4 backward.
+    assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 512) / 2 * H / mesh.size
+    scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize(
+    ("chips", "tensor", "heads", "page_len", "T", "options"),
+    [
+        ("v5p:2x2x2", 4, (28, 4, 128), 128, 1, dict()),
+        ("v6e:2x4", 1, (8, 4, 256), 64, 128, dict(softcap=50.0)),  # Gemma 2, prefill
+        pytest.param("v6e:2x4", 1, (12, 2, 128), 64, 64, dict(), marks=pytest.mark.slow),
+    ],
+)
+def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, options):
+    N, K, H = heads
+    B, C = 64, 4096 // page_len
+    mesh = make_mesh(topology(chips).devices, fsdp=8 // tensor, tensor=tensor)
+    pool_shape = (2048, K, page_len, H)
+    with jax.set_mesh(mesh):
+        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, DECODE.spec(None, None, "heads"))
+        pool = abstract(mesh, pool_shape, jnp.bfloat16, DECODE.spec(None, "kv_heads"))
+        table, places = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (C, T))
+
+        def step(k_pages, v_pages, q, table, places, window):
+            new = q[:, :, :: (N // K)]
+            pools = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
+            how = dict(page_table=table, positions=places, window=window, softcap=None)
+            return pools, paged_attention(q, *pools, scale=0.1, rules=DECODE, **how | options)
+
+        window = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, q, table, places, window)
+        compiled = lowered.compile()
+    assert "ragged_paged_attention" in compiled.as_text()
+    pool_bytes = 2 * math.prod(pool_shape) / tensor
+    assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 2  # no copy of the pool
+
+
+def test_rows_that_are_too_long_for_splash_are_attended_in_blocks():
+    mesh = make_mesh(topology("v5p:2x2x1").devices, fsdp=4)
+    with jax.set_mesh(mesh):
+        for T, kernels in ((2**16, 1), (2**16 + 64, 0)):
+            q = abstract(mesh, (4, T, 2, 64), jnp.bfloat16, TRAIN.spec("batch", "time"))
+            rows = abstract(mesh, (4, T), jnp.int32, TRAIN.spec("batch", "time"))
+            how = dict(window=0, softcap=None, scale=1.0, rules=TRAIN)
+            made = jax.make_jaxpr(lambda q, s, how=how: attention(q, q, q, segments=s, **how))(
+                q, rows
+            )
+            assert str(made).count("name=splash_mha_fwd") == kernels
