@@ -3,8 +3,11 @@
     uv run python -m jaxrl.train --config=configs/calculator_smollm2.py
 
 Products of two-digit numbers, which the model cannot work out. It may write <calc>27 * 58</calc>, which ends its turn, and reads
-<result>1566</result>. The reward is 1 for the right last number of the last turn, and 0.2 for a call that can be worked
-out (jaxrl/environments/calculator.py). Minutes and result: not measured yet.
+<result>1566</result>; one worked example stands before the question. The reward is 1 for the right last number of the last turn,
+and 0.2 for a call that can be worked out (jaxrl/environments/calculator.py).
+
+Before training, at temperature 1: 0.41 calls an episode, 0.31 +- 0.18 right (16 questions, 2 samples each; without the
+example no call and none right). Minutes and result of training: not measured yet.
 """
 
 from ml_collections import ConfigDict
