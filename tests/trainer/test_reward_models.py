@@ -198,6 +198,7 @@ def close(found, reference):
         np.testing.assert_allclose(found[name], one, rtol=0, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow  # as any run of the learner does: that of DPO is tried every time
 def test_a_killed_training_goes_on_bitwise(ranking_config, tmp_path):
     config = ranking_config
     config.total_steps = 3
