@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from abstract_arrays import abstract
 
+from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.planner.topology import topology
-from sharding import DECODE, make_mesh
+from sharding import DECODE, TRAIN, make_mesh
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed")
 
@@ -36,3 +37,33 @@ def test_paged_attention_compiles(heads, page_len, T, options):
         window = jax.ShapeDtypeStruct((), jnp.int32)
         compiled = jax.jit(attend).lower(q, pool, pool, table, places, window).compile()
     assert "paged_attention_triton" in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "options"),
+    [
+        (dict(fsdp=2, tensor=4), (28, 4, 128), dict()),
+        (dict(fsdp=8), (9, 3, 64), dict()),
+        (dict(fsdp=8), (8, 4, 256), dict(softcap=50.0)),  # Gemma 2
+    ],
+)
+def test_training_attention_compiles(sizes, heads, options):
+    N, K, H = heads
+    B, T = 2 * sizes["fsdp"], 4096
+    mesh = make_mesh(topology("h100:8").devices, **sizes)
+    with jax.set_mesh(mesh):
+        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, TRAIN.spec("batch", None, "heads"))
+        k = abstract(mesh, (B, T, K, H), jnp.bfloat16, TRAIN.spec("batch", None, "kv_heads"))
+        rows = abstract(mesh, (B, T), jnp.int32, TRAIN.spec("batch"))
+
+        def loss(q, k, v, segments, window):
+            how = dict(softcap=None, scale=H**-0.5, rules=TRAIN) | options
+            out = attention(q, k, v, segments=segments, window=window, **how)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        window = jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
+    text = compiled.as_text()
+    assert all(f"packed_attention_{name}" in text for name in ("fwd", "dq", "dkv"))
+    scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
+from jaxrl.kernels.attention.triton import attention_triton, why_not_triton
 from jaxrl.kernels.choice import choose
 from sharding import Rules
 
@@ -16,15 +17,15 @@ BUILT = {
     "blockwise": attention_blockwise,
     "reference": attention_reference,
     "splash": attention_splash,
+    "triton": attention_triton,
 }
 PLANNED = {
     "mosaic_gpu": "the Pallas Mosaic kernel for Hopper GPUs",
-    "triton": "the Pallas Triton kernel for GPUs",
     "cudnn": "fused attention of cuDNN for GPUs",
 }
 DEFAULTS = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),
-    "gpu": ("blockwise", "plain XLA, because no GPU kernel is built yet"),
+    "gpu": ("triton", "the Pallas kernels that keep scores on the chip"),
     "tpu": ("splash", "the Pallas kernel that keeps scores on the chip"),
 }
 
@@ -47,13 +48,16 @@ def attention(
     A segment is one run of equal numbers in its row; padding, segment 0, gives zeros.
     Rows that lie cut over `rules.time` are exchanged for heads before, and back after (Ulysses,
     https://arxiv.org/abs/2309.14509); implementations see whole rows.
-    `implementation` is config.model.attention: None or "auto" picks for the backend and the row's length.
+    `implementation` is config.model.attention: None or "auto" picks for the backend and the shapes.
     Raises ValueError where the devices that share the heads do not divide their number.
     """
     defaults = DEFAULTS
     if q.shape[1] > MAX_LEN:
         reason = f"plain XLA, because rows of {q.shape[1]} tokens are too long for 'splash'"
-        defaults = DEFAULTS | {"tpu": ("blockwise", reason)}
+        defaults = defaults | {"tpu": ("blockwise", reason)}
+    if why := why_not_triton(q):
+        reason = f"plain XLA, because 'triton' does not take {why}"
+        defaults = defaults | {"gpu": ("blockwise", reason)}
     attend = choose(
         "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=defaults
     )

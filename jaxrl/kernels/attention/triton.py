@@ -1,0 +1,246 @@
+"""Packed attention on NVIDIA GPUs: Pallas kernels in Triton, forward and backward.
+
+What a query sees is one range of keys, from the first that segment and window leave to its own. A block of queries
+visits the blocks of keys from the first that one of its queries sees; backward, a block of keys visits the queries up
+to the last that sees it, of all heads that share its kv head. Forward and backward follow
+https://arxiv.org/abs/2307.08691, algorithms 1 and 2. Scores, softmax and sums are float32, products take the
+operands' own type.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention.blocks import MASKED, pad_axis, scaled
+from jaxrl.kernels.attention.blockwise import visible
+from jaxrl.kernels.attention.each_device import on_each_device
+from jaxrl.kernels.choice import check_platform
+from sharding import Rules
+
+BLOCK = 64  # tokens of a block of queries, and of keys
+LEAST = 16  # rows of a product of tensor cores
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How scores come about, and where they are computed."""
+
+    scale: float
+    softcap: float | None
+    interpret: bool
+
+    def scores(self, q, k, first, at_q, at_k):
+        """[queries, keys] of the blocks at these positions; MASKED where a query does not see the key."""
+        scores = scaled(plgpu.dot(q, k, trans_b=True), scale=self.scale, softcap=self.softcap)
+        own = at_q + jnp.arange(len(q))
+        key = at_k + jnp.arange(len(k))
+        seen = (key[None] >= first[:, None]) & (key[None] <= own[:, None])
+        return jnp.where(seen, scores, MASKED)
+
+    def gradients(self, q, k, v, do, norm, delta, first, at_q, at_k):
+        """(the softmax's weights, gradients into q kᵀ)."""
+        scores = self.scores(q, k, first, at_q, at_k)
+        p = jnp.exp(scores - norm[:, None])
+        ds = p * (plgpu.dot(do, v, trans_b=True) - delta[:, None]) * self.scale
+        if self.softcap is not None:
+            ds *= jnp.where(p > 0, 1.0 - (scores / self.softcap) ** 2, 0.0)
+        return p, ds
+
+    def call(self, kernel, name: str, **options):
+        return pl.pallas_call(
+            functools.partial(kernel, self),
+            name=name,
+            interpret=self.interpret,
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+            **options,
+        )
+
+
+def why_not_triton(q: jax.Array) -> str | None:
+    """What keeps the kernels from these queries."""
+    H = q.shape[-1]
+    if H < LEAST or H & (H - 1):
+        return f"heads of width {H}, no power of two"
+    return None
+
+
+def attention_triton(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    softcap: float | None,
+    scale: float,
+    rules: Rules,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
+
+    `interpret` runs the kernels' steps by XLA, on any backend. Raises NotImplementedError without a GPU, and for
+    widths of heads that Triton has no blocks for.
+    """
+    if not interpret:
+        check_platform("config.model.attention", "triton", "gpu")
+    if why := why_not_triton(q):
+        raise NotImplementedError(
+            f"config.model.attention='triton' does not take {why}; set it to 'auto' or 'blockwise'"
+        )
+    attend = functools.partial(_local_attention, How(scale, softcap, interpret))
+    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
+
+
+def _local_attention(how: How, q, k, v, segments, window):
+    T = q.shape[1]
+    first, last = visible(segments, window)
+    # Padding sees itself: a softmax over nothing is not finite.
+    first = jnp.where(last >= 0, first, jnp.arange(T))
+    first = jnp.pad(first, ((0, 0), (0, -T % BLOCK)), constant_values=T)
+    out = _flash(how, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), first)
+    return jnp.where(segments[:, :, None, None] > 0, out[:, :T], 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(how: How, q, k, v, first):
+    """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H], T a multiple of the block"""
+    return _forward(how, q, k, v, first)[0]
+
+
+def _forward(how: How, q, k, v, first):
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
+    by_block, keys, numbers, starts = _specs(T, H, G)
+    out, norm = how.call(
+        _forward_kernel,
+        "packed_attention_fwd",
+        grid=(T // BLOCK, N, B),
+        in_specs=[pl.no_block_spec, by_block, keys, keys, starts],
+        out_specs=[by_block, numbers],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+    )(_lowest(first), q, k, v, first)
+    return out, (q, k, v, first, out, norm)
+
+
+def _backward(how: How, saved, do):
+    q, k, v, first, out, norm = saved
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    G = N // K
+    delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), do.astype(jnp.float32))
+    low = _lowest(first)
+    by_block, keys, numbers, starts = _specs(T, H, G)
+    dq = how.call(
+        _dq_kernel,
+        "packed_attention_dq",
+        grid=(T // BLOCK, N, B),
+        in_specs=[pl.no_block_spec, by_block, keys, keys, by_block, numbers, numbers, starts],
+        out_specs=by_block,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    )(low, q, k, v, do, norm, delta, first)
+
+    # Blocks of queries that see the block of keys j: from j on, as `low` never falls.
+    j = jnp.arange(T // BLOCK)
+    high = jnp.sum(low[:, None, :] <= j[:, None], axis=-1, dtype=jnp.int32)
+    queries = pl.BlockSpec((None, T, G, H), lambda j, h, b: (b, 0, h, 0))
+    of_heads = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
+    key_block = pl.BlockSpec((None, BLOCK, None, H), lambda j, h, b: (b, j, h, 0))
+    dk, dv = how.call(
+        _dkv_kernel,
+        "packed_attention_dkv",
+        grid=(T // BLOCK, K, B),
+        in_specs=[
+            pl.no_block_spec, queries, key_block, key_block, queries, of_heads, of_heads,
+            pl.BlockSpec((None, T), lambda j, h, b: (b, 0)),
+        ],
+        out_specs=[key_block, key_block],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+    )(high, q, k, v, do, norm, delta, first)  # fmt: skip
+    return dq, dk, dv, None
+
+
+_flash.defvjp(_forward, _backward)
+
+
+def _lowest(first: Int[Array, "B T"]) -> Int[Array, "B n"]:
+    """The first block of keys that each block of queries sees."""
+    return jnp.min(first.reshape(first.shape[0], -1, BLOCK), axis=-1) // BLOCK
+
+
+def _specs(T: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
+    """What a program of (block of queries, head, row) is given of queries, of keys, of numbers and of starts."""
+    return (
+        pl.BlockSpec((None, BLOCK, None, H), lambda i, n, b: (b, i, n, 0)),
+        pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, lax.div(n, G), 0)),
+        pl.BlockSpec((None, None, BLOCK), lambda i, n, b: (b, n, i)),
+        pl.BlockSpec((None, BLOCK), lambda i, n, b: (b, i)),
+    )
+
+
+def _forward_kernel(how: How, low, q_ref, k_ref, v_ref, first_ref, out_ref, norm_ref):
+    i, b = pl.program_id(0), pl.program_id(2)
+    q, first = q_ref[...], first_ref[...]
+
+    def block(j, state):
+        top, total, mixed = state
+        at = pl.ds(j * BLOCK, BLOCK)
+        scores = how.scores(q, k_ref[at, :], first, i * BLOCK, j * BLOCK)
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
+        v = v_ref[at, :]
+        mixed = mixed * keep[:, None] + plgpu.dot(weights.astype(v.dtype), v)
+        return new, total * keep + jnp.sum(weights, axis=1), mixed
+
+    empty = jnp.full(BLOCK, MASKED), jnp.zeros(BLOCK), jnp.zeros(q.shape)
+    top, total, mixed = lax.fori_loop(low[b, i], i + 1, block, empty)
+    out_ref[...] = (mixed / total[:, None]).astype(out_ref.dtype)
+    norm_ref[...] = top + jnp.log(total)
+
+
+def _dq_kernel(how: How, low, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, first_ref, dq_ref):
+    i, b = pl.program_id(0), pl.program_id(2)
+    q, do, norm, delta, first = (
+        ref[...] for ref in (q_ref, do_ref, norm_ref, delta_ref, first_ref)
+    )
+
+    def block(j, dq):
+        at = pl.ds(j * BLOCK, BLOCK)
+        k = k_ref[at, :]
+        _, ds = how.gradients(q, k, v_ref[at, :], do, norm, delta, first, i * BLOCK, j * BLOCK)
+        return dq + plgpu.dot(ds.astype(k.dtype), k)
+
+    dq = lax.fori_loop(low[b, i], i + 1, block, jnp.zeros(q.shape))
+    dq_ref[...] = dq.astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    how: How, high, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, first_ref, dk_ref, dv_ref
+):
+    j, b = pl.program_id(0), pl.program_id(2)
+    k, v = k_ref[...], v_ref[...]
+    G = q_ref.shape[1]
+
+    def head(g, grads):
+        def block(i, grads):
+            dk, dv = grads
+            at = pl.ds(i * BLOCK, BLOCK)
+            q, do = q_ref[at, g, :], do_ref[at, g, :]
+            p, ds = how.gradients(
+                q, k, v, do, norm_ref[g, at], delta_ref[g, at], first_ref[at], i * BLOCK, j * BLOCK
+            )
+            dv += plgpu.dot(p.astype(do.dtype), do, trans_a=True)
+            return dk + plgpu.dot(ds.astype(q.dtype), q, trans_a=True), dv
+
+        return lax.fori_loop(j, high[b, j], block, grads)
+
+    dk, dv = lax.fori_loop(0, G, head, (jnp.zeros(k.shape), jnp.zeros(v.shape)))
+    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
