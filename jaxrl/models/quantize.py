@@ -8,7 +8,6 @@ are the matrices of attention, MLPs and experts: what decoding reads. In their o
 - norms and biases, which are small.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +52,4 @@ def map_matrices(fn: Callable[[Any, int], Any], model: Tree) -> Tree:
     return jax.tree.map(within, model, is_leaf=lambda node: isinstance(node, Linear | MoE))
 
 
-_quantize = functools.partial(jax.jit, static_argnames=("n_shared", "dtype", "scale_dtype"))(
-    quantize
-)
+_quantize = jax.jit(quantize, static_argnames=("n_shared", "dtype", "scale_dtype"))
