@@ -6,6 +6,7 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --model-config=PATH    config.json (or its folder) of a model that is not on this machine
     --prompt-len=N         tokens of an average prompt (default: data.max_prompt_len)
     --response-len=N       tokens of an average response (default: data.max_response_len)
+    --job=NAME             train (default), sft or dpo: the program that the config is for
     --json                 one JSON object instead of tables
     --search[=N]           try meshes, token budgets and remat policies; compile until N of them fit (3)
 """
@@ -28,8 +29,12 @@ from jaxrl.planner.programs import Lengths, TooLarge
 from jaxrl.planner.report import search_text, show
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import KNOWN, simulated_cpus, topology
+from jaxrl.trainer.offline import learning
+from jaxrl.trainer.preference import DPO
+from jaxrl.trainer.supervised import SFT
 
-OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "json")
+OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "job", "json")
+LESSONS = {"sft": SFT, "dpo": DPO}
 
 
 def main() -> int:
@@ -38,6 +43,11 @@ def main() -> int:
     options = read_options(rest, OPTIONS)
     if "topology" not in options:
         stop(f"no topology is given; set --topology to one of {KNOWN}")
+    job = options.get("job", "train")
+    if job not in ("train", *LESSONS):
+        stop(f"--job={job} is not known; set one of train, {', '.join(LESSONS)}")
+    if "search" in options and job != "train":
+        stop("--search is for --job=train; leave one of them out")
     if n := simulated_cpus(options["topology"]):
         jax.config.update("jax_num_cpu_devices", n)
     try:
@@ -62,7 +72,11 @@ def main() -> int:
                 return 2
         else:
             critic = model_shape(cfg.critic.path) if cfg.critic.path else decoder
-            plan = make_plan(cfg, decoder, machine, critic=critic, lengths=lengths, on_start=say)
+            given = None
+            if lesson := LESSONS.get(job):
+                cfg, given = learning(cfg, lesson), lesson.given
+            how = {"critic": critic, "given": given, "lengths": lengths, "on_start": say}
+            plan = make_plan(cfg, decoder, machine, **how)
     except TooLarge as problem:
         print(f"{problem}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ import jax
 from jaxrl.config import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.plan import Plan, add_up
-from jaxrl.planner.programs import Lengths, TooLarge, compile_programs, run_parts
+from jaxrl.planner.programs import Given, Lengths, TooLarge, compile_programs, run_parts
 from jaxrl.planner.report import as_text, size
 from jaxrl.planner.topology import CHIPS, Topology
 from sharding import target_platform
@@ -24,9 +24,12 @@ def check_plan(
     cfg: RunConfig,
     decoder: DecoderConfig,
     memory_bytes: int | float,
+    *,
     critic: DecoderConfig | None = None,
+    given: Given | None = None,
 ) -> Plan:
-    """The plan on the mesh that is set, before anything lies on its devices. `critic` is as in `make_plan`.
+    """The plan on the mesh that is set, before anything lies on its devices. `critic` and `given` are as in
+    `make_plan`.
 
     The programs are compiled ahead of warm-up, which takes from JAX's compilation cache what is the same.
     Raises ValueError with the plan's numbers where the run does not fit.
@@ -42,7 +45,7 @@ def check_plan(
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     advice = "set plan_check=False to try all the same"
     try:
-        parts = run_parts(cfg, decoder, memory_bytes, critic)
+        parts = run_parts(cfg, decoder, memory_bytes, critic, given)
         programs = compile_programs(parts, lengths)
     except TooLarge as problem:
         raise ValueError(f"the plan of this run {problem}; {advice}") from problem
@@ -58,7 +61,7 @@ def check_plan(
 def plan_line(plan: Plan) -> str:
     """The plan in a line of the console."""
     fullest = max(phase.live_bytes for phase in plan.phases.values())
-    return (
-        f"plan: {size(fullest)} of {size(plan.budget_bytes)} a device, {plan.kv_pages} KV pages, "
-        f"{plan.max_concurrent_sequences} sequences at a time"
-    )
+    line = f"plan: {size(fullest)} of {size(plan.budget_bytes)} a device"
+    if not plan.page_bytes:
+        return line
+    return f"{line}, {plan.kv_pages} KV pages, {plan.max_concurrent_sequences} sequences at a time"

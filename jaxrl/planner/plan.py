@@ -12,6 +12,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.programs import (
+    Given,
     Lengths,
     Parts,
     Program,
@@ -89,20 +90,21 @@ def make_plan(
     machine: Topology,
     *,
     critic: DecoderConfig | None = None,
+    given: Given | None = None,
     lengths: Lengths | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and adds up what they need.
 
-    `critic` is the backbone of a critic of its own (default: the policy's). `lengths` (default: the longest
-    allowed) are those of an average sequence. Raises ValueError where
+    `critic` is the backbone of a critic of its own (default: the policy's), `given` makes it a run on given
+    answers. `lengths` (default: the longest allowed) are those of an average sequence. Raises ValueError where
     the mesh is not of the machine's devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, critic)
+        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, critic, given)
         programs = compile_programs(parts, lengths, on_start)
     return add_up(parts, programs, machine, dict(mesh.shape), lengths)
 
@@ -121,12 +123,15 @@ def add_up(
     pool = page_bytes * parts.n_pages
     live = {name: live_bytes(p, parts, pool) for name, p in programs.items()}
     # The pool lies on the device through all phases, so the fullest of them bounds it.
-    room = (budget - max(live.values())) // page_bytes
-    wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.n_columns
-    pages = max(min(wanted, room), 0)
-    least = cfg.rollout.n_pages or engine.n_columns
-    fits = room >= least
-    sequences = min(cfg.rollout.max_num_seqs, pages // engine.n_columns)
+    left = budget - max(live.values())
+    pages = least = sequences = 0
+    if engine is not None:
+        room = left // page_bytes
+        wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.n_columns
+        pages = max(min(wanted, room), 0)
+        least = cfg.rollout.n_pages or engine.n_columns
+        sequences = min(cfg.rollout.max_num_seqs, pages // engine.n_columns)
+    fits = left >= least * page_bytes
     calls = calls_per_step(cfg, parts, max(sequences, 1), lengths)
     phases = {}
     for phase, names in PHASES.items():
@@ -144,7 +149,7 @@ def add_up(
             fits=fullest + least * page_bytes <= budget,
             roofline_s=total,
             bound=seconds(programs[slowest], chip)[1],
-            tokens_per_s=_tokens(cfg, lengths, phase) / total,
+            tokens_per_s=_tokens(parts, lengths, phase) / total,
         )
     step_s = sum(phase.roofline_s for phase in phases.values())
     tight = max(live, key=live.__getitem__)
@@ -153,10 +158,14 @@ def add_up(
         if fits
         else (
             f"{tight} needs {live[tight] / 2**30:.2f} GiB, of {budget / 2**30:.2f} GiB that "
-            f"memory_utilization={cfg.rollout.memory_utilization} leaves of {chip.memory_bytes / 2**30:.2f}; "
-            f"the {least} KV pages of "
-            f"{'rollout.n_pages' if cfg.rollout.n_pages else 'one longest sequence'} take "
-            f"{least * page_bytes / 2**30:.2f} GiB more"
+            f"memory_utilization={cfg.rollout.memory_utilization} leaves of {chip.memory_bytes / 2**30:.2f}"
+            + (
+                f"; the {least} KV pages of "
+                f"{'rollout.n_pages' if cfg.rollout.n_pages else 'one longest sequence'} take "
+                f"{least * page_bytes / 2**30:.2f} GiB more"
+                if least
+                else ""
+            )
         )
     )
     return Plan(
@@ -173,7 +182,7 @@ def add_up(
         kv_pages=pages,
         max_concurrent_sequences=sequences * parts.n_replicas,
         expected_step_s=step_s,
-        tokens_per_s=_tokens(cfg, lengths, "step") / step_s,
+        tokens_per_s=_tokens(parts, lengths, "step") / step_s,
         lengths=lengths,
     )
 
@@ -217,8 +226,7 @@ def calls_per_step(
     cfg: RunConfig, parts: Parts, sequences: int, lengths: Lengths
 ) -> dict[str, int]:
     """How often each program runs in a training step; of decode, its steps."""
-    engine, total = parts.engine, cfg.sequences_per_step
-    prompt_tokens = cfg.data.prompts_per_step * lengths.prompt / parts.n_replicas
+    total = parts.n_sequences
     rows, row_len = cfg.learner.shapes[-1]
     tokens = total * (lengths.prompt + lengths.response)
     micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
@@ -232,21 +240,27 @@ def calls_per_step(
             "critic_accumulate": its * own.learner.epochs,
             "critic_apply": own.updates_per_step,
         }
-    return of_critic | {
-        "reshard": 1,
+    of_engine = {}
+    if (engine := parts.engine) is not None:
+        prompt_tokens = cfg.data.prompts_per_step * lengths.prompt / parts.n_replicas
+        of_engine = {
+            "reshard": 1,
+            "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),
+            "copy_pages": 0,
+            "decode": math.ceil(total / (sequences * parts.n_replicas)) * lengths.response,
+        }
+    of_learner = {
         "reshard_score": 1,
-        "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),
-        "copy_pages": 0,
-        "decode": math.ceil(total / (sequences * parts.n_replicas)) * lengths.response,
         "score": math.ceil(micro / parts.joined["score"]),
         "reference": math.ceil(micro / parts.joined["reference"]),
         "count": micro * cfg.learner.epochs,
         "accumulate": micro * cfg.learner.epochs,
         "apply": cfg.updates_per_step,
     }
+    return of_engine | of_learner | of_critic
 
 
-def _tokens(cfg: RunConfig, lengths: Lengths, phase: str) -> float:
+def _tokens(parts: Parts, lengths: Lengths, phase: str) -> float:
     """Tokens that a phase is measured by: sampled ones in rollout, else all of the sequences."""
     own = 0 if phase == "rollout" else lengths.prompt
-    return float(cfg.sequences_per_step * (own + lengths.response))
+    return float(parts.n_sequences * (own + lengths.response))

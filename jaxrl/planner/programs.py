@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import RunConfig
@@ -43,6 +44,15 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """Of a run that learns from given answers and samples none."""
+
+    answers: int  # of an item of data
+    scores: bool  # the policy's logprobs in every step; a validation's programs are smaller than an update's
+    has_reference: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """One compiled program on one device."""
 
@@ -68,17 +78,20 @@ class Parts:
 
     cfg: RunConfig
     decoder: DecoderConfig
-    engine: PagedEngine
+    engine: (
+        PagedEngine | None
+    )  # None where nothing is sampled, as the three lines at the end are then 0
     lower: dict[str, Callable[[], jax.stages.Lowered]]
     holds: dict[str, tuple[str, ...]]
     resident: dict[str, int]  # bytes per device of params, opt_state, ref, and those of a critic
     shares: dict[str, int]  # of params: what a role copies, and what it uses as it is
     joined: dict[str, int]  # micro-batches of an update that one call scores
     values: Values | None  # of a critic
-    page_bytes: int  # per device
     n_ranks: int
-    n_replicas: int  # of all engines
-    n_pages: int  # of the pool that the engine's programs are lowered for
+    n_sequences: int  # of a step
+    page_bytes: int = 0  # per device
+    n_replicas: int = 0  # of all engines
+    n_pages: int = 0  # of the pool that the engine's programs are lowered for
 
 
 def run_parts(
@@ -86,9 +99,10 @@ def run_parts(
     decoder: DecoderConfig,
     memory_bytes: int | float,
     critic: DecoderConfig | None = None,
+    given: Given | None = None,
 ) -> Parts:
     """The programs of a run at their largest declared shapes, on the mesh that is set. `critic` is the
-    backbone of a critic of its own, the policy's where it is None.
+    backbone of a critic of its own, the policy's where it is None; `given` makes it a run on given answers.
 
     The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
     holds them: then a run that fits calls the very programs that its plan compiled.
@@ -101,16 +115,6 @@ def run_parts(
     rules = training_rules(cfg)
     state = abstract_state(
         specs, dtype, optimizer, rules, mesh, offload="optimizer" in cfg.learner.offload
-    )
-    layout = rollout_layout(cfg, decoder, dtype)
-    name = cfg.model.paged_attention
-    engine = PagedEngine(
-        decoder,
-        cfg.rollout,
-        rules=layout.rules,
-        dtype=layout.dtype,
-        max_len=cfg.data.max_len,
-        implementation=None if name == "auto" else name,
     )
     n_ranks = rules.n_shards("batch")
     lower, holds = _update_programs(cfg, rules, state, optimizer, abstract_batch(cfg, rules, mesh))
@@ -129,23 +133,66 @@ def run_parts(
         resident["critic_opt_state"] = bytes_per_device(own.state.opt_state)
         its_lower, its_holds = _critic_programs(own)
         lower, holds = lower | its_lower, holds | its_holds
-    roles = {"rollout": layout, "score": role_layout(cfg, "score", decoder, dtype)}
-    scoring = {"score": roles["score"], "reference": role_layout(cfg, "ref", decoder, dtype)}
+    scoring = {
+        "score": role_layout(cfg, "score", decoder, dtype),
+        "reference": role_layout(cfg, "ref", decoder, dtype),
+    }
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
-    if needs_ref(cfg):
+    if given is not None:
+        needed = {"score": given.scores, "reference": given.has_reference}
+    if needed["reference"] or needs_ref(cfg):
         weights = scoring["reference"].abstract_weights(decoder, mesh)
         resident["ref"] = bytes_per_device(weights)
     for name, held in {"score": "score_aliased", "reference": "ref"}.items():
         if needed[name]:
             lower[name] = functools.partial(_lower_score, cfg, decoder, scoring[name], mesh)
             holds[name] = (held,)
-    weights = layout.abstract_weights(decoder, mesh)
-    shares = {}
-    for role, its in roles.items():
-        aliased, copied = its.shares(state.params)
-        shares |= {f"{role}_aliased": aliased, f"{role}_copied": copied}
-    copy = bytes_per_device(weights) - shares["rollout_aliased"]
-    half = (cfg.rollout.memory_utilization * memory_bytes - sum(resident.values()) - copy) / 2
+    aliased, copied = scoring["score"].shares(state.params)
+    parts = Parts(
+        cfg=cfg,
+        decoder=decoder,
+        engine=None,
+        lower=lower,
+        holds=holds,
+        resident=resident,
+        shares={"score_aliased": aliased, "score_copied": copied},
+        values=values,
+        joined={name: joined_batches(cfg, its) for name, its in scoring.items()},
+        n_ranks=n_ranks,
+        n_sequences=cfg.data.prompts_per_step * (given.answers if given else cfg.rollout.n),
+    )
+    if copied and needed["score"]:
+        lower["reshard_score"] = functools.partial(scoring["score"].lower, state.params)
+        holds["reshard_score"] = ("score_copied",)
+    if given is None:
+        parts = _with_engine(parts, state.params, dtype, memory_bytes)
+    if "reference" in cfg.learner.offload:
+        holds = {
+            name: held if uses_ref(cfg, name) else (*held, "ref")
+            for name, held in parts.holds.items()
+        }
+        parts = dataclasses.replace(parts, holds=holds)
+    return parts
+
+
+def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int | float) -> Parts:
+    """The programs of the rollout beside the others; `params` are training's."""
+    cfg, mesh = parts.cfg, jax.sharding.get_mesh()
+    layout = rollout_layout(cfg, parts.decoder, dtype)
+    name = cfg.model.paged_attention
+    engine = PagedEngine(
+        parts.decoder,
+        cfg.rollout,
+        rules=layout.rules,
+        dtype=layout.dtype,
+        max_len=cfg.data.max_len,
+        implementation=None if name == "auto" else name,
+    )
+    weights = layout.abstract_weights(parts.decoder, mesh)
+    aliased, copied = layout.shares(params)
+    copy = bytes_per_device(weights) - aliased
+    state = sum(parts.resident.values())
+    half = (cfg.rollout.memory_utilization * memory_bytes - state - copy) / 2
     with jax.set_mesh(layout.mesh(mesh)):
         page_bytes, n_replicas = engine.page_bytes_per_device, engine.n_replicas
     room = max(int(half // page_bytes), engine.n_columns)
@@ -156,31 +203,21 @@ def run_parts(
         with jax.set_mesh(layout.mesh(mesh)):
             return engine.lower(weights, n_pages)
 
-    for role, its in roles.items():
-        if shares[f"{role}_copied"] and (role == "rollout" or needed[role]):
-            name = {"rollout": "reshard", "score": "reshard_score"}[role]
-            lower[name] = functools.partial(its.lower, state.params)
-            holds[name] = (f"{role}_copied",)
+    lower, holds = dict(parts.lower), dict(parts.holds)
+    if copied:
+        lower["reshard"] = functools.partial(layout.lower, params)
+        holds["reshard"] = ("rollout_copied",)
     held = ("rollout_aliased",)
     for name, own in {"prefill": held, "copy_pages": (), "decode": held}.items():
         lower[name] = lambda name=name: engine_programs()[name]
         holds[name] = (*own, "kv")
-    if "reference" in cfg.learner.offload:
-        holds = {
-            name: held if uses_ref(cfg, name) else (*held, "ref") for name, held in holds.items()
-        }
-    return Parts(
-        cfg=cfg,
-        decoder=decoder,
+    return dataclasses.replace(
+        parts,
         engine=engine,
         lower=lower,
         holds=holds,
-        resident=resident,
-        shares=shares,
-        values=values,
-        joined={name: joined_batches(cfg, its) for name, its in scoring.items()},
+        shares=parts.shares | {"rollout_aliased": aliased, "rollout_copied": copied},
         page_bytes=page_bytes,
-        n_ranks=n_ranks,
         n_replicas=n_replicas * (mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,
     )

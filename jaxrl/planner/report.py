@@ -45,11 +45,14 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     )
     verdict = "fits" if plan.fits else f"does not fit: {plan.why_not}"
     state = ", ".join(f"{name} {size(n)}" for name, n in plan.resident.items())
+    pages = (
+        f"KV pages: {plan.kv_pages} of {size(plan.page_bytes)}; "
+        f"concurrent sequences: {plan.max_concurrent_sequences}\n"
+    )
     last = (
         f"{verdict}\n"
         f"on every device throughout: {state}\n"
-        f"KV pages: {plan.kv_pages} of {size(plan.page_bytes)}; "
-        f"concurrent sequences: {plan.max_concurrent_sequences}\n"
+        f"{pages if plan.page_bytes else ''}"
         f"a step at peak rates: {time(plan.expected_step_s)}, {plan.tokens_per_s:,.0f} tokens/s"
     )
     parts = [Text(head), _programs(plan, with_compile_s), _phases(plan), Text(last)]

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl.config import RunConfig
 from jaxrl.data.packing import gather
+from jaxrl.planner.programs import Given
 from jaxrl.schema import flatten, to_dict
 from jaxrl.trainer.experience import MiniBatch, pack_rollouts, padding_fraction
 from jaxrl.trainer.phases import update
@@ -27,7 +28,7 @@ class Lesson:
     judge: Callable[["Offline", Sequence], dict[str, float]]  # held-out items -> val/*
     aggregation: str  # of algorithm.aggregation
     heads: tuple[str, ...]  # of the model that learns
-    has_reference: bool
+    given: Given  # what the planner has to know
     idle: tuple[str, ...]  # sections and keys of the config that it does not read
     logged: Mapping[str, str]  # metrics of an update that mean something here -> their names
 

@@ -10,6 +10,7 @@ from jaxrl.algorithms.choose import choose
 from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.config import PreferenceConfig
 from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.planner.programs import Given
 from jaxrl.trainer.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.phases import policy_logps, reference_logps
 from jaxrl.types import Rollout
@@ -102,7 +103,7 @@ DPO = Lesson(
     judge=judge,
     aggregation="seq_mean_token_sum",
     heads=("vocab",),
-    has_reference=True,
+    given=Given(answers=2, scores=True, has_reference=True),
     idle=(*IDLE, "preference.margin_weight"),
     logged={"loss/entropy": "loss/entropy"},
 )

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
 from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.planner.programs import Given
 from jaxrl.trainer.offline import IDLE, Lesson, Offline
 from jaxrl.trainer.preference import answers_of, preference_metrics
 from jaxrl.trainer.reward_model import last_scores, sequence
@@ -66,7 +67,7 @@ RANKING = Lesson(
     judge=judge,
     aggregation="seq_mean_token_sum",
     heads=("score",),
-    has_reference=False,
+    given=Given(answers=2, scores=False, has_reference=False),
     idle=(
         *IDLE,
         "learner.router_aux_coef",

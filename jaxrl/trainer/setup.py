@@ -139,14 +139,19 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
         ready = open_devices(cfg, base, stack)
         decoder = dataclasses.replace(ready.decoder, heads=lesson.heads)
         ready = dataclasses.replace(ready, decoder=decoder)
+        has_logits, has_reference = "vocab" in lesson.heads, lesson.given.has_reference
+        memory = device_memory()
+        if cfg.plan_check and memory is not None and has_logits:
+            with base.progress.waiting("planning: compiling all programs"):
+                plan = check_plan(cfg, ready.decoder, memory, given=lesson.given)
+            base.progress.status(plan_line(plan))
         run = Offline(
-            **job(cfg, ready, stack, iterator, has_reference=lesson.has_reference),
+            **job(cfg, ready, stack, iterator, has_reference=has_reference),
             val=val,
             lesson=lesson,
         )
         if not run.done:
-            has_logits = "vocab" in lesson.heads
-            warm_up_learner(run, policy=has_logits, reference=lesson.has_reference)
+            warm_up_learner(run, policy=has_logits, reference=has_reference)
         yield run
 
 

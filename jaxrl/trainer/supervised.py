@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.data.demonstrations import load_demonstrations
+from jaxrl.planner.programs import Given
 from jaxrl.trainer.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.phases import policy_logps
 from jaxrl.types import Rollout
@@ -38,7 +39,7 @@ SFT = Lesson(
     judge=likelihood,
     aggregation="token_mean",
     heads=("vocab",),
-    has_reference=False,
+    given=Given(answers=1, scores=False, has_reference=False),
     idle=(*IDLE, "preference"),
     logged={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},
 )

@@ -25,7 +25,7 @@ from jaxrl.planner.plan import (
     live_bytes,
     make_plan,
 )
-from jaxrl.planner.programs import CRITIC_PROGRAMS, run_parts
+from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import CHIPS, Topology, topology
 from sharding import make_mesh
@@ -58,6 +58,31 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
     assert set(found["phases"]) == {"rollout", "scoring", "update"}
     assert found["fits"] and found["expected_step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "programs"),
+    [
+        (Given(answers=1, scores=False, has_reference=False), {"accumulate", "apply"}),
+        (
+            Given(answers=2, scores=True, has_reference=True),
+            {"accumulate", "apply", "score", "reference"},
+        ),
+    ],
+)
+def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
+    cfg = run(algorithm__kl_coef=0.0)
+    ours = make_plan(cfg, TINY, topology("cpu:8"), given=given)
+    assert set(ours.programs) == programs and "rollout" not in ours.phases
+    assert ours.fits and ours.kv_pages == ours.max_concurrent_sequences == 0
+    assert ("ref" in ours.resident) == given.has_reference
+    n_tokens = cfg.data.prompts_per_step * given.answers * cfg.data.max_len
+    assert ours.tokens_per_s * ours.expected_step_s == pytest.approx(n_tokens)
+    assert "KV pages" not in as_text(ours) and "KV pages" in as_text(plan)
+    cramped = dataclasses.replace(topology("cpu:8").chip, memory_bytes=1e5)
+    machine = dataclasses.replace(topology("cpu:8"), chip=cramped)
+    refused = make_plan(cfg, TINY, machine, given=given)
+    assert not refused.fits and refused.why_not.endswith("leaves of 0.00")
 
 
 def test_state_bytes_are_those_of_the_parameter_table(plan):
