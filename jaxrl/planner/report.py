@@ -107,7 +107,8 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
 
 
 def _phases(plan: Plan) -> Table:
-    title = f"a step; {size(plan.budget_bytes)} of a device may be used, KV pages included"
+    title = f"a step; {size(plan.budget_bytes)} of a device may be used"
+    title += ", KV pages included" if plan.page_bytes else ""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
     for name in ("live without KV", "fits", "time", "bound", "tokens/s"):
