@@ -32,6 +32,7 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_7b.h100-64": ("grpo_7b", "h100:64", {}),
     "grpo_7b.v5p-4x4x4": ("grpo_7b", "v5p:4x4x4", {}),
     "grpo_70b_longctx.v5p-4x8x8": ("grpo_70b_longctx", "v5p:4x8x8", {}),
+    "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
 }
 
 

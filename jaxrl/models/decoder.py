@@ -28,7 +28,7 @@ from jaxrl.models.norms import RMSNorm
 from jaxrl.models.pipeline import run_stages
 from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params, is_spec
-from sharding import Rules, gather_matrix
+from sharding import Rules, gather_matrix, target_platform
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, number of the layer, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
@@ -37,6 +37,12 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": None,
 }
+
+
+def unfused(projected: jax.Array) -> jax.Array:
+    """Itself. On TPU it is written to memory first, and so is its gradient: libtpu 0.0.51 aborts where it fuses
+    the norm of a head with the projection ("split of a padded window dim")."""
+    return jax.lax.optimization_barrier(projected) if target_platform() == "tpu" else projected
 
 
 class Attention(nnx.Module):
@@ -72,7 +78,7 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, inv_freq, window, number, attend: Attend, state, rules: Rules):
         q, k, v = self.q(x, rules), self.k(x, rules), self.v(x, rules)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(unfused(q)), self.k_norm(unfused(k))
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
         out, state = attend(q, k, v, window, number, state)
         return self.o(out, rules), state
