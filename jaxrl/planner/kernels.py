@@ -9,9 +9,18 @@ from jaxrl.planner.hlo import Shape
 
 # (op_name, operands, results) of a kernel -> what it does, None where that is not known
 Kernels = Callable[[str, Sequence[Shape], Sequence[Shape]], "Work | None"]
-SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
-# products of a block of queries with one of keys, and the operands that each visit reads anew: k and v, or q and dO
-SPLASH_VISIT = {"fwd": (2, (3, 4)), "dq": (3, (3, 4)), "dkv": (4, (2, 6))}
+ATTENTION = re.compile(r"(splash_mha|packed_attention)_(fwd|dq|dkv)")
+# products of a block of queries with one of keys, the place of q among the operands, and those of what each visit reads
+# anew: k and v, or q and dO
+VISITS = {
+    "splash_mha_fwd": (2, 2, (3, 4)),
+    "splash_mha_dq": (3, 2, (3, 4)),
+    "splash_mha_dkv": (4, 2, (2, 6)),
+    "packed_attention_fwd": (2, 1, (2, 3)),
+    "packed_attention_dq": (3, 1, (2, 3)),
+    "packed_attention_dkv": (4, 1, (1, 4)),
+}
+PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,34 +32,35 @@ class Work:
     more_bytes: float  # of HBM, beyond reading every operand and writing every result once
 
 
-def splash_work(
+def attention_work(
     op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
 ) -> Work | None:
-    """Of training attention (kernels/attention/splash.py), where a query sees `keys` on average.
+    """Of training attention (kernels/attention/splash.py, triton.py), where a query sees `keys` on average.
 
     A block of queries visits whole blocks of keys: on average half of one more at its own end, and half of one at
     the beginning of its segment. Each head makes its own visits.
     """
-    match = SPLASH.search(op_name)
+    match = ATTENTION.search(op_name)
     if match is None:
         return None
-    products, anew = SPLASH_VISIT[match[1]]
-    visited, q = operands[0], operands[2]
-    N, T, H = q.dims
-    block = T / visited.dims[1]
-    met = N * T * min(keys + block, (T + block) / 2) * H  # multiply-adds of one product
+    products, at, anew = VISITS[match[0]]
+    by_block, q = operands[0], operands[at]
+    T = q.dims[1]  # of [N, T, H] (splash: one row) or [B, T, N, H]
+    block = T / by_block.dims[1]
+    met = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # multiply-adds of one product
     sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in anew if operands[i].in_hbm]
     return Work(2 * products * met, q.dtype, sum(sizes) * met / block)
 
 
-def ragged_work(
+def paged_work(
     op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
 ) -> Work | None:
-    """Of attention over pages (kernels/paged_attention/ragged.py), where a row of queries sees `keys` on average.
+    """Of attention over pages (kernels/paged_attention/ragged.py, triton.py), where a row of queries sees `keys` on
+    average.
 
     It reads the row's pages whole, and of the pool nothing else.
     """
-    if "ragged_paged_attention" not in op_name:
+    if not PAGED.search(op_name):
         return None
     q, k_pages, v_pages = operands[4], operands[6], operands[7]
     rows, K, M, H = q.dims

@@ -27,7 +27,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
-from jaxrl.planner.kernels import Kernels, Work, ragged_work, splash_work
+from jaxrl.planner.kernels import Kernels, Work, attention_work, paged_work
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
@@ -388,8 +388,8 @@ def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
     """What Pallas kernels do for sequences of `lengths`: in training a query sees half of its segment."""
 
     def work(op_name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> Work | None:
-        paged = ragged_work(op_name, operands, results, keys=_paged_keys(program, lengths))
-        return paged or splash_work(
+        paged = paged_work(op_name, operands, results, keys=_paged_keys(program, lengths))
+        return paged or attention_work(
             op_name, operands, results, keys=_segment(program, parts, lengths) / 2
         )
 

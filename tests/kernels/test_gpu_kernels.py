@@ -1,5 +1,7 @@
 """The kernels of GPUs compile for Hopper chips that are not attached."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,8 @@ from abstract_arrays import abstract
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention
+from jaxrl.planner.cost import program_cost
+from jaxrl.planner.kernels import attention_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, TRAIN, make_mesh
 
@@ -36,7 +40,15 @@ def test_paged_attention_compiles(heads, page_len, T, options):
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
         compiled = jax.jit(attend).lower(q, pool, pool, table, places, window).compile()
-    assert "paged_attention_triton" in compiled.as_text()
+    text, keys = compiled.as_text(), 700.0
+    blind = program_cost(text)
+    cost = program_cost(text, kernels=functools.partial(paged_work, keys=keys))
+    queries = max(T * N // K, 16)  # of a kv head, at least those of a product of tensor cores
+    rows = B * -(-queries // 64)  # of up to 64 queries
+    keys += page_len / 2  # the last page is read whole
+    assert cost.total_flops == 2 * 2 * rows * min(queries, 64) * K * keys * H
+    pool, pages = (2 * 2 * K * n * H for n in (2048 * page_len, rows * keys))  # bytes, k and v
+    assert blind.bytes_accessed - pool == cost.bytes_accessed - pages > 0
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,8 @@ def test_training_attention_compiles(sizes, heads, options):
         window = jax.ShapeDtypeStruct((), jnp.int32)
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
     text = compiled.as_text()
-    assert all(f"packed_attention_{name}" in text for name in ("fwd", "dq", "dkv"))
+    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
+    # A query meets half of the row, and half of its own block of 64. 2 products forward, 3 and 4 backward.
+    assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 64) / 2 * H / mesh.size
     scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4

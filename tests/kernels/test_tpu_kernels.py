@@ -11,7 +11,7 @@ from abstract_arrays import abstract
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import splash_work
+from jaxrl.planner.kernels import attention_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, TRAIN, ULYSSES, make_mesh
 
@@ -47,7 +47,7 @@ def test_training_attention_compiles(chips, rules, sizes, heads, options):
         grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
         compiled = grad.lower(q, k, k, rows, window).compile()
     text = compiled.as_text()
-    cost = program_cost(text, kernels=functools.partial(splash_work, keys=T / 2))
+    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
     # A query meets half of the row, and half of its own block of 512. 2 products forward, 3 and 4 backward.
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 512) / 2 * H / mesh.size
     scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory

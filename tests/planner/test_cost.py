@@ -1,6 +1,7 @@
 """Costs are read from compiled programs: loops count as often as they run, slices as slices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl.planner.cost import group, program_cost
 from jaxrl.planner.hlo import parse
+from jaxrl.planner.kernels import attention_work, paged_work
 
 FLOAT = 4
 
@@ -221,6 +223,66 @@ ENTRY %main (x: s8[64,8], n: s32[]) -> s8[1,8] {
 """
     # a row of bytes read and written, and the index
     assert program_cost(text).bytes_accessed == 2 * 8 + 4
+
+
+def kernel_of_gpu(name: str, results: str, operands: list[str]) -> str:
+    """A module of one kernel, as XLA prints them for GPUs (the kernel's code shortened)."""
+    lines = [f"  %p.{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+    names = ", ".join(f"{'/*index=5*/' if i == 5 else ''}%p.{i}" for i in range(len(operands)))
+    call = (
+        f'  ROOT %pallas_call.7 = {results} custom-call({names}), custom_call_target="__gpu$xla.gpu.triton", '
+        f"operand_layout_constraints={{{', '.join(operands)}}}, api_version=API_VERSION_TYPED_FFI, "
+        f'metadata={{op_name="jit(f)/attention/shard_map/{name}/pallas_call" stack_frame_id=32}}, '
+        r'backend_config={debug = false, grid_x = 16 : i32, ir = "ML\EFR\0D(\22)\05{W", num_warps = 4 : i32}'
+    )
+    return "\n".join(["ENTRY %main () -> f32[] {", *lines, call, "}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "operands", "results"),
+    [
+        ("fwd", 2, ["low", "q", "k", "k", "starts"], "(q, numbers)"),
+        ("dq", 3, ["low", "q", "k", "k", "q", "numbers", "numbers", "starts"], "q"),
+        ("dkv", 4, ["low", "q", "k", "k", "q", "numbers", "numbers", "starts"], "(k, k)"),
+    ],
+)
+def test_training_attention_of_gpus_is_counted(name, products, operands, results):
+    B, T, N, K, H = 2, 1024, 8, 4, 64
+    shapes = {
+        "low": f"s32[{B},{T // 64}]{{1,0}}",
+        "q": f"bf16[{B},{T},{N},{H}]{{3,2,1,0}}",
+        "k": f"bf16[{B},{T},{K},{H}]{{3,2,1,0}}",
+        "numbers": f"f32[{B},{N},{T}]{{2,1,0}}",
+        "starts": f"s32[{B},{T}]{{1,0}}",
+    }
+    results = re.sub(r"\w+", lambda match: shapes[match[0]], results)
+    text = kernel_of_gpu(f"packed_attention_{name}", results, [shapes[one] for one in operands])
+    blind = program_cost(text)
+    cost = program_cost(text, kernels=functools.partial(attention_work, keys=256.0))
+    assert blind.total_flops == 0
+    visits = B * N * T // 64 * (256 + 64) / 64  # of blocks of 64 keys by blocks of 64 queries
+    assert cost.flops == {"bf16": products * 2 * visits * 64 * 64 * H}
+    # two blocks anew in each: of keys and values, or of queries and gradients
+    assert cost.bytes_accessed - blind.bytes_accessed == visits * 2 * 64 * H * 2
+
+
+def test_attention_over_pages_of_gpus_reads_the_pages_of_its_rows():
+    R, K, M, H, page_len, parts = 64, 4, 16, 64, 32, 3
+    pool = f"bf16[2048,{K},{page_len},{H}]{{3,2,1,0}}"
+    text = kernel_of_gpu(
+        "paged_attention_triton",
+        f"(f32[{parts},{R},{K},{M},{H}]{{4,3,2,1,0}}, f32[{parts},{R},{K},{M}]{{3,2,1,0}})",
+        [
+            "s32[2048]{0}", f"s32[{R}]{{0}}", f"s32[{R}]{{0}}", "s32[1]{0}",
+            f"bf16[{R},{K},{M},{H}]{{3,2,1,0}}", f"s32[{R},{M}]{{1,0}}", pool, pool,
+        ],
+    )  # fmt: skip
+    cost = program_cost(text, kernels=functools.partial(paged_work, keys=500.0))
+    keys = 500 + page_len / 2  # the last page is read whole
+    assert cost.flops == {"bf16": 2 * 2 * R * K * M * keys * H}
+    table, numbers, mixed = 2048 + 2 * R + 1 + R * M, parts * R * K * M, parts * R * K * M * H
+    pages = R * keys * K * H
+    assert cost.bytes_accessed == 4 * (table + numbers + mixed) + 2 * R * K * M * H + 2 * 2 * pages
 
 
 def test_a_text_that_is_no_module_is_refused():
