@@ -18,6 +18,7 @@ def algorithm_problems(run: RunConfig) -> list[str]:
     return [
         *_advantage_problems(run),
         *_critic_problems(run),
+        *_teacher_problems(run),
         *_dapo_problems(run),
         *_kl_problems(run),
         *_ratio_problems(run),
@@ -110,6 +111,37 @@ def _critic_problems(run: RunConfig) -> list[str]:
         problems.append(
             f"critic.warmup_steps={run.critic.warmup_steps} leaves none of total_steps={run.total_steps} to the "
             "policy; set fewer"
+        )
+    return problems
+
+
+def _teacher_problems(run: RunConfig) -> list[str]:
+    problems, algorithm = [], run.algorithm
+    distills = algorithm.advantage == "distill"
+    if distills and not algorithm.teacher:
+        problems.append(
+            "algorithm.advantage='distill' learns from a teacher alone, but algorithm.teacher is ''; set a model folder, "
+            "or another algorithm.advantage"
+        )
+    if (distills or algorithm.teacher) and algorithm.kl_coef == 0:
+        problems.append(
+            f"algorithm.teacher={algorithm.teacher!r} has no weight with algorithm.kl_coef=0; set algorithm.kl_coef, of "
+            "algorithm.advantage='distill' to 1.0"
+        )
+    if distills and algorithm.kl_in == "reward" and algorithm.kl != "k1":
+        problems.append(
+            f"algorithm.kl={algorithm.kl!r} as a token reward is not the policy gradient of a KL; set "
+            "algorithm.kl='k1', or algorithm.kl_in='loss' with algorithm.kl='full'"
+        )
+    if distills and algorithm.kl_in == "loss" and algorithm.gamma != 1.0:
+        problems.append(
+            f"algorithm.gamma={algorithm.gamma} discounts token rewards, of which algorithm.advantage='distill' has none "
+            "with algorithm.kl_in='loss'; set algorithm.gamma=1.0, or algorithm.kl_in='reward'"
+        )
+    if algorithm.teacher and algorithm.ref_refresh_every:
+        problems.append(
+            f"algorithm.ref_refresh_every={algorithm.ref_refresh_every} would put the policy in the place of "
+            f"algorithm.teacher={algorithm.teacher!r}; leave one of them out"
         )
     return problems
 

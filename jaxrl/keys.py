@@ -19,18 +19,14 @@ GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "m
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+    "opo", "gpg", "grpo_passk", "gae", "distill",
+)  # fmt: skip
+TOKEN_ADVANTAGES = (
     "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "grpo_passk",
     "gae",
-)
-TOKEN_ADVANTAGES = ("reinforce_plus_plus", "gae")  # one number per token, from rewards per token
+    "distill",
+)  # one number per token, from rewards per token
 GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, "remax"))
 POLICY_LOSSES = (
     "ppo_clip",
@@ -180,7 +176,7 @@ class RolloutConfig:
 class AlgorithmConfig:
     advantage: str = key("grpo", "estimator of advantages", among=ADVANTAGES)
     norm_adv_by_std: bool = key(True, "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same as dr_grpo)")
-    gamma: float = key(1.0, "gae and reinforce_plus_plus: discount of later token rewards", least=0, most=1)
+    gamma: float = key(1.0, "gae, reinforce_plus_plus and distill: discount of later token rewards", least=0, most=1)
     lam: float = key(1.0, "gae: 0 trusts the critic's value of the next token, 1 the rewards alone", least=0, most=1)
     policy_loss: str = key("ppo_clip", "policy loss", among=POLICY_LOSSES)
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low; of gspo the ratio of a response, of gmpo the log ratio below -clip_low", least=0, most=1)
@@ -193,6 +189,7 @@ class AlgorithmConfig:
     clip_cov_high: float = key(5.0, "clip_cov: tokens of a smaller covariance may be singled out")
     kl_cov_coef: float = key(1.0, "kl_cov: weight of |logp - old_logp| at the tokens singled out", least=0)
     aggregation: str = key("token_mean", "how token losses become one number; seq_mean_token_sum_norm is Dr.GRPO: sum over tokens / max_response_len", among=AGGREGATIONS)
+    teacher: str = key("", "model that is the reference of the KL, anything that model.path takes, with the policy's tokenizer; '' = the policy as it was at the start")
     kl: str = key("k3", "estimator of KL(policy | reference); with + its value but the gradient of k2", among=KLS)
     kl_coef: float = key(0.0, "weight of the KL term, with kl_target at the start; 0 = no reference model is kept", least=0)
     kl_in: str = key("loss", "where the KL term goes: into the loss, or subtracted from the token rewards", among=KL_PLACES)

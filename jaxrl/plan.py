@@ -71,11 +71,12 @@ def main() -> int:
             if plan is None:
                 return 2
         else:
-            critic = model_shape(cfg.critic.path) if cfg.critic.path else decoder
+            paths = {"critic": cfg.critic.path, "teacher": cfg.algorithm.teacher}
+            others = {name: model_shape(path) for name, path in paths.items() if path}
             given = None
             if lesson := LESSONS.get(job):
                 cfg, given = learning(cfg, lesson), lesson.given
-            how = {"critic": critic, "given": given, "lengths": lengths, "on_start": say}
+            how = {"others": others, "given": given, "lengths": lengths, "on_start": say}
             plan = make_plan(cfg, decoder, machine, **how)
     except TooLarge as problem:
         print(f"{problem}", file=sys.stderr)

@@ -112,6 +112,33 @@ WRONG = [
         dict(algorithm__advantage="gae", critic__mesh__sequence=3),
         "critic.mesh.sequence=3 devices cannot share",
     ),
+    (dict(algorithm__advantage="distill", algorithm__kl_coef=1.0), "algorithm.teacher is ''"),
+    (dict(algorithm__teacher="big"), "teacher='big' has no weight", "kl_coef=0"),
+    (
+        dict(
+            algorithm__advantage="distill",
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__kl_in="reward",
+        ),
+        "kl='k3' as a token reward",
+        "kl='k1'",
+    ),
+    (
+        dict(
+            algorithm__advantage="distill",
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__gamma=0.5,
+        ),
+        "gamma=0.5 discounts token rewards",
+        "kl_in='reward'",
+    ),
+    (
+        dict(algorithm__teacher="big", algorithm__kl_coef=1.0, algorithm__ref_refresh_every=2),
+        "ref_refresh_every=2",
+        "leave one of them out",
+    ),
     (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
     (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
     (

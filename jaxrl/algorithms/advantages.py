@@ -109,6 +109,16 @@ def reinforce_plus_plus(token_rewards: Tokens, mask: Tokens, *, gamma: float) ->
     return _float32(_whiten(returns, mask) * mask)
 
 
+def distill(token_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
+    """A_t = Σ_{s >= t} γ^(s - t) r_s with r_s = log p(y_s) - log π(y_s), p the teacher: the policy gradient of the
+    reverse KL of responses that the policy sampled itself.
+
+    γ = 1 is MiniLLM, eq. 2 (https://arxiv.org/abs/2306.08543). γ = 0 takes each token's KL alone, as on-policy GKD
+    does (eq. 4 with reverse KL and λ = 1, https://arxiv.org/abs/2306.13649). Neither whitened nor with a reward.
+    """
+    return _float32(_discounted(token_rewards * mask, gamma) * mask)
+
+
 def gae(
     token_rewards: Tokens, values: Tokens, mask: Tokens, *, gamma: float, lam: float
 ) -> tuple[Tokens, Tokens]:
@@ -181,4 +191,5 @@ ESTIMATORS = {
     "gpg": gpg,
     "grpo_passk": grpo_passk,
     "gae": gae,
+    "distill": distill,
 }

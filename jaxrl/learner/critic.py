@@ -106,6 +106,16 @@ def make_critic(
     return Critic(folder, decoder, Values(own, layout), optimizer, update, state)
 
 
+def policy_steps(cfg: RunConfig, total_steps: int) -> int:
+    """Steps in which the policy learns. Raises ValueError where the critic's warm-up leaves none."""
+    if 0 < total_steps <= cfg.critic.warmup_steps:
+        raise ValueError(
+            f"config.critic.warmup_steps={cfg.critic.warmup_steps} leaves none of the {total_steps} steps to the policy; "
+            "set fewer"
+        )
+    return total_steps - cfg.critic.warmup_steps
+
+
 def shared_values(cfg: RunConfig, dtype: jnp.dtype) -> Values:
     """The values of the policy's own second head."""
     return Values(cfg, Layout(training_rules(cfg), way=None, specs=None, dtype=dtype))

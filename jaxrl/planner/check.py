@@ -1,6 +1,7 @@
 """The plan of the run that is about to start, on the devices it has."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
@@ -25,11 +26,11 @@ def check_plan(
     decoder: DecoderConfig,
     memory_bytes: int | float,
     *,
-    critic: DecoderConfig | None = None,
+    others: Mapping[str, DecoderConfig] | None = None,
     given: Given | None = None,
 ) -> Plan:
-    """The plan on the mesh that is set, before anything lies on its devices. `critic` and `given` are as in
-    `make_plan`.
+    """The plan on the mesh that is set, before anything lies on its devices. `others` and `given` are as in
+    `run_parts`.
 
     The programs are compiled ahead of warm-up, which takes from JAX's compilation cache what is the same.
     Raises ValueError with the plan's numbers where the run does not fit.
@@ -45,7 +46,7 @@ def check_plan(
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     advice = "set plan_check=False to try all the same"
     try:
-        parts = run_parts(cfg, decoder, memory_bytes, critic, given)
+        parts = run_parts(cfg, decoder, memory_bytes, others, given)
         programs = compile_programs(parts, lengths)
     except TooLarge as problem:
         raise ValueError(f"the plan of this run {problem}; {advice}") from problem

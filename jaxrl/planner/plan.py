@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -89,22 +89,21 @@ def make_plan(
     decoder: DecoderConfig,
     machine: Topology,
     *,
-    critic: DecoderConfig | None = None,
+    others: Mapping[str, DecoderConfig] | None = None,
     given: Given | None = None,
     lengths: Lengths | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and adds up what they need.
 
-    `critic` is the backbone of a critic of its own (default: the policy's), `given` makes it a run on given
-    answers. `lengths` (default: the longest allowed) are those of an average sequence. Raises ValueError where
-    the mesh is not of the machine's devices or does not divide the model.
+    `others` and `given` are as in `run_parts`. `lengths` (default: the longest allowed) are those of an average
+    sequence. Raises ValueError where the mesh is not of the machine's devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, critic, given)
+        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, others, given)
         programs = compile_programs(parts, lengths, on_start)
     return add_up(parts, programs, machine, dict(mesh.shape), lengths)
 

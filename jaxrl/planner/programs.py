@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -25,6 +25,7 @@ from jaxrl.learner.step import joined_batches, make_score, make_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
 from jaxrl.planner.kernels import Kernels, Work, attention_work, paged_work
@@ -98,17 +99,19 @@ def run_parts(
     cfg: RunConfig,
     decoder: DecoderConfig,
     memory_bytes: int | float,
-    critic: DecoderConfig | None = None,
+    others: Mapping[str, DecoderConfig] | None = None,
     given: Given | None = None,
 ) -> Parts:
-    """The programs of a run at their largest declared shapes, on the mesh that is set. `critic` is the
-    backbone of a critic of its own, the policy's where it is None; `given` makes it a run on given answers.
+    """The programs of a run at their largest declared shapes, on the mesh that is set. `others` are the
+    shapes of "critic", the backbone of one of its own, and "teacher"; what is not there has the policy's.
+    `given` makes it a run on given answers.
 
     The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
     holds them: then a run that fits calls the very programs that its plan compiled.
     """
     mesh = jax.sharding.get_mesh()
-    backbone = decoder if critic is None else critic
+    backbone, teacher = ((others or {}).get(name, decoder) for name in ("critic", "teacher"))
+    ref_decoder = for_platform(cfg, teacher, target_platform())[1]
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     specs = decoder_specs(decoder)
     optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
@@ -117,7 +120,9 @@ def run_parts(
         specs, dtype, optimizer, rules, mesh, offload="optimizer" in cfg.learner.offload
     )
     n_ranks = rules.n_shards("batch")
-    lower, holds = _update_programs(cfg, rules, state, optimizer, abstract_batch(cfg, rules, mesh))
+    ref = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
+    batch = abstract_batch(cfg, rules, mesh)
+    lower, holds = _update_programs(cfg, rules, state, ref, optimizer, batch)
     resident = {
         "params": bytes_per_device(state.params),
         "opt_state": bytes_per_device(state.opt_state),
@@ -135,17 +140,18 @@ def run_parts(
         lower, holds = lower | its_lower, holds | its_holds
     scoring = {
         "score": role_layout(cfg, "score", decoder, dtype),
-        "reference": role_layout(cfg, "ref", decoder, dtype),
+        "reference": role_layout(cfg, "ref", ref_decoder, dtype),
     }
+    shapes = {"score": decoder, "reference": ref_decoder}
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
     if given is not None:
         needed = {"score": given.scores, "reference": given.has_reference}
     if needed["reference"] or needs_ref(cfg):
-        weights = scoring["reference"].abstract_weights(decoder, mesh)
+        weights = scoring["reference"].abstract_weights(ref_decoder, mesh)
         resident["ref"] = bytes_per_device(weights)
     for name, held in {"score": "score_aliased", "reference": "ref"}.items():
         if needed[name]:
-            lower[name] = functools.partial(_lower_score, cfg, decoder, scoring[name], mesh)
+            lower[name] = functools.partial(_lower_score, cfg, shapes[name], scoring[name], mesh)
             holds[name] = (held,)
     aliased, copied = scoring["score"].shares(state.params)
     parts = Parts(
@@ -230,9 +236,11 @@ def uses_ref(cfg: RunConfig, program: str) -> bool:
     return program == "reference"
 
 
-def _update_programs(cfg: RunConfig, rules: Rules, state: TrainState, optimizer, batch: Batch):
+def _update_programs(
+    cfg: RunConfig, rules: Rules, state: TrainState, ref: Tree, optimizer, batch: Batch
+):
     update = make_update(cfg, optimizer, rules)
-    ref = state.params if full_kl_in_loss(cfg) else None
+    ref = ref if full_kl_in_loss(cfg) else None
     counting = ("count",) if cfg.learner.router_aux_coef else ()  # what each expert is sent
     update_programs = functools.cache(lambda: update.lower(state, batch, ref))
     lower: dict[str, Callable[[], jax.stages.Lowered]] = {
@@ -307,7 +315,8 @@ def compile_programs(
     """Compiles them one after the other; `reference` is `score` again where both are there and alike."""
     done: dict[str, Program] = {}
     for name, lower in parts.lower.items():
-        if name == "reference" and "score" in done and parts.cfg.ref == parts.cfg.score:
+        as_score = parts.cfg.ref == parts.cfg.score and not parts.cfg.algorithm.teacher
+        if name == "reference" and "score" in done and as_score:
             done[name] = dataclasses.replace(
                 done["score"], compile_s=0.0, holds=parts.holds["reference"]
             )

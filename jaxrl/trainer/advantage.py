@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.algorithms.advantages import (
+    distill,
     dr_grpo,
     gae,
     gpg,
@@ -50,10 +51,8 @@ def add_advantages(
         rewards = charged.astype(np.float32)
     groups, group_lens = rewards.reshape(-1, n), lens.reshape(-1, n)
 
-    def per_token() -> list[np.ndarray]:
-        token_rewards, mask = spread(rollouts, penalties)
-        values = reinforce_plus_plus(token_rewards, mask, gamma=cfg.gamma)
-        return [row[:length] for row, length in zip(values, lens, strict=True)]
+    def per_token(rows: np.ndarray) -> list[np.ndarray]:
+        return [row[:length] for row, length in zip(rows, lens, strict=True)]
 
     def per_response(advantages: np.ndarray) -> list[np.ndarray]:
         flat = advantages.reshape(-1).astype(np.float32)
@@ -71,13 +70,22 @@ def add_advantages(
         "reinforce_plus_plus_baseline": lambda: per_response(
             reinforce_plus_plus_baseline(groups, group_lens)
         ),
-        "reinforce_plus_plus": per_token,
+        "reinforce_plus_plus": lambda: per_token(
+            reinforce_plus_plus(*spread(rollouts, penalties), gamma=cfg.gamma)
+        ),
+        "distill": lambda: per_token(
+            distill(*spread(unrewarded(rollouts), penalties), gamma=cfg.gamma)
+        ),
     }
     advantages = choose(known, cfg.advantage, "algorithm.advantage")()
     return [
         dataclasses.replace(r, advantages=_placed(a, o))
         for r, a, o in zip(whole, advantages, own, strict=True)
     ]
+
+
+def unrewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    return [dataclasses.replace(r, reward=0.0) for r in rollouts]
 
 
 def _written(rollouts: Sequence[Rollout]) -> list[Rollout]:

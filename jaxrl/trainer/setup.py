@@ -11,18 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config import RolloutConfig, RunConfig, check_devices
-from jaxrl.data.chat import (
-    ChatRenderer,
-    check_same_tokenizer,
-    stop_ids,
-)
+from jaxrl.data.chat import ChatRenderer, stop_ids
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.io.loggers import make_loggers
 from jaxrl.io.progress import Progress
-from jaxrl.learner.critic import Critic, make_critic, shared_values
+from jaxrl.learner.critic import Critic, make_critic, policy_steps, shared_values
 from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
@@ -45,6 +41,7 @@ from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.inputs import load_data, load_val, make_iterator, make_renderer
 from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
 from jaxrl.trainer.offline import Lesson, Offline
+from jaxrl.trainer.other_models import check_critic, check_teacher
 from jaxrl.trainer.processes import check_all_joined, check_same_data, join
 from jaxrl.trainer.reward_model import RewardModel, open_reward_model
 from jaxrl.trainer.reward_scale import RewardScale
@@ -77,8 +74,9 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         if cfg.plan_check and memory is not None:
             memory -= bytes_per_device(reward_model.params) if reward_model else 0
             with base.progress.waiting("planning: compiling all programs"):
-                backbone = model_config(base.critic_folder)
-                plan = check_plan(cfg, ready.decoder, memory, critic=backbone)
+                folders = {"critic": base.critic_folder, "teacher": base.ref_folder}
+                others = {name: model_config(folder) for name, folder in folders.items()}
+                plan = check_plan(cfg, ready.decoder, memory, others=others)
             base.progress.status(plan_line(plan))
             rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
         run = Run(
@@ -166,6 +164,7 @@ class Base:
     decoder: DecoderConfig
     renderer: ChatRenderer
     critic_folder: Path  # the policy's, where the critic has none of its own
+    ref_folder: Path  # the policy's, where there is no teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +187,14 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
         open_folder(cfg)
         model_folder = resolve_model(cfg.model.path)
         critic_folder = resolve_model(cfg.of_critic.model.path)
+        ref_folder = resolve_model(cfg.algorithm.teacher or cfg.model.path)
     with hosts.all_or_none():
         decoder = model_config(model_folder)
         renderer = make_renderer(cfg, model_folder, decoder)
-        if cfg.critic.path:
-            key, n_rows = f"config.critic.path={cfg.critic.path}", model_config(critic_folder).V
-            check_same_tokenizer(renderer.tokenizer, critic_folder, key, n_rows)
-    return Base(stop, progress, watch, model_folder, decoder, renderer, critic_folder)
+        check_critic(cfg, critic_folder, renderer.tokenizer)
+        check_teacher(cfg, ref_folder, renderer.tokenizer, decoder)
+    folders = critic_folder, ref_folder
+    return Base(stop, progress, watch, model_folder, decoder, renderer, *folders)
 
 
 def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Ready:
@@ -223,21 +223,19 @@ def job(
     stack.callback(checkpoints.close)
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
     specs = decoder_specs(ready.decoder)
-    if 0 < steps <= cfg.critic.warmup_steps:
-        raise ValueError(
-            f"config.critic.warmup_steps={cfg.critic.warmup_steps} leaves none of the {steps} steps to the policy; "
-            "set fewer"
-        )
-    policy_steps = steps - cfg.critic.warmup_steps
-    optimizer = make_optimizer(cfg.learner, policy_steps * cfg.updates_per_step, specs)
+    optimizer = make_optimizer(cfg.learner, policy_steps(cfg, steps) * cfg.updates_per_step, specs)
     has_score = "score" in ready.decoder.heads
     critic, values = None, shared_values(cfg, ready.dtype) if has_score else None
     if cfg.has_critic and values is None:
         critic = make_critic(cfg, ready.critic_folder, None, ready.dtype, steps)
         values = critic.values
     scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", ready.decoder, ready.dtype))
-    if cfg.ref != cfg.score:
-        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ready.decoder, ready.dtype))
+    ref_decoder = ready.decoder
+    if cfg.algorithm.teacher:
+        teacher = model_config(ready.ref_folder)
+        ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
+    if cfg.ref != cfg.score or cfg.algorithm.teacher:
+        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, ready.dtype))
     of_ref = ref_scorer.layout
     state, host = first_state(cfg, rules, ready, optimizer, critic, checkpoints, of_ref)
     step = host.get("step", 0)
@@ -245,7 +243,7 @@ def job(
         iterator.restore(host["iterator"])
     state, ref_params = dataclasses.replace(state, ref=None), state.ref
     if has_reference and ref_params is None:
-        ref_params = reference(cfg, ref_scorer.layout, state, step, ready)
+        ref_params = reference(cfg, of_ref, state, step, ready, ref_decoder)
     make = make_update if "vocab" in ready.decoder.heads else make_value_update
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
     stack.callback(logger.close)
@@ -359,14 +357,19 @@ def first_state(
 
 
 def reference(
-    cfg: RunConfig, layout: Layout, state: TrainState, step: int, ready: Ready
+    cfg: RunConfig,
+    layout: Layout,
+    state: TrainState,
+    step: int,
+    ready: Ready,
+    decoder: DecoderConfig,
 ) -> Decoder:
-    """The frozen model that the policy is compared with: the model of step 0."""
-    if step == 0 and layout.way is None:
+    """The frozen model that the policy is compared with: the model of step 0, or a teacher."""
+    if step == 0 and layout.way is None and not cfg.algorithm.teacher:
         ref = layout.copy(state.params)
     else:
         with layout.on_mesh():
-            ref = load_params(ready.model_folder, layout.rules, ready.decoder, layout.dtype)
+            ref = load_params(ready.ref_folder, layout.rules, decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
 
 

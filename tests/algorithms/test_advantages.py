@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl.algorithms.advantages import (
     ESTIMATORS,
+    distill,
     dr_grpo,
     gae,
     gpg,
@@ -96,6 +97,14 @@ def test_gae_by_hand():
     got, returns = gae(rewards([0, 1]), rewards([1, 3]), rewards([1, 1]), gamma=0.5, lam=0.5)
     np.testing.assert_allclose(got, [[0, -2]], rtol=1e-6)
     np.testing.assert_allclose(returns, [[1, 1]], rtol=1e-6)
+
+
+def test_distill_by_hand():
+    # log p - log π of three tokens: -1, 2, 4; γ = 0.5: -1 + 0.5 (2 + 0.5 * 4) = 1, 2 + 0.5 * 4 = 4, 4
+    of_tokens, mask = rewards([-1, 2, 4]), rewards([1, 1, 1])
+    np.testing.assert_allclose(distill(of_tokens, mask, gamma=0.5), [[1, 4, 4]])
+    np.testing.assert_allclose(distill(of_tokens, mask, gamma=0.0), of_tokens)
+    np.testing.assert_allclose(distill(of_tokens, rewards([1, 1, 0]), gamma=1.0), [[1, 2, 0]])
 
 
 def slow_gae(r, v, gamma, lam):

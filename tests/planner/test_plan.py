@@ -160,7 +160,7 @@ def test_a_critic_of_its_own_has_its_bytes_and_its_programs(plan):
     own = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=4))
     cfg = dataclasses.replace(cfg, critic=own)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, small)
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, {"critic": small})
         calls = calls_per_step(cfg, parts, 8, plan.lengths)
         compiled = {name: parts.lower[name]().compile() for name in CRITIC_PROGRAMS}
     # V*D + L * (q, o, k, v: 4 * 32*32, mlp: 3 * 64*32) over 4 x 2; q, k, v biases over 4; a head over 2; norms
@@ -179,6 +179,22 @@ def test_a_critic_of_its_own_has_its_bytes_and_its_programs(plan):
     assert live_bytes(plan.programs["decode"], parts, 0) - live_bytes(
         plan.programs["decode"], dataclasses.replace(parts, resident=plan.resident), 0
     ) == sum(resident.values()) - sum(plan.resident.values())
+
+
+def test_a_teacher_has_bytes_and_a_scoring_of_its_own(plan):
+    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(
+            run(algorithm__teacher="small"), TINY, CHIPS["cpu"].memory_bytes, {"teacher": small}
+        )
+        scoring = parts.lower["reference"]().compile().memory_analysis()
+    # as above, over fsdp 4 x tensor 2
+    matrices, biases, norms = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32), 2 * 3 * 32, 5 * 32
+    assert parts.resident["ref"] == 4 * (matrices // 8 + biases // 2 + norms)
+    assert parts.resident["params"] == plan.resident["params"]
+    beside = scoring.argument_size_in_bytes - parts.resident["ref"]
+    score = plan.programs["score"]
+    assert beside == score.argument_bytes - plan.resident["params"]  # the same batch
 
 
 def test_a_shared_critic_costs_a_head_and_a_program(plan):

@@ -121,6 +121,30 @@ def test_the_kl_to_the_reference_is_that_of_every_token():
     np.testing.assert_allclose(kl, np.full((2, 3), 0.5), atol=1e-6)
 
 
+def test_a_student_is_moved_by_its_teacher_alone():
+    cfg = resolve(
+        config(
+            advantage="distill",
+            teacher="big",
+            kl="k1",
+            kl_in="reward",
+            kl_coef=2.0,
+            gamma=0.0,
+        )
+    )
+    # the teacher gives every token -1.5, the student -1: each is pushed down by 2 * 0.5, whatever the rewards
+    minis, metrics = make_mini_batches(
+        rollouts_with([[1, 0], [3, 3]]),
+        cfg,
+        n_ranks=1,
+        score_old=None,
+        score_ref=constant_scores(-1.5),
+    )
+    for packed in minis[0].packed:
+        np.testing.assert_allclose(packed.batch.advantages, -packed.batch.mask, atol=1e-6)
+    np.testing.assert_allclose(metrics["reward/kl"], 0.5, atol=1e-6)
+
+
 def constant_scores(logp):
     return lambda batches: [np.full(batch.tokens.shape, logp, np.float32) for batch in batches]
 

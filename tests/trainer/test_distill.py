@@ -1,0 +1,76 @@
+"""On-policy distillation: the policy goes to its teacher, by sampled tokens and over the whole vocabulary."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config import resolve
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_model
+from jaxrl.models.hf_save import save_model
+from jaxrl.train import train
+from sharding import make_mesh
+from sharding.rules import TRAIN
+
+
+def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
+    """Another width and depth than the student's, with opinions; the student's tokenizer."""
+    shutil.copytree(student, folder)
+    cfg = DecoderConfig("llama", L=1, D=48, N=6, K=3, H=8, F=32, V=vocab, max_len=256)
+    with jax.set_mesh(make_mesh()):
+        model = init_model(cfg, seed=3, rules=TRAIN)
+        save_model(folder, jax.tree.map(lambda p: p * (8.0 if p.ndim > 1 else 1.0), model))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(student / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def distill_config(tiny_config, tiny_model, tmp_path):
+    """Eight steps without any reward."""
+    tiny_config.total_steps, tiny_config.data.val = 8, ()
+    tiny_config.rollout.n, tiny_config.data.prompts_per_step = 2, 8
+    tiny_config.learner.lr = 1e-2
+    tiny_config.algorithm.advantage = "distill"
+    tiny_config.algorithm.teacher = str(write_teacher(tmp_path / "teacher", tiny_model, 260))
+    tiny_config.algorithm.kl_coef = 1.0
+    return tiny_config
+
+
+def lines_of(config) -> list[dict]:
+    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+
+
+def test_the_exact_kl_to_a_teacher_of_another_shape_falls(distill_config):
+    distill_config.algorithm.kl = "full"
+    assert train(resolve(distill_config))
+    kl = [line["loss/kl"] for line in lines_of(distill_config)]
+    assert np.mean(kl[-2:]) < 0.85 * kl[0]  # 0.62 -> 0.46 nats a token
+    for line in lines_of(distill_config):  # no advantage, and so no policy loss
+        assert line["loss/policy"] == 0
+        np.testing.assert_allclose(line["loss/total"], line["loss/kl"], rtol=1e-4)
+
+
+def test_the_sampled_kl_to_a_teacher_falls_with_its_policy_gradient(distill_config):
+    distill_config.algorithm.kl, distill_config.algorithm.kl_in = "k1", "reward"
+    distill_config.algorithm.gamma = 0.0
+    assert train(resolve(distill_config))
+    kl = [line["reward/kl"] for line in lines_of(distill_config)]
+    assert np.mean(kl[-2:]) < 0.9 * kl[0]  # 0.69 -> 0.58
+
+
+def test_teachers_that_do_not_fit_are_refused(distill_config, tiny_model, tmp_path):
+    distill_config.algorithm.kl = "full"
+    distill_config.algorithm.teacher = str(write_teacher(tmp_path / "wide", tiny_model, 264))
+    with pytest.raises(ValueError, match=r"kl='full' compares all logits.*264.*260.*'k1'"):
+        train(resolve(distill_config))
+    text = (tmp_path / "wide" / "tokenizer.json").read_text()
+    other = text.replace("<|im_start|>", "<|start|>")
+    (tmp_path / "wide" / "tokenizer.json").write_text(other)
+    with pytest.raises(ValueError, match=r"algorithm\.teacher=.*another tokenizer"):
+        train(resolve(distill_config))
