@@ -36,6 +36,10 @@ def get_config() -> ConfigDict:
     config.data.max_response_len = 3072
 
     config.rollout.n = 8
+    config.rollout.tensor = 4  # replicas of 8 devices, whose attention is cut by the four kv heads:
+    config.rollout.expert = (
+        2  # with expert 8 alone each device would read the keys of all 256 sequences
+    )
     config.rollout.max_num_seqs = 256
     config.rollout.max_num_batched_tokens = 8192
     config.rollout.page_len = 128

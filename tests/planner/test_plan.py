@@ -14,6 +14,7 @@ from tiny_run import TINY, run
 
 from jaxrl.config import RoleConfig
 from jaxrl.learner.layout import rollout_layout
+from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
@@ -83,6 +84,20 @@ def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
     machine = dataclasses.replace(topology("cpu:8"), chip=cramped)
     refused = make_plan(cfg, TINY, machine, given=given)
     assert not refused.fits and refused.why_not.endswith("leaves of 0.00")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--job=ppo"], "set one of train, sft, dpo"),
+        (["--job=sft", "--search"], "--search is for --job=train"),
+    ],
+)
+def test_jobs_that_have_no_plan_are_refused(words, message, monkeypatch):
+    config = f"--config={ROOT / 'configs' / 'sft_gsm8k.py'}"
+    monkeypatch.setattr(sys, "argv", ["plan", config, "--topology=cpu:8", *words])
+    with pytest.raises(SystemExit, match=message):
+        main()
 
 
 def test_state_bytes_are_those_of_the_parameter_table(plan):
