@@ -139,10 +139,7 @@ TABLES = {
     "rewards": (keys.REWARDS, functions.BUILT_IN),
     "environments": (keys.ENVIRONMENTS, api.BUILT_IN),
     "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT, *attention.PLANNED}),
-    "paged_attention": (
-        keys.PAGED_ATTENTIONS,
-        {"auto", *paged_attention.BUILT, *paged_attention.PLANNED},
-    ),
+    "paged_attention": (keys.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
     "grouped_matmul": (
         keys.GROUPED_MATMULS,
         {"auto", *grouped_matmul.BUILT, *grouped_matmul.PLANNED},
