@@ -17,7 +17,7 @@ from jaxrl.learner.step import Update, make_value_update, make_values, put_batch
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_load import load_model, model_config
+from jaxrl.models.hf_load import load_params, model_config
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform
 
@@ -62,14 +62,7 @@ class Critic:
         """The state before the first update, from the folder."""
         layout = self.values.layout
         with layout.on_mesh():
-            _, params = load_model(
-                self.folder,
-                rules=layout.rules,
-                dtype=layout.dtype,
-                heads=self.decoder.heads,
-                stacked=self.decoder.stacked,
-                grouped_matmul=self.decoder.grouped_matmul,
-            )
+            params = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
             self.state = init_state(params, self.optimizer, offload=offload)
 
 

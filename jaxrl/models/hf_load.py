@@ -92,6 +92,18 @@ def load_model(
     return cfg, map_specs(load, specs)
 
 
+def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
+    """As `load_model`, with those fields that the files do not hold as `decoder` has them."""
+    return load_model(
+        folder,
+        rules=rules,
+        dtype=dtype,
+        heads=decoder.heads,
+        stacked=decoder.stacked,
+        grouped_matmul=decoder.grouped_matmul,
+    )[1]
+
+
 def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     """The language model's tensors in a folder's safetensors files, by name."""
     index = folder / "model.safetensors.index.json"

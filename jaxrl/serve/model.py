@@ -11,11 +11,11 @@ from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.progress import Progress
 from jaxrl.learner.layout import rollout_layout
 from jaxrl.models.auto import for_platform
-from jaxrl.models.hf_load import model_config
+from jaxrl.models.hf_load import load_params, model_config
 from jaxrl.models.source import resolve_model
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.trainer.inputs import make_renderer
-from jaxrl.trainer.setup import keep_programs, load_params, make_engine
+from jaxrl.trainer.setup import keep_programs, make_engine
 from jaxrl.types import Tree
 from sharding import make_mesh
 

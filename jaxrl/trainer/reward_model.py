@@ -15,7 +15,7 @@ from jaxrl.learner.critic import Values
 from jaxrl.learner.layout import role_layout
 from jaxrl.models.auto import for_platform
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.hf_load import SCORE, find_tensors, load_model, model_config
+from jaxrl.models.hf_load import SCORE, find_tensors, load_params, model_config
 from jaxrl.models.source import resolve_model
 from jaxrl.trainer.experience import pack_rollouts
 from jaxrl.types import Prompt, Rollout
@@ -92,14 +92,7 @@ def open_reward_model(cfg: RunConfig, dtype: jnp.dtype) -> RewardModel:
     )
     layout = role_layout(cfg, "reward_model", decoder, dtype)
     with layout.on_mesh():
-        _, params = load_model(
-            folder,
-            rules=layout.rules,
-            dtype=dtype,
-            heads=decoder.heads,
-            stacked=decoder.stacked,
-            grouped_matmul=decoder.grouped_matmul,
-        )
+        params = load_params(folder, layout.rules, decoder, dtype)
     return RewardModel(Values(own, layout), params, renderer, stop_ids(folder, tokenizer))
 
 

@@ -27,10 +27,11 @@ from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.hf_load import load_model, model_config
+from jaxrl.models.hf_load import load_params, model_config
 from jaxrl.models.source import resolve_model
 from jaxrl.models.spec import count_params
 from jaxrl.planner.check import check_plan, device_memory, plan_line
+from jaxrl.planner.plan import Plan
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.converse import Limits
 from jaxrl.rollout.engine import PagedEngine
@@ -69,16 +70,11 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
         reward_model = reward_model_of(cfg, ready)
-        memory = device_memory()
-        rollout = cfg.rollout
-        if cfg.plan_check and memory is not None:
-            memory -= bytes_per_device(reward_model.params) if reward_model else 0
-            with base.progress.waiting("planning: compiling all programs"):
-                folders = {"critic": base.critic_folder, "teacher": base.ref_folder}
-                others = {name: model_config(folder) for name, folder in folders.items()}
-                plan = check_plan(cfg, ready.decoder, memory, others=others)
-            base.progress.status(plan_line(plan))
-            rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages)
+        taken = bytes_per_device(reward_model.params) if reward_model else 0
+        folders = {"critic": base.critic_folder, "teacher": base.ref_folder}
+        others = {name: model_config(folder) for name, folder in folders.items()}
+        plan = checked_plan(cfg, ready, taken, others=others)
+        rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
         run = Run(
             **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
             val=val_prompts,
@@ -138,11 +134,8 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
         decoder = dataclasses.replace(ready.decoder, heads=lesson.heads)
         ready = dataclasses.replace(ready, decoder=decoder)
         has_logits, has_reference = "vocab" in lesson.heads, lesson.given.has_reference
-        memory = device_memory()
-        if cfg.plan_check and memory is not None and has_logits:
-            with base.progress.waiting("planning: compiling all programs"):
-                plan = check_plan(cfg, ready.decoder, memory, given=lesson.given)
-            base.progress.status(plan_line(plan))
+        if has_logits:
+            checked_plan(cfg, ready, given=lesson.given)
         run = Offline(
             **job(cfg, ready, stack, iterator, has_reference=has_reference),
             val=val,
@@ -207,6 +200,18 @@ def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Rea
     kind = jax.devices()[0].device_kind
     base.progress.status(f"mesh {sizes} of {kind} ({jax.default_backend()}){where}")
     return Ready(**vars(base) | {"decoder": decoder, "dtype": dtype})
+
+
+def checked_plan(cfg: RunConfig, ready: Ready, taken: int = 0, **how: Any) -> Plan | None:
+    """The run's plan, which fits, where plan_check is on and devices report their memory; `taken` bytes of each
+    are another's, and `how` goes to `check_plan`."""
+    memory = device_memory()
+    if not cfg.plan_check or memory is None:
+        return None
+    with ready.progress.waiting("planning: compiling all programs"):
+        plan = check_plan(cfg, ready.decoder, memory - taken, **how)
+    ready.progress.status(plan_line(plan))
+    return plan
 
 
 def job(
@@ -371,17 +376,6 @@ def reference(
         with layout.on_mesh():
             ref = load_params(ready.ref_folder, layout.rules, decoder, layout.dtype)
     return to_host(ref) if "reference" in cfg.learner.offload else ref
-
-
-def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: jnp.dtype) -> Decoder:
-    return load_model(
-        folder,
-        rules=rules,
-        dtype=dtype,
-        heads=decoder.heads,
-        stacked=decoder.stacked,
-        grouped_matmul=decoder.grouped_matmul,
-    )[1]
 
 
 def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> EnvironmentPool | None:
