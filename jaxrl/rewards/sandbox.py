@@ -6,6 +6,7 @@ import os
 import platform
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,8 @@ def _read(process: subprocess.Popen, limits: Limits) -> Outcome:
     try:
         status = process.wait(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
+        return Outcome("timeout")
+    if status == -signal.SIGXCPU:
         return Outcome("timeout")
     text = b"".join(parts).decode(errors="replace")
     return Outcome("ok" if status == 0 else "error", text)

@@ -111,6 +111,12 @@ def test_outputs_are_compared_by_lines_words_and_numbers(output, expected, same)
 
 HOSTILE = {
     "hangs": ("while True: pass", "timeout"),
+    "uses all its CPU time at once": (
+        "import hashlib, threading\n"
+        "def spin(): hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)\n"
+        "for _ in range(4): threading.Thread(target=spin).start()",
+        "timeout",
+    ),
     "sleeps": ("import time; time.sleep(100)", "timeout"),
     "hangs in C": ("9 ** 9 ** 9 ** 9", "timeout"),
     "ignores signals": (
