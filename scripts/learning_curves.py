@@ -36,6 +36,12 @@ ALGORITHMS = {  # name -> keys
         "total_steps": str(STEPS // 2),
         "eval.every": "6",
     },
+    "PPO": {
+        "algorithm.advantage": "gae",
+        "critic.lr": "1e-5",
+        "critic.weight_decay": "0.0",
+        "critic.warmup_steps": "4",
+    },
     "GSPO": {
         "algorithm.policy_loss": "gspo",
         "algorithm.clip_low": "0.0003",
