@@ -10,6 +10,9 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/c_api.h"
 
@@ -18,9 +21,9 @@
 #define MAX_OUT 8    // outputs whose sums lie in registers together
 #define MAX_DEPTH 256  // of a head
 #define CHAIN 512
-#define FEW 4  // rows that fill too few lanes of a vector
+#define FEW 4  // rows that are mixed together
 #define LINE 16   // floats of a cache line
-#define AHEAD 8   // lines fetched before they are needed
+#define AHEAD 16   // lines fetched before they are needed
 #define STRIP 96  // outputs of a product that one thread takes at a time
 #define BLOCK 64  // keys
 
@@ -72,8 +75,68 @@ INLINE void all_outputs(const int n_vecs, const int at_once, const vec *x, const
   for (; o < n_out; o++) outputs(n_vecs, 1, x, w + o * n_in, n_in, y + o, n_rows, y_stride);
 }
 
+// How many outputs share a vector where there are so few rows that they fill half or a quarter of one.
+INLINE int sharing(int64_t n_rows) { return n_rows <= LANES / 4 ? 4 : n_rows <= LANES / 2 ? 2 : 1; }
+
+#ifdef __AVX512F__
+// Four inputs of `share` outputs, side by side, each as often as it takes to fill a vector.
+INLINE __m512 quads(const int share, const float *w, int64_t stride) {
+  __m512 v = _mm512_broadcast_f32x4(_mm_loadu_ps(w));
+  UNROLL for (int o = 1; o < share; o++)
+    v = _mm512_mask_broadcast_f32x4(v, 0xffff << o * LANES / share, _mm_loadu_ps(w + o * stride));
+  return v;
+}
+
+// `outputs` of LANES outputs for whole lines of inputs; x has the rows of each output that shares a vector.
+INLINE void shared(const int share, const vec *x, const float *w, int64_t n_in, float *y, int64_t n_rows,
+                   int64_t y_stride) {
+  const int n_vecs = LANES / share;
+  vec total[LANES / 2];
+  for (int64_t start = 0; start < n_in; start += CHAIN) {
+    const int64_t end = least(start + CHAIN, n_in);
+    vec chain[LANES / 2];
+    UNROLL for (int v = 0; v < n_vecs; v++) chain[v] = (vec){0};
+    for (int64_t k = start; k < end; k += LINE) {
+      // Behind the end of these outputs come the first inputs of the next ones.
+      const int64_t next = k + AHEAD * LINE, ahead = next < n_in ? next : next + (LANES - 1) * n_in;
+      UNROLL for (int o = 0; o < LANES; o++) __builtin_prefetch(w + o * n_in + ahead, 0, 3);
+      UNROLL for (int i = 0; i < LINE; i += 4) {
+        __m512 four[LANES / 2];
+        UNROLL for (int v = 0; v < n_vecs; v++) four[v] = quads(share, w + v * share * n_in + k + i, n_in);
+        UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0x00) * x[k + i];
+        UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0x55) * x[k + i + 1];
+        UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0xaa) * x[k + i + 2];
+        UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0xff) * x[k + i + 3];
+      }
+    }
+    UNROLL for (int v = 0; v < n_vecs; v++) total[v] = start ? total[v] + chain[v] : chain[v];
+  }
+  for (int64_t r = 0; r < n_rows; r++)
+    UNROLL for (int o = 0; o < LANES; o++) y[r * y_stride + o] = total[o / share][o % share * n_vecs + r];
+}
+
+// The first outputs, where they can share vectors; returns their number.
+INLINE int64_t shared_outputs(const vec *x, const float *w, int64_t n_in, int64_t n_out, float *y, int64_t n_rows,
+                              int64_t y_stride) {
+  const int share = sharing(n_rows);
+  int64_t o = 0;
+  if (share > 1 && n_in % LINE == 0)
+    for (; o + LANES <= n_out; o += LANES)
+      if (share == 2) shared(2, x, w + o * n_in, n_in, y + o, n_rows, y_stride);
+      else shared(4, x, w + o * n_in, n_in, y + o, n_rows, y_stride);
+  return o;
+}
+#else
+INLINE int64_t shared_outputs(const vec *x, const float *w, int64_t n_in, int64_t n_out, float *y, int64_t n_rows,
+                              int64_t y_stride) {
+  return 0;
+}
+#endif
+
 static void product(const vec *x, const float *w, int64_t n_in, int64_t n_out, float *y, int64_t n_rows,
                     int64_t y_stride) {
+  const int64_t done = shared_outputs(x, w, n_in, n_out, y, n_rows, y_stride);
+  w += done * n_in, n_out -= done, y += done;
   switch ((n_rows + LANES - 1) / LANES) {
     case 1: return all_outputs(1, 8, x, w, n_in, n_out, y, n_rows, y_stride);
     case 2: return all_outputs(2, 8, x, w, n_in, n_out, y, n_rows, y_stride);
@@ -95,9 +158,10 @@ INLINE void transpose(vec *a, vec *scratch) {
   shuffle(a, scratch), shuffle(scratch, a), shuffle(a, scratch), shuffle(scratch, a);
 }
 
-// out: [in][vectors of rows] <- x: [rows][in]; lanes without a row are 0.
+// out: [in][vectors of rows] <- x: [rows][in]; few rows come once for each output that shares a
+// vector, other lanes without a row are 0.
 static void side_by_side(const float *x, int64_t n_rows, int64_t n_in, vec *out) {
-  const int64_t n_vecs = (n_rows + LANES - 1) / LANES;
+  const int64_t n_vecs = (n_rows + LANES - 1) / LANES, share = sharing(n_rows);
   for (int64_t v = 0; v < n_vecs; v++) {
     const int64_t rows = least(LANES, n_rows - v * LANES);
     const float *first = x + v * LANES * n_in;
@@ -106,27 +170,13 @@ static void side_by_side(const float *x, int64_t n_rows, int64_t n_in, vec *out)
       vec a[LANES], b[LANES];
       for (int i = 0; i < LANES; i++) a[i] = (vec){0};
       for (int i = 0; i < rows; i++) a[i] = *(const memory_vec *)(first + i * n_in + k);
+      for (int i = LANES / share; i < LANES; i++) a[i] = a[i % (LANES / share)];
       transpose(a, b);
       UNROLL for (int i = 0; i < LANES; i++) out[(k + i) * n_vecs + v] = a[i];
     }
     for (; k < n_in; k++)
       for (int i = 0; i < LANES; i++) out[k * n_vecs + v][i] = i < rows ? first[i * n_in + k] : 0;
   }
-}
-
-// y[r][o] <- x[r] w[o]ᵀ of LANES outputs and n_rows rows, for whole vectors of inputs. Here a vector holds an input of
-// all outputs, turned in registers: less to compute than `outputs` where the rows would fill few of its lanes.
-INLINE void turned(const int n_rows, const float *x, const float *w, int64_t n_in, float *y, int64_t y_stride) {
-  vec sums[FEW];
-  UNROLL for (int r = 0; r < n_rows; r++) sums[r] = (vec){0};
-  for (int64_t k = 0; k < n_in; k += LANES) {
-    vec a[LANES], b[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) a[i] = *(const memory_vec *)(w + i * n_in + k);
-    transpose(a, b);
-    UNROLL for (int i = 0; i < LANES; i++)
-      UNROLL for (int r = 0; r < n_rows; r++) sums[r] += a[i] * x[r * n_in + k + i];
-  }
-  UNROLL for (int r = 0; r < n_rows; r++) *(memory_vec *)(y + r * y_stride) = sums[r];
 }
 
 // ---- work shared among XLA's threads
@@ -228,16 +278,6 @@ static void run_scores(const Job *job, int64_t item) {
   float *y = job->y + item * job->n_rows * BLOCK;
   if (!keys) {
     for (int64_t i = 0; i < job->n_rows * BLOCK; i++) y[i] = 0;
-  } else if (job->n_rows <= FEW) {
-    for (int64_t key = 0; key < BLOCK; key += LANES) {
-      const float *w = keys + key * job->n_in;
-      switch (job->n_rows) {
-        case 1: turned(1, q, w, job->n_in, y + key, BLOCK); break;
-        case 2: turned(2, q, w, job->n_in, y + key, BLOCK); break;
-        case 3: turned(3, q, w, job->n_in, y + key, BLOCK); break;
-        default: turned(4, q, w, job->n_in, y + key, BLOCK);
-      }
-    }
   } else {
     vec x[MAX_DEPTH * MAX_VECS];
     side_by_side(q, job->n_rows, job->n_in, x);
