@@ -121,6 +121,8 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     run, problems = build(RunConfig, values)
     if not run.data.val:
         problems.append("data.val is empty; set files, folders or a task such as 'task:addition'")
+    if run.reward_model.path:
+        problems += _reward_length_problems(run)
     raise_problems(
         [*problems, *_model_problems(run), *sampling_problems(run), *mesh_problems(run.mesh, None)]
     )
@@ -149,11 +151,7 @@ def contradictions(run: RunConfig) -> list[str]:
             if run.critic.token_budget
             else []
         ),
-        *(
-            _length_problems(run, run.of_reward_model.learner, "reward_model")
-            if run.reward_model.token_budget
-            else []
-        ),
+        *(_reward_length_problems(run) if run.reward_model.token_budget else []),
         *sampling_problems(run),
         *algorithm_problems(run),
         *_sample_problems(run),
@@ -204,6 +202,11 @@ def _length_problems(run: RunConfig, learner: LearnerConfig, section: str) -> li
             f"allow rows of {fitting}, or shorten the prompts or responses"
         )
     return problems
+
+
+def _reward_length_problems(run: RunConfig) -> list[str]:
+    section = "reward_model" if run.reward_model.token_budget else "learner"
+    return _length_problems(run, run.of_reward_model.learner, section)
 
 
 def _sample_problems(run: RunConfig) -> list[str]:

@@ -123,6 +123,7 @@ def summarize(rollouts: Sequence[Rollout], cfg: RunConfig) -> dict:
         "model": cfg.model.path,
         "data": list(cfg.data.val),
         "rewards": list(cfg.reward.functions),
+        "reward_model": cfg.reward_model.path,
         "n": cfg.eval.n,
         "seed": cfg.seed,
         "sampling": dataclasses.asdict(cfg.eval.sampling),

@@ -6,7 +6,7 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --model-config=PATH    config.json (or its folder) of a model that is not on this machine
     --prompt-len=N         tokens of an average prompt (default: data.max_prompt_len)
     --response-len=N       tokens of an average response (default: data.max_response_len)
-    --job=NAME             train (default), sft or dpo: the program that the config is for
+    --job=NAME             train (default), sft, dpo or reward_model: the program that the config is for
     --json                 one JSON object instead of tables
     --search[=N]           try meshes, token budgets and remat policies; compile until N of them fit (3)
 """
@@ -31,10 +31,11 @@ from jaxrl.planner.search import search
 from jaxrl.planner.topology import KNOWN, simulated_cpus, topology
 from jaxrl.trainer.offline import learning
 from jaxrl.trainer.preference import DPO
+from jaxrl.trainer.ranking import RANKING
 from jaxrl.trainer.supervised import SFT
 
 OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "job", "json")
-LESSONS = {"sft": SFT, "dpo": DPO}
+LESSONS = {"sft": SFT, "dpo": DPO, "reward_model": RANKING}
 
 
 def main() -> int:
@@ -71,7 +72,11 @@ def main() -> int:
             if plan is None:
                 return 2
         else:
-            paths = {"critic": cfg.critic.path, "teacher": cfg.algorithm.teacher}
+            paths = {
+                "critic": cfg.critic.path,
+                "teacher": cfg.algorithm.teacher,
+                "reward_model": cfg.reward_model.path,
+            }
             others = {name: model_shape(path) for name, path in paths.items() if path}
             given = None
             if lesson := LESSONS.get(job):

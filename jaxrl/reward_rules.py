@@ -46,9 +46,4 @@ def _model_problems(run: RunConfig) -> list[str]:
         return [
             f"{', '.join(idle)} but reward_model.path is empty; set it, or leave these keys out"
         ]
-    if run.env.name and run.reward_model.path:
-        return [
-            f"reward_model.path={run.reward_model.path!r} reads one answer to a prompt, not the turns of an episode in "
-            f"env.name={run.env.name!r}; leave one of them out"
-        ]
     return []

@@ -28,6 +28,8 @@ class Prompt:
 class Episode:
     """What happened between the model and its environment."""
 
+    asked: tuple[dict[str, str], ...] = ()  # the conversation that it began with
+    said: tuple[dict[str, str], ...] = ()  # behind it: turns of the model, answers between them
     n_turns: int = 0  # of the model
     reward: float = 0.0  # sum over the turns
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of the environment
@@ -57,6 +59,17 @@ class Rollout:
     selected: np.ndarray | None = (
         None  # bool [response_len], tokens that clip_cov and kl_cov single out
     )
+
+    @property
+    def asked(self) -> tuple[dict[str, str], ...]:
+        """The messages that the model answered first."""
+        return self.prompt.messages if self.episode is None else self.episode.asked
+
+    @property
+    def said(self) -> tuple[dict[str, str], ...]:
+        """The messages behind them, of which the model's are the assistant's."""
+        answer = {"role": "assistant", "content": self.text}
+        return (answer,) if self.episode is None else self.episode.said
 
     @property
     def own_mask(self) -> np.ndarray:

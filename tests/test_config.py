@@ -193,7 +193,6 @@ WRONG = [
     (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
     (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),
     (dict(reward_model__weight=0.5), "reward_model.weight=0.5 but reward_model.path is empty"),
-    (dict(reward_model__path="rm", env__name="calculator"), "reads one answer to a prompt, not"),
     (dict(reward__functions=()), "reward.functions is empty; set for example ('math',)"),
     (
         dict(reward_model__path="rm", reward_model__token_budget=64),

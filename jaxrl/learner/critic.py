@@ -1,4 +1,4 @@
-"""The critic of PPO: values from a backbone of its own, or from the policy's."""
+"""Numbers for tokens: the values of PPO's critic, of a backbone of its own or the policy's, and a reward model's."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -107,6 +107,19 @@ def policy_steps(cfg: RunConfig, total_steps: int) -> int:
             "set fewer"
         )
     return total_steps - cfg.critic.warmup_steps
+
+
+def reward_values(
+    cfg: RunConfig, backbone: DecoderConfig, dtype: jnp.dtype
+) -> tuple[Values, DecoderConfig]:
+    """(the scores of config.reward_model, its shape where they are made); training's mesh is set.
+
+    Raises ValueError as `make_critic`.
+    """
+    own = cfg.of_reward_model
+    decoder = for_platform(own, backbone, target_platform())[1]
+    decoder = dataclasses.replace(decoder, heads=("score",))
+    return Values(own, role_layout(cfg, "reward_model", decoder, dtype)), decoder
 
 
 def shared_values(cfg: RunConfig, dtype: jnp.dtype) -> Values:

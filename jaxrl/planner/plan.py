@@ -25,7 +25,7 @@ from sharding import make_mesh
 
 PHASES = {
     "rollout": ("reshard", "prefill", "copy_pages", "decode"),
-    "scoring": ("reshard_score", "score", "reference", "values"),
+    "scoring": ("reward_model", "reshard_score", "score", "reference", "values"),
     "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply"),
 }
 
@@ -229,16 +229,16 @@ def calls_per_step(
     rows, row_len = cfg.learner.shapes[-1]
     tokens = total * (lengths.prompt + lengths.response)
     micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
-    of_critic = {}
-    if parts.values is not None:
-        own = parts.values.cfg
+    of_values = {}
+    for name, values in parts.values.items():
+        own = values.cfg
         rows, row_len = own.learner.shapes[-1]
-        its = math.ceil(tokens / (parts.values.n_ranks * rows * row_len))
-        of_critic = {
-            "values": its,
+        its = math.ceil(tokens / (values.n_ranks * rows * row_len))
+        learns = {
             "critic_accumulate": its * own.learner.epochs,
             "critic_apply": own.updates_per_step,
         }
+        of_values[name] = learns.get(name, its)
     of_engine = {}
     if (engine := parts.engine) is not None:
         prompt_tokens = cfg.data.prompts_per_step * lengths.prompt / parts.n_replicas
@@ -256,7 +256,7 @@ def calls_per_step(
         "accumulate": micro * cfg.learner.epochs,
         "apply": cfg.updates_per_step,
     }
-    return of_engine | of_learner | of_critic
+    return of_engine | of_learner | of_values
 
 
 def _tokens(parts: Parts, lengths: Lengths, phase: str) -> float:

@@ -15,13 +15,13 @@ import numpy as np
 from jaxrl.config import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.kernels.attention.blocks import BLOCK
-from jaxrl.learner.critic import Critic, Values, make_critic, shared_values
+from jaxrl.learner.critic import Critic, Values, make_critic, reward_values, shared_values
 from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import joined_batches, make_score, make_update
+from jaxrl.learner.step import joined_batches, make_score, make_update, make_value_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
@@ -51,6 +51,7 @@ class Given:
     answers: int  # of an item of data
     scores: bool  # the policy's logprobs in every step; a validation's programs are smaller than an update's
     has_reference: bool
+    heads: tuple[str, ...] = ("vocab",)  # of the model that learns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +85,12 @@ class Parts:
     )  # None where nothing is sampled, as the three lines at the end are then 0
     lower: dict[str, Callable[[], jax.stages.Lowered]]
     holds: dict[str, tuple[str, ...]]
-    resident: dict[str, int]  # bytes per device of params, opt_state, ref, and those of a critic
+    resident: dict[
+        str, int
+    ]  # bytes per device: params, opt_state, ref, of a critic, of a reward model
     shares: dict[str, int]  # of params: what a role copies, and what it uses as it is
     joined: dict[str, int]  # micro-batches of an update that one call scores
-    values: Values | None  # of a critic
+    values: dict[str, Values]  # programs of a critic and a reward model -> whose they are
     n_ranks: int
     n_sequences: int  # of a step
     page_bytes: int = 0  # per device
@@ -103,16 +106,18 @@ def run_parts(
     given: Given | None = None,
 ) -> Parts:
     """The programs of a run at their largest declared shapes, on the mesh that is set. `others` are the
-    shapes of "critic", the backbone of one of its own, and "teacher"; what is not there has the policy's.
-    `given` makes it a run on given answers.
+    shapes of "critic", the backbone of one of its own, "teacher" and "reward_model"; what is not there has the
+    policy's. `given` makes it a run on given answers.
 
     The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
     holds them: then a run that fits calls the very programs that its plan compiled.
     """
     mesh = jax.sharding.get_mesh()
-    backbone, teacher = ((others or {}).get(name, decoder) for name in ("critic", "teacher"))
-    ref_decoder = for_platform(cfg, teacher, target_platform())[1]
+    others = {name: decoder for name in ("critic", "teacher", "reward_model")} | dict(others or {})
+    ref_decoder = for_platform(cfg, others["teacher"], target_platform())[1]
     dtype, decoder = for_platform(cfg, decoder, target_platform())
+    if given is not None:
+        decoder = dataclasses.replace(decoder, heads=given.heads)
     specs = decoder_specs(decoder)
     optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
     rules = training_rules(cfg)
@@ -127,17 +132,25 @@ def run_parts(
         "params": bytes_per_device(state.params),
         "opt_state": bytes_per_device(state.opt_state),
     }
-    values = shared_values(cfg, dtype) if cfg.critic.shared else None
-    if values is not None:
-        lower["values"] = functools.partial(_lower_values, values, state.params)
+    values: dict[str, Values] = {}
+    if "score" in decoder.heads:
+        values["values"] = shared_values(cfg, dtype)
+        lower["values"] = functools.partial(_lower_values, values["values"], state.params)
         holds["values"] = ("params",)
     elif cfg.has_critic:
-        own = make_critic(cfg, Path(), backbone, dtype, cfg.total_steps or 10**6)
-        values = own.values
+        own = make_critic(cfg, Path(), others["critic"], dtype, cfg.total_steps or 10**6)
+        values |= dict.fromkeys(CRITIC_PROGRAMS, own.values)
         resident["critic"] = bytes_per_device(own.state.params)
         resident["critic_opt_state"] = bytes_per_device(own.state.opt_state)
         its_lower, its_holds = _critic_programs(own)
         lower, holds = lower | its_lower, holds | its_holds
+    if cfg.reward_model.path:
+        judge, its_decoder = reward_values(cfg, others["reward_model"], dtype)
+        weights = judge.layout.abstract_weights(its_decoder, mesh)
+        values["reward_model"] = judge
+        resident["reward_model"] = bytes_per_device(weights)
+        lower["reward_model"] = functools.partial(_lower_values, judge, weights)
+        holds["reward_model"] = ("reward_model",)
     scoring = {
         "score": role_layout(cfg, "score", decoder, dtype),
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
@@ -239,7 +252,8 @@ def uses_ref(cfg: RunConfig, program: str) -> bool:
 def _update_programs(
     cfg: RunConfig, rules: Rules, state: TrainState, ref: Tree, optimizer, batch: Batch
 ):
-    update = make_update(cfg, optimizer, rules)
+    make = make_update if "vocab" in state.params.cfg.heads else make_value_update
+    update = make(cfg, optimizer, rules)
     ref = ref if full_kl_in_loss(cfg) else None
     counting = ("count",) if cfg.learner.router_aux_coef else ()  # what each expert is sent
     update_programs = functools.cache(lambda: update.lower(state, batch, ref))
@@ -366,14 +380,14 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
     many parts as there are chunks. Decode: the keys of half the response, and one step. Prefill: half the prompt. Logprobs: all tokens.
     """
     cfg, rules = parts.cfg, training_rules(parts.cfg)
-    of_critic = contextlib.nullcontext()
-    if parts.values is not None and program in CRITIC_PROGRAMS:
-        cfg, rules = parts.values.cfg, parts.values.layout.rules
-        of_critic = parts.values.layout.on_mesh()
+    on_mesh = contextlib.nullcontext()
+    if values := parts.values.get(program):
+        cfg, rules = values.cfg, values.layout.rules
+        on_mesh = values.layout.on_mesh()
     rows, row_len = cfg.learner.shapes[-1]
     segment = _segment(program, parts, lengths)
     chunk = logprob_chunk(cfg)
-    with of_critic:
+    with on_mesh:
         n_time = rules.n_shards("time")
 
     def trips(op_name: str) -> float | None:
@@ -412,7 +426,6 @@ def _paged_keys(program: str, lengths: Lengths) -> float:
 
 def _segment(program: str, parts: Parts, lengths: Lengths) -> int:
     """Tokens of an average segment of a packed row."""
-    cfg = parts.cfg
-    if parts.values is not None and program in CRITIC_PROGRAMS:
-        cfg = parts.values.cfg
+    values = parts.values.get(program)
+    cfg = parts.cfg if values is None else values.cfg
     return min(lengths.prompt + lengths.response, cfg.learner.shapes[-1][1])

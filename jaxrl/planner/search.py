@@ -76,10 +76,10 @@ def search(
     Candidates come in the order of the formulas' step time; those that the formulas put at more than the
     whole memory are left out. Raises ValueError where nothing is left.
     """
-    if cfg.has_critic or cfg.algorithm.teacher:
+    if cfg.has_critic or cfg.algorithm.teacher or cfg.reward_model.path:
         raise ValueError(
-            "--search has no formulas for a critic (algorithm.advantage='gae') or algorithm.teacher; search without, "
-            "and plan what it finds with them"
+            "--search has no formulas for a critic (algorithm.advantage='gae'), algorithm.teacher or "
+            "reward_model.path; search without, and plan what it finds with them"
         )
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
     found = sorted(

@@ -132,8 +132,10 @@ class Conversations:
 
     def _opened(self, talk: _Talk, turn: Turn) -> None:
         """reset answered: the first turn of the model."""
+        asked = tuple(talk.prompt.messages if turn.messages is None else turn.messages)
+        talk.episode = dataclasses.replace(talk.episode, asked=asked)
         if turn.messages is not None:
-            tokens = self.renderer.render(turn.messages)
+            tokens = self.renderer.render(asked)
             talk.prompt = dataclasses.replace(talk.prompt, tokens=tokens)
         n, most = len(talk.prompt.tokens), self.limits.prompt_len
         if n > most:
@@ -158,10 +160,12 @@ class Conversations:
     def _said(self, talk: _Talk, response: Response) -> None:
         """A turn of the model has ended: its environment has the word, unless the turn was cut off."""
         talk.extend(response.tokens, response.logp, own=True)
-        talk.episode = dataclasses.replace(talk.episode, n_turns=talk.episode.n_turns + 1)
+        text, was = self.renderer.decode(response.tokens), talk.episode
+        said = (*was.said, {"role": "assistant", "content": text})
+        talk.episode = dataclasses.replace(was, said=said, n_turns=was.n_turns + 1)
         if response.finish == "length":
             return self._end(talk, "length")
-        return self.pool.step(talk.number, self.renderer.decode(response.tokens))
+        return self.pool.step(talk.number, text)
 
     def _answered(self, talk: _Talk, turn: Turn) -> None:
         """step answered: the end, or what the model reads before its next turn."""
@@ -180,6 +184,8 @@ class Conversations:
         if len(talk.tokens) + len(reply) >= self.limits.max_tokens:  # no room for another turn
             return self._end(talk, "length")
         talk.extend(reply.tolist(), [0.0] * len(reply), own=False)
+        said = (*was.said, *turn.messages)
+        talk.episode = dataclasses.replace(talk.episode, said=said)
         return self._ask(talk)
 
     def _end(self, talk: _Talk, finish: str) -> None:

@@ -104,7 +104,7 @@ def sample_records(rollouts: Sequence[Rollout], *, kind: str) -> list[dict]:
             "prompt_id": r.prompt.id,
             "sample": r.sample,
             "source": r.prompt.source,
-            "prompt": r.prompt.messages[-1]["content"],
+            "prompt": (r.asked or r.prompt.messages)[-1]["content"],
             "completion": r.text,
             "answer": r.prompt.answer,
             "reward": r.reward,

@@ -27,7 +27,6 @@ class Lesson:
     teach: Callable[["Offline", Sequence], tuple[list[Rollout], dict[str, float]]]
     judge: Callable[["Offline", Sequence], dict[str, float]]  # held-out items -> val/*
     aggregation: str  # of algorithm.aggregation
-    heads: tuple[str, ...]  # of the model that learns
     given: Given  # what the planner has to know
     idle: tuple[str, ...]  # sections and keys of the config that it does not read
     logged: Mapping[str, str]  # metrics of an update that mean something here -> their names

@@ -102,7 +102,6 @@ DPO = Lesson(
     teach=compare,
     judge=judge,
     aggregation="seq_mean_token_sum",
-    heads=("vocab",),
     given=Given(answers=2, scores=True, has_reference=True),
     idle=(*IDLE, "preference.margin_weight"),
     logged={"loss/entropy": "loss/entropy"},

@@ -66,8 +66,7 @@ RANKING = Lesson(
     teach=rank,
     judge=judge,
     aggregation="seq_mean_token_sum",
-    heads=("score",),
-    given=Given(answers=2, scores=False, has_reference=False),
+    given=Given(answers=2, scores=False, has_reference=False, heads=("score",)),
     idle=(
         *IDLE,
         "learner.router_aux_coef",

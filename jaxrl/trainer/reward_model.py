@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,11 @@ import numpy as np
 from jaxrl.config import RunConfig
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.data.packing import gather
-from jaxrl.learner.critic import Values
-from jaxrl.learner.layout import role_layout
-from jaxrl.models.auto import for_platform
+from jaxrl.learner.critic import Values, reward_values
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.hf_load import SCORE, find_tensors, load_params, model_config
-from jaxrl.models.source import resolve_model
 from jaxrl.trainer.experience import pack_rollouts
 from jaxrl.types import Prompt, Rollout
-from sharding import target_platform
 
 PART = "reward_model"  # its name among the parts of a reward
 
@@ -38,7 +35,8 @@ class RewardModel:
         self, rollouts: Sequence[Rollout], on_batch: Callable[[], None] = lambda: None
     ) -> list[Rollout]:
         """The rollouts with reward_model.weight times the score added to their rewards, and the score among the
-        parts. One that is too long for a row, that the template refuses, or whose score is not finite is an error."""
+        parts. One that is too long for a row, that the template refuses, whose environment failed, or whose score is not
+        finite is an error."""
         cfg = self.values.cfg
         sequences = [self._sequence(r) for r in rollouts]
         whole = [s for s in sequences if isinstance(s, Rollout)]
@@ -56,9 +54,10 @@ class RewardModel:
 
     def _sequence(self, rollout: Rollout) -> Rollout | str:
         """The conversation in the model's own tokens, up to the end token of the answer; or what is wrong."""
-        answer = {"role": "assistant", "content": rollout.text}
+        if rollout.episode is not None and rollout.episode.error:
+            return "the environment failed before the conversation ended"
         try:
-            turns = self._renderer.render_turns([*rollout.prompt.messages, answer], self._stop)
+            turns = self._renderer.render_turns([*rollout.asked, *rollout.said], self._stop)
         except ValueError as problem:  # what a response holds may break a template
             return str(problem)
         tokens = turns[-1][0]
@@ -71,29 +70,25 @@ class RewardModel:
         return sequence(tokens, rollout.prompt)
 
 
-def open_reward_model(cfg: RunConfig, dtype: jnp.dtype) -> RewardModel:
-    """The model of config.reward_model, on the devices of the mesh that is set.
+def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardModel:
+    """The model of config.reward_model, which lies in the folder, on the devices of the mesh that is set.
 
     Raises ValueError where it is no sequence classifier of one label, or its layout does not fit.
     """
-    own = cfg.of_reward_model
-    folder = resolve_model(own.model.path)
     if SCORE not in find_tensors(folder):
         raise ValueError(
             f"{folder} holds no {SCORE}, so it is no sequence classifier; set config.reward_model.path to a reward "
             "model, or train one with python -m jaxrl.reward_model"
         )
     tokenizer = load_tokenizer(folder)
-    decoder = for_platform(own, model_config(folder), target_platform())[1]
-    decoder = dataclasses.replace(decoder, heads=("score",))
+    values, decoder = reward_values(cfg, model_config(folder), dtype)
     check_tokenizer(tokenizer, decoder.V)
     renderer = ChatRenderer(
         tokenizer, template=cfg.reward_model.chat_template, system_prompt=cfg.data.system_prompt
     )
-    layout = role_layout(cfg, "reward_model", decoder, dtype)
-    with layout.on_mesh():
-        params = load_params(folder, layout.rules, decoder, dtype)
-    return RewardModel(Values(own, layout), params, renderer, stop_ids(folder, tokenizer))
+    with values.layout.on_mesh():
+        params = load_params(folder, values.layout.rules, decoder, dtype)
+    return RewardModel(values, params, renderer, stop_ids(folder, tokenizer))
 
 
 def sequence(tokens: np.ndarray, prompt: Prompt) -> Rollout:

@@ -49,7 +49,7 @@ from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.warmup import warm_up, warm_up_learner
 from jaxrl.types import TrainState
-from sharding import bytes_per_device, check_host_memory, hosts, make_mesh, to_host
+from sharding import check_host_memory, hosts, make_mesh, to_host
 from sharding.rules import Rules
 
 
@@ -69,11 +69,12 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             environments = open_environments(cfg, stack)
         check_same_data(prompts, val_prompts)
         ready = open_devices(cfg, base, stack)
-        reward_model = reward_model_of(cfg, ready)
-        taken = bytes_per_device(reward_model.params) if reward_model else 0
         folders = {"critic": base.critic_folder, "teacher": base.ref_folder}
+        if base.reward_folder is not None:
+            folders["reward_model"] = base.reward_folder
         others = {name: model_config(folder) for name, folder in folders.items()}
-        plan = checked_plan(cfg, ready, taken, others=others)
+        plan = checked_plan(cfg, ready, others=others)
+        reward_model = reward_model_of(cfg, ready)
         rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
         run = Run(
             **job(cfg, ready, stack, iterator, has_reference=needs_ref(cfg)),
@@ -131,18 +132,17 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
         base.progress.status(f"data: {len(items)} to learn from, {len(val)} held out")
         check_same_data(items, val)
         ready = open_devices(cfg, base, stack)
-        decoder = dataclasses.replace(ready.decoder, heads=lesson.heads)
+        given = lesson.given
+        decoder = dataclasses.replace(ready.decoder, heads=given.heads)
         ready = dataclasses.replace(ready, decoder=decoder)
-        has_logits, has_reference = "vocab" in lesson.heads, lesson.given.has_reference
-        if has_logits:
-            checked_plan(cfg, ready, given=lesson.given)
+        checked_plan(cfg, ready, given=given)
         run = Offline(
-            **job(cfg, ready, stack, iterator, has_reference=has_reference),
+            **job(cfg, ready, stack, iterator, has_reference=given.has_reference),
             val=val,
             lesson=lesson,
         )
         if not run.done:
-            warm_up_learner(run, policy=has_logits, reference=has_reference)
+            warm_up_learner(run, policy="vocab" in given.heads, reference=given.has_reference)
         yield run
 
 
@@ -158,6 +158,7 @@ class Base:
     renderer: ChatRenderer
     critic_folder: Path  # the policy's, where the critic has none of its own
     ref_folder: Path  # the policy's, where there is no teacher
+    reward_folder: Path | None  # of a reward model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +182,13 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
         model_folder = resolve_model(cfg.model.path)
         critic_folder = resolve_model(cfg.of_critic.model.path)
         ref_folder = resolve_model(cfg.algorithm.teacher or cfg.model.path)
+        reward_folder = resolve_model(cfg.reward_model.path) if cfg.reward_model.path else None
     with hosts.all_or_none():
         decoder = model_config(model_folder)
         renderer = make_renderer(cfg, model_folder, decoder)
         check_critic(cfg, critic_folder, renderer.tokenizer)
         check_teacher(cfg, ref_folder, renderer.tokenizer, decoder)
-    folders = critic_folder, ref_folder
+    folders = critic_folder, ref_folder, reward_folder
     return Base(stop, progress, watch, model_folder, decoder, renderer, *folders)
 
 
@@ -202,14 +204,14 @@ def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Rea
     return Ready(**vars(base) | {"decoder": decoder, "dtype": dtype})
 
 
-def checked_plan(cfg: RunConfig, ready: Ready, taken: int = 0, **how: Any) -> Plan | None:
-    """The run's plan, which fits, where plan_check is on and devices report their memory; `taken` bytes of each
-    are another's, and `how` goes to `check_plan`."""
+def checked_plan(cfg: RunConfig, ready: Ready, **how: Any) -> Plan | None:
+    """The run's plan, which fits, where plan_check is on and devices report their memory; `how` goes to
+    `check_plan`."""
     memory = device_memory()
     if not cfg.plan_check or memory is None:
         return None
     with ready.progress.waiting("planning: compiling all programs"):
-        plan = check_plan(cfg, ready.decoder, memory - taken, **how)
+        plan = check_plan(cfg, ready.decoder, memory, **how)
     ready.progress.status(plan_line(plan))
     return plan
 
@@ -285,10 +287,10 @@ def job(
 
 
 def reward_model_of(cfg: RunConfig, ready: Ready) -> RewardModel | None:
-    if not cfg.reward_model.path:
+    if ready.reward_folder is None:
         return None
     with ready.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
-        return open_reward_model(cfg, ready.dtype)
+        return open_reward_model(cfg, ready.reward_folder, ready.dtype)
 
 
 def reward_pool(cfg: RunConfig, renderer: ChatRenderer) -> RewardPool:

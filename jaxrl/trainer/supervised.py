@@ -38,7 +38,6 @@ SFT = Lesson(
     teach=imitate,
     judge=likelihood,
     aggregation="token_mean",
-    heads=("vocab",),
     given=Given(answers=1, scores=False, has_reference=False),
     idle=(*IDLE, "preference"),
     logged={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},

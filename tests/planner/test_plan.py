@@ -25,9 +25,11 @@ from jaxrl.planner.plan import (
     link_seconds,
     live_bytes,
     make_plan,
+    seconds,
 )
-from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, run_parts
+from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, Lengths, run_parts
 from jaxrl.planner.report import as_text
+from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
 from sharding import make_mesh
 
@@ -69,6 +71,10 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
             Given(answers=2, scores=True, has_reference=True),
             {"accumulate", "apply", "score", "reference"},
         ),
+        (
+            Given(answers=2, scores=False, has_reference=False, heads=("score",)),
+            {"accumulate", "apply", "values"},
+        ),
     ],
 )
 def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
@@ -77,6 +83,16 @@ def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
     assert set(ours.programs) == programs and "rollout" not in ours.phases
     assert ours.fits and ours.kv_pages == ours.max_concurrent_sequences == 0
     assert ("ref" in ours.resident) == given.has_reference
+    # a head of D numbers over fsdp 4 in place of the unembedding, which is the embedding here
+    head = 4 * 64 // 4 if "score" in given.heads else 0
+    assert ours.resident["params"] == plan.resident["params"] + head
+    if head:
+        logits = 3 * 2 * 256 * 256 * 64 / 2  # and no products with the vocabulary
+        spared = plan.programs["accumulate"].cost.total_flops - logits
+        assert ours.programs["accumulate"].cost.total_flops == pytest.approx(spared, rel=1e-3)
+        # 8 pairs of 2 x 128 tokens on 4 ranks of 256
+        rolls = ours.phases["scoring"].roofline_s, ours.programs["values"], ours.chip
+        assert rolls[0] == pytest.approx(2 * seconds(*rolls[1:])[0])
     n_tokens = cfg.data.prompts_per_step * given.answers * cfg.data.max_len
     assert ours.tokens_per_s * ours.expected_step_s == pytest.approx(n_tokens)
     assert "KV pages" not in as_text(ours) and "KV pages" in as_text(plan)
@@ -89,7 +105,7 @@ def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--job=ppo"], "set one of train, sft, dpo"),
+        (["--job=ppo"], "set one of train, sft, dpo, reward_model"),
         (["--job=sft", "--search"], "--search is for --job=train"),
     ],
 )
@@ -210,6 +226,41 @@ def test_a_teacher_has_bytes_and_a_scoring_of_its_own(plan):
     beside = scoring.argument_size_in_bytes - parts.resident["ref"]
     score = plan.programs["score"]
     assert beside == score.argument_bytes - plan.resident["params"]  # the same batch
+
+
+def test_a_reward_model_has_bytes_and_a_scoring_of_its_own(plan):
+    """Over tensor 4 of eight devices, two ranks of fsdp, with rows of its own; of half the policy's width."""
+    small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
+    cfg = run(reward_model__path="judge", reward_model__token_budget=512)
+    own = dataclasses.replace(cfg.reward_model, mesh=RoleConfig(tensor=4))
+    cfg = dataclasses.replace(cfg, reward_model=own)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, {"reward_model": small})
+        calls = calls_per_step(cfg, parts, 8, plan.lengths)
+        scoring = parts.lower["reward_model"]().compile().memory_analysis()
+    assert set(parts.lower) == {*plan.programs, "reward_model"}
+    # as of the critic above, which has the same shape
+    matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
+    biases, norms, head = 2 * 3 * 32, (2 * 2 + 1) * 32, 32
+    weights = 4 * (matrices // 8 + biases // 4 + head // 2 + norms)
+    assert parts.resident == plan.resident | {"reward_model": weights}
+    rows = scoring.argument_size_in_bytes - weights
+    assert 0 < rows < 64 * 512  # a few fields of 512 tokens
+    # 32 sequences of 128 tokens: 2 ranks x 512 tokens a micro-batch; the policy's 4 ranks have 256
+    assert (calls["reward_model"], calls["score"]) == (4, 4)
+    beside = live_bytes(plan.programs["decode"], parts, 0)
+    alone = live_bytes(
+        plan.programs["decode"], dataclasses.replace(parts, resident=plan.resident), 0
+    )
+    assert beside - alone == weights
+
+
+def test_a_search_has_no_formulas_for_models_beside_the_policy():
+    for changes in ({"reward_model__path": "judge"}, {"algorithm__advantage": "gae"}):
+        with pytest.raises(
+            ValueError, match=r"no formulas for .*reward_model\.path; search without"
+        ):
+            search(run(**changes), TINY, topology("cpu:8"), lengths=Lengths(64, 64))
 
 
 def test_a_shared_critic_costs_a_head_and_a_program(plan):

@@ -163,6 +163,12 @@ def test_the_tokens_of_an_episode_by_hand(echo, renderer):
     )
     assert rollout.finish == "stop" and rollout.n_own == 5
     assert dataclasses.asdict(rollout.episode) == {
+        "asked": ({"role": "user", "content": "hi"},),
+        "said": (
+            {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ),
         "n_turns": 2, "reward": 1.5, "counts": {"calls": 2.0}, "error": "",
     }  # fmt: skip
     # what the update sees: the mask is 1 where the target is a token of the model, and only there
@@ -198,6 +204,7 @@ def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
     ((rollout,), requests) = talk([turns], echo, renderer, max_turns=2)
     assert (rollout.finish, len(requests), len(rollout.tokens)) == ("turns", 2, 6 + n)
     assert rollout.episode.reward == 1.0
+    assert [m["role"] for m in rollout.said] == ["assistant", "user", "assistant"]
     for room, finish, length in ((3 + n, "length", 3), (3 + n + 1, "length", 3 + n + 1)):
         ((rollout,), _) = talk([turns], echo, renderer, max_tokens=room)
         assert (rollout.finish, len(rollout.tokens)) == (finish, length)
@@ -205,6 +212,7 @@ def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
     ((rollout,), requests) = talk([turns], echo, renderer, answer="long")
     assert rollout.finish == "error" and not requests and len(rollout.tokens) == 0
     assert len(rollout.prompt.tokens) > 99 and rollout.prompt.messages[0]["content"] == "hi"
+    assert rollout.asked[0]["content"] == "x" * 99 and rollout.said == ()
     assert "data.max_prompt_len is 99" in rollout.episode.error
 
 

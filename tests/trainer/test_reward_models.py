@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl import reward_model
 from jaxrl.algorithms.preference import bradley_terry
-from jaxrl.config import default_config, resolve
+from jaxrl.config import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
+from jaxrl.evaluate import evaluate
 from jaxrl.learner.loss import value_loss_sums
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.hf_load import load_model
@@ -25,7 +26,7 @@ from jaxrl.trainer.offline import learning
 from jaxrl.trainer.ranking import RANKING, rank
 from jaxrl.trainer.reward_model import open_reward_model, with_score
 from jaxrl.trainer.setup import open_offline
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Episode, Prompt, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
@@ -227,7 +228,7 @@ def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_c
     for tensor in (0, 2):
         tiny_config.reward_model.mesh.tensor = tensor
         with jax.set_mesh(make_mesh(fsdp=2)):
-            model = open_reward_model(resolve(tiny_config), jnp.dtype("float32"))
+            model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
             found[tensor] = model.add_rewards([rollout(text, reward=1.0) for text in texts])
         mesh = jax.tree.leaves(model.params)[0].sharding.mesh
         assert mesh.shape["tensor"] == max(tensor, 1)
@@ -253,12 +254,76 @@ def score_at_end(params, tokens):
     return jnp.sum(jnp.where(positions == n - 1, params.scores(hidden, TRAIN), 0.0))
 
 
+def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config, tiny_scorer):
+    def message(role, content):
+        return {"role": role, "content": content}
+
+    asked, answer = message("user", "1 + 2?"), message("user", "No.")
+    said = (message("assistant", "4"), answer, message("assistant", "3"))
+    held = Episode(asked=(asked,), said=said, n_turns=2, reward=1.0)
+    broken = dataclasses.replace(held, error="KeyError: 'x'")
+    tiny_config.reward_model.path = str(tiny_scorer)
+    tiny_config.env.name = "guess_number"
+    with jax.set_mesh(make_mesh(fsdp=1)):
+        model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
+        found, failed, alone = model.add_rewards(
+            [
+                rollout("43", reward=1.0, episode=held),
+                rollout("43", episode=broken),
+                rollout("3"),
+            ]
+        )
+        _, params = load_model(tiny_scorer, rules=TRAIN, heads=("score",))
+        text = (
+            "user: 1 + 2?<|im_end|>assistant: 4<|im_end|>user: No.<|im_end|>assistant: 3<|im_end|>"
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_scorer)
+        ids = jnp.array([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        score = float(score_at_end(params, ids))
+    assert found.reward == pytest.approx(1.0 + score, abs=1e-4) and not found.reward_error
+    assert alone.reward_parts["reward_model"] != pytest.approx(score, abs=1e-3)
+    assert (
+        failed.reward_error == "reward_model: the environment failed before the conversation ended"
+    )
+
+
+def test_an_evaluation_is_rewarded_by_environment_and_model_together(
+    tiny_config, tiny_scorer, tmp_path
+):
+    game = tmp_path / "game.py"
+    game.write_text(
+        "class Twice:\n    n = 0\n    def reset(self, prompt):\n        return None\n"
+        "    def step(self, said):\n        self.n += 1\n        return 'More.', 1.0, self.n == 2\n"
+    )
+    tiny_config.env.name = f"{game}:Twice"
+    tiny_config.data.max_response_len = 96
+    tiny_config.eval.sampling.temperature = 1.0
+    tiny_config.eval.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
+    tiny_config.reward.functions, tiny_config.reward.weights = ("environment",), (0.25,)
+    tiny_config.reward_model.path, tiny_config.reward_model.weight = str(tiny_scorer), 0.5
+    assert evaluate(resolve_evaluation(tiny_config))
+    summary = json.loads((Path(tiny_config.run_dir) / "summary.json").read_text())
+    found = summary["results"]["all"]
+    assert summary["reward_model"] == str(tiny_scorer)
+    assert found["errors"] == 0 and 1 < found["env/turns"] <= 2
+    total = 0.25 * found["reward/environment"] + 0.5 * found["reward/reward_model"]
+    assert found["reward"] == pytest.approx(total, abs=1e-5)
+    assert found["reward/reward_model"] != 0
+
+    tiny_config.reward_model.token_budget = 128
+    with pytest.raises(ValueError, match=r"do not fit the longest row, reward_model\.token_budget"):
+        resolve_evaluation(tiny_config)
+    tiny_config.reward_model.token_budget, tiny_config.learner.token_budget = 0, 128
+    with pytest.raises(ValueError, match=r"do not fit the longest row, learner\.token_budget"):
+        resolve_evaluation(tiny_config)
+
+
 def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
     tiny_config.reward_model.path = str(tiny_scorer)
     tiny_config.reward.error_value = -1.0
     cfg = resolve(tiny_config)
     with jax.set_mesh(make_mesh(fsdp=1)):
-        model = open_reward_model(cfg, jnp.dtype("float32"))
+        model = open_reward_model(cfg, tiny_scorer, jnp.dtype("float32"))
         fine, long = model.add_rewards([rollout("3"), rollout("x" * 300)])
     assert not fine.reward_error
     assert long.reward == -1.0
@@ -275,7 +340,7 @@ def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
         jax.set_mesh(make_mesh(fsdp=1)),
         pytest.raises(ValueError, match=r"no score\.weight, so it is no sequence classifier"),
     ):
-        open_reward_model(resolve(tiny_config), jnp.dtype("float32"))
+        open_reward_model(resolve(tiny_config), tiny_model, jnp.dtype("float32"))
 
 
 def test_keys_that_it_does_not_read_are_refused(ranking_config):
