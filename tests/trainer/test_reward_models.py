@@ -263,7 +263,6 @@ def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config
     held = Episode(asked=(asked,), said=said, n_turns=2, reward=1.0)
     broken = dataclasses.replace(held, error="KeyError: 'x'")
     tiny_config.reward_model.path = str(tiny_scorer)
-    tiny_config.env.name = "guess_number"
     with jax.set_mesh(make_mesh(fsdp=1)):
         model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
         found, failed, alone = model.add_rewards(
