@@ -47,6 +47,12 @@ INLINE void add(const int n_vecs, const int n_out, const int depth, const vec *x
       UNROLL for (int v = 0; v < n_vecs; v++) sums[o][v] += x[k * n_vecs + v] * row[o][k];
 }
 
+// Fetches what is read AHEAD lines after input k of n_out outputs: behind their end the first inputs of the next ones.
+INLINE void fetch(const int n_out, const float *w, int64_t k, int64_t n_in) {
+  const int64_t next = k + AHEAD * LINE, there = next < n_in ? next : next + (n_out - 1) * n_in;
+  UNROLL for (int o = 0; o < n_out; o++) __builtin_prefetch(w + o * n_in + there, 0, 3);
+}
+
 // y[r][o] <- x[r] w[o]ᵀ of n_out outputs and all rows. x: [in][n_vecs], the rows side by side.
 INLINE void outputs(const int n_vecs, const int n_out, const vec *x, const float *w, int64_t n_in, float *y,
                     int64_t n_rows, int64_t y_stride) {
@@ -57,7 +63,7 @@ INLINE void outputs(const int n_vecs, const int n_out, const vec *x, const float
     UNROLL for (int o = 0; o < n_out; o++) UNROLL for (int v = 0; v < n_vecs; v++) chain[o][v] = (vec){0};
     int64_t k = start;
     for (; k + LINE <= end; k += LINE) {
-      UNROLL for (int o = 0; o < n_out; o++) __builtin_prefetch(w + o * n_in + k + AHEAD * LINE, 0, 3);
+      fetch(n_out, w, k, n_in);
       add(n_vecs, n_out, LINE, x + k * n_vecs, w + k, n_in, chain);
     }
     for (; k < end; k++) add(n_vecs, n_out, 1, x + k * n_vecs, w + k, n_in, chain);
@@ -97,9 +103,7 @@ INLINE void shared(const int share, const vec *x, const float *w, int64_t n_in, 
     vec chain[LANES / 2];
     UNROLL for (int v = 0; v < n_vecs; v++) chain[v] = (vec){0};
     for (int64_t k = start; k < end; k += LINE) {
-      // Behind the end of these outputs come the first inputs of the next ones.
-      const int64_t next = k + AHEAD * LINE, ahead = next < n_in ? next : next + (LANES - 1) * n_in;
-      UNROLL for (int o = 0; o < LANES; o++) __builtin_prefetch(w + o * n_in + ahead, 0, 3);
+      fetch(LANES, w, k, n_in);
       UNROLL for (int i = 0; i < LINE; i += 4) {
         __m512 four[LANES / 2];
         UNROLL for (int v = 0; v < n_vecs; v++) four[v] = quads(share, w + v * share * n_in + k + i, n_in);
