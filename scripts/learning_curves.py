@@ -66,10 +66,13 @@ def main() -> None:
 
 def train(name: str, runs: pathlib.Path) -> None:
     """One run, in a process of its own."""
+    subprocess.run([sys.executable, "-m", "jaxrl.train", *arguments(name, runs)], check=True)
+
+
+def arguments(name: str, runs: pathlib.Path) -> list[str]:
     keys = {"total_steps": str(STEPS), "run_dir": str(folder(runs, name))} | SAME
     words = [f"--config.{key}={value}" for key, value in (keys | ALGORITHMS[name]).items()]
-    config = f"--config={ROOT / 'configs' / 'quickstart.py'}"
-    subprocess.run([sys.executable, "-m", "jaxrl.train", config, *words], check=True)
+    return [f"--config={ROOT / 'configs' / 'quickstart.py'}", *words]
 
 
 def draw(runs: pathlib.Path, out: pathlib.Path) -> None:

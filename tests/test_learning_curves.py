@@ -1,0 +1,41 @@
+import json
+import runpy
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from jaxrl.flags import parse
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "learning_curves.py"))
+BAR = 0.7  # greedy accuracy on held-out sums of two digits
+
+
+@pytest.mark.parametrize("name", SCRIPT["ALGORITHMS"])
+def test_the_runs_of_the_picture_have_one_budget(name, tmp_path):
+    run = parse(SCRIPT["arguments"](name, tmp_path))
+    batches = run.algorithm.dynamic_sampling_batches if run.algorithm.dynamic_sampling else 1
+    sampled = run.total_steps * batches * run.data.prompts_per_step * run.rollout.n
+    assert sampled == SCRIPT["STEPS"] * 64
+
+
+def test_the_picture_has_a_line_for_every_run_that_is_there(tmp_path):
+    for name in ("GRPO", "DAPO"):
+        run_dir = SCRIPT["folder"](tmp_path, name)
+        run_dir.mkdir()
+        lines = [{"step": 0, "val/reward": 0.0}]
+        lines += [{"step": i, "reward/mean": 0.5, "rollout/batches": 2.0} for i in (1, 2)]
+        lines[-1]["val/reward"] = 0.75
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert SCRIPT["curve"](SCRIPT["folder"](tmp_path, "DAPO")) == [(0, 0.0), (256, 0.75)]
+    SCRIPT["draw"](tmp_path, tmp_path / "curves.svg")
+    words = {e.text for e in ElementTree.parse(tmp_path / "curves.svg").iter() if e.text}
+    assert {"GRPO", "DAPO"} < words and "PPO" not in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPT["ALGORITHMS"])
+def test_the_algorithms_learn_to_add(name, tmp_path):
+    SCRIPT["train"](name, tmp_path)
+    accuracy = [value for _, value in SCRIPT["curve"](SCRIPT["folder"](tmp_path, name))]
+    assert accuracy[0] < 0.1 and max(accuracy) >= BAR
