@@ -4,6 +4,7 @@ A config file returns the ConfigDict of `default_config()` with its own values s
 dataclasses of keys.py after it checked every rule between keys, before any device work.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -116,7 +117,8 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
 
 
 def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
-    """As `resolve`, of a run that only answers the prompts of data.val: keys of training are not looked at."""
+    """As `resolve`, of a run that only answers the prompts of data.val: keys of training are not looked at, and the
+    models that it takes are left out."""
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, problems = build(RunConfig, values)
     if not run.data.val:
@@ -126,7 +128,7 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     raise_problems(
         [*problems, *_model_problems(run), *sampling_problems(run), *mesh_problems(run.mesh, None)]
     )
-    return run
+    return dataclasses.replace(run, algorithm=AlgorithmConfig(), critic=CriticConfig())
 
 
 def check_devices(run: RunConfig, n_devices: int) -> None:

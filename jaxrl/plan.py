@@ -73,11 +73,15 @@ def main() -> int:
                 return 2
         else:
             paths = {
-                "critic": cfg.critic.path,
-                "teacher": cfg.algorithm.teacher,
-                "reward_model": cfg.reward_model.path,
+                "critic": ("critic.path", cfg.critic.path),
+                "teacher": ("algorithm.teacher", cfg.algorithm.teacher),
+                "reward_model": ("reward_model.path", cfg.reward_model.path),
             }
-            others = {name: model_shape(path) for name, path in paths.items() if path}
+            others = {
+                name: model_shape(path, instead=f"--config.{key}")
+                for name, (key, path) in paths.items()
+                if path
+            }
             given = None
             if lesson := LESSONS.get(job):
                 cfg, given = learning(cfg, lesson), lesson.given

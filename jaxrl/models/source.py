@@ -14,8 +14,8 @@ PACKAGE = "package:"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")
 
 
-def resolve_model(path: str | Path) -> Path:
-    """The local Hugging Face folder of a model.
+def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
+    """The local Hugging Face folder of a model, which `key` names.
 
     `path` is a folder; the folder of a run, whose export is meant; 'package:NAME' for the GGUF file inside
     an installed Python package, converted once into the cache folder; a GGUF file, converted likewise; or a
@@ -25,19 +25,19 @@ def resolve_model(path: str | Path) -> Path:
     """
     name = str(path)
     if not name:
-        raise ValueError("config.model.path is empty; set a model folder, hub id or 'package:...'")
+        raise ValueError(f"{key} is empty; set a model folder, hub id or 'package:...'")
     if name.startswith(PACKAGE):
-        return converted(package_gguf(name.removeprefix(PACKAGE)))
+        return converted(package_gguf(name.removeprefix(PACKAGE), key))
     local = Path(name).expanduser()
     if local.is_dir():
         return exported(local)
     if local.is_file() and local.suffix == ".gguf":
         return converted(local)
     if local.exists():
-        raise ValueError(f"{local} is a file; config.model.path must name the folder around it")
+        raise ValueError(f"{local} is a file; {key} must name the folder around it")
     if local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no model folder {local}; set config.model.path to one")
-    return from_hub(name)
+        raise ValueError(f"there is no model folder {local}; set {key} to one")
+    return from_hub(name, key)
 
 
 def exported(folder: Path) -> Path:
@@ -59,14 +59,14 @@ def cache_dir() -> Path:
     return Path(base) / "jaxrl" / "models"
 
 
-def package_gguf(package: str) -> Path:
+def package_gguf(package: str, key: str) -> Path:
     """The one GGUF file that an installed Python distribution ships."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
             f"the Python package {package} is not installed; install it without its dependencies "
-            f"(uv sync does for the quickstart's) or set config.model.path to a model folder"
+            f"(uv sync does for the quickstart's) or set {key} to a model folder"
         ) from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
@@ -84,7 +84,7 @@ def converted(gguf: Path) -> Path:
     return target
 
 
-def from_hub(name: str) -> Path:
+def from_hub(name: str, key: str) -> Path:
     """A snapshot from the hub, or from its local cache where the hub cannot be reached."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
@@ -92,6 +92,6 @@ def from_hub(name: str) -> Path:
         raise ValueError(
             f"no model {name!r}: there is no folder {Path(name).absolute()}, and the hub gave "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0]}. "
-            f"Set config.model.path to a model folder on this machine, or make the hub reachable "
+            f"Set {key} to a model folder on this machine, or make the hub reachable "
             f"(HF_TOKEN for gated models, HF_ENDPOINT for a mirror)"
         ) from error

@@ -180,9 +180,9 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
     with hosts.first_goes_ahead():
         open_folder(cfg)
         model_folder = resolve_model(cfg.model.path)
-        critic_folder = resolve_model(cfg.of_critic.model.path)
-        ref_folder = resolve_model(cfg.algorithm.teacher or cfg.model.path)
-        reward_folder = resolve_model(cfg.reward_model.path) if cfg.reward_model.path else None
+        critic_folder = other_folder("critic.path", cfg.critic.path) or model_folder
+        ref_folder = other_folder("algorithm.teacher", cfg.algorithm.teacher) or model_folder
+        reward_folder = other_folder("reward_model.path", cfg.reward_model.path)
     with hosts.all_or_none():
         decoder = model_config(model_folder)
         renderer = make_renderer(cfg, model_folder, decoder)
@@ -190,6 +190,11 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
         check_teacher(cfg, ref_folder, renderer.tokenizer, decoder)
     folders = critic_folder, ref_folder, reward_folder
     return Base(stop, progress, watch, model_folder, decoder, renderer, *folders)
+
+
+def other_folder(key: str, path: str) -> Path | None:
+    """Of a model beside the policy."""
+    return resolve_model(path, key=f"config.{key}") if path else None
 
 
 def open_devices(cfg: RunConfig, base: Base, stack: contextlib.ExitStack) -> Ready:

@@ -139,6 +139,8 @@ def test_folders_are_taken_as_they_are(tmp_path):
         resolve_model(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"config\.model\.path is empty"):
         resolve_model("")
+    with pytest.raises(ValueError, match=r"set config\.critic\.path to one"):
+        resolve_model(tmp_path / "nothing", key="config.critic.path")
     with pytest.raises(ValueError, match="must name the folder around it"):
         resolve_model(GOLDEN / "llama" / "model.safetensors")
 

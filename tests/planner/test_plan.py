@@ -383,6 +383,8 @@ def test_a_model_that_is_not_here_needs_its_config():
     assert model_shape("Qwen/Qwen2.5-7B-Instruct").D == 3584
     with pytest.raises(ValueError, match="set --model-config"):
         model_shape("nobody/nothing")
+    with pytest.raises(ValueError, match=r"set --config\.critic\.path to that file"):
+        model_shape("nobody/nothing", instead="--config.critic.path")
 
 
 def test_the_program_answers_a_wrong_mesh_with_one_line(tmp_path):

@@ -300,6 +300,8 @@ def test_an_evaluation_is_rewarded_by_environment_and_model_together(
     tiny_config.eval.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
     tiny_config.reward.functions, tiny_config.reward.weights = ("environment",), (0.25,)
     tiny_config.reward_model.path, tiny_config.reward_model.weight = str(tiny_scorer), 0.5
+    # of training, on another machine
+    tiny_config.algorithm.teacher = tiny_config.critic.path = "/nowhere"
     assert evaluate(resolve_evaluation(tiny_config))
     summary = json.loads((Path(tiny_config.run_dir) / "summary.json").read_text())
     found = summary["results"]["all"]
