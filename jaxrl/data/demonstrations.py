@@ -65,7 +65,7 @@ def check_kept(
 ) -> None:
     """Says how many rows were too long. Raises ValueError where none is left."""
     if n_dropped:
-        logger.info("%d %s of over %d tokens were left out", n_dropped, what, data.max_len)
+        logger.warning("%d %s of over %d tokens were left out", n_dropped, what, data.max_len)
     if not n_kept:
         raise ValueError(
             f"no {what} in {', '.join(sources) or 'no source at all'}"

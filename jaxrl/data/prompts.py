@@ -77,7 +77,7 @@ def load_prompts(
         if limit and len(prompts) >= limit:
             break
     if dropped:
-        logger.info(
+        logger.warning(
             "%d of %d prompts are longer than data.max_prompt_len = %d tokens and were left out",
             len(dropped),
             len(dropped) + len(prompts),

@@ -91,7 +91,8 @@ def validate(run: Offline) -> None:
     with run.timed("val"):
         run.val_metrics = run.lesson.judge(run, run.val)
     run.validated_at = run.step
-    run.logger.metrics(run.step, run.val_metrics | run.take_seconds())
+    seconds = sum(run.take_seconds().values())  # scoring is a phase of its own only in a step
+    run.logger.metrics(run.step, run.val_metrics | {"time/val_s": seconds})
 
 
 def logps(

@@ -112,10 +112,13 @@ def test_rows_that_teach_nothing_are_named(row, complaint):
         conversation(row, "f:3")
 
 
-def test_demonstrations_that_are_too_long(renderer, tmp_path):
+def test_demonstrations_that_are_too_long(renderer, tmp_path, caplog):
     rows = [{"question": "1?", "answer": "2" * n} for n in (5, 90)]
     size = dict(max_prompt_len=40, max_response_len=20)
     assert len(load(tmp_path, renderer, *rows, **size)) == 1
+    assert caplog.messages == [
+        "1 demonstrations of over 60 tokens were left out"
+    ]  # a warning is shown
     with pytest.raises(ValueError, match="all 1 are longer than 60"):
         load(tmp_path, renderer, rows[1], **size)
     size["filter_overlong_prompts"] = False

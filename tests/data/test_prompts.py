@@ -77,11 +77,13 @@ def test_json_list_is_read(load, tmp_path):
     assert questions(load(str(tmp_path / "a.json"))) == ["a", "b"]
 
 
-def test_ids_count_over_all_sources_and_survive_filtering(load, tmp_path):
+def test_ids_count_over_all_sources_and_survive_filtering(load, tmp_path, caplog):
     first = write_jsonl(tmp_path / "a.jsonl", qa("a", "b" * 300, "c"))
     second = write_jsonl(tmp_path / "b.jsonl", qa("d"))
     prompts = load(first, second, max_prompt_len=100)
     assert [(p.id, p.messages[0]["content"]) for p in prompts] == [(0, "a"), (2, "c"), (3, "d")]
+    (said,) = caplog.messages  # a warning, so that the console shows it
+    assert said.startswith("1 of 4 prompts are longer than data.max_prompt_len = 100 tokens")
 
 
 def test_tasks_are_a_source_like_files(load):

@@ -79,6 +79,9 @@ def test_sft_learns_its_answers_and_leaves_a_complete_folder(sft_config):
     assert len(learnt) == 6 and learnt[-1] < learnt[0]
     assert learnt[0] == pytest.approx(held_out[0], rel=0.1)
     assert "Not logged" not in (folder / "report.html").read_text()
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [{name for name in line if "time/" in name} for line in every if "val/nll" in line]
+    assert timed == [{"time/val_s"}] * 2, "the scoring of held-out answers is all of that time"
 
 
 def test_dpo_learns_to_prefer_what_was_chosen(dpo_config):
