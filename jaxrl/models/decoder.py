@@ -17,9 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.few_rows import product
-from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, make_spec
 from jaxrl.models.mlp import MLP
@@ -381,55 +379,3 @@ def forward_routed(
     x = model.embedded(tokens, rules)
     layers = stacked_layers(model, rules)
     return model.norm(run_stages(stage, layers, x, (positions, segments), rules=rules)), None
-
-
-def forward_paged(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    cache: KVCache,
-    page_table: Int[Array, "n C"],
-    *,
-    rules: Rules,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Hidden states of new tokens whose earlier keys lie in the cache; their own are written first.
-
-    `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len).
-    A position of -1 marks padding: nothing is written for it and its output is meaningless.
-
-    Several tokens of a sequence may also come as rows of one token each, one after the other, for one row of
-    the table: products run as in decoding then, and attention reads a block of keys once for all of them.
-    """
-    cfg, n = model.cfg, page_table.shape[0]
-    by_row = tokens.shape
-    by_sequence = (n, tokens.size // n)
-    places = positions.reshape(by_sequence)
-
-    def lay(x: jax.Array, shape: tuple[int, ...], heads: str) -> jax.Array:
-        if x.shape[:2] == shape:
-            return x
-        out = rules.spec("batch", "time", heads, None)
-        return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)
-
-    def attend(q, k, v, window, number, cache: KVCache):
-        q = lay(q, by_sequence, "heads")
-        k, v = (lay(x, by_sequence, "kv_heads") for x in (k, v))
-        k_pages, v_pages, first = cache.layer_pages(number, rules)
-        table = page_table + first
-        k_pages, v_pages = write_pages(k_pages, v_pages, k, v, table, places, rules=rules)
-        out = paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            page_table=table,
-            positions=places,
-            window=window,
-            softcap=cfg.attn_softcap,
-            scale=cfg.scale,
-            rules=rules,
-            implementation=implementation,
-        )
-        return lay(out, by_row, "heads"), cache.with_pages(number, k_pages, v_pages, rules)
-
-    return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]

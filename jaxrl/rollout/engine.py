@@ -1,10 +1,10 @@
-"""The paged, continuously batching engine: a pool of KV pages and three compiled programs."""
+"""The paged, continuously batching engine: a pool of KV pages and four compiled programs."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,11 +15,11 @@ from jaxrl.models.cache import KVCache, init_cache, page_bytes, page_dtype
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout import programs
 from jaxrl.rollout.api import EngineStats, Generated, Prefix, Request
+from jaxrl.rollout.arrays import N_STOP, cut, decode_arrays, fill_arrays, stop_ids
 from jaxrl.rollout.buckets import batch_buckets, prefill_buckets
 from jaxrl.rollout.pages import PagePool
 from jaxrl.rollout.replicas import Replicas
 from jaxrl.rollout.rows import DecodeRows
-from jaxrl.rollout.sampling import SamplingParams
 from jaxrl.rollout.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxrl.rollout.speculate import Drafts, Made, read_made
 from jaxrl.types import Tree
@@ -28,10 +28,8 @@ from sharding import Rules, hosts, on_mesh
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-N_STOP = 16  # stop token ids of one request
 COPY_ROWS = 16  # pages copied by one call
 PREFILL_LEN = 64  # tokens of one prefill row, a multiple of page_len where pages are longer
-UINT32 = 0xFFFFFFFF  # what a random key takes of a number
 
 
 class PagedEngine:
@@ -59,6 +57,7 @@ class PagedEngine:
         self.cfg, self.rollout, self.rules = cfg, rollout, rules
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.implementation = implementation
+        self._how: dict[str, Any] = {"rules": rules, "implementation": implementation}
         self.kv_dtype = page_dtype(rollout.kv_dtype, dtype)
         self.row_len = max(rollout.page_len, PREFILL_LEN // rollout.page_len * rollout.page_len)
         self.n_columns = -(-max_len // rollout.page_len)
@@ -97,10 +96,16 @@ class PagedEngine:
     def generate(self, params: Tree) -> list[Generated]:
         start, device_s = time.perf_counter(), self._stats.device_s
         plans = self.scheduler.plan()
-        self._prepare(params, plans)
-        if not any(plan.decode for plan in plans):
-            return []
-        generated = self._advance(plans, self._decode(params, plans))
+        if any(plan.full for plan in plans):
+            seqs = [plan.going for plan in plans]
+            made = self._prepare_beside(params, plans)
+        else:
+            seqs = [plan.decode for plan in plans]
+            self._prepare(params, plans)
+            if not any(seqs):
+                return []
+            made = self._decode(params, plans)
+        generated = self._advance(seqs, made)
         device_s = self._stats.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
         return generated
@@ -125,6 +130,7 @@ class PagedEngine:
         """Compiles the programs of all buckets by running each on padding. Returns their number."""
         for n in self.prefill_buckets:
             self._fill_rows(params, [], n)
+        self._mixed_rows(params, [], [])
         self._copy_rows([])
         for n in self.batch_buckets:
             self._decode_rows(params, [], n, n_steps=0, leave_at=0)
@@ -136,28 +142,18 @@ class PagedEngine:
         compile ahead of the first call; the mesh is the one that is set."""
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self._new_pool(n_pages)), mesh)
-        n_fill, n_decode = self.prefill_buckets[-1], self.batch_buckets[-1]
-        fill = np.zeros((self.n_replicas * n_fill, self.row_len), np.int32)
+        fills = self._fill_arrays([], self.prefill_buckets[-1])
+        rows = self._rows([], self.batch_buckets[-1])
         pairs = np.zeros(self.n_replicas * COPY_ROWS, np.int32)
-        how = {"rules": self.rules, "implementation": self.implementation}
-        steps = self.rollout.steps_per_dispatch
+        steps, none = self.rollout.steps_per_dispatch, np.int32(0)
+        loop = {"max_steps": steps, "drafts": self.drafts}
         return {
-            "prefill": programs.prefill.lower(
-                params, cache, fill, fill, self._page_table(self._in_bucket([], n_fill)), **how
-            ),
+            "prefill": programs.prefill.lower(params, cache, *fills, **self._how),
+            "mixed": programs.mixed.lower(params, cache, *fills, rows, **self._how),
             "copy_pages": programs.copy_pages.lower(
                 cache, pairs, pairs, rules=self.rules, stacked=self.cfg.stacked
             ),
-            "decode": programs.decode.lower(
-                params,
-                cache,
-                self._rows([], n_decode),
-                np.int32(0),
-                np.int32(0),
-                max_steps=steps,
-                drafts=self.drafts,
-                **how,
-            ),
+            "decode": programs.decode.lower(params, cache, rows, none, none, **loop, **self._how),
         }
 
     @property
@@ -180,6 +176,8 @@ class PagedEngine:
                     max_num_seqs=rollout.max_num_seqs,
                     steps_per_dispatch=rollout.steps_per_dispatch * (1 + rollout.spec_tokens),
                     max_len=self.max_len,
+                    row_len=self.row_len,
+                    rows_per_dispatch=self.prefill_buckets[-1],
                 ),
                 self.n_replicas,
             )
@@ -253,48 +251,46 @@ class PagedEngine:
     def _prepare(self, params: Tree, plans: list[Plan]) -> None:
         """Brings the keys that sequences start with into their pages."""
         self._copy([plan.copies for plan in plans])
-        self._fill(params, [plan.fills for plan in plans])
-        self._copy([plan.late_copies for plan in plans])
-
-    def _fill(self, params: Tree, fills: list[list[Fill]]) -> None:
-        """Cuts the fills of each replica into rows, and rows into dispatches of the prefill buckets, in
-        order."""
-        n = self.row_len
-        rows = [
-            [
-                Fill(fill.tokens[i : i + n], fill.start + i, fill.pages)
-                for fill in own
-                for i in range(0, len(fill.tokens), n)
-            ]
-            for own in fills
-        ]
-        self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)
+        rows = self._fills(plans)
         while most := max(map(len, rows)):
             fitting = [b for b in self.prefill_buckets if b <= most]
             bucket = max(fitting, default=self.prefill_buckets[0])
             self._fill_rows(params, [own[:bucket] for own in rows], bucket)
             rows = [own[bucket:] for own in rows]
+        self._copy([plan.late_copies for plan in plans])
+
+    def _prepare_beside(self, params: Tree, plans: list[Plan]) -> Made:
+        """`_prepare` of plans of which one is full, and a step of the sequences that ran before, in one dispatch."""
+        self._copy([plan.copies for plan in plans])
+        out = self._mixed_rows(params, self._fills(plans), [plan.going for plan in plans])
+        self._copy([plan.late_copies for plan in plans])
+        return read_made(out, None)
+
+    def _fills(self, plans: list[Plan]) -> list[list[Fill]]:
+        """The rows of each replica."""
+        rows = [cut(plan.fills, self.row_len) for plan in plans]
+        self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)
+        return rows
 
     def _fill_rows(self, params: Tree, fills: list[list[Fill]], bucket: int) -> None:
-        rows = self._in_bucket(fills, bucket)
-        tokens = np.zeros((len(rows), self.row_len), np.int32)
-        positions = np.full((len(rows), self.row_len), -1, np.int32)
-        for b, row in enumerate(rows):
-            if row is not None:
-                tokens[b, : len(row.tokens)] = row.tokens
-                positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
-        table = self._page_table(rows)
+        arrays = self._fill_arrays(fills, bucket)
         self._shapes.add(("prefill", bucket))
         with self._on_device():
-            self._cache = programs.prefill(
-                params,
-                self._pool(),
-                tokens,
-                positions,
-                table,
-                rules=self.rules,
-                implementation=self.implementation,
-            )
+            self._cache = programs.prefill(params, self._pool(), *arrays, **self._how)
+
+    def _mixed_rows(
+        self, params: Tree, fills: list[list[Fill]], seqs: list[list[Sequence]]
+    ) -> np.ndarray:
+        """In the largest buckets: it is the long prompts that others would wait for."""
+        arrays = self._fill_arrays(fills, self.prefill_buckets[-1])
+        rows = self._rows(seqs, self.batch_buckets[-1])
+        self._shapes.add(("mixed", self.prefill_buckets[-1]))
+        with self._on_device():
+            self._cache, out = programs.mixed(params, self._pool(), *arrays, rows, **self._how)
+            return np.asarray(out)
+
+    def _fill_arrays(self, fills: list[list[Fill]], bucket: int) -> tuple[np.ndarray, ...]:
+        return fill_arrays(self._in_bucket(fills, bucket), self.row_len, self.n_columns)
 
     def _copy(self, copies: list[list[tuple[int, int]]]) -> None:
         for i in range(0, max(map(len, copies)), COPY_ROWS):
@@ -310,8 +306,7 @@ class PagedEngine:
                 self._pool(), pairs[0], pairs[1], rules=self.rules, stacked=self.cfg.stacked
             )
 
-    def _decode(self, params: Tree, plans: list[Plan]) -> np.ndarray:
-        """int32 [2, replicas, B, n]: tokens (-1 where a row had ended) and the bits of their logprobs."""
+    def _decode(self, params: Tree, plans: list[Plan]) -> Made:
         seqs = [plan.decode for plan in plans]
         n_steps = min(plan.n_steps for plan in plans if plan.decode)
         n = max(map(len, seqs))
@@ -321,9 +316,7 @@ class PagedEngine:
         leave_at = max(smaller, default=0)
         if self.scheduler.n_waiting:
             leave_at = n - max(1, n // 32)
-        made = read_made(self._decode_rows(params, seqs, bucket, n_steps, leave_at), self.drafts)
-        self._count(seqs, made)
-        return made.tokens.reshape(2, len(plans), bucket, -1)
+        return read_made(self._decode_rows(params, seqs, bucket, n_steps, leave_at), self.drafts)
 
     def _decode_rows(
         self, params: Tree, seqs: list[list[Sequence]], bucket: int, n_steps: int, leave_at: int
@@ -337,55 +330,16 @@ class PagedEngine:
                 rows,
                 np.int32(n_steps),
                 np.int32(leave_at),
-                rules=self.rules,
-                implementation=self.implementation,
                 max_steps=self.rollout.steps_per_dispatch,
                 drafts=self.drafts,
+                **self._how,
             )
             return np.asarray(out)
 
     def _rows(self, seqs: list[list[Sequence]], bucket: int) -> DecodeRows:
+        history_len = self.n_columns * self.rollout.page_len if self.drafts else 0
         rows = self._in_bucket(seqs, bucket)
-
-        def column(dtype: type, pad: int, value: Callable[[Sequence], int | float]) -> np.ndarray:
-            return np.array([pad if row is None else value(row) for row in rows], dtype)
-
-        stop_ids = np.full((len(rows), N_STOP), -1, np.int32)
-        for b, row in enumerate(rows):
-            if row is not None and not row.request.ignore_stop:
-                ids = self._stop_ids(row.request)
-                stop_ids[b, : len(ids)] = ids
-        return DecodeRows(
-            token=column(np.int32, 0, lambda seq: seq.last_token),
-            position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
-            remaining=column(np.int32, 0, lambda seq: seq.remaining),
-            seed=column(np.uint32, 0, lambda seq: seq.request.seed & UINT32),
-            prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
-            sample=column(np.uint32, 0, lambda seq: seq.request.sample),
-            stop_ids=stop_ids,
-            page_table=self._page_table(rows),
-            sampling=SamplingParams(
-                temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
-                top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
-                top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
-                min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
-            ),
-            history=None if self.drafts is None else self._history(rows),
-        )
-
-    def _history(self, rows: list[Sequence | None]) -> np.ndarray:
-        tokens = np.zeros((len(rows), self.n_columns * self.rollout.page_len), np.int32)
-        for b, row in enumerate(rows):
-            if row is not None:
-                tokens[b, : row.n_tokens] = row.tokens
-        return tokens
-
-    def _page_table(self, rows: list[Fill | None] | list[Sequence | None]) -> np.ndarray:
-        table = np.zeros((len(rows), self.n_columns), np.int32)
-        for b, row in enumerate(rows):
-            if row is not None:
-                table[b, : len(row.pages)] = row.pages
-        return table
+        return decode_arrays(rows, self.n_columns, self.eos_ids, history_len=history_len)
 
     def _in_bucket(self, by_replica: list[list[T]], bucket: int) -> list[T | None]:
         """The rows of a dispatch: `bucket` of each replica, padded with None."""
@@ -394,19 +348,19 @@ class PagedEngine:
 
     # Results
 
-    def _advance(self, plans: list[Plan], out: np.ndarray) -> list[Generated]:
-        logps = out[1].view(np.float32)
+    def _advance(self, seqs: list[list[Sequence]], made: Made) -> list[Generated]:
+        self._count(seqs, made)
+        tokens, bits = made.tokens.reshape(2, len(seqs), -1, made.tokens.shape[2])
         generated = []
-        rows = [(r, b, seq) for r, plan in enumerate(plans) for b, seq in enumerate(plan.decode)]
-        for r, b, seq in rows:
-            n_new = int((out[0, r, b] >= 0).sum())
-            tokens = out[0, r, b, :n_new].copy()
-            request = seq.request
+        for r, b, seq in [(r, b, seq) for r, own in enumerate(seqs) for b, seq in enumerate(own)]:
+            n_new = int((tokens[r, b] >= 0).sum())
+            new, request = tokens[r, b, :n_new].copy(), seq.request
             finish = "length" if n_new == seq.remaining else ""
-            if not request.ignore_stop and tokens[-1] in self._stop_ids(request):
+            if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
                 finish = "stop"
-            slot = self.scheduler.advance(r, seq, tokens.tolist(), finish)
-            generated.append(Generated(slot, tokens, logps[r, b, :n_new].copy(), finish))
+            slot = self.scheduler.advance(r, seq, new.tolist(), finish)
+            logp = bits[r, b, :n_new].view(np.float32).copy()
+            generated.append(Generated(slot, new, logp, finish))
         return generated
 
     def _count(self, seqs: list[list[Sequence]], made: Made) -> None:
@@ -423,11 +377,8 @@ class PagedEngine:
         stats.cache_used += used * steps
         stats.cache_used_max = max(stats.cache_used_max, used)
 
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        return self.eos_ids + request.sampling.stop_token_ids
-
     def _check_stop_ids(self, request: Request) -> None:
-        if (n := len(self._stop_ids(request))) > N_STOP:
+        if (n := len(stop_ids(request, self.eos_ids))) > N_STOP:
             raise ValueError(
                 f"{n} stop token ids (end-of-sequence ids included), at most {N_STOP} are possible; "
                 "shorten config.rollout.sampling.stop_token_ids"

@@ -1,5 +1,5 @@
-"""What runs on the device: prefill rows, copy pages, decode many steps. The KV pool is donated to
-each of them and comes back updated in place."""
+"""What runs on the device: prefill rows, alone or beside a decode step, copy pages, decode many steps.
+The KV pool is donated to each of them and comes back updated in place."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl.models.cache import KVCache
-from jaxrl.models.decoder import Decoder, forward_paged
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.paged import forward_beside, forward_paged
 from jaxrl.rollout.rows import DecodeRows, going, sample_rows
-from jaxrl.rollout.sampling import row_keys, uniforms
+from jaxrl.rollout.sampling import SamplingParams, row_keys, uniforms
 from jaxrl.rollout.speculate import Drafts, speculate_rows
 from jaxrl.types import Tree
 from sharding import Rules
@@ -63,6 +64,33 @@ def prefill(
 
     run = by_replica(fill, rules, cache_axis=int(params.cfg.stacked), n_rows=3)
     return run(params, cache, tokens, positions, page_table)
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+def mixed(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    page_table: Int[Array, "R C"],
+    rows: DecodeRows,
+    *,
+    rules: Rules,
+    implementation: str | None,
+) -> tuple[KVCache, Int[Array, "2 B 1"]]:
+    """`prefill`, and one step of `decode` for sequences whose keys were there before, in one pass of the model."""
+
+    def both(params: Decoder, cache: KVCache, tokens, positions, page_table, rows: DecodeRows):
+        how = {"rules": rules.in_replica(), "implementation": implementation}
+        step = rows.token, rows.position, rows.page_table
+        hidden, cache = forward_beside(params, tokens, positions, page_table, *step, cache, **how)
+        keys = row_keys(rows.seed, rows.prompt_id, rows.sample)
+        made, _ = _draw(params, hidden, keys, rows.position, rows.sampling, how["rules"])
+        return cache, made[:, :, None]
+
+    run = by_replica(both, rules, cache_axis=int(params.cfg.stacked), n_rows=4, gives_rows=True)
+    cache, out = run(params, cache, tokens, positions, page_table, rows)
+    return cache, jax.reshard(out, jax.P())
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
@@ -144,11 +172,7 @@ def _decode_rows(
             rules=rules,
             implementation=implementation,
         )
-        logits = params.logits(hidden, rules)[:, 0]
-        token, logp = sample_rows(logits, uniforms(keys, position + 1), rows.sampling, rules=rules)
-        made = jnp.stack(
-            [jnp.where(active, token, -1), jax.lax.bitcast_convert_type(logp, jnp.int32)]
-        )
+        made, token = _draw(params, hidden, keys, position, rows.sampling, rules)
         out = jax.lax.dynamic_update_slice(out, made[:, :, None], (0, 0, step))
         ended = (remaining <= 1) | jnp.any(token[:, None] == rows.stop_ids, axis=1)
         position = jnp.where(active & ~ended, position + 1, -1)
@@ -164,3 +188,14 @@ def _decode_rows(
     )
     _, cache, _, _, _, out = jax.lax.while_loop(going(n_steps, leave_at, replicas), one_step, start)
     return cache, out
+
+
+def _draw(
+    params: Decoder, hidden, keys, position, sampling: SamplingParams, rules: Rules
+) -> tuple[Int[Array, "2 B"], Int[Array, "B"]]:
+    """The token behind each hidden state [B, 1, D] at `position`: -1 where that is -1, with the bits of its
+    logprob; and as it was drawn."""
+    logits = params.logits(hidden, rules)[:, 0]
+    token, logp = sample_rows(logits, uniforms(keys, position + 1), sampling, rules=rules)
+    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
+    return jnp.stack([jnp.where(position >= 0, token, -1), bits]), token

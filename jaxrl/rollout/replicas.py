@@ -71,9 +71,11 @@ class Replicas:
         self.schedulers[prefix.replica].release_prefix(prefix)
 
     def plan(self) -> list[Plan]:
-        """What each replica does next; all of them make the fewest `n_steps` of these."""
+        """What each replica does next; all of them make the fewest `n_steps` of these, and one step where the plan of
+        one is full."""
         self._share_out()
-        return [s.plan() for s in self.schedulers]
+        others_wait = any(s.running for s in self.schedulers)
+        return [s.plan(others_wait=others_wait) for s in self.schedulers]
 
     def advance(self, replica: int, seq: Sequence, tokens: list[int], finish: str) -> int:
         """Takes in what a dispatch made for a sequence. Returns its slot."""

@@ -20,6 +20,7 @@ class Sequence:
         self._room[: self.n_tokens] = request.tokens
         self.pages: list[int] = []
         self.mixed = False  # its keys come from more than one version of the weights
+        self.n_ahead = 0  # keys that were computed for it while it waited
 
     @property
     def tokens(self) -> np.ndarray:
@@ -57,6 +58,7 @@ class Fill:
 
 
 Copy = tuple[int, int]  # from page, to page
+UNBOUNDED = 1 << 40
 
 
 @dataclasses.dataclass
@@ -68,7 +70,17 @@ class Plan:
     late_copies: list[Copy] = dataclasses.field(default_factory=list)  # of what the fills wrote
     decode: list[Sequence] = dataclasses.field(default_factory=list)
     n_steps: int = 0
+    going: list[Sequence] = dataclasses.field(
+        default_factory=list
+    )  # of `decode`, those not begun by this plan
+    room: int = UNBOUNDED  # rows that the fills may still take
     written: set[int] = dataclasses.field(default_factory=set)  # pages that the fills write
+
+    @property
+    def full(self) -> bool:
+        """Whether the fills take all that one dispatch computes. Then `going` make a step beside them, and nobody
+        makes another."""
+        return self.room == 0
 
 
 class Scheduler:
@@ -79,12 +91,27 @@ class Scheduler:
     them goes back to the queue and computes its keys anew later, but for those that nobody took in
     the meantime. The oldest is never sent back and fits the pool by itself, so there is always one
     that makes progress.
+
+    While sequences run, a plan computes the keys of at most `rows_per_dispatch` rows of `row_len` tokens. Of a longer
+    prompt it computes a part, whose pages stay in the prefix tree without a holder, and the sequence waits on:
+    in the next plan it finds them there.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, steps_per_dispatch: int, max_len: int):
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        steps_per_dispatch: int,
+        max_len: int,
+        row_len: int,
+        rows_per_dispatch: int,
+    ):
+        """`row_len` is a multiple of the page length."""
         self.pool = pool
         self.max_num_seqs, self.max_len = max_num_seqs, max_len
         self.steps_per_dispatch = steps_per_dispatch
+        self.row_len, self.rows_per_dispatch = row_len, rows_per_dispatch
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # both in order of submission
         self.version = 0  # of the weights
@@ -121,8 +148,10 @@ class Scheduler:
                 f"a prompt of {len(tokens)} tokens leaves no room for a response in the engine's "
                 f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
             )
-        plan = Plan()
-        pages = self._pages_with(tokens[:-1], n_keys=len(tokens) - 1, plan=plan)
+        plan, cached = Plan(), tokens[:-1]
+        pages, n_found = self._pages_with(cached, n_keys=len(cached), plan=plan)
+        self.n_shared_tokens += n_found
+        self._fill(cached, n_found, pages, plan)
         return Prefix(tokens, tuple(pages), self.version), plan
 
     def insert(self, prefix: Prefix, request: Request) -> tuple[int, Plan]:
@@ -149,18 +178,21 @@ class Scheduler:
         self.running.append(seq)
         return seq.slot, Plan(copies=[(prefix.pages[n_full], tail[0])] if rest else [])
 
-    def plan(self) -> Plan:
-        """Gives the running sequences pages for the coming steps, then starts waiting ones.
+    def plan(self, *, others_wait: bool = False) -> Plan:
+        """Gives the running sequences pages for the coming steps, then starts waiting ones. Where `others_wait` for
+        what is computed, it is no more than a dispatch.
 
         Raises OutOfPages where prefixes of `prefill` hold so many pages that nothing can run.
         """
-        plan = Plan(n_steps=self._reserve())
+        plan = Plan(n_steps=self._reserve(), going=sorted(self.running, key=lambda seq: seq.slot))
+        if others_wait and self.pool.keep:
+            plan.room = self.rows_per_dispatch
         # Where pages are so few that a dispatch was cut short, a new sequence would soon be sent back.
         if plan.n_steps == self.steps_per_dispatch or not self.running:
-            while self.waiting and len(self.running) < self.max_num_seqs:
+            while self.waiting and len(self.running) < self.max_num_seqs and not plan.full:
                 if not self._start(self.waiting[0], plan):
                     break
-        if self.waiting and not self.running:
+        if self.waiting and not self.running and not plan.full:
             self._start_with_one_step(plan)
         self.running.sort(key=lambda seq: seq.slot)
         plan.decode = list(self.running)
@@ -250,19 +282,30 @@ class Scheduler:
         self.n_preempted += 1
 
     def _start(self, seq: Sequence, plan: Plan) -> bool:
-        """Moves the first waiting sequence to the running ones if its pages are free."""
-        n_keys = seq.n_cached_after(plan.n_steps)
+        """Moves the first waiting sequence to the running ones, or computes some of its keys where the plan has no
+        room for all. Returns whether its pages are free."""
+        tokens, n_keys = seq.cached_tokens(), seq.n_cached_after(plan.n_steps)
         try:
-            seq.pages = self._pages_with(seq.cached_tokens(), n_keys=n_keys, plan=plan)
+            pages, n_found = self._pages_with(tokens, n_keys=n_keys, plan=plan)
         except OutOfPages:
             return False
-        seq.mixed = False
+        if len(tokens) - n_found > plan.room * self.row_len:
+            n = (n_found + plan.room * self.row_len) // self.pool.page_len  # more than were found
+            self.pool.give_back(pages[n:])
+            part = tokens[: n * self.pool.page_len]
+            self._fill(part, n_found, pages[:n], plan)
+            self.pool.give_back(pages[:n])
+            seq.n_ahead += len(part) - n_found
+            return True
+        self.n_shared_tokens += max(n_found - seq.n_ahead, 0)
+        self._fill(tokens, n_found, pages, plan)
+        seq.pages, seq.mixed, seq.n_ahead = pages, False, 0
         self.running.append(self.waiting.popleft())
         return True
 
-    def _pages_with(self, tokens: np.ndarray, *, n_keys: int, plan: Plan) -> list[int]:
-        """Pages for `n_keys` keys of which the first are those of `tokens`: full pages that hold them
-        already are shared, a page that holds some of the next is copied, the rest is to be filled.
+    def _pages_with(self, tokens: np.ndarray, *, n_keys: int, plan: Plan) -> tuple[list[int], int]:
+        """Pages for `n_keys` keys of which the first are those of `tokens`, and how many of these they have: full pages
+        that hold them already are shared, a page that holds some of the next is copied.
         Raises OutOfPages and changes nothing."""
         pool = self.pool
         found = pool.find(tokens)
@@ -283,12 +326,17 @@ class Scheduler:
                 copies = plan.late_copies if late else plan.copies
                 copies.append((found.tail, pages[len(found.pages)]))
             start += found.n_tail
-        self.n_shared_tokens += start
+        return pages, start
+
+    def _fill(self, tokens: np.ndarray, start: int, pages: list[int], plan: Plan) -> None:
+        """Has the keys of the tokens from `start` on computed."""
         if start < len(tokens):
             plan.fills.append(Fill(tokens[start:], start, pages))
-            plan.written.update(pages[start // pool.page_len : pool.pages_of(len(tokens))])
-            pool.remember(tokens, pages)
-        return pages
+            plan.room -= -(-(len(tokens) - start) // self.row_len)
+            plan.written.update(
+                pages[start // self.pool.page_len : self.pool.pages_of(len(tokens))]
+            )
+            self.pool.remember(tokens, pages)
 
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence's pages; what they hold stays known where the pool keeps it."""

@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxrl.models.cache import KVCache
-from jaxrl.models.decoder import Decoder, forward_paged
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.paged import forward_paged
 from jaxrl.rollout.rows import DecodeRows, going, sample_rows
 from jaxrl.rollout.sampling import row_keys, uniforms
 from sharding import Rules

@@ -120,10 +120,11 @@ def test_a_mesh_gives_the_numbers_of_one_device(family, sizes):
         want = run(make_engine(cfg), make_params(cfg), requests)
     with jax.set_mesh(make_mesh(**sizes)):
         params = make_params(cfg)
-        engine = make_engine(cfg)
+        engine = make_engine(cfg, max_num_seqs=3)
         results = run(engine, params, requests)
         spec = jax.typeof(engine._cache.k[0]).sharding.spec
     assert spec[1] == "tensor"  # each device holds its own heads' pages
+    assert ("mixed", 2) in engine._shapes
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(results, want, strict=True):
         assert tokens == want_tokens
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)

@@ -47,8 +47,10 @@ def test_replicas_give_the_numbers_of_one_device(family, train, rollout):
     requests = make_requests(10, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)
-    results, _ = answers(cfg, requests, train=train, rollout=rollout)
+    few = dict(max_num_seqs=2, max_num_batched_tokens=128)  # so prompts are computed beside steps
+    results, engine = answers(cfg, requests, train=train, rollout=rollout, **few)
     assert_same(results, want)
+    assert ("mixed", 2) in engine._shapes
 
 
 def test_requests_are_shared_out_evenly_with_the_samples_of_a_prompt_together():

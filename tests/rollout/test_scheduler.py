@@ -7,16 +7,24 @@ from jaxrl.rollout.api import Request
 from jaxrl.rollout.pages import Found, OutOfPages, PagePool
 from jaxrl.rollout.scheduler import Plan, Scheduler
 
-PAGE = 4
+PAGE, ROW = 4, 8  # tokens of a page, and of a row of fills
 
 
 def request(tokens, max_tokens: int, sample: int = 0) -> Request:
     return Request(tokens=np.asarray(tokens, np.int32), max_tokens=max_tokens, sample=sample)
 
 
-def scheduler(n_pages: int, *, max_num_seqs: int = 4, steps: int = 8, max_len: int = 64):
-    pool = PagePool(n_pages, PAGE)
-    return Scheduler(pool, max_num_seqs=max_num_seqs, steps_per_dispatch=steps, max_len=max_len)
+def scheduler(
+    n_pages: int, *, max_num_seqs: int = 4, steps: int = 8, max_len: int = 64, n_rows: int = 100
+):
+    return Scheduler(
+        PagePool(n_pages, PAGE),
+        max_num_seqs=max_num_seqs,
+        steps_per_dispatch=steps,
+        max_len=max_len,
+        row_len=ROW,
+        rows_per_dispatch=n_rows,
+    )
 
 
 def test_taking_more_pages_than_are_free_takes_none():
@@ -226,6 +234,29 @@ def test_prefixes_that_hold_everything_are_an_error_and_no_endless_wait():
         s.plan()
     s.release_prefix(prefix)
     assert len(s.plan().decode) == 1
+
+
+def test_a_long_prompt_is_computed_in_parts_while_others_wait():
+    s = scheduler(16, n_rows=1)  # 8 tokens a plan, two pages
+    s.submit(request(range(40, 43), 20))
+    [other] = s.plan().decode
+    s.submit(request(range(21), 4))
+    s.submit(request([30, 31], 4))  # nobody overtakes
+    n_used = s.pool.n_used
+    for start in (0, 8):
+        plan = s.plan(others_wait=True)
+        [fill] = plan.fills
+        assert (fill.start, fill.tokens.tolist()) == (start, list(range(start, start + 8)))
+        assert plan.full and plan.going == plan.decode == [other]
+        assert len(s.waiting) == 2 and s.pool.n_used == n_used  # what is computed has no holder
+    plan = s.plan(others_wait=True)
+    [fill] = plan.fills
+    assert (fill.start, fill.tokens.tolist()) == (16, [16, 17, 18, 19])
+    assert plan.full and plan.going == [other] and len(plan.decode) == 2
+    assert s.n_shared_tokens == 0
+    plan = s.plan(others_wait=True)  # the third has one key to compute
+    assert [len(fill.tokens) for fill in plan.fills] == [1] and len(plan.going) == 2
+    assert [seq.slot for seq in plan.decode] == [0, 1, 2]
 
 
 def test_freeing_an_unknown_slot_raises():

@@ -76,19 +76,23 @@ class Machine(RuleBasedStateMachine):
         steps=st.sampled_from([1, 3, 8]),
         keep=st.sampled_from([True, True, True, False]),
         n_drafts=st.sampled_from([0, 3]),
+        n_rows=st.integers(1, 3),
     )
-    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts):
+    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows):
         self.n_drafts = n_drafts
         self.s = Scheduler(
             PagePool(n_pages, page_len, keep=keep),
             max_num_seqs=max_num_seqs,
             steps_per_dispatch=steps * (1 + n_drafts),
             max_len=MAX_LEN,
+            row_len=page_len,
+            rows_per_dispatch=n_rows,
         )
         self.device = Device(n_pages, page_len)
         self.version = 0
         self.prefixes = []
         self.inserted: set[int] = set()
+        self.ran: set[int] = set()  # since an earlier plan, or put in by hand
         self.unfinished: dict[int, Request] = {}
         self.keys: dict[int, list] = {}  # of every running sequence, those it must find
         self.turns: list[list[int]] = []  # tokens of ended sequences
@@ -148,6 +152,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.device.prepare(plan, self.version)
         self.inserted.add(slot)
+        self.ran.add(slot)
         self.unfinished[slot] = request
         self.expect_keys(self.s.running)
 
@@ -159,20 +164,24 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch(self, data):
+        others_wait = data.draw(st.booleans())
         try:
-            plan = self.s.plan()
+            plan = self.s.plan(others_wait=others_wait)
         except OutOfPages:
             assert self.prefixes, "the pool is full of nothing"
             return
         self.device.prepare(plan, self.version)
         self.expect_keys(plan.decode)
-        self.check_progress(plan)
+        self.check_rows(plan, bounded=others_wait and self.s.pool.keep)
         for seq in plan.decode:
             for i, key in enumerate(self.keys[seq.slot]):
                 assert self.device.read(seq.pages, i) == key
-        for seq in plan.decode:
-            made = data.draw(st.lists(TOKENS, min_size=1, max_size=plan.n_steps))[: seq.remaining]
-            self.decode(seq, made, plan.n_steps, stops=data.draw(st.booleans()))
+        rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+        if plan.going or not plan.full:
+            self.check_progress(rows)
+        for seq in rows:
+            made = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps))[: seq.remaining]
+            self.decode(seq, made, n_steps, stops=data.draw(st.booleans()))
 
     # What an event means
 
@@ -201,12 +210,21 @@ class Machine(RuleBasedStateMachine):
                 now = frozenset({self.version})
                 self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
 
-    def check_progress(self, plan: Plan) -> None:
+    def check_rows(self, plan: Plan, *, bounded: bool) -> None:
+        """What is computed while others wait is a dispatch at most, full or not; new sequences are no part of it."""
+        n_rows = sum(-(-len(fill.tokens) // self.s.row_len) for fill in plan.fills)
+        assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
+        assert not bounded or n_rows <= self.s.rows_per_dispatch
+        begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.going}
+        assert begun.isdisjoint(self.ran) and {seq.slot for seq in plan.going} <= self.ran
+        self.ran = {seq.slot for seq in plan.decode}
+
+    def check_progress(self, rows: list[Sequence]) -> None:
         """The oldest request makes a token in every dispatch: none waits longer than those before it
         take. What holds pages by hand (`prefill`, `insert`) may keep others out while it lasts."""
-        running = {seq.slot for seq in plan.decode}
+        running = {seq.slot for seq in rows}
         if self.unfinished:
-            assert running and plan.n_steps >= 1
+            assert running
             if not self.prefixes and not running & self.inserted:
                 assert min(self.unfinished) in running
 
@@ -276,12 +294,12 @@ class Machine(RuleBasedStateMachine):
         self.prefixes = []
         most = sum(request.max_tokens for request in self.unfinished.values())
         for _ in range(most):
-            plan = self.s.plan()
+            plan = self.s.plan(others_wait=bool(self.s.running))
             self.device.prepare(plan, self.version)
             self.expect_keys(plan.decode)
-            for seq in plan.decode:
-                made = [1] * min(plan.n_steps, seq.remaining)
-                self.decode(seq, made, plan.n_steps, stops=False)
+            rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+            for seq in rows:
+                self.decode(seq, [1] * min(n_steps, seq.remaining), n_steps, stops=False)
         assert self.s.n_unfinished == 0
         assert self.s.pool.n_used == 0
         assert sorted(self.s.pool.take(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))

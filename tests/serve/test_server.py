@@ -267,6 +267,35 @@ def held(served, monkeypatch):
     wait_until(lambda: idle(served))
 
 
+def test_a_stream_goes_on_while_a_long_prompt_is_computed(served, model, monkeypatch):
+    """In dispatches: each computes at most 128 tokens of the prompt, and brings the stream a token."""
+    engine, log = served.service.engine._engine, []
+    generate = engine.generate
+
+    def logged(params):
+        before = engine._stats.n_prefill_tokens
+        made = generate(params)
+        log.append((engine._stats.n_prefill_tokens - before, {one.slot for one in made}))
+        return made
+
+    monkeypatch.setattr(engine, "generate", logged)
+    ids = np.random.default_rng(5).integers(3, 272, 900).tolist()
+    with served.client.chat.completions.create(
+        model="tiny", messages=HI, stream=True, **LONG
+    ) as stream:
+        next(iter(stream))
+        answer = served.client.completions.create(
+            model="tiny", prompt=ids, max_tokens=3, temperature=0.0, extra_body=IDS
+        )
+    wait_until(lambda: idle(served))
+    [(want, _, _)] = direct(model, [ids], max_tokens=3, sampling=GREEDY)
+    assert answer.choices[0].model_dump()["token_ids"] == want
+    streamed = log[0][1]
+    parts = [made for n, made in log[1:] if n > 0]
+    assert max(n for n, _ in log) <= 128 and len(parts) == 8  # of 899 keys
+    assert all(streamed <= made for made in parts)
+
+
 SAMPLED = "jaxrl_sampled_tokens_total"
 CANCELLED = 'jaxrl_requests_total{endpoint="chat",outcome="cancelled"}'
 
