@@ -161,7 +161,7 @@ class RolloutConfig:
     dtype: str = key("auto", "of the engine's weights; auto = the model's, any other makes a copy; int8 = matrices of layers in 8 bits with a scale for each output, all else as the model", among=ROLLOUT_DTYPES)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     max_num_seqs: int = key(64, "sequences decoded together by a replica of the engine", least=1)
-    max_num_batched_tokens: int = key(2048, "tokens of one prefill dispatch of a replica", least=1)
+    max_num_batched_tokens: int = key(2048, "prompt tokens of one dispatch of a replica, down to the next of 128, 512, 2048, ...; a longer prompt is computed in parts of so many while sequences decode, each beside a step of theirs", least=1)
     page_len: int = key(64, "tokens per KV page", least=1)
     n_pages: int = key(0, "pages of the KV pool of a replica; 0 = from memory_utilization, or what max_num_seqs longest sequences need where the device does not report its memory", least=0)
     memory_utilization: float = key(0.85, "fraction of device memory that weights, optimizer, programs and KV pages may take together", above=0, most=1)

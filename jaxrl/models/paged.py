@@ -61,12 +61,12 @@ def forward_beside(
 
 def _attend_pages(
     model: Decoder,
-    groups: list[tuple[Int[Array, "n C"], Int[Array, "n t"]]],
+    groups: list[tuple[jax.Array, jax.Array]],
     *,
     rules: Rules,
     implementation: str | None,
 ) -> Attend:
-    """Attention of the tokens of all `groups` of sequences, (page table, positions), one group behind the other:
+    """Attention of the tokens of all `groups`, one behind the other, each a page table [n, C] and positions [n, t]:
     in every layer the keys of all of them are written before any attends."""
     cfg = model.cfg
     ends = [sum(p.size for _, p in groups[: i + 1]) for i in range(len(groups) - 1)]
