@@ -218,5 +218,10 @@ def test_a_decode_step_under_tensor_parallelism_sums_and_trades_logits():
     assert all(one.bytes <= 64 * 4 for one in rest), rest  # a token and a logprob a row
 
 
+def test_prompts_beside_a_step_are_summed_with_it():
+    found = engine_collectives("mixed")  # as many sums as of a step alone, over the tokens of both
+    assert moved(found) == {"all-reduce": 2 * L + 1, "all-to-all": 1}, found
+
+
 def test_pages_are_copied_without_talking():
     assert not engine_collectives("copy_pages")

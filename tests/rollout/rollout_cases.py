@@ -103,6 +103,26 @@ def run(engine: PagedEngine, params, requests) -> list[tuple[list[int], list[flo
     return [out[slot] for slot in slots]
 
 
+def run_one_by_one(
+    engine: PagedEngine, params, requests
+) -> list[tuple[list[int], list[float], str]]:
+    """As `run`, of requests that come one after the other, each while those before it decode."""
+    waiting, made, slots = list(requests), {}, []
+    while waiting or engine.n_unfinished:
+        if waiting:
+            slots.append(engine.submit(waiting.pop(0)))
+            made[slots[-1]] = ([], [], "")
+        for out in engine.generate(params):
+            tokens, logps, _ = made[out.slot]
+            made[out.slot] = tokens + out.tokens.tolist(), logps + out.logp.tolist(), out.finish
+    return [made[slot] for slot in slots]
+
+
+def has_mixed(engine: PagedEngine) -> bool:
+    """Whether it has computed prompts beside a decode step."""
+    return any(kind == "mixed" for kind, _ in engine._shapes)
+
+
 def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: float = 1.0):
     """The trainer's logprobs of the sampled tokens, from packed rows of one sequence each."""
     T = 256

@@ -5,30 +5,22 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_cases import FAMILIES, SMALL, make_engine, make_params, make_requests, run
+from rollout_cases import (
+    FAMILIES,
+    SMALL,
+    has_mixed,
+    make_engine,
+    make_params,
+    make_requests,
+    run,
+    run_one_by_one,
+)
 
 from jaxrl.rollout.api import Request
 from jaxrl.rollout.engine import PagedEngine
 from sharding.rules import DECODE
 
 PART = 128  # tokens: two rows, the least that a dispatch computes
-
-
-def run_one_by_one(engine: PagedEngine, params, requests):
-    """The results of requests that come one after the other, each while those before it decode."""
-    waiting, made, slots = list(requests), {}, []
-    while waiting or engine.n_unfinished:
-        if waiting:
-            slots.append(engine.submit(waiting.pop(0)))
-            made[slots[-1]] = ([], [], "")
-        for out in engine.generate(params):
-            tokens, logps, _ = made[out.slot]
-            made[out.slot] = tokens + out.tokens.tolist(), logps + out.logp.tolist(), out.finish
-    return [made[slot] for slot in slots]
-
-
-def has_mixed(engine: PagedEngine) -> bool:
-    return any(kind == "mixed" for kind, _ in engine._shapes)
 
 
 def both_ways(family: str, **changes):

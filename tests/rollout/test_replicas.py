@@ -3,7 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from rollout_cases import FAMILIES, make_engine, make_params, make_requests, run
+from rollout_cases import (
+    FAMILIES,
+    has_mixed,
+    make_engine,
+    make_params,
+    make_requests,
+    run,
+    run_one_by_one,
+)
 
 from jaxrl.config import SamplingConfig
 from jaxrl.models.decoder import decoder_specs
@@ -21,7 +29,7 @@ def answers(cfg, requests, *, train: dict, rollout: dict, **changes):
     specs = partition_specs(decoder_specs(cfg), REPLICAS)
     with jax.set_mesh(way.mesh):
         engine = make_engine(cfg, rules=REPLICAS, **changes)
-        return run(engine, way.reshard(params, specs), requests), engine
+        return run_one_by_one(engine, way.reshard(params, specs), requests), engine
 
 
 def assert_same(results, want):
@@ -47,10 +55,9 @@ def test_replicas_give_the_numbers_of_one_device(family, train, rollout):
     requests = make_requests(10, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)
-    few = dict(max_num_seqs=2, max_num_batched_tokens=128)  # so prompts are computed beside steps
-    results, engine = answers(cfg, requests, train=train, rollout=rollout, **few)
+    results, engine = answers(cfg, requests, train=train, rollout=rollout)
     assert_same(results, want)
-    assert ("mixed", 2) in engine._shapes
+    assert has_mixed(engine)
 
 
 def test_requests_are_shared_out_evenly_with_the_samples_of_a_prompt_together():

@@ -76,7 +76,7 @@ class Machine(RuleBasedStateMachine):
         steps=st.sampled_from([1, 3, 8]),
         keep=st.sampled_from([True, True, True, False]),
         n_drafts=st.sampled_from([0, 3]),
-        n_rows=st.integers(1, 3),
+        n_rows=st.sampled_from([1, 1, 2, 8]),
     )
     def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows):
         self.n_drafts = n_drafts
@@ -108,6 +108,10 @@ class Machine(RuleBasedStateMachine):
             except ValueError as refused:
                 need = -(-(len(prompt) - 1 + max_tokens) // self.device.page_len)
                 assert "KV pages" in str(refused) and need > self.s.pool.n_pages
+
+    @rule(prompt=st.lists(TOKENS, min_size=12, max_size=20), max_tokens=st.integers(1, 4))
+    def submit_a_long_prompt(self, prompt, max_tokens):
+        self.submit(prompt, max_tokens, 1)
 
     @precondition(lambda self: self.turns)
     @rule(data=st.data(), more=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 6))
@@ -164,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch(self, data):
-        others_wait = data.draw(st.booleans())
+        others_wait = data.draw(st.sampled_from([True, True, True, False]))
         try:
             plan = self.s.plan(others_wait=others_wait)
         except OutOfPages:
