@@ -58,7 +58,7 @@ class Fill:
 
 
 Copy = tuple[int, int]  # from page, to page
-UNBOUNDED = 1 << 40
+UNBOUNDED = 1 << 40  # rows
 
 
 @dataclasses.dataclass
@@ -70,9 +70,7 @@ class Plan:
     late_copies: list[Copy] = dataclasses.field(default_factory=list)  # of what the fills wrote
     decode: list[Sequence] = dataclasses.field(default_factory=list)
     n_steps: int = 0
-    going: list[Sequence] = dataclasses.field(
-        default_factory=list
-    )  # of `decode`, those not begun by this plan
+    going: list[Sequence] = dataclasses.field(default_factory=list)  # those that ran before
     room: int = UNBOUNDED  # rows that the fills may still take
     written: set[int] = dataclasses.field(default_factory=set)  # pages that the fills write
 
