@@ -85,9 +85,9 @@ def _attend_pages(
     def attend(q, k, v, window, number, cache: KVCache):
         k_pages, v_pages, first = cache.layer_pages(number, rules)
         new = zip(groups, parts(k, "kv_heads"), parts(v, "kv_heads"), strict=True)
-        for (table, places), *own in new:
+        for (table, places), keys, values in new:
             k_pages, v_pages = write_pages(
-                k_pages, v_pages, *own, table + first, places, rules=rules
+                k_pages, v_pages, keys, values, table + first, places, rules=rules
             )
         outs = [
             paged_attention(
