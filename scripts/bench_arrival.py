@@ -60,7 +60,11 @@ def bench(args: argparse.Namespace) -> dict:
                 prefix_cache=parts,
             )
             engines[name] = PagedEngine(
-                cfg, rollout, rules=DECODE, dtype=params.embed.dtype, max_len=args.prompt_len + 64
+                cfg,
+                rollout,
+                rules=DECODE,
+                dtype=params.embed.dtype,
+                max_len=args.prompt_len + args.steps_per_dispatch + 1,
             )
             engines[name].warmup(params)
         found = {name: [] for name in engines}
@@ -91,9 +95,11 @@ def arrival(args, n_vocab: int, engine, params, clock, seed: int) -> tuple[float
         )
 
     engine.set_version(seed)
-    slots = [submit(16, args.prompt_len, i) for i in range(args.running)]
+    slots = [submit(16, args.prompt_len - 16, i) for i in range(args.running)]
     engine.generate(params)
-    slots.append(submit(args.prompt_len, 8, args.running))
+    slots.append(
+        submit(args.prompt_len, args.steps_per_dispatch + 1, args.running)
+    )  # goes on after a dispatch
     start = last = clock()
     longest, n_made, made = 0.0, 0, {}
     while slots[-1] not in made:
