@@ -2,8 +2,11 @@
 
     uv run python -m jaxrl.sft --config=configs/sft_gsm8k.py --config.data.train=FOLDER/train.jsonl --config.data.val=FOLDER/test.jsonl
 
-FOLDER holds train.jsonl and test.jsonl as github.com/openai/grade-school-math publishes them. Minutes and result: not
-measured yet.
+FOLDER holds train.jsonl and test.jsonl as github.com/openai/grade-school-math publishes them.
+
+Minutes and result: measured for 6 steps only (config.total_steps=6, config.learner.warmup_steps=2, 32 held-out solutions): 3 CPU-minutes to
+compile, then 34 CPU-seconds a step of 16 solutions, so an hour of one core for all 100. Held-out loss 1.43 nats a token before, 1.27
+after 3 steps, 1.22 after 6.
 """
 
 from ml_collections import ConfigDict

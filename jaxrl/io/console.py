@@ -41,7 +41,7 @@ LAST: tuple[Column, ...] = (
 SAMPLED: tuple[Column, ...] = (
     ("reward", ("reward/mean",), 7, compact),
     ("len", ("rollout/response_len",), 7, one_decimal),
-    ("kl", ("loss/kl", "loss/approx_kl"), 7, compact),
+    ("kl", ("loss/kl", "reward/kl", "loss/approx_kl"), 7, compact),
     ("entropy", ("loss/entropy",), 8, compact),
     ("clip", ("loss/clip_fraction",), 7, compact),
     ("mismatch", ("mismatch/logp_diff_mean",), 9, compact),

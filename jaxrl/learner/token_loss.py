@@ -54,7 +54,6 @@ class LossSums:
 
 LOSSES = ("loss/total", "loss/policy")
 MEANS = (
-    "loss/kl",
     "loss/entropy",
     "loss/clip_fraction",
     "loss/approx_kl",
@@ -86,6 +85,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
     if "vocab" in model.heads:
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
+        means += ("loss/kl",) if cfg.has_kl_loss else ()
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
@@ -122,21 +122,22 @@ def token_loss_sums(
         "recompute": only(batch.old_logp, mask),
     }[ratio_source(cfg)]
     policy = policy_loss(logp, old_logp, advantages, batch, algo)
-    correction = {}
+    more = {}
     if algo.has_correction:
         weights = jax.lax.stop_gradient(token_weights(old_logp - rollout_logp, batch, algo))
         policy = policy * weights
-        correction = {
+        more = {
             "mismatch/weight_mean": masked_mean(weights, mask),
             "mismatch/truncated_fraction": masked_mean(
                 1.0 * (weights == algo.correction_high), mask
             ),
             "mismatch/rejected_fraction": masked_mean(1.0 * (weights == 0.0), mask),
         }
-    loss, kl = policy, jnp.zeros_like(logp)
-    if algo.kl_coef != 0.0 and algo.kl_in == "loss":
+    loss = policy
+    if algo.has_kl_loss:
         kl = reference_kl(algo.kl, logp, exact_kl, batch)
         loss = loss + coefs.kl * kl
+        more["loss/kl"] = masked_mean(kl, mask)
     if algo.has_entropy:
         loss = loss - coefs.entropy * entropy
 
@@ -144,13 +145,12 @@ def token_loss_sums(
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
     gap = logp_diff(logp, rollout_logp)
     means = {
-        "loss/kl": masked_mean(kl, mask),
         "loss/entropy": masked_mean(entropy, mask),
         "loss/clip_fraction": masked_mean(cut_off(logp, old_logp, advantages, batch, algo), mask),
         "loss/approx_kl": masked_mean(kl_estimators.k3(old_logp, logp), mask),
         "mismatch/logp_diff_mean": masked_mean(gap, mask),
         "mismatch/kl": masked_mean(rollout_kl(logp, rollout_logp), mask),
-        **correction,
+        **more,
     }
     maxima = {
         "loss/ratio_max": masked_max(jnp.exp(logp - old_logp), mask),

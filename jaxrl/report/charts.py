@@ -97,7 +97,11 @@ def sampled_charts(record: Record) -> list[Chart]:
         Chart(
             "KL",
             "nats per token",
-            {"loss/kl": "to the reference policy", "loss/approx_kl": "to the sampling policy"},
+            {
+                "loss/kl": "to the reference policy",
+                "reward/kl": "to the reference policy, in the reward",
+                "loss/approx_kl": "to the sampling policy",
+            },
         ),
         Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
         Chart("Clip fraction", "tokens whose ratio was clipped", {"loss/clip_fraction": "clipped"}),

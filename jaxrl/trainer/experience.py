@@ -140,8 +140,7 @@ def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollou
     experts nor values are in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
     be run."""
     algo = cfg.algorithm
-    kl_in_loss = algo.kl_coef != 0.0 and algo.kl_in == "loss"
-    learns_anyway = algo.has_entropy or kl_in_loss or cfg.learner.router_aux_coef != 0.0
+    learns_anyway = algo.has_entropy or algo.has_kl_loss or cfg.learner.router_aux_coef != 0.0
     learns_anyway |= cfg.critic.shared or not algo.drop_flat_groups
 
     def learns(r: Rollout) -> bool:
