@@ -7,7 +7,7 @@ from jaxrl.models.config import DecoderConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
-    """Of one forward pass over sequences of `lens` tokens, logits of every token included.
+    """Of one forward pass over sequences of `lens` tokens, what its heads say of every token included.
 
     A multiplication and an addition for each weight that a token meets (of a mixture of experts those of its
     own experts), and for each of the keys that it sees; norms, rotations and padding count nothing (PaLM,
@@ -17,7 +17,8 @@ def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
     n = np.asarray(lens, np.float64)
     attention = cfg.D * cfg.H * (2 * cfg.N + 2 * cfg.K)
     mlp = 3 * cfg.D * cfg.F_expert * cfg.top_k + cfg.D * cfg.E if cfg.E else 3 * cfg.D * cfg.F
-    weights = cfg.L * (attention + mlp) + cfg.D * cfg.V
+    heads = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
+    weights = cfg.L * (attention + mlp) + heads
     keys = sum(_keys_seen(n, cfg.window(layer)).sum() for layer in range(cfg.L))
     return float(2 * weights * n.sum() + 4 * cfg.N * cfg.H * keys)
 

@@ -14,10 +14,12 @@ DENSE = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=256)
 EXPERTS = DecoderConfig("mixtral", L=2, D=32, N=4, K=2, H=8, F=0, V=256, E=8, top_k=2, F_expert=16)
 
 
-def test_two_for_every_weight_but_the_lookups_and_norms():
-    idle = DENSE.V * DENSE.D + (2 * DENSE.L + 1) * DENSE.D  # of an embedding and of norms
-    weights = count_params(decoder_specs(DENSE)) - idle
-    assert forward_flops(DENSE, np.array([1])) == 2 * weights + 4 * DENSE.L * DENSE.N * DENSE.H
+@pytest.mark.parametrize("heads", [("vocab",), ("score",), ("vocab", "score")])
+def test_two_for_every_weight_but_the_lookups_and_norms(heads):
+    cfg = dataclasses.replace(DENSE, heads=heads)
+    idle = cfg.V * cfg.D + (2 * cfg.L + 1) * cfg.D  # of an embedding and of norms
+    weights = count_params(decoder_specs(cfg)) - idle
+    assert forward_flops(cfg, np.array([1])) == 2 * weights + 4 * cfg.L * cfg.N * cfg.H
 
 
 def test_a_token_meets_only_its_own_experts():
