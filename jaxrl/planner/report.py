@@ -10,7 +10,7 @@ from rich.text import Text
 from jaxrl.planner.plan import Plan, seconds
 from jaxrl.planner.search import Candidate
 
-WIDTH = 140
+WIDTH = 150
 SHORT = {
     "all-gather": "AG",
     "all-reduce": "AR",
