@@ -20,12 +20,12 @@ from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
 from jaxrl.learner.loss import value_loss_sums
 from jaxrl.models.decoder import forward_packed
-from jaxrl.models.hf_load import load_model
+from jaxrl.models.hf_load import load_model, model_config
 from jaxrl.train import train
 from jaxrl.trainer.offline import learning
 from jaxrl.trainer.ranking import RANKING, rank
 from jaxrl.trainer.reward_model import open_reward_model, with_score
-from jaxrl.trainer.setup import open_offline
+from jaxrl.trainer.setup import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -333,6 +333,22 @@ def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
     assert (nan.reward, nan.reward_error) == (-1.0, "reward_model: the score is nan")
     failed = with_score(rollout("3", reward=-1.0, reward_error="math: hung"), 7.0, "", cfg)
     assert (failed.reward, failed.reward_parts) == (-1.0, {"reward_model": 7.0})
+
+
+def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, monkeypatch):
+    tiny_config.reward_model.path = str(tiny_scorer)
+    seen = {}
+
+    def check_plan(cfg, decoder, memory_bytes, **how):
+        seen.update(how)
+        raise ValueError("it does not fit")
+
+    monkeypatch.setattr("jaxrl.trainer.setup.device_memory", lambda: 2**30)
+    monkeypatch.setattr("jaxrl.trainer.setup.check_plan", check_plan)
+    with pytest.raises(ValueError, match="it does not fit"), open_run(resolve(tiny_config)):
+        pass
+    assert set(seen["others"]) == {"critic", "teacher", "reward_model"}
+    assert seen["others"]["reward_model"] == model_config(tiny_scorer)
 
 
 def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
