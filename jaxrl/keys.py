@@ -213,11 +213,6 @@ class AlgorithmConfig:
     drop_flat_groups: bool = key(True, "leave groups whose rewards are all equal out of the update when neither KL nor entropy could learn from them")
 
     @property
-    def has_kl_loss(self) -> bool:
-        """Whether the KL to the reference is part of the loss."""
-        return self.kl_coef != 0.0 and self.kl_in == "loss"
-
-    @property
     def has_entropy(self) -> bool:
         """Whether the entropy is part of the loss."""
         return self.entropy_coef != 0.0 or self.entropy_target > 0.0

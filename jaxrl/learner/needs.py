@@ -1,6 +1,6 @@
 """Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
 
-from jaxrl.config import RunConfig
+from jaxrl.config import AlgorithmConfig, RunConfig
 from jaxrl.keys import FULL_KLS
 
 
@@ -28,6 +28,11 @@ def needs_old_logp(cfg: RunConfig) -> bool:
 def needs_ref(cfg: RunConfig) -> bool:
     """Whether a reference model is kept."""
     return cfg.algorithm.kl_coef != 0.0
+
+
+def kl_in_loss(cfg: AlgorithmConfig) -> bool:
+    """Whether the KL to the reference is part of the loss."""
+    return cfg.kl_coef != 0.0 and cfg.kl_in == "loss"
 
 
 def full_kl_in_loss(cfg: RunConfig) -> bool:

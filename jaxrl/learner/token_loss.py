@@ -25,7 +25,7 @@ from jaxrl.algorithms.policy_loss import (
 )
 from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config import AlgorithmConfig, RunConfig
-from jaxrl.learner.needs import ratio_source
+from jaxrl.learner.needs import kl_in_loss, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.moe import RouterLoad
@@ -85,7 +85,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
     if "vocab" in model.heads:
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
-        means += ("loss/kl",) if cfg.has_kl_loss else ()
+        means += ("loss/kl",) if kl_in_loss(cfg) else ()
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
@@ -134,7 +134,7 @@ def token_loss_sums(
             "mismatch/rejected_fraction": masked_mean(1.0 * (weights == 0.0), mask),
         }
     loss = policy
-    if algo.has_kl_loss:
+    if kl_in_loss(algo):
         kl = reference_kl(algo.kl, logp, exact_kl, batch)
         loss = loss + coefs.kl * kl
         more["loss/kl"] = masked_mean(kl, mask)

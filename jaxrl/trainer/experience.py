@@ -11,6 +11,7 @@ from jaxrl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from jaxrl.config import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack, response_field
 from jaxrl.keys import COV_LOSSES
+from jaxrl.learner.needs import kl_in_loss
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.types import Batch, Rollout
 
@@ -140,7 +141,7 @@ def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollou
     experts nor values are in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
     be run."""
     algo = cfg.algorithm
-    learns_anyway = algo.has_entropy or algo.has_kl_loss or cfg.learner.router_aux_coef != 0.0
+    learns_anyway = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
     learns_anyway |= cfg.critic.shared or not algo.drop_flat_groups
 
     def learns(r: Rollout) -> bool:
