@@ -5,7 +5,8 @@
 The task, model and budget of configs/quickstart.py; advantages come from the values of a second SmolLM2, so that the
 samples of a prompt are not compared. It learns alone in the first four steps.
 
-Minutes and result: not measured yet.
+Minutes and result: of the first 48 steps alone, with validation every 12 (`scripts/learning_curves.py PPO`): greedy accuracy
+0.02, 0.46, 0.62, 0.60. 17 s a step at best on one core, 8 GB of memory.
 """
 
 from ml_collections import ConfigDict
