@@ -4,7 +4,7 @@
 
 Products of two-digit numbers, which the model cannot work out. It may write <calc>27 * 58</calc>, which ends its turn, and reads
 <result>1566</result>; one worked example stands before the question. The reward is 1 for the right last number of the last turn,
-and 0.2 for a call that can be worked out (jaxrl/environments/calculator.py).
+and 0.2 more for a first call that can be worked out (jaxrl/environments/calculator.py).
 
 Before training, at temperature 1: 0.41 calls an episode, 0.31 +- 0.18 right (16 questions, 2 samples each; without the
 example no call and none right); greedy, as it is validated: 0.69 calls, 11 of 16 right. Minutes and result of training: not measured

@@ -7,7 +7,8 @@ FOLDER holds train.jsonl and test.jsonl as github.com/openai/grade-school-math p
 
 The model solves about 3 in 100 of these problems and is too small to learn them on a CPU: this config is to see real
 data, prompts of any length and a parsed answer, not to see the reward rise. Before training, greedy, it solves none of the first 32 test
-problems, and 23 of the 32 answers are cut off at 192 tokens. Minutes and result: not measured yet.
+problems, and 23 of the 32 answers are cut off at 192 tokens. Minutes and result: two steps with validation and export ran to their end, 104 and 170 s
+a step on one busy core; mean reward of their 64 responses 0.016 and 0.047.
 """
 
 from ml_collections import ConfigDict

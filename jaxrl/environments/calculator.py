@@ -39,8 +39,8 @@ _EXAMPLES = (
 
 class Calculator:
     """A turn with a call is answered with its result, one without ends the episode: reward 1 if its last number is
-    the prompt's answer, else 0. `call_reward` is added for every call that could be worked out. `examples` puts up to
-    three worked examples before the question: a small model calls nothing without."""
+    the prompt's answer, else 0. `call_reward` is added for the first call that can be worked out, so that more of them pay
+    nothing. `examples` puts up to three worked examples before the question: a small model calls nothing without."""
 
     def __init__(
         self, *, call_reward: float = 0.0, examples: int = 0, instructions: str = _INSTRUCTIONS
@@ -59,6 +59,7 @@ class Calculator:
             return "", last_number("", completion, self.answer), True
         try:
             result, reward = evaluate(calls[-1]), self.call_reward
+            self.call_reward = 0.0
         except (ValueError, ArithmeticError, SyntaxError, RecursionError) as error:
             result, reward = f"error: {error}", 0.0
         return f"<result>{result}</result>", reward, False, {"calls": 1}

@@ -243,6 +243,7 @@ def test_a_calculator_episode():
     assert environment.step("Well: <calc>12 * 34</calc>") == (
         "<result>408</result>", 0.25, False, {"calls": 1},
     )  # fmt: skip
+    assert environment.step("Again: <calc>12 * 34</calc>")[1] == 0  # only the first call pays
     assert environment.step("It is 408.") == ("", 1.0, True)
     assert environment.step("It is 409.") == ("", 0.0, True)
 
