@@ -11,11 +11,14 @@ class GuessNumber:
     """A number from 0 to `most` is to be found in `tries` turns; each wrong guess is answered with "higher" or "lower".
 
     The reward is 1 for the number, less `per_try` for each guess before it. The number is that of the prompt's answer
-    where it has one, else it is drawn from the seed.
+    where it has one, else it is drawn from the seed. With `example` a game that is played well stands before it: a small model
+    only talks without.
     """
 
-    def __init__(self, *, most: int = 10, tries: int = 5, per_try: float = 0.1):
-        self.most, self.tries, self.per_try = most, tries, per_try
+    def __init__(
+        self, *, most: int = 10, tries: int = 5, per_try: float = 0.1, example: bool = False
+    ):
+        self.most, self.tries, self.per_try, self.example = most, tries, per_try, example
 
     def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
         answer = _NUMBER.search(prompt["answer"])
@@ -26,7 +29,27 @@ class GuessNumber:
             f"I think of a number from 0 to {self.most}. You have {self.tries} guesses, and after each "
             "I say higher or lower. Write only the number. Your first guess?"
         )
-        return [{"role": "user", "content": text}]
+        question = {"role": "user", "content": text}
+        return [question, *self._played(), question] if self.example else [question]
+
+    def _played(self) -> list[dict[str, str]]:
+        """The turns behind the question where the number is a third of the largest, by halving."""
+        low, high, number = 0, self.most, self.most // 3
+        turns = []
+        while (guess := (low + high) // 2) != number:
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            turns += [(str(guess), self._hint(guess, number))]
+        turns += [(str(number), "Right.")]
+        roles = ("assistant", "user")
+        return [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(roles, turn, strict=True)
+        ]
+
+    @staticmethod
+    def _hint(guess: int, number: int) -> str:
+        return f"{'Higher' if guess < number else 'Lower'}. Your next guess?"
 
     def step(self, completion: str) -> tuple:
         guess = _NUMBER.search(completion)
@@ -37,5 +60,4 @@ class GuessNumber:
             return "", 0.0, True
         if guess is None:
             return "That is no number. Your next guess?", 0.0, False
-        hint = "Higher" if int(guess[0]) < self.number else "Lower"
-        return f"{hint}. Your next guess?", 0.0, False
+        return self._hint(int(guess[0]), self.number), 0.0, False

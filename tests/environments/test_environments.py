@@ -260,6 +260,17 @@ def test_the_calculator_shows_examples_that_are_right():
         assert game.step(said["content"])[1:] == (1.0, True)
 
 
+def test_the_game_that_is_shown_is_played_by_the_rules():
+    first = GuessNumber(most=18, example=True).reset(prompt("6"))
+    assert first[0] == first[-1] and first[-2]["content"] == "Right."
+    game = GuessNumber(most=18)
+    game.reset(prompt("6"))
+    said, told = first[1:-1:2], first[2:-1:2]
+    steps = [game.step(message["content"]) for message in said]
+    assert [step[0] for step in steps[:-1]] == [message["content"] for message in told[:-1]]
+    assert steps[-1][1:3] == (1.0 - 0.1 * (len(said) - 1), True)
+
+
 def test_a_game_of_guesses():
     game = GuessNumber(tries=3)
     game.reset(prompt("7"))
