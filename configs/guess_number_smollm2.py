@@ -21,8 +21,8 @@ def get_config() -> ConfigDict:
     config.data.train = ("task:addition?digits=1&size=4096&split=train",)
     config.data.val = ("task:addition?digits=1&size=16&split=val",)
     config.data.prompts_per_step = 8
-    config.data.max_prompt_len = 224
-    config.data.max_response_len = 160
+    config.data.max_prompt_len = 176
+    config.data.max_response_len = 80
     config.data.chat_template = "chatml"
 
     config.env.name = "guess_number?most=18&tries=5&example=True"
