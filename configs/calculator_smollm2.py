@@ -7,8 +7,8 @@ Products of two-digit numbers, which the model cannot work out. It may write <ca
 and 0.2 more for a first call that can be worked out (jaxrl/environments/calculator.py).
 
 Before training, at temperature 1: 0.41 calls an episode, 0.31 +- 0.18 right (16 questions, 2 samples each; without the
-example no call and none right); greedy, as it is validated: 0.69 calls, 11 of 16 right. Minutes and result of training: not measured
-yet.
+example no call and none right). Minutes and result: greedy, of 32 questions, 0.66 right before and all after four steps; mean
+reward of a step 0.22, 0.75, 0.84, 1.01, calls an episode 0.33 to 0.95. 50 to 150 s a step on two busy cores.
 """
 
 from ml_collections import ConfigDict
