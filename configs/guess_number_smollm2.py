@@ -5,7 +5,7 @@
 A number from 0 to 18 in at most five guesses, each wrong one answered with "higher" or "lower"; the reward is 1 less 0.1 for each
 guess before the right one (jaxrl/environments/guess_number.py). The numbers are the answers of the prompts, sums that the
 game does not show. A game that is played well stands before it: without it the model talks (mean reward 0.00 to 0.09
-over nine steps). Minutes and result: greedy it finds 0.33 of the numbers before; mean reward of the first steps 0.19, 0.26, 0.34. 110 s a step on one
+over nine steps). Minutes and result: greedy it finds 0.33 of the 16 numbers before and 0.50 after four steps; mean reward of these 0.19, 0.26, 0.34, 0.38. 110 s a step on one
 busy core.
 """
 
