@@ -1,5 +1,6 @@
 """A game of several turns: find a number by asking."""
 
+import itertools
 import random
 import re
 from typing import Any
@@ -35,17 +36,13 @@ class GuessNumber:
     def _played(self) -> list[dict[str, str]]:
         """The turns behind the question where the number is a third of the largest, by halving."""
         low, high, number = 0, self.most, self.most // 3
-        turns = []
+        said = []
         while (guess := (low + high) // 2) != number:
             low, high = (guess + 1, high) if guess < number else (low, guess - 1)
-            turns += [(str(guess), self._hint(guess, number))]
-        turns += [(str(number), "Right.")]
-        roles = ("assistant", "user")
-        return [
-            {"role": role, "content": text}
-            for turn in turns
-            for role, text in zip(roles, turn, strict=True)
-        ]
+            said += [str(guess), self._hint(guess, number)]
+        said += [str(number), "Right."]
+        roles = itertools.cycle(("assistant", "user"))
+        return [{"role": next(roles), "content": text} for text in said]
 
     @staticmethod
     def _hint(guess: int, number: int) -> str:

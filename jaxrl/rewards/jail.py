@@ -109,9 +109,8 @@ def shut_in(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     }
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (cpu_s, cpu_s + 1)
-    )  # SIGXCPU, which says why, then SIGKILL
+    # SIGXCPU says why a process ends; SIGKILL follows for one that ignores it.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process
     _check(_LIBC.syscall(special["capset"], header, none))
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
