@@ -218,9 +218,9 @@ def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int
     n_pages = cfg.rollout.n_pages or min(cfg.rollout.max_num_seqs * engine.n_columns, room)
 
     @functools.cache
-    def engine_programs() -> dict[str, jax.stages.Lowered]:
+    def engine_program(kind: str) -> jax.stages.Lowered:
         with jax.set_mesh(layout.mesh(mesh)):
-            return engine.lower(weights, n_pages)
+            return engine.lower(weights, n_pages, kind)
 
     lower, holds = dict(parts.lower), dict(parts.holds)
     if copied:
@@ -228,7 +228,7 @@ def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int
         holds["reshard"] = ("rollout_copied",)
     held = ("rollout_aliased",)
     for name, own in {"prefill": held, "copy_pages": (), "decode": held}.items():
-        lower[name] = lambda name=name: engine_programs()[name]
+        lower[name] = functools.partial(engine_program, name)
         holds[name] = (*own, "kv")
     return dataclasses.replace(
         parts,

@@ -137,24 +137,24 @@ class PagedEngine:
         jax.block_until_ready(self._cache)
         return self.n_programs
 
-    def lower(self, params: Tree, n_pages: int) -> dict[str, jax.stages.Lowered]:
-        """The largest program of each kind for (abstract) parameters and a pool of `n_pages`, to
-        compile ahead of the first call; the mesh is the one that is set."""
+    def lower(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
+        """The largest program of a kind (prefill, mixed, copy_pages, decode) for (abstract) parameters and a pool of
+        `n_pages`, to compile ahead of the first call; the mesh is the one that is set."""
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self._new_pool(n_pages)), mesh)
+        if kind == "copy_pages":
+            pairs = np.zeros(self.n_replicas * COPY_ROWS, np.int32)
+            how = {"rules": self.rules, "stacked": self.cfg.stacked}
+            return programs.copy_pages.lower(cache, pairs, pairs, **how)
         fills = self._fill_arrays([], self.prefill_buckets[-1])
+        if kind == "prefill":
+            return programs.prefill.lower(params, cache, *fills, **self._how)
         rows = self._rows([], self.batch_buckets[-1])
-        pairs = np.zeros(self.n_replicas * COPY_ROWS, np.int32)
-        steps, none = self.rollout.steps_per_dispatch, np.int32(0)
-        loop = {"max_steps": steps, "drafts": self.drafts}
-        return {
-            "prefill": programs.prefill.lower(params, cache, *fills, **self._how),
-            "mixed": programs.mixed.lower(params, cache, *fills, rows, **self._how),
-            "copy_pages": programs.copy_pages.lower(
-                cache, pairs, pairs, rules=self.rules, stacked=self.cfg.stacked
-            ),
-            "decode": programs.decode.lower(params, cache, rows, none, none, **loop, **self._how),
-        }
+        if kind == "mixed":
+            return programs.mixed.lower(params, cache, *fills, rows, **self._how)
+        loop = {"max_steps": self.rollout.steps_per_dispatch, "drafts": self.drafts}
+        none = np.int32(0)
+        return programs.decode.lower(params, cache, rows, none, none, **loop, **self._how)
 
     @property
     def n_programs(self) -> int:
