@@ -27,11 +27,12 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import RunConfig, default_config, from_json, resolve_evaluation
+from jaxrl.config import RunConfig, default_config, resolve_evaluation
 from jaxrl.flags import override, read_args, read_options, stop
 from jaxrl.io.json_lines import JsonLines, plain
 from jaxrl.schema import to_dict
 from jaxrl.trainer.evaluate import by_source, sample_records, statistics
+from jaxrl.trainer.folder import run_in
 from jaxrl.trainer.interrupt import Interrupted
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.run import sampling_seed
@@ -77,8 +78,8 @@ def first_config(model: str) -> ConfigDict:
     """What holds where nothing else is said: the configuration of the run in that folder, else the defaults."""
     config, folder = default_config(), Path(model).expanduser()
     config.run_dir = "runs/evaluation"
-    if model and (folder / "hf").is_dir() and (folder / "config.json").is_file():
-        known = to_dict(from_json((folder / "config.json").read_text()))
+    if model and (run := run_in(folder)):
+        known = to_dict(run)
         own = {"run_dir": str(folder / "evaluation"), "resume": False}
         config.update(known | own | {"distributed": to_dict(RunConfig().distributed)})
     return config

@@ -140,7 +140,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Steps whose checkpoints are complete on disk, ascending."""
-        return sorted(ocp.path.step.checkpoint_steps(self.directory))
+        return complete_steps(self.directory)
 
     def latest_step(self) -> int | None:
         return max(self.all_steps(), default=None)
@@ -246,6 +246,11 @@ class Checkpointer:
                 f"{free / 2**30:.2f} GiB are free; free disk space, lower config.checkpoint.keep "
                 f"(now {self.cfg.keep}) or set another config.run_dir"
             )
+
+
+def complete_steps(directory: Path | epath.Path) -> list[int]:
+    """Steps whose checkpoints are complete on disk, ascending."""
+    return sorted(ocp.path.step.checkpoint_steps(directory))
 
 
 def json_copy(host: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 class OrbaxNoise:
-    """Holds back orbax's log records, and the errors of writes that outlive a failed save.
+    """Holds back orbax's log records, and the errors of writes and reads that outlive a failed save or restore.
 
     When one array of a save fails, the event loop of its thread is closed while the other arrays are
     still being written; each of them then reports "Event loop is closed" through sys.unraisablehook,

@@ -1,5 +1,6 @@
 """python -m jaxrl.serve --model=runs/quickstart: an OpenAI-compatible server for one model.
 
+With --follow it is the policy of a run that trains: each checkpoint takes the place of the one before.
 Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics; docs/serving.md has the details.
 Any key of a run can be set as well, e.g. --config.rollout.max_num_seqs=64, --config.mesh.tensor=4,
 --config.rollout.kv_dtype=bfloat16, --config.data.chat_template=chatml; --config.help lists them.
@@ -11,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # before the imports, which take seconds
     print("jaxrl: loading", flush=True)
@@ -23,15 +25,21 @@ except ModuleNotFoundError as missing:
         f"error: there is no {missing.name}; pip install 'jaxrl[serve]', or uv sync --extra serve"
     ) from missing
 
+from ml_collections import ConfigDict
+
 from jaxrl.config import RunConfig, default_config, raise_problems
 from jaxrl.flags import override, read_args, stop
+from jaxrl.io.checkpoint import CheckpointError
 from jaxrl.rollout.engine import N_STOP
 from jaxrl.schema import build
 from jaxrl.serve.app import Service
 from jaxrl.serve.asked import Limits
+from jaxrl.serve.checkpoints import first_step
 from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.follow import Follower
 from jaxrl.serve.meters import Meters
 from jaxrl.serve.model import open_model
+from jaxrl.trainer.folder import run_in
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "JAXRL_API_KEY"
@@ -43,12 +51,13 @@ ENGINE = {"rollout.steps_per_dispatch": "8", "rollout.max_num_seqs": "16"}
 def main(argv: list[str] | None = None) -> int:
     options, run = read(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("jaxrl.serve").setLevel(logging.INFO)
     try:
         with listener(options.host, options.port) as listening:
             web = server(open_service(options, run))
             print(f"serving {options.name} on {url(listening)}/v1; Ctrl-C ends it", flush=True)
             web.run(sockets=[listening])
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, CheckpointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # what was under way has ended by now
@@ -65,7 +74,9 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", help="a Hugging Face folder, the folder of a run (its hf/ is served), a .gguf file, a hub id or 'package:NAME'")  # fmt: skip
+    add("--model", help="a Hugging Face folder, the folder of a run (its hf/ is served, else its newest checkpoint), a .gguf file, a hub id or 'package:NAME'")  # fmt: skip
+    add("--follow", action="store_true", help="serve the newest checkpoint of a run, and each newer one once it is complete")  # fmt: skip
+    add("--step", type=int, help="serve the checkpoint of this step of a run")
     add("--name", help="what clients call the model (default: what --model says)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")  # fmt: skip
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -74,24 +85,50 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     add("--max-waiting", type=int, default=64, help="responses that may wait for a place in the batch; more are answered 429 (default: %(default)s)")  # fmt: skip
     add("--timeout-s", type=float, default=600, help="seconds that an answer may take, waiting included (default: %(default)s)")  # fmt: skip
     options, rest = parser.parse_known_args(argv)
-    config = default_config()
-    for name, text in ENGINE.items():
-        override(config, name, text)
-    config, unknown = read_args(rest, config)
-    if unknown:
-        parser.error(f"unknown argument {unknown[0]}")
     if not options.model:
         parser.error("--model is missing; set it to a model folder or the folder of a run")
     if options.max_len < 2 or options.max_waiting < 0 or options.timeout_s <= 0:
         parser.error("--max-len must be 2 or more, --max-waiting 0 or more, --timeout-s above 0")
+    if options.follow and options.step is not None:
+        parser.error("--follow goes on from the newest checkpoint; leave out --step")
+    try:
+        config = first_config(options)
+    except ValueError as problem:
+        stop(str(problem))
+    config, unknown = read_args(rest, config)
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}")
+    if options.checkpoints is None:
+        override(config, "model.path", options.model)
     options.name = options.name or options.model
-    override(config, "model.path", options.model)
     run, problems = build(RunConfig, config.to_dict())
     try:
         raise_problems(problems)
     except ValueError as problem:
         stop(str(problem))
     return options, run
+
+
+def first_config(options: argparse.Namespace) -> ConfigDict:
+    """What holds where nothing else is said. Of a run: how it writes prompts and, where its checkpoints are to be
+    served (options.checkpoints, their folder, else None), the model that it began with."""
+    config, folder, taken = default_config(), Path(options.model).expanduser(), dict(ENGINE)
+    options.checkpoints, pinned = None, options.follow or options.step is not None
+    if trained := run_in(folder):
+        taken["data.chat_template"] = trained.data.chat_template
+        taken["data.system_prompt"] = trained.data.system_prompt
+        if pinned or not (folder / "hf").is_dir():
+            options.checkpoints = folder / "checkpoints"
+            taken["model.path"] = trained.model.path
+            taken["critic.shared"] = str(trained.critic.shared)
+    elif pinned:
+        raise ValueError(
+            f"--follow and --step are for the folder of a run that has begun; {folder} has no config.json with "
+            "checkpoints/ beside it"
+        )
+    for name, text in taken.items():
+        override(config, name, text)
+    return config
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -121,7 +158,10 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
             options.host,
             KEY_VARIABLE,
         )
-    model, meters = open_model(run, max_len=options.max_len), Meters()
+    checkpoints, step, meters = options.checkpoints, None, Meters()
+    if checkpoints is not None:
+        step = first_step(checkpoints, options.step, follow=options.follow)
+    model = open_model(run, max_len=options.max_len, checkpoints=checkpoints, step=step)
     most_jobs = run.rollout.max_num_seqs + options.max_waiting
     limits = Limits(
         name=options.name,
@@ -130,10 +170,17 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         n_stop=N_STOP - len(model.engine.eos_ids),
         n_choices=most_jobs,
     )
+    engine = EngineThread(
+        model.engine, model.params, model.mesh, meters, most_jobs=most_jobs, step=step
+    )
+    follower = None
+    if options.follow and model.checkpoints is not None:
+        follower = Follower(model.checkpoints, engine, meters)
     return Service(
         limits=limits,
         renderer=model.renderer,
-        engine=EngineThread(model.engine, model.params, model.mesh, meters, most_jobs=most_jobs),
+        engine=engine,
+        follower=follower,
         meters=meters,
         api_key=options.api_key,
         timeout_s=options.timeout_s,

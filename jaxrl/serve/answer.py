@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Answer:
                     seed=asked.seed,
                     ignore_stop=asked.ignore_stop,
                 )
-                self._jobs.append(Job(request, self._deliver_to(index)))
+                self._jobs.append(Job(request, self._deliver_to(index), kept=asked.scored))
                 self.choices.append(
                     Choice(index, renderer.decode, asked.sampling.stop, by_token=asked.logprobs)
                 )
@@ -75,7 +76,7 @@ class Answer:
             delta = choice.take(event)
             if choice.finish:
                 n_unfinished -= 1
-                if not event.finish:
+                if not event.finish and not self.asked.scored:
                     self._engine.cancel(self._jobs[index])
             if not n_unfinished:
                 self._outcome = "done"
@@ -83,11 +84,12 @@ class Answer:
 
     async def finish(self) -> None:
         """All choices ended, and scored where that is asked for."""
-        async for _ in self.deltas():
-            pass
-        if self.asked.scored:
-            for choice in self.choices:
-                self.scores[choice.index] = await self._in_time(self._score(choice))
+        scoring = {}
+        async for choice, _ in self.deltas():
+            if choice.finish and self.asked.scored:
+                scoring[choice.index] = self._score(choice)
+        for index, scores in scoring.items():
+            self.scores[index] = await self._in_time(asyncio.wrap_future(scores))
 
     def close(self) -> None:
         """Ends what is not finished and counts the request. Has to be called once."""
@@ -100,6 +102,11 @@ class Answer:
         meters.request_s.observe(time.monotonic() - self._start)
         meters.prompt_tokens.inc(self.asked.n_prompt_tokens)
         meters.response_tokens.inc(self.n_tokens)
+
+    @property
+    def step(self) -> int | None:
+        """Of the run whose weights answer, from the first delta on; None where they are of no checkpoint."""
+        return self._jobs[0].step
 
     @property
     def n_tokens(self) -> int:
@@ -120,13 +127,12 @@ class Answer:
                 code="timeout",
             ) from None
 
-    def _score(self, choice: Choice) -> Awaitable[Scores]:
+    def _score(self, choice: Choice) -> Future[Scores]:
         tokens = np.concatenate([self.prompt_of(choice), np.array(choice.tokens, np.int32)])
         temperature = self.asked.sampling.temperature
-        return asyncio.wrap_future(
-            self._engine.call(
-                lambda params: score(params, tokens, temperature=temperature, rules=DECODE)
-            )
+        return self._engine.conclude(
+            self._jobs[choice.index],
+            lambda params: score(params, tokens, temperature=temperature, rules=DECODE),
         )
 
     def _deliver_to(self, index: int) -> Callable[[Generated | Refused], None]:

@@ -22,6 +22,7 @@ from jaxrl.serve.asked import Asked, Limits, read_chat, read_completion
 from jaxrl.serve.bodies import Json, Writer
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.errors import Refused
+from jaxrl.serve.follow import Follower
 from jaxrl.serve.meters import Meters
 
 RETRY_S = 1  # what a client is told to wait before it tries again
@@ -40,13 +41,18 @@ class Service:
     meters: Meters
     api_key: str  # "" = none is asked for
     timeout_s: float
+    follower: Follower | None = None  # of a run
     started: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
         async def life(_: Starlette) -> AsyncIterator[None]:
             self.engine.start()
+            if self.follower is not None:
+                self.follower.start()
             yield
+            if self.follower is not None:
+                self.follower.stop()
             await asyncio.to_thread(self.engine.stop)
 
         return Starlette(
@@ -125,6 +131,7 @@ class Service:
             "created": self.started,
             "owned_by": "jaxrl",
             "max_model_len": self.limits.context,
+            "step": self.engine.step,
         }
 
 
@@ -142,11 +149,12 @@ class EventStream(StreamingResponse):
 
 
 async def events(answer: Answer, writer: Writer) -> AsyncIterator[str]:
-    for body in writer.first():
-        yield event(body)
-    asked = answer.asked
+    asked, begun = answer.asked, False
     try:
         async for choice, delta in answer.deltas():
+            for body in () if begun else writer.first():
+                yield event(body)
+            begun = True
             if delta.text or choice.finish or asked.logprobs or asked.return_token_ids:
                 yield event(writer.chunk(choice, delta))
     except Refused as refused:

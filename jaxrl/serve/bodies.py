@@ -19,14 +19,12 @@ class Writer:
 
     def __init__(self, answer: Answer, renderer: ChatRenderer, model: str):
         self._answer, self._asked, self._renderer = answer, answer.asked, renderer
-        kind = "chat.completion" if self._asked.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if self._asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": kind,
+            "object": "chat.completion" if self._asked.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._chunk = self._head | {"object": "chat.completion.chunk" if self._asked.chat else kind}
 
     def whole(self) -> Json:
         """The body of an answer whose choices have ended."""
@@ -37,10 +35,10 @@ class Writer:
             else:
                 said = {"text": self._echo(choice) + choice.text}
             choices.append(said | self._rest(choice, 0))
-        return self._head | {"choices": choices, "usage": self.usage()}
+        return self._body(choices) | {"usage": self.usage()}
 
     def first(self) -> Iterator[Json]:
-        """What a stream says before the engine has said anything."""
+        """What a stream says before the first delta."""
         for choice in self._answer.choices:
             if self._asked.chat:
                 yield self._of(choice, {"delta": {"role": "assistant", "content": ""}})
@@ -53,7 +51,7 @@ class Writer:
 
     def last(self) -> Json:
         """The chunk of a stream that has the token counts."""
-        return self._chunk | {"choices": [], "usage": self.usage()}
+        return self._chunk([]) | {"usage": self.usage()}
 
     def usage(self) -> Json:
         n_prompt, n_response = self._asked.n_prompt_tokens, self._answer.n_tokens
@@ -66,7 +64,16 @@ class Writer:
     def _of(self, choice: Choice, said: Json) -> Json:
         body = {"index": choice.index, "logprobs": None, "finish_reason": None} | said
         usage = {"usage": None} if self._asked.include_usage else {}
-        return self._chunk | {"choices": [body]} | usage
+        return self._chunk([body]) | usage
+
+    def _body(self, choices: list[Json]) -> Json:
+        step = self._answer.step
+        fingerprint = None if step is None else f"step-{step}"
+        return self._head | {"system_fingerprint": fingerprint, "choices": choices}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        kind = {"object": "chat.completion.chunk"} if self._asked.chat else {}
+        return self._body(choices) | kind
 
     def _rest(self, choice: Choice, first: int) -> Json:
         """What stands beside the text of a choice, of its tokens from `first` on."""

@@ -28,6 +28,8 @@ class Meters:
         self.waiting = self._gauge("waiting", "sequences in the queue")
         self.pages = self._gauge("pages", "KV pages of the pool")
         self.pages_used = self._gauge("pages_used", "KV pages that sequences hold")
+        self.weights_step = self._gauge("weights_step", "training step of the weights")
+        self.weights_failures = self._counter("weights_failures", "checkpoints not to be served")
         self.first_token_s = self._histogram("first_token_seconds", "from request to first token")
         self.request_s = self._histogram("request_seconds", "from request to the end of its answer")
 

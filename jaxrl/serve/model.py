@@ -1,6 +1,7 @@
 """The model that is served: weights, tokenizer, and an engine with its programs compiled."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -11,9 +12,12 @@ from jaxrl.host_memory import keep_freed_memory
 from jaxrl.io.progress import Progress
 from jaxrl.learner.layout import rollout_layout
 from jaxrl.models.auto import for_platform
+from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.hf_load import load_params, model_config
 from jaxrl.models.source import resolve_model
+from jaxrl.models.spec import abstract_params
 from jaxrl.rollout.engine import PagedEngine
+from jaxrl.serve.checkpoints import Checkpoints
 from jaxrl.trainer.inputs import make_renderer
 from jaxrl.trainer.setup import keep_programs, make_engine
 from jaxrl.types import Tree
@@ -27,13 +31,18 @@ class Model:
     params: Tree
     mesh: Mesh
     context: int  # tokens that prompt and response may have together
+    step: int | None = None  # of the run whose weights these are
+    checkpoints: Checkpoints | None = None  # where they are of one
 
 
-def open_model(run: RunConfig, *, max_len: int) -> Model:
-    """The model of `run.model.path` on the devices of `run.mesh`.
+def open_model(
+    run: RunConfig, *, max_len: int, checkpoints: Path | None = None, step: int | None = None
+) -> Model:
+    """The model of `run.model.path` on the devices of `run.mesh`; with `checkpoints`, the folder of those of a run
+    that began with that model, the weights of `step`, of which 0 are the model's own.
 
     `max_len` bounds prompt and response together, as do the model and the pool of KV pages. Raises
-    ValueError or OSError, with one message, for a model that cannot be loaded.
+    ValueError, OSError or CheckpointError, with one message, for a model that cannot be loaded.
     """
     keep_programs(run)
     folder = resolve_model(run.model.path)
@@ -44,7 +53,8 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
     renderer = make_renderer(run, folder, decoder)
     if (backend := jax.default_backend()) == "cpu":
         keep_freed_memory()
-    dtype, decoder = for_platform(run, decoder, backend)
+    dtype, policy = for_platform(run, decoder, backend)
+    decoder = dataclasses.replace(policy, heads=("vocab",))
     with Progress() as progress:
         progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
         devices = make_mesh(**dataclasses.asdict(run.mesh))
@@ -52,8 +62,15 @@ def open_model(run: RunConfig, *, max_len: int) -> Model:
             layout = rollout_layout(run, decoder, dtype)
         mesh = layout.mesh(devices)
         with jax.set_mesh(mesh), progress.waiting("loading weights, compiling all programs"):
-            params = layout.compact(load_params(folder, layout.rules, decoder, layout.dtype))
+            specs = decoder_specs(policy)
+            abstract = abstract_params(specs, layout.rules, layout.dtype, mesh)
+            saved = None if checkpoints is None else Checkpoints(checkpoints, abstract, layout)
+            if saved is not None and step:
+                params = saved.place(saved.read(step))
+            else:
+                params = layout.compact(load_params(folder, layout.rules, decoder, layout.dtype))
             engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
             engine.warmup(params)
             pool = engine.scheduler.pool
-    return Model(renderer, engine, params, mesh, min(max_len, pool.n_pages * pool.page_len))
+    context = min(max_len, pool.n_pages * pool.page_len)
+    return Model(renderer, engine, params, mesh, context, step, saved)

@@ -1,7 +1,22 @@
 """The folder of a run: whose it is, and whether this run may go on in it."""
 
+from pathlib import Path
+
 from jaxrl.config import RunConfig, config_hash, differences, from_json, to_json
 from sharding import hosts
+
+
+def run_in(folder: Path) -> RunConfig | None:
+    """The configuration of the run whose folder it is; None of another folder. Raises ValueError where the keys
+    have changed since."""
+    path = folder / "config.json"
+    of_run = (folder / "hf").is_dir() or (folder / "checkpoints").is_dir()
+    if not of_run or not path.is_file():
+        return None
+    try:
+        return from_json(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"{problem}\nThe export alone is {folder / 'hf'}") from problem
 
 
 def open_folder(cfg: RunConfig) -> None:

@@ -6,23 +6,19 @@ import math
 import re
 import socket
 import threading
-from types import SimpleNamespace
 
 import httpx2 as httpx
-import jax
 import numpy as np
 import openai
 import pytest
-from serve_cases import running, wait_until
+from serve_cases import KEY, direct, meter, running, serving, wait_until
 
 from jaxrl.config import SamplingConfig
-from jaxrl.rollout.api import Request
 from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.meters import Meters
 from jaxrl.serve.model import open_model
 
-KEY = "secret"
 GREEDY = SamplingConfig(temperature=0.0)
 HI = [{"role": "user", "content": "What is the sum?"}]
 IDS = {"return_token_ids": True}
@@ -48,42 +44,15 @@ def arguments(folder):
 @pytest.fixture(scope="module")
 def served(model_folder):
     """A running server: service, its URL, a client."""
-    options, run = read(arguments(model_folder))
-    service = open_service(options, run)
-    with listener(options.host, options.port) as listening:
-        base = url(listening)
-        with running(server(service), listening):
-            client = openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0)
-            yield SimpleNamespace(service=service, base=base, client=client, run=run)
-    assert not service.engine.alive
+    with serving(arguments(model_folder)) as served:
+        yield served
+    assert not served.service.engine.alive
 
 
 @pytest.fixture(scope="module")
 def model(served):
     """The same model once more, for the engine run directly."""
     return open_model(served.run, max_len=1024)
-
-
-def direct(model, prompts, **wanted):
-    """(tokens, logps, finish) of the engine of each prompt, text or ids."""
-    tokenizer, made = model.renderer.tokenizer, {}
-    with jax.set_mesh(model.mesh):
-        for p in prompts:
-            ids = np.array(tokenizer(p)["input_ids"] if isinstance(p, str) else p, np.int32)
-            made[model.engine.submit(Request(tokens=ids, **wanted))] = ([], [], [])
-        while model.engine.n_unfinished:
-            for one in model.engine.generate(model.params):
-                tokens, logps, finish = made[one.slot]
-                tokens += one.tokens.tolist()
-                logps += one.logp.tolist()
-                finish.append(one.finish)
-    return [(tokens, logps, finish[-1]) for tokens, logps, finish in made.values()]
-
-
-def meter(served, name):
-    text = httpx.get(f"{served.base}/metrics").text
-    values = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(values[0]) if values else 0.0
 
 
 def idle(served):
