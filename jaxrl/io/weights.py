@@ -70,8 +70,8 @@ def read_host(path: Path, saved: dict[str, Any]) -> Tree:
 
 
 def assemble(piece: Piece, read: dict[str, np.ndarray]) -> np.ndarray:
-    """A leaf from the arrays of the checkpoint."""
-    if piece.kind == "stack":
-        return np.stack([read.pop(name) for name in piece.paths])
-    array = read[piece.paths[0]]
-    return array[piece.index] if piece.kind == "slice" else array
+    """A leaf from the arrays of the checkpoint, which are let go where no other leaf is part of them."""
+    if piece.kind == "slice":
+        return read[piece.paths[0]][piece.index]
+    arrays = [read.pop(name) for name in piece.paths]
+    return np.stack(arrays) if piece.kind == "stack" else arrays[0]
