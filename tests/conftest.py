@@ -1,12 +1,13 @@
-"""Eight simulated CPU devices for every test."""
+"""Eight simulated CPU devices for every test, unless JAX_PLATFORMS names others."""
 
+import os
 import pathlib
 import time
 
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 from sharding import make_mesh  # noqa: E402  the device count is set first

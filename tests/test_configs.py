@@ -138,7 +138,7 @@ TABLES = {
     "remat": (keys.REMATS, decoder.REMAT_POLICIES),
     "rewards": (keys.REWARDS, functions.BUILT_IN),
     "environments": (keys.ENVIRONMENTS, api.BUILT_IN),
-    "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT, *attention.PLANNED}),
+    "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT}),
     "paged_attention": (keys.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
     "grouped_matmul": (
         keys.GROUPED_MATMULS,

@@ -1,4 +1,4 @@
-"""What a Pallas kernel does. The compiled module shows its operands and results only, and XLA knows no more."""
+"""What a kernel does, of ours or of cuDNN. The compiled module shows its operands and results only, and XLA knows no more."""
 
 import dataclasses
 import math
@@ -20,6 +20,8 @@ VISITS = {
     "packed_attention_dq": (3, 1, (2, 3)),
     "packed_attention_dkv": (4, 1, (1, 4)),
 }
+CUDNN = re.compile("cudnn_attention_(fwd|bwd)")
+CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # of a query with a key; backward works out scores once
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 
 
@@ -50,6 +52,19 @@ def attention_work(
     met = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # multiply-adds of one product
     sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in anew if operands[i].in_hbm]
     return Work(2 * products * met, q.dtype, sum(sizes) * met / block)
+
+
+def cudnn_work(
+    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+) -> Work | None:
+    """Of cuDNN's calls (kernels/attention/cudnn.py), as one for all segments of the rows, where a query sees `keys` on
+    average. What cuDNN computes beyond that in blocks, or reads anew, is not known."""
+    match = CUDNN.search(op_name)
+    if match is None:
+        return None
+    q = operands[0]
+    flops = 2 * CUDNN_PRODUCTS[match[1]] * math.prod(q.dims) * min(keys, q.dims[1] / 2)
+    return Work(flops, q.dtype, 0.0)
 
 
 def paged_work(

@@ -28,7 +28,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
-from jaxrl.planner.kernels import Kernels, Work, attention_work, paged_work
+from jaxrl.planner.kernels import Kernels, Work, attention_work, cudnn_work, paged_work
 from jaxrl.rollout.engine import PagedEngine
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
@@ -395,6 +395,8 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
             return float(math.ceil(_paged_keys(program, lengths) / BLOCK))
         if "ring_attention" in op_name:  # a chunk of keys at a time, of two on each device
             return segment / 2 / BLOCK / (2 * n_time) + 0.5
+        if "cudnn_attention" in op_name:  # its calls are counted as one
+            return 1.0
         if "attention" in op_name:
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:
@@ -408,13 +410,13 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
 
 
 def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
-    """What Pallas kernels do for sequences of `lengths`: in training a query sees half of its segment."""
+    """What kernels do for sequences of `lengths`: in training a query sees half of its segment."""
 
     def work(op_name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> Work | None:
         paged = paged_work(op_name, operands, results, keys=_paged_keys(program, lengths))
-        return paged or attention_work(
-            op_name, operands, results, keys=_segment(program, parts, lengths) / 2
-        )
+        keys = _segment(program, parts, lengths) / 2
+        packed = attention_work(op_name, operands, results, keys=keys)
+        return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
 
     return work
 

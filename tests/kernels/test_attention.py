@@ -189,15 +189,6 @@ def test_splash_says_where_it_runs_and_how_far(one_device):
         jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, rows)
 
 
-@pytest.mark.parametrize("name", ["mosaic_gpu", "cudnn"])
-def test_a_kernel_that_is_not_built_says_what_to_set(one_device, name):
-    arrays, segments = problem(4, 2, 32)
-    with pytest.raises(
-        NotImplementedError, match=r"config\.model\.attention='auto|set it to 'auto'"
-    ):
-        value_and_grad(functools.partial(attention, implementation=name), arrays, segments)
-
-
 def test_an_unknown_name_lists_the_known_ones(one_device):
     arrays, segments = problem(4, 2, 32)
     with pytest.raises(ValueError, match="'flash' is not known; set one of auto, blockwise"):

@@ -1,6 +1,7 @@
 """The kernels of GPUs compile for Hopper chips that are not attached."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import pytest
 from abstract_arrays import abstract
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import attention_work, paged_work
+from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, TRAIN, make_mesh
 
@@ -81,3 +83,42 @@ def test_training_attention_compiles(sizes, heads, options):
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 64) / 2 * H / mesh.size
     scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "window"),
+    [(dict(fsdp=2, tensor=4), (28, 4, 128), 0), (dict(fsdp=8), (9, 3, 64), 1024)],
+)
+def test_training_attention_of_cudnn_compiles(sizes, heads, window):
+    """Its calls, that is: neither cuDNN nor what it takes is looked at."""
+    N, K, H = heads
+    B, T = 2 * sizes["fsdp"], 4096
+    mesh = make_mesh(topology("h100:8").devices, **sizes)
+    with jax.set_mesh(mesh):
+        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, TRAIN.spec("batch", None, "heads"))
+        k = abstract(mesh, (B, T, K, H), jnp.bfloat16, TRAIN.spec("batch", None, "kv_heads"))
+        rows = abstract(mesh, (B, T), jnp.int32, TRAIN.spec("batch"))
+
+        def loss(q, k, v, segments):
+            how = dict(implementation="cudnn", window=window, softcap=None, scale=H**-0.5)
+            out = attention(q, k, v, segments=segments, rules=TRAIN, **how)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows).compile()
+    text = compiled.as_text()
+    n = sizes.get("tensor", 1)
+    q, k = (2, T, N // n, H), (2, T, K // n, H)  # of a device
+    M = slots_per_row(q, k)
+    calls = re.findall(
+        r'target="__cudnn\$fmha(\w+)", operand_layout_constraints={(.*?)}, api', text
+    )
+    assert [name for name, _ in calls] == ["Softmax", "SoftmaxBackward"]
+    for _, operands in calls:  # rows as they lie; lengths and places of queries and of keys
+        shapes = ("bf16[{},{},{},{}]".format(*q), f"s32[2,{M}]", f"s32[2,{M + 1}]")
+        assert [operands.count(shape) for shape in shapes[1:]] == [2, 2] and shapes[0] in operands
+    assert f"{T},{T}]" not in text
+    cost = program_cost(text, lambda loop: 1.0, functools.partial(cudnn_work, keys=T / 2))
+    assert cost.total_flops == (2 + 5) * 2 * B * N * T * T / 2 * H / mesh.size
+    workspace = 2 * M * slot_bytes(q, k)
+    kept = compiled.memory_analysis().temp_size_in_bytes - workspace
+    assert workspace <= SLOT_BYTES and 0 < kept < 4 * B * N * T * T / mesh.size / 8  # of the scores

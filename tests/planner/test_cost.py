@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.planner.cost import group, program_cost
 from jaxrl.planner.hlo import parse
-from jaxrl.planner.kernels import attention_work, paged_work
+from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 
 FLOAT = 4
 
@@ -264,6 +264,21 @@ def test_training_attention_of_gpus_is_counted(name, products, operands, results
     assert cost.flops == {"bf16": products * 2 * visits * 64 * 64 * H}
     # two blocks anew in each: of keys and values, or of queries and gradients
     assert cost.bytes_accessed - blind.bytes_accessed == visits * 2 * 64 * H * 2
+
+
+@pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("bwd", 5)])
+def test_attention_of_cudnn_is_counted(name, products):
+    B, T, N, H = 2, 1024, 8, 64
+    q, lengths = f"bf16[{B},{T},{N},{H}]{{3,2,1,0}}", f"s32[{B},4]{{1,0}}"
+    text = kernel_of_gpu(f"cudnn_attention_{name}", q, [q, q, q, lengths, lengths])
+    blind = program_cost(text)
+    cost = program_cost(text, kernels=functools.partial(cudnn_work, keys=256.0))
+    assert cost.flops == {"bf16": products * 2 * B * N * T * 256 * H}
+    whole = program_cost(text, kernels=functools.partial(cudnn_work, keys=1000.0))
+    assert whole.flops == {
+        "bf16": products * 2 * B * N * T * 512 * H
+    }  # no more than half of the row
+    assert cost.bytes_accessed == blind.bytes_accessed
 
 
 def test_attention_over_pages_of_gpus_reads_the_pages_of_its_rows():

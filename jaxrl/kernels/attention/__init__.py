@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blockwise import attention_blockwise
+from jaxrl.kernels.attention.cudnn import attention_cudnn
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton, why_not_triton
@@ -15,13 +16,10 @@ from sharding import Rules
 
 BUILT = {
     "blockwise": attention_blockwise,
+    "cudnn": attention_cudnn,
     "reference": attention_reference,
     "splash": attention_splash,
     "triton": attention_triton,
-}
-PLANNED = {
-    "mosaic_gpu": "the Pallas Mosaic kernel for Hopper GPUs",
-    "cudnn": "fused attention of cuDNN for GPUs",
 }
 DEFAULTS = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),
@@ -59,7 +57,7 @@ def attention(
         reason = f"plain XLA, because 'triton' does not take {why}"
         defaults = defaults | {"gpu": ("blockwise", reason)}
     attend = choose(
-        "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=defaults
+        "config.model.attention", implementation, built=BUILT, planned={}, defaults=defaults
     )
     inside = rules.whole_rows()
     k, v = (_one_for_each(x, q.shape[2], rules) for x in (k, v))

@@ -9,7 +9,7 @@ from jaxrl.kernels.ring_attention.reference import ring_reference
 from sharding import Rules
 
 BUILT = {"blockwise": ring_blockwise, "reference": ring_reference}
-PLANNED = {name: "as a step of the ring" for name in ("splash", "mosaic_gpu", "triton", "cudnn")}
+PLANNED = {name: "as a step of the ring" for name in ("splash", "triton", "cudnn")}
 DEFAULTS = {name: ("blockwise", "the one ring that is built") for name in ("cpu", "gpu", "tpu")}
 
 

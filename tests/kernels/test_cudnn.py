@@ -1,0 +1,287 @@
+"""Packed attention by cuDNN: what its calls are given and what is made of their results, by a twin in numpy that
+follows their contract. The calls themselves run on GPUs alone:
+
+    JAX_PLATFORMS=cuda,cpu pytest tests/kernels/test_cudnn.py -k on_a_gpu
+"""
+
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as private
+
+from jaxrl.kernels.attention import attention, cudnn
+from jaxrl.kernels.attention.cudnn import How, attention_cudnn
+from sharding import Rules
+
+RULES = Rules()
+B, T = 3, 40
+
+
+def packings(n: int) -> list[np.ndarray]:
+    """Rows of segments with gaps between some: first a full row, one without a segment, one of single tokens."""
+    rng = np.random.default_rng(0)
+    numbers = [np.where(rng.random(T) < 0.7, np.arange(1, T + 1), 0) for _ in range(n * B)]
+    rows = [np.repeat(row, rng.integers(1, rng.integers(3, 20), T))[:T] for row in numbers]
+    rows[:3] = [np.full(T, 7), np.zeros(T), np.arange(1, T + 1)]
+    return list(np.reshape(rows, (n, B, T)).astype(np.int32))
+
+
+def pieces(q, k, places):
+    """(slot, what it has of an array like q, and of one like k) of every slot with a segment, as slices of the flat
+    arrays."""
+    q_lens, k_lens, q_starts, k_starts = (x.reshape(-1) for x in places)
+    assert np.all(
+        np.diff((q_lens > 0).astype(int)) <= 0
+    )  # an empty slot is before none with a segment
+    assert np.all(np.diff(q_starts) >= 0) and q_starts[-1] == q.size and k_starts[-1] == k.size
+    assert len(q_starts) == len(k_starts) == len(q_lens) + B  # as JAX has it; cuDNN reads one more
+    for slot in np.flatnonzero(q_lens):
+        own = q_starts[slot] + np.arange(q_lens[slot] * q.shape[2] * q.shape[3])
+        seen = k_starts[slot] + np.arange(k_lens[slot] * k.shape[2] * k.shape[3])
+        yield slot, own, seen
+
+
+def tokens(x, piece):
+    """[L, heads, H]"""
+    return x.reshape(-1)[piece].reshape(-1, *x.shape[2:])
+
+
+def weights(how: How, q, k, norm=None):
+    """(softmax [N, L, L] of one segment, the logs of its sums [N, L])."""
+    L, G = len(q), q.shape[1] // k.shape[1]
+    scores = np.einsum("TNH,SNH->NTS", q, np.repeat(k, G, 1)) * how.scale
+    ago = np.arange(L)[:, None] - np.arange(L)
+    scores = np.where((ago >= 0) & (ago < (how.window or L)), scores, -np.inf)
+    norm = np.log(np.sum(np.exp(scores), axis=-1)) if norm is None else norm
+    return np.exp(scores - norm[..., None]), norm
+
+
+def twin_forward(how: How, q, k, v, places):
+    out = np.full(q.shape, np.nan, q.dtype)
+    norm = np.full((places[0].size, q.shape[2], T), np.nan, np.float32)
+    for slot, own, seen in pieces(q, k, places):
+        p, norms = weights(how, tokens(q, own), tokens(k, seen))
+        G = q.shape[2] // k.shape[2]
+        mixed = np.einsum("NTS,SNH->TNH", p, np.repeat(tokens(v, seen), G, 1))
+        out.reshape(-1)[own], norm[slot, :, : norms.shape[1]] = mixed.reshape(-1), norms
+    return out, norm
+
+
+def twin_backward(how: How, q, k, v, norm, do, out, places):
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    G = q.shape[2] // k.shape[2]
+    for slot, own, seen in pieces(q, k, places):
+        one_q, one_do, one_out = (tokens(x, own) for x in (q, do, out))
+        one_k, one_v = (tokens(x, seen) for x in (k, v))
+        p, _ = weights(how, one_q, one_k, norm[slot, :, : len(one_q)])
+        dp = np.einsum("TNH,SNH->NTS", one_do, np.repeat(one_v, G, 1))
+        ds = p * (dp - np.einsum("TNH,TNH->NT", one_do, one_out)[..., None]) * how.scale
+        dq.reshape(-1)[own] = np.einsum("NTS,SNH->TNH", ds, np.repeat(one_k, G, 1)).reshape(-1)
+        for to, by, x in ((dk, ds, one_q), (dv, p, one_do)):
+            shared = np.einsum("NTS,TNH->SNH", by, x).reshape(len(x), -1, G, x.shape[-1])
+            to.reshape(-1)[seen] = shared.sum(2).reshape(-1)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """cuDNN's calls by numpy; room for two segments of a row in each."""
+
+    def call(twin, how, like, *args):
+        def in_numpy(*args):
+            return twin(how, *jax.tree.map(np.asarray, args))
+
+        return list(jax.pure_callback(in_numpy, like, *args))
+
+    def forward(how, q, k, v, slots, *, with_norm=False):
+        norm = jax.ShapeDtypeStruct((len(slots.starts), q.shape[2], T), jnp.float32)
+        made = call(twin_forward, how, (q, norm), q, k, v, cudnn._places(q, k, slots))
+        return made[: 1 + with_norm]
+
+    def backward(how, q, k, v, norm, do, out, slots):
+        places = cudnn._places(q, k, slots)
+        return call(twin_backward, how, (q, k, v), q, k, v, norm, do, out, places)
+
+    monkeypatch.setattr(cudnn, "forward_call", forward)
+    monkeypatch.setattr(cudnn, "backward_call", backward)
+    monkeypatch.setattr(cudnn, "SLOT_BYTES", 0)
+
+
+def value_and_grads(attend, window: int, scale: float):
+    """f(q, k, v, weight of every output, segments)"""
+
+    def loss(q, k, v, weight, segments):
+        options = dict(softcap=None, scale=scale, rules=RULES)
+        out = attend(q, k, v, segments=segments, window=window, **options)
+        return jnp.sum((out * weight).astype(jnp.float32)), out
+
+    def run(*args):
+        (_, out), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*args)
+        return out, *grads
+
+    return jax.jit(run)
+
+
+def arrays(N, K, H, dtype=jnp.float32, shape=(B, T)):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (*shape, n, H), dtype)
+        for key, n in zip(keys, (N, K, K, N), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 2, 8), 0), ((2, 2, 8), 5)])
+def test_values_and_gradients_equal_the_reference(one_device, twins, heads, window):
+    """Also at padding, of which cuDNN knows nothing: its twin leaves NaN there and wherever a call has no segment."""
+
+    def ours(q, k, v, *, segments, window, scale, **_):
+        return cudnn._local_attention(How(scale, window), q, k, v, segments)
+
+    reference = functools.partial(attention, implementation="reference")
+    want, got = (value_and_grads(f, window, 0.3) for f in (reference, ours))
+    for segments in packings(8):
+        given = (*arrays(*heads), jnp.asarray(segments))
+        for a, b in zip(want(*given), got(*given), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_may_have_more_segments_than_a_call(one_device, twins):
+    """Of the rows of single tokens, two to a call: 120 segments in 20 calls of 2 a row."""
+    seen = []
+
+    def call(slots):
+        seen.append(slots)
+        return [jnp.ones((B, T, 1))]
+
+    q = jnp.zeros((B, T, 1, 8))
+    segments = jnp.tile(jnp.arange(1, T + 1), (B, 1))
+    number, n = cudnn._numbers(segments)
+    assert n == B * T and cudnn.slots_per_row(q.shape, q.shape) == 2
+    np.testing.assert_array_equal(number.reshape(-1), np.arange(B * T))
+    out = cudnn._in_turn(call, q, q, segments, [jax.ShapeDtypeStruct((B, T, 1), jnp.float32)])[0]
+    assert np.all(out == 1)
+
+
+def test_a_call_has_as_many_slots_as_fit():
+    # Of 8,192 tokens, 12 heads of 128 that share 2 of keys: 4 x 128 bytes for dq, 4 for a sum, 2 x 128 for each of dk, dv
+    q, k = (1, 8192, 12, 128), (1, 8192, 2, 128)
+    assert cudnn.slot_bytes(q, k) == 8192 * 12 * 1028  # 96.4 MiB
+    assert cudnn.slot_bytes(q, q) == 8192 * 12 * 516
+    assert cudnn.slots_per_row(q, k) == 5  # in 512 MiB
+    assert cudnn.slots_per_row((2, *q[1:]), (2, *k[1:])) == 2
+    assert cudnn.slots_per_row((1, 65536, 12, 128), (1, 65536, 2, 128)) == 2
+    assert cudnn.slots_per_row((1, 32, 2, 64), (1, 32, 2, 64)) == 32  # a token each
+
+
+def custom_calls(lowered) -> list[tuple[str, dict, str]]:
+    """(target, backend_config, layouts and types) of cuDNN's calls in a lowered program."""
+    found = []
+    for line in lowered.as_text().splitlines():
+        if match := re.search(r'@(__cudnn\S+)\(.*backend_config = "(.*?)", (.*)', line):
+            types = re.sub(r"tensor<\d+xui8>", "workspace", match[3])
+            found.append((match[1], json.loads(match[2].replace(r"\22", '"')), types))
+    return found
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 2, 64), 0), ((3, 3, 128), 100)])
+def test_the_calls_are_those_that_jax_makes_of_packed_rows(monkeypatch, heads, window):
+    """But for the size of the workspace, which XLA puts right."""
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(private, "check_compute_capability", lambda least: True)
+    monkeypatch.setattr(cudnn, "slots_per_row", lambda q, k: 5)
+    N, K, H = heads
+    q, k = (jax.ShapeDtypeStruct((2, 256, n, H), jnp.bfloat16) for n in (N, K))
+    segments, lengths, starts = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (256, 5, 6))
+    how = How(0.125, window)
+
+    def theirs(q, k, v, lengths, starts):
+        return private.dot_product_attention(
+            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, scale=how.scale,
+            mask_type=private.MaskType.PADDING_CAUSAL, sliding_window_length=how.window or None,
+        )  # fmt: skip
+
+    def ours(q, k, v, segments):
+        return cudnn._local_attention(how, q, k, v, segments)
+
+    def calls(attend, *args):
+        def loss(*args):
+            return jnp.sum(attend(*args).astype(jnp.float32))
+
+        return [
+            call
+            for f in (attend, jax.grad(loss, (0, 1, 2)))
+            for call in custom_calls(jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)))
+        ]
+
+    want, got = calls(theirs, q, k, k, lengths, starts), calls(ours, q, k, k, segments)
+    assert [name for name, *_ in got] == [
+        *["__cudnn$fmhaSoftmax"] * 2,
+        "__cudnn$fmhaSoftmaxBackward",
+    ]
+    assert want == got
+
+
+@pytest.mark.parametrize(
+    ("dtype", "H", "options", "said"),
+    [
+        (jnp.float32, 64, dict(), r"float32 \(set config.model.dtype to 'bfloat16'\)"),
+        (jnp.bfloat16, 36, dict(), "heads of width 36, no multiple of 8 up to 256"),
+        (jnp.bfloat16, 264, dict(), "heads of width 264, no multiple"),
+        (jnp.bfloat16, 64, dict(softcap=50.0), r"soft caps \(50\)"),
+        (jnp.bfloat16, 64, dict(window=jnp.int32(8)), "set config.model.layers to 'list'"),
+    ],
+)
+def test_what_it_does_not_take_says_what_to_set(one_device, monkeypatch, dtype, H, options, said):
+    monkeypatch.setattr(cudnn, "check_platform", lambda *_: None)
+    q = jax.ShapeDtypeStruct((1, 64, 2, H), dtype)
+    how = dict(window=0, softcap=None, scale=1.0, rules=RULES) | options
+    with pytest.raises(NotImplementedError, match=f"attention='cudnn' does not take .*{said}"):
+        jax.eval_shape(lambda q, s: attention_cudnn(q, q, q, segments=s, **how), q, segments_of(q))
+
+
+def test_it_counts_in_32_bits(one_device, monkeypatch):
+    monkeypatch.setattr(cudnn, "check_platform", lambda *_: None)
+    q = jax.ShapeDtypeStruct((4, 2**16, 64, 128), jnp.bfloat16)  # 2^31 numbers
+    attend = functools.partial(attention_cudnn, window=0, softcap=None, scale=1.0, rules=RULES)
+    with pytest.raises(
+        NotImplementedError, match=r"2147483648 numbers .*lower config.learner.token"
+    ):
+        jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, segments_of(q))
+
+
+def test_it_runs_on_gpus_alone(one_device):
+    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    attend = functools.partial(attention, implementation="cudnn", window=0, softcap=None, scale=1.0)
+    with pytest.raises(NotImplementedError, match="runs on gpu and these devices are cpu"):
+        jax.eval_shape(lambda q, s: attend(q, q, q, segments=s, rules=RULES), q, segments_of(q))
+
+
+def segments_of(q):
+    return jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+
+
+@pytest.mark.skipif("cuda" not in (jax.config.jax_platforms or ""), reason="no GPU is asked for")
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (12, 2, 128)])
+@pytest.mark.parametrize("slot_bytes", [0, cudnn.SLOT_BYTES])
+def test_on_a_gpu_it_equals_the_reference(one_device, monkeypatch, heads, window, slot_bytes):
+    """On rows with gaps, one without a segment, and with single tokens; in calls of two segments a row, and in one."""
+    monkeypatch.setattr(cudnn, "SLOT_BYTES", slot_bytes)
+    segments = np.zeros((3, 1024), np.int32)
+    segments[0], segments[1, :1] = 1, 1
+    for number, start in enumerate(range(0, 1024, 128)):
+        segments[2, start : start + 128 - 17 * number] = number + 1
+    given = (*arrays(*heads, dtype=jnp.bfloat16, shape=segments.shape), jnp.asarray(segments))
+    want, got = (
+        value_and_grads(functools.partial(attention, implementation=name), window, 0.1)(*given)
+        for name in ("reference", "cudnn")
+    )
+    for a, b in zip(want, got, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)  # both are rounded to bfloat16
+        assert not np.any(b[segments == 0])
