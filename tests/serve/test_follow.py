@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -162,15 +163,17 @@ def test_a_followed_run_answers_with_its_newest_weights(followed, model, alone, 
 
 
 def test_old_weights_are_freed_before_new_ones_come(followed, latest, monkeypatch):
-    engine, place, freed = followed.service.engine, Checkpoints.place, []
+    engine, place, freed, read = followed.service.engine, Checkpoints.place, [], []
 
     def looked(checkpoints, weights):
+        read.append(weakref.ref(weights))
         freed.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(engine._params)))
         return place(checkpoints, weights)
 
     monkeypatch.setattr(Checkpoints, "place", looked)
     serves(followed, latest())
     assert freed == [True]
+    assert [copy() for copy in read] == [None]  # in host memory
 
 
 def test_what_is_under_way_ends_with_the_weights_it_began_with(followed, alone, latest):
