@@ -7,6 +7,7 @@ Any key of a run can be set as well, e.g. --config.rollout.max_num_seqs=64, --co
 """
 
 import argparse
+import functools
 import ipaddress
 import logging
 import os
@@ -38,7 +39,7 @@ from jaxrl.serve.checkpoints import first_step
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.follow import Follower
 from jaxrl.serve.meters import Meters
-from jaxrl.serve.model import open_model
+from jaxrl.serve.model import Model, open_model
 from jaxrl.trainer.folder import run_in
 
 log = logging.getLogger(__name__)
@@ -158,10 +159,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
             options.host,
             KEY_VARIABLE,
         )
-    checkpoints, step, meters = options.checkpoints, None, Meters()
-    if checkpoints is not None:
-        step = first_step(checkpoints, options.step, follow=options.follow)
-    model = open_model(run, max_len=options.max_len, checkpoints=checkpoints, step=step)
+    model, meters = first_model(options, run), Meters()
     most_jobs = run.rollout.max_num_seqs + options.max_waiting
     limits = Limits(
         name=options.name,
@@ -171,7 +169,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         n_choices=most_jobs,
     )
     engine = EngineThread(
-        model.engine, model.params, model.mesh, meters, most_jobs=most_jobs, step=step
+        model.engine, model.params, model.mesh, meters, most_jobs=most_jobs, step=model.step
     )
     follower = None
     if options.follow and model.checkpoints is not None:
@@ -185,6 +183,21 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         api_key=options.api_key,
         timeout_s=options.timeout_s,
     )
+
+
+def first_model(options: argparse.Namespace, run: RunConfig) -> Model:
+    """What is served first. A run that is followed may remove a checkpoint while it is read; there is a newer one then."""
+    open_step = functools.partial(open_model, run, max_len=options.max_len)
+    if (saved := options.checkpoints) is None:
+        return open_step()
+    step = first_step(saved, options.step, follow=options.follow)
+    while True:
+        try:
+            return open_step(checkpoints=saved, step=step)
+        except CheckpointError:
+            failed, step = step, first_step(saved, options.step, follow=options.follow)
+            if step == failed:
+                raise
 
 
 def server(service: Service) -> uvicorn.Server:

@@ -57,6 +57,8 @@ def open_model(
     decoder = dataclasses.replace(policy, heads=("vocab",))
     with Progress() as progress:
         progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
+        if checkpoints is not None:
+            progress.status(f"step {step} of {checkpoints}")
         devices = make_mesh(**dataclasses.asdict(run.mesh))
         with jax.set_mesh(devices):
             layout = rollout_layout(run, decoder, dtype)

@@ -24,7 +24,7 @@ from jaxrl.io.checkpoint import Checkpointer
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params
-from jaxrl.serve.__main__ import main, read
+from jaxrl.serve.__main__ import first_model, main, read
 from jaxrl.serve.answer import Answer
 from jaxrl.serve.checkpoints import Checkpoints
 from jaxrl.serve.model import open_model
@@ -42,7 +42,10 @@ LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True} | IDS}
 
 
 def policy(folder, step, **changes):
-    """The weights of a step: any numbers, of distributions far from uniform."""
+    """The weights of a step: those of the model at first, then any numbers, of distributions far from uniform."""
+    if step == 0:
+        with jax.set_mesh(make_mesh()):
+            return load_model(folder, rules=TRAIN)[1]
     cfg = dataclasses.replace(model_config(folder), **changes)
     with jax.set_mesh(make_mesh()):
         params = init_params(jax.random.key(step), decoder_specs(cfg), TRAIN, jnp.float32)
@@ -139,12 +142,10 @@ def serves(followed, step):
     wait_until(lambda: meter(followed, "jaxrl_weights_step") == step)
 
 
-def test_a_followed_run_answers_with_its_newest_weights(followed, model, alone, latest):
-    answer = followed.client.completions.create(**ASKED, extra_body=IDS)
-    [(tokens, _, _)] = direct(model, [ASKED["prompt"]], max_tokens=20, sampling=GREEDY)
-    assert answer.choices[0].token_ids == tokens
-    assert answer.system_fingerprint == "step-0"  # the run has saved nothing yet
-    said, programs = [answer], []
+def test_a_followed_run_answers_with_its_newest_weights(followed, alone, latest):
+    first = step = followed.service.engine.step  # 0 as long as the run has saved nothing
+    said = [followed.client.completions.create(**ASKED, logprobs=0, extra_body=IDS)]
+    programs = []
     watch = CompileWatch(lambda name, _: programs.append(name))
     for _ in range(2):
         step = latest()
@@ -152,13 +153,14 @@ def test_a_followed_run_answers_with_its_newest_weights(followed, model, alone, 
         # the same prompt, whose pages were kept
         said.append(followed.client.completions.create(**ASKED, logprobs=0, extra_body=IDS))
     watch.detach()
-    assert not {"prefill", "mixed", "decode", "copy_pages"} & set(programs)
-    assert followed.client.models.retrieve("tiny").step == step == 20
-    for i, answer in enumerate(said[1:], 1):
-        tokens, logps = alone(10 * i)
+    ours = ("prefill", "mixed", "decode", "copy_pages")
+    assert not [name for name in programs if any(part in name for part in ours)]
+    assert followed.client.models.retrieve("tiny").step == step == first + 20
+    for i, answer in enumerate(said):
+        tokens, logps = alone(first + 10 * i)
         assert answer.choices[0].token_ids == tokens
         assert answer.choices[0].logprobs.token_logprobs == logps
-        assert answer.system_fingerprint == f"step-{10 * i}"
+        assert answer.system_fingerprint == f"step-{first + 10 * i}"
     assert len({answer.choices[0].text for answer in said}) == 3
 
 
@@ -289,6 +291,26 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_left_out(
     latest()
     serves(followed, step + 20)
     assert f"step {step + 10} is not in" in caplog.text
+
+
+def test_a_run_may_remove_the_checkpoint_that_is_read_first(
+    model_folder, tmp_path, weights, monkeypatch
+):
+    folder, read_checkpoint = new_run(tmp_path / "run", model_folder), Checkpoints.read
+
+    def read_removed(checkpoints, wanted):
+        monkeypatch.setattr(Checkpoints, "read", read_checkpoint)
+        save(folder, 6, weights(6), keep=1)
+        return read_checkpoint(checkpoints, wanted)
+
+    save(folder, 3, weights(3))
+    monkeypatch.setattr("jaxrl.serve.model.PagedEngine.warmup", lambda *_: 0)
+    monkeypatch.setattr(Checkpoints, "read", read_removed)
+    options, run = read(arguments(folder, "--follow"))
+    model = first_model(options, run)
+    assert model.step == 6
+    for made, want in zip(*map(jax.tree.leaves, (model.params, weights(6))), strict=True):
+        np.testing.assert_array_equal(made, want)
 
 
 def test_a_step_of_a_run_is_served_without_its_export(
