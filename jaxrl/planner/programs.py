@@ -395,8 +395,8 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
             return float(math.ceil(_paged_keys(program, lengths) / BLOCK))
         if "ring_attention" in op_name:  # a chunk of keys at a time, of two on each device
             return segment / 2 / BLOCK / (2 * n_time) + 0.5
-        if "cudnn_attention" in op_name:  # its calls are counted as one
-            return 1.0
+        if "cudnn_attention" in op_name:  # the call before the loop is counted with all segments
+            return 0.0
         if "attention" in op_name:
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:

@@ -112,12 +112,13 @@ def test_training_attention_of_cudnn_compiles(sizes, heads, window):
     calls = re.findall(
         r'target="__cudnn\$fmha(\w+)", operand_layout_constraints={(.*?)}, api', text
     )
-    assert [name for name, _ in calls] == ["Softmax", "SoftmaxBackward"]
+    assert [name for name, _ in calls].count("Softmax") == 2  # the first, and those of the loop
+    assert [name for name, _ in calls].count("SoftmaxBackward") == 2
     for _, operands in calls:  # rows as they lie; lengths and places of queries and of keys
         shapes = ("bf16[{},{},{},{}]".format(*q), f"s32[2,{M}]", f"s32[2,{M + 1}]")
         assert [operands.count(shape) for shape in shapes[1:]] == [2, 2] and shapes[0] in operands
     assert f"{T},{T}]" not in text
-    cost = program_cost(text, lambda loop: 1.0, functools.partial(cudnn_work, keys=T / 2))
+    cost = program_cost(text, lambda loop: 0.0, functools.partial(cudnn_work, keys=T / 2))
     assert cost.total_flops == (2 + 5) * 2 * B * N * T * T / 2 * H / mesh.size
     workspace = 2 * M * slot_bytes(q, k)
     kept = compiled.memory_analysis().temp_size_in_bytes - workspace

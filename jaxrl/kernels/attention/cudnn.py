@@ -150,8 +150,9 @@ def _in_turn(call, q, k, segments, like) -> list[jax.Array]:
         ]
 
     with jax.named_scope("cudnn_attention"):
-        turns = -(-n_segments // n_slots)
-        return jax.lax.fori_loop(0, turns, turn, [jnp.zeros(x.shape, x.dtype) for x in like])
+        # The first turn is no part of the loop: XLA would make the zeros of all layers' loops ahead of their time.
+        first = turn(0, [jnp.zeros(x.shape, x.dtype) for x in like])
+        return jax.lax.fori_loop(1, -(-n_segments // n_slots), turn, first)
 
 
 def slots_per_row(q: tuple[int, ...], k: tuple[int, ...]) -> int:
