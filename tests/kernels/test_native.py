@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels import native
+from jaxrl.kernels.attention import blocks
 from jaxrl.kernels.few_rows import product
 from sharding import make_mesh
 
@@ -34,26 +35,68 @@ def test_few_rows_give_the_bits_of_many(kernels, n_in, n_out):
         np.testing.assert_array_equal(few, many[:n_rows])
 
 
-@pytest.mark.parametrize(("M", "H"), [(3, 64), (2, 16), (5, 80), (40, 128)])
-def test_pages_are_read_in_place_and_give_the_bits_of_products(kernels, M, H):
-    B, K, page_len, offset = 4, 2, 128, 64
-    q, weights = normal(B, K, M, H), normal(B, K, M, 64)
-    k_pages, v_pages = normal(7, K, page_len, H), normal(8, K, page_len, H)[:7]
-    pages = np.array([5, -1, 0, 6], np.int32)
-    k, v = (p[np.maximum(pages, 0), :, offset : offset + 64] for p in (k_pages, v_pages))
-    live = (pages >= 0)[:, None, None, None]
+def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
+    """Attention over the blocks of gathered pages, as in training."""
+    k, v = (np.concatenate(list(np.swapaxes(p[table], 0, 1)), axis=2) for p in (k_pages, v_pages))
+    H = q.shape[3]
 
     @jax.jit
-    def products(q, k, weights, v):
-        wide = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % 64),))  # as attention/blocks.py asks for
-        scores = jnp.einsum("BKMH,BKSH->BKMS", q, k)
-        return scores, jnp.einsum("BKMS,BKSH->BKMH", weights, wide)[..., :H]
+    def run(q, k, v):
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % blocks.BLOCK),))
 
-    scores, mixed = products(q, k, weights, v)
-    got = jax.jit(native.page_scores)(q, k_pages, pages, np.int32(offset))
-    np.testing.assert_array_equal(got, np.where(live, scores, 0))
-    got = jax.jit(native.page_mix)(weights, v_pages, pages, np.int32(offset))
-    np.testing.assert_array_equal(got, np.where(live, mixed, 0))
+        def add(j, state):
+            k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * 64, 64, 2) for x in (k, v))
+            key = j * 64 + np.arange(64)
+            seen = ((key >= first[..., None]) & (key <= last[..., None]))[:, None]
+            return blocks.add_block(state, q, k_block, v_block, seen, scale=scale, softcap=None)
+
+        state = jax.lax.fori_loop(
+            0, k.shape[2] // 64, add, blocks.start(q.shape[:3], H + -H % blocks.BLOCK)
+        )
+        return state.replace(mixed=state.mixed[..., :H])
+
+    return run(q, k, v)
+
+
+@pytest.mark.parametrize(("M", "H"), [(3, 64), (2, 16), (5, 80), (12, 32), (40, 128)])
+def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, M, H):
+    B, K, page_len = 5, 2, 128
+    q = normal(B, K, M, H)
+    k_pages, v_pages = normal(9, K, page_len, H), normal(10, K, page_len, H)[:9]
+    table = np.array([[5, 1, 7], [2, 0, 0], [0, 0, 0], [5, 6, 8], [3, 4, 0]], np.int32)
+    ends = np.array([383, 64, -1, 200, 130])[:, None]  # one has ended, two share a page
+    last = np.where(ends < 0, -1, ends - np.arange(M)[::-1] % 60).astype(np.int32)
+    first = np.array([0, 0, 0, 70, 129])[:, None] * np.ones((1, M), np.int32)  # windows
+    first = np.minimum(first, np.maximum(last, 0)).astype(np.int32)
+    where = (table, first, last, 0.3)
+    got = jax.jit(native.paged_attention, static_argnums=6)(q, k_pages, v_pages, *where)
+    want = state_by_xla(q, k_pages, v_pages, *where)
+    live = last >= 0
+    for mine, xla in ((got.top, want.top), (got.total, want.total), (got.mixed, want.mixed)):
+        mine, xla = (np.moveaxis(np.asarray(x), 1, 2) for x in (mine, xla))  # [B, M, K, ...]
+        np.testing.assert_array_equal(mine[live], xla[live])
+    assert np.all(np.asarray(got.top).swapaxes(1, 2)[~live] == np.float32(blocks.MASKED))
+    assert not np.asarray(got.total).swapaxes(1, 2)[~live].any()
+
+
+def test_the_exponential_is_that_of_xla(kernels):
+    """Weights of scores from the largest down to -110, where they are 0, each seen apart by values that are one-hot."""
+    B, H = 2048, 64
+    keys = np.zeros((B, 1, 64, H), np.float32)
+    keys[..., 0] = -np.random.default_rng(0).random((B, 1, 64), np.float32) * np.linspace(
+        0.01, 110, B, dtype=np.float32
+    ).reshape(B, 1, 1)
+    q = np.zeros((B, 1, 1, H), np.float32)
+    q[..., 0] = 1
+    values = np.broadcast_to(np.eye(64, dtype=np.float32), (B, 1, 64, H))
+    table = np.arange(B, dtype=np.int32)[:, None]
+    last, first = np.full((B, 1), 63, np.int32), np.zeros((B, 1), np.int32)
+    attend = jax.jit(native.paged_attention, static_argnums=6)
+    got = attend(q, keys, values, table, first, last, 1.0).mixed[:, 0, 0]
+    scores = keys[:, 0, :, 0]
+    want = jax.jit(jnp.exp)(scores - scores.max(axis=-1, keepdims=True))
+    np.testing.assert_array_equal(got, want)
+    assert 0 < np.sum(want == 0) < want.size / 2
 
 
 def test_where_xla_adds_up_otherwise_it_keeps_the_product(kernels):

@@ -12,7 +12,6 @@ in a packed row or in pages, so that both give the same bits on CPU. What that t
 Flash attention, https://arxiv.org/abs/2205.14135, algorithm 1. M query rows, H head dim, W value width.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,17 +51,6 @@ def add_block(
 ) -> Softmax:
     """Takes one block of keys into the mean."""
     scores = block_scores(q, k, scale=scale, softcap=softcap)
-    return add_scores(state, scores, seen, mix=lambda weights: product(weights, v))
-
-
-def add_scores(
-    state: Softmax,
-    scores: Float[Array, "*B M S"],
-    seen: Bool[Array, "*#B M S"],
-    *,
-    mix: Callable[[jax.Array], jax.Array],
-) -> Softmax:
-    """`add_block` of the scores of a block; `mix` gives the sum of its values by weight."""
     scores = settle(jnp.where(seen, scores, MASKED))
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     weights = settle(jnp.exp(scores - top[..., None]))
@@ -70,7 +58,7 @@ def add_scores(
     return Softmax(
         top=top,
         total=settle(state.total * keep) + row_sum(weights),
-        mixed=settle(state.mixed * keep[..., None]) + mix(weights),
+        mixed=settle(state.mixed * keep[..., None]) + product(weights, v),
     )
 
 

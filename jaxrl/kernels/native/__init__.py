@@ -13,22 +13,22 @@ import pathlib
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, pad_axis, product
+from jaxrl.kernels.attention.blocks import BLOCK, Softmax, add_block, pad_axis, start
 from jaxrl.kernels.quantized import Quantized
 from sharding import target_platform
 
 log = logging.getLogger(__name__)
 
 SOURCE = pathlib.Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
-HANDLERS = ("few_rows", "page_scores", "page_mix")
+FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fPIC", "-shared")
+HANDLERS = ("few_rows", "paged_attention")
 MAX_ROWS = 64
 MAX_HEAD_DIM = 256
 
@@ -64,12 +64,11 @@ def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"]) -> bool:
 
 def few_rows(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
     """x wᵀ of float32, for at most MAX_ROWS rows."""
-    return _call("few_rows", (x.shape[0], w.shape[0]), x, w)
+    return _call("few_rows", [(x.shape[0], w.shape[0])], x, w)[0]
 
 
 def reads_pages(q: Float[Array, "B K M H"], pages: jax.Array | Quantized) -> bool:
-    """Whether the two kernels below take these queries, as many as those of one token a sequence, and
-    pages [P, K, page, H]."""
+    """Whether `paged_attention` takes these queries, of one or a few tokens a sequence, and pages [P, K, page, H]."""
     H = pages.shape[3]
     return (
         target_platform() == "cpu"
@@ -82,29 +81,26 @@ def reads_pages(q: Float[Array, "B K M H"], pages: jax.Array | Quantized) -> boo
     )
 
 
-def page_scores(
+def paged_attention(
     q: Float[Array, "B K M H"],
     k_pages: Float[Array, "P K page H"],
-    pages: Int[Array, "B"],
-    offset: Int[Array, ""],
-) -> Float[Array, "B K M S"]:
-    """q kᵀ with the BLOCK keys from `offset` on in a page of each sequence; zeros where its page is -1."""
-    return _call("page_scores", (*q.shape[:3], BLOCK), q, k_pages, pages, offset)
-
-
-def page_mix(
-    weights: Float[Array, "B K M S"],
     v_pages: Float[Array, "P K page H"],
-    pages: Int[Array, "B"],
-    offset: Int[Array, ""],
-) -> Float[Array, "B K M H"]:
-    """The sum of the values of those keys by weight."""
-    shape = (*weights.shape[:3], v_pages.shape[3])
-    return _call("page_mix", shape, weights, v_pages, pages, offset)
+    page_table: Int[Array, "B C"],
+    first: Int[Array, "B M"],
+    last: Int[Array, "B M"],
+    scale: float,
+) -> Softmax:
+    """The mean of the values at positions first..last of each sequence's pages by softmax(q kᵀ * scale), to be
+    finished; of a row whose last is -1 as at its start."""
+    args = q, k_pages, v_pages, page_table, first, last, jnp.float32(scale)
+    shapes = q.shape[:3], q.shape[:3], q.shape
+    top, total, mixed = _call("paged_attention", shapes, *args)
+    return Softmax(top=top, total=total, mixed=mixed)
 
 
-def _call(name: str, shape: tuple[int, ...], *args: jax.Array) -> jax.Array:
-    return jax.ffi.ffi_call(f"jaxrl_{name}", jax.ShapeDtypeStruct(shape, jnp.float32))(*args)
+def _call(name: str, shapes: Sequence[tuple[int, ...]], *args: jax.Array) -> Sequence[jax.Array]:
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.ffi.ffi_call(f"jaxrl_{name}", results)(*args)
 
 
 def _compiled() -> pathlib.Path:
@@ -145,17 +141,36 @@ def _product_agrees(n_out: int, n_in: int) -> bool:
 
 @functools.cache
 def _pages_agree(M: int, H: int) -> bool:
-    """Likewise the products of attention, as training forms them (attention/blocks.py)."""
-    q, weights, block = _numbers(1, 1, M, H), _numbers(1, 1, M, BLOCK), _numbers(1, 1, BLOCK, H)
-    where = np.zeros(1, np.int32), np.int32(0)
+    """Likewise attention over blocks of keys, as training forms it (attention/blocks.py)."""
+    n_keys = 3 * BLOCK
+    q, k, v = (_numbers(1, 1, n, H) for n in (M, n_keys, n_keys))
+    last = np.arange(n_keys - M, n_keys, dtype=np.int32)[None]
+    first, table = np.zeros_like(last), np.zeros((1, 1), np.int32)
+    scale = 8.0  # weights of all sizes
 
-    def mix(weights, block):
-        return product(weights, pad_axis(block, 3, BLOCK))[..., :H]
+    def by_xla(q, k, v):
+        v = pad_axis(v, 3, BLOCK)
 
-    scores = functools.partial(product, transpose_b=True)
-    return _agree(page_scores, scores, (q, block, *where), (q, block)) and _agree(
-        page_mix, mix, (weights, block, *where), (weights, block)
-    )
+        def add(j, state):
+            k_block, v_block = (
+                jax.lax.dynamic_slice_in_dim(x, j * BLOCK, BLOCK, 2) for x in (k, v)
+            )
+            seen = j * BLOCK + np.arange(BLOCK) <= last[:, None, :, None]
+            return add_block(state, q, k_block, v_block, seen, scale=scale, softcap=None)
+
+        state = start(q.shape[:3], H + -H % BLOCK)
+        state = jax.lax.fori_loop(0, n_keys // BLOCK, add, state)
+        return _joined(state.top, state.total, state.mixed[..., :H])
+
+    def ours(q, k, v, table, first, last):
+        state = paged_attention(q, k, v, table, first, last, scale)
+        return _joined(state.top, state.total, state.mixed)
+
+    return _agree(ours, by_xla, (q, k, v, table, first, last), (q, k, v))
+
+
+def _joined(*parts: jax.Array) -> Float[Array, "n"]:
+    return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def _agree(kernel: Callable, by_xla: Callable, args: tuple, xla_args: tuple) -> bool:

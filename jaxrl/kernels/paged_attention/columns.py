@@ -13,15 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels import native
-from jaxrl.kernels.attention.blocks import (
-    BLOCK,
-    add_block,
-    add_scores,
-    finish,
-    pad_axis,
-    scaled,
-    start,
-)
+from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
 from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import unpacked
@@ -65,32 +57,26 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
     if T * G == 1:  # a product with one row takes another path on CPU
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
     M = rows.shape[2]
-    in_place = native.reads_pages(rows, k_pages)
 
     last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
     first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
-    low = jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK
-    high = jnp.max(last) // BLOCK + 1
+    if softcap is None and native.reads_pages(rows, k_pages):
+        state = native.paged_attention(rows, k_pages, v_pages, page_table, first, last, scale)
+    else:
+        low = jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK
+        high = jnp.max(last) // BLOCK + 1
 
-    def column(j, state):
-        page, offset = j * BLOCK // page_len, j * BLOCK % page_len
-        pages = lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
-        key = j * BLOCK + jnp.arange(BLOCK)
-        seen = (key >= first[..., None]) & (key <= last[..., None])
-        if in_place:  # only of rows that see some of the block
-            where = jnp.where(jnp.any(seen, axis=(1, 2)), pages, -1), jnp.asarray(offset, jnp.int32)
-            scores = native.page_scores(rows, k_pages, *where)
-            scores = scaled(scores, scale=scale, softcap=softcap)
-            mix = functools.partial(
-                native.page_mix, v_pages=v_pages, pages=where[0], offset=where[1]
-            )
-            return add_scores(state, scores, seen[:, None], mix=mix)
-        k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
-        v = pad_axis(v, 3, BLOCK)
-        return add_block(state, rows, k, v, seen[:, None], scale=scale, softcap=softcap)
+        def column(j, state):
+            page, offset = j * BLOCK // page_len, j * BLOCK % page_len
+            pages = lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
+            key = j * BLOCK + jnp.arange(BLOCK)
+            seen = (key >= first[..., None]) & (key <= last[..., None])
+            k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
+            v = pad_axis(v, 3, BLOCK)
+            return add_block(state, rows, k, v, seen[:, None], scale=scale, softcap=softcap)
 
-    state = start((B, K, M), H if in_place else H + -H % BLOCK)
-    out, _ = finish(lax.fori_loop(low, high, column, state))
+        state = lax.fori_loop(low, high, column, start((B, K, M), H + -H % BLOCK))
+    out, _ = finish(state)
     out = out[:, :, : T * G, :H].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T, N, H).astype(q.dtype)
 
