@@ -9,6 +9,8 @@ from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Attend, Decoder
 from sharding import Rules
 
+ONE_TOKEN = "rows_of_one_token"  # scope of their attention, by which the planner tells it from that of prompts
+
 
 def forward_paged(
     model: Decoder,
@@ -89,21 +91,22 @@ def _attend_pages(
             k_pages, v_pages = write_pages(
                 k_pages, v_pages, keys, values, table + first, places, rules=rules
             )
-        outs = [
-            paged_attention(
-                own,
-                k_pages,
-                v_pages,
-                page_table=table + first,
-                positions=places,
-                window=window,
-                softcap=cfg.attn_softcap,
-                scale=cfg.scale,
-                rules=rules,
-                implementation=implementation,
-            )
-            for (table, places), own in zip(groups, parts(q, "heads"), strict=True)
-        ]
+        outs = []
+        for (table, places), own in zip(groups, parts(q, "heads"), strict=True):
+            with jax.named_scope(ONE_TOKEN if places.shape[1] == 1 else "rows"):
+                out = paged_attention(
+                    own,
+                    k_pages,
+                    v_pages,
+                    page_table=table + first,
+                    positions=places,
+                    window=window,
+                    softcap=cfg.attn_softcap,
+                    scale=cfg.scale,
+                    rules=rules,
+                    implementation=implementation,
+                )
+            outs.append(out)
         if ends:
             outs = [
                 lay(out, (1, p.size), "heads") for out, (_, p) in zip(outs, groups, strict=True)

@@ -24,7 +24,7 @@ from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
 PHASES = {
-    "rollout": ("reshard", "prefill", "copy_pages", "decode"),
+    "rollout": ("reshard", "prefill", "mixed", "copy_pages", "decode"),
     "scoring": ("reward_model", "reshard_score", "score", "reference", "values"),
     "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply"),
 }
@@ -241,12 +241,21 @@ def calls_per_step(
         of_values[name] = learns.get(name, its)
     of_engine = {}
     if (engine := parts.engine) is not None:
-        prompt_tokens = cfg.data.prompts_per_step * lengths.prompt / parts.n_replicas
+        prompts = cfg.data.prompts_per_step / parts.n_replicas
+        steps = math.ceil(total / (sequences * parts.n_replicas)) * lengths.response
+        rows, n = engine.prefill_buckets[-1], cfg.rollout.n
+        beside = 0
+        if engine.mixes:
+            of_prompt = math.ceil((lengths.prompt - 1) / engine.row_len)
+            beside = min(mixed_dispatches(prompts, n, sequences, of_prompt, rows), steps)
         of_engine = {
             "reshard": 1,
-            "prefill": math.ceil(prompt_tokens / (engine.prefill_buckets[-1] * engine.row_len)),
+            "prefill": max(
+                math.ceil(prompts * lengths.prompt / (rows * engine.row_len)) - beside, 0
+            ),
+            "mixed": beside,
             "copy_pages": 0,
-            "decode": math.ceil(total / (sequences * parts.n_replicas)) * lengths.response,
+            "decode": steps - beside,
         }
     of_learner = {
         "reshard_score": 1,
@@ -257,6 +266,19 @@ def calls_per_step(
         "apply": cfg.updates_per_step,
     }
     return of_engine | of_learner | of_values
+
+
+def mixed_dispatches(
+    prompts: int | float, n: int, sequences: int, prompt_rows: int, dispatch_rows: int
+) -> int:
+    """Dispatches that compute keys of a replica's `prompts`, of `n` samples each, beside a step.
+
+    The first `sequences` start where nobody decodes. Then slots come free a 32nd at a time, and as many prompts come
+    together as their samples fill these, one at least. Of their rows those run beside steps that fill a dispatch.
+    """
+    together = max(sequences // 32 // n, 1)
+    late = max(prompts - sequences / n, 0)
+    return int(late / together) * (together * prompt_rows // dispatch_rows)
 
 
 def _tokens(parts: Parts, lengths: Lengths, phase: str) -> float:

@@ -25,6 +25,7 @@ from jaxrl.learner.step import joined_batches, make_score, make_update, make_val
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.paged import ONE_TOKEN
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
@@ -226,10 +227,9 @@ def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int
     if copied:
         lower["reshard"] = functools.partial(layout.lower, params)
         holds["reshard"] = ("rollout_copied",)
-    held = ("rollout_aliased",)
-    for name, own in {"prefill": held, "copy_pages": (), "decode": held}.items():
+    for name in ("prefill", *("mixed",) * engine.mixes, "copy_pages", "decode"):
         lower[name] = functools.partial(engine_program, name)
-        holds[name] = (*own, "kv")
+        holds[name] = ("kv",) if name == "copy_pages" else ("rollout_aliased", "kv")
     return dataclasses.replace(
         parts,
         engine=engine,
@@ -392,7 +392,7 @@ def loop_trips(program: str, parts: Parts, lengths: Lengths) -> Callable[[str], 
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:
-            return float(math.ceil(_paged_keys(program, lengths) / BLOCK))
+            return float(math.ceil(_paged_keys(program, op_name, lengths) / BLOCK))
         if "ring_attention" in op_name:  # a chunk of keys at a time, of two on each device
             return segment / 2 / BLOCK / (2 * n_time) + 0.5
         if "cudnn_attention" in op_name:  # the call before the loop is counted with all segments
@@ -413,7 +413,7 @@ def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
     """What kernels do for sequences of `lengths`: in training a query sees half of its segment."""
 
     def work(op_name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> Work | None:
-        paged = paged_work(op_name, operands, results, keys=_paged_keys(program, lengths))
+        paged = paged_work(op_name, operands, results, keys=_paged_keys(program, op_name, lengths))
         keys = _segment(program, parts, lengths) / 2
         packed = attention_work(op_name, operands, results, keys=keys)
         return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
@@ -421,9 +421,10 @@ def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
     return work
 
 
-def _paged_keys(program: str, lengths: Lengths) -> float:
-    """Keys that a row sees in its pages: those of half the response in decode, of half the prompt in prefill."""
-    return lengths.prompt + lengths.response / 2 if program == "decode" else lengths.prompt / 2
+def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
+    """Keys that a row sees in its pages: those of half the response where it decodes, of half the prompt elsewhere."""
+    decodes = program == "decode" or ONE_TOKEN in op_name  # drafts are tokens of one row
+    return lengths.prompt + lengths.response / 2 if decodes else lengths.prompt / 2
 
 
 def _segment(program: str, parts: Parts, lengths: Lengths) -> int:

@@ -130,7 +130,8 @@ class PagedEngine:
         """Compiles the programs of all buckets by running each on padding. Returns their number."""
         for n in self.prefill_buckets:
             self._fill_rows(params, [], n)
-        self._mixed_rows(params, [], [])
+        if self.mixes:
+            self._mixed_rows(params, [], [])
         self._copy_rows([])
         for n in self.batch_buckets:
             self._decode_rows(params, [], n, n_steps=0, leave_at=0)
@@ -160,6 +161,13 @@ class PagedEngine:
     def n_programs(self) -> int:
         """Programs compiled so far: it stops growing after `warmup`."""
         return len(self._shapes)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prompts may be computed beside a step: those of all slots together fill a dispatch, and are found
+        where a part of them is computed first."""
+        rows = self.rollout.max_num_seqs * -(-(self.max_len - 1) // self.row_len)
+        return self.rollout.prefix_cache and rows >= self.prefill_buckets[-1]
 
     @property
     def n_replicas(self) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from tiny_run import TINY, run
 
@@ -25,12 +26,16 @@ from jaxrl.planner.plan import (
     link_seconds,
     live_bytes,
     make_plan,
+    mixed_dispatches,
     seconds,
 )
 from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, Lengths, run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
+from jaxrl.rollout.api import Request
+from jaxrl.rollout.pages import PagePool
+from jaxrl.rollout.scheduler import Scheduler
 from sharding import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -55,9 +60,9 @@ def plan() -> Plan:
 def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     found = json.loads(json.dumps(plan.json()))
     assert tuple(found) == JSON_KEYS
-    assert set(found["programs"]) == {
-        "accumulate", "apply", "score", "reference", "reshard", "prefill", "copy_pages", "decode",
-    }  # fmt: skip
+    assert list(found["programs"]) == [
+        "accumulate", "apply", "score", "reference", "reshard", "prefill", "mixed", "copy_pages", "decode",
+    ]  # fmt: skip
     assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
     assert set(found["phases"]) == {"rollout", "scoring", "update"}
     assert found["fits"] and found["expected_step_s"] > 0
@@ -146,7 +151,7 @@ def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
     assert round(opt / ref, 3) == 2
     assert saved == {
         "accumulate": 3, "apply": 1, "score": 3, "reference": 2, "reshard": 3,
-        "prefill": 3, "copy_pages": 3, "decode": 3,
+        "prefill": 3, "mixed": 3, "copy_pages": 3, "decode": 3,
     }  # fmt: skip
 
 
@@ -297,6 +302,77 @@ def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan
     # Backward does not need the last product of a layer again.
     assert 0.9 * (products + attention) <= flops <= products + attention
     assert flops > 3 * plan.programs["score"].cost.total_flops
+
+
+def test_prompts_beside_a_step_are_the_work_of_both(plan):
+    prefill, mixed, decode = (plan.programs[name] for name in ("prefill", "mixed", "decode"))
+    # rows of prompts see 32 of 64 tokens, a block of 64 keys; those that decode 64 and 32 more, two blocks
+    work = prefill.cost.total_flops, decode.cost.total_flops
+    assert mixed.cost.total_flops == sum(work) and work[0] > work[1]
+    assert mixed.holds == decode.holds
+    assert mixed.argument_bytes >= max(prefill.argument_bytes, decode.argument_bytes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(rollout__prefix_cache=False),  # a part of a prompt would not be found again
+        dict(
+            rollout__max_num_seqs=3
+        ),  # 3 sequences have 127 keys at most, 2 rows each; a dispatch 8
+    ],
+)
+def test_a_run_that_never_mixes_has_no_program_for_it(changes, plan):
+    cfg = run(**changes)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        calls = calls_per_step(cfg, parts, 3, Lengths(10_000, 64))
+    assert set(parts.lower) == set(plan.programs) - {"mixed"}
+    assert calls["mixed"] == 0 and calls["prefill"] > 0
+
+
+def test_dispatches_that_mix_are_taken_from_both_counts():
+    # Of the 2 prompts of a replica, of 4 samples each, 1 starts alone: its 4 sequences are all that run. The
+    # other has 799 keys in 13 rows, of which 8 fill a dispatch. In all 1,600 tokens in dispatches of 512: 4.
+    cfg = run()
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        calls = calls_per_step(cfg, parts, 4, Lengths(800, 64))
+    assert (calls["prefill"], calls["mixed"], calls["decode"]) == (4 - 1, 1, 2 * 64 - 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "slots", "prompt_len", "rows"),
+    [(2, 8, 500, 2), (4, 64, 512, 2), (1, 64, 500, 8), (1, 64, 512, 32), (8, 64, 2050, 32)],
+)
+def test_as_many_dispatches_mix_as_the_scheduler_fills(n, slots, prompt_len, rows):
+    """Responses of all lengths around 300; it leaves the loop where the engine would."""
+    n_prompts, rng = 3 * slots // n, np.random.default_rng(0)
+    scheduler = Scheduler(
+        PagePool(10**5, 64),
+        max_num_seqs=slots,
+        steps_per_dispatch=32,
+        max_len=10**4,
+        row_len=64,
+        rows_per_dispatch=rows,
+    )
+    for i in range(n_prompts):
+        tokens = rng.integers(0, 500, prompt_len, dtype=np.int32)
+        for _ in range(n):
+            scheduler.submit(Request(tokens, 1 + int(rng.exponential(300)), prompt_id=i))
+    mixed = 0
+    while scheduler.n_unfinished:
+        plan = scheduler.plan(others_wait=bool(scheduler.running))
+        mixed += plan.full
+        seqs, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+        left = sorted(seq.remaining for seq in seqs)
+        if not plan.full and scheduler.waiting:  # until a 32nd has ended
+            n_steps = min(n_steps, left[max(1, len(left) // 32) - 1])
+        for seq in list(seqs):
+            made = min(n_steps, seq.remaining)
+            scheduler.advance(seq, [0] * made, "length" if made == seq.remaining else "")
+    counted = mixed_dispatches(n_prompts, n, slots, -(-(prompt_len - 1) // 64), rows)
+    assert mixed == counted
 
 
 def test_memory_that_is_too_small_is_said_with_numbers(plan):

@@ -17,7 +17,7 @@ def run(**changes) -> RunConfig:
     config.data.max_prompt_len = config.data.max_response_len = 64
     config.learner.token_budget, config.learner.buckets = 256, (128,)
     config.learner.mini_batch_prompts = 4
-    config.rollout.max_num_seqs = 8
+    config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens = 8, 512
     config.algorithm.kl_coef = 0.01
     for name, value in changes.items():
         section, key = name.split("__")
