@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxrl import types
 from jaxrl.kernels.logprob import token_logp
 
-BLOCK = 256  # of the vocabulary: one level finds the block, the other the token in it
+BLOCKS = 256, 128  # of the vocabulary: one level finds the block, the other the token in it
 
 
 @struct.dataclass
@@ -60,62 +60,75 @@ def sample(
     """
     greedy = params.temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
-    top = jnp.max(scaled, axis=-1)
-    weights = jnp.exp(scaled - top[:, None])
+    blocks = _in_blocks(scaled)
+    largest = jnp.max(blocks, axis=-1)
+    top = jnp.max(largest, axis=-1)
+
     filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-    weights = jax.lax.cond(jnp.any(filtered), lambda: _filter(weights, params), lambda: weights)
-    best = _argmax(scaled)
-    drawn = _inverse_cdf(weights, uniform)
+    least = jax.lax.cond(
+        jnp.any(filtered),
+        lambda: least_weight(jnp.exp(scaled - top[:, None]), params),
+        lambda: jnp.zeros_like(top),
+    )
+    weights = jnp.exp(blocks - top[:, None, None])
+    weights = jnp.where(weights >= least[:, None, None], weights, 0.0)
+    drawn, weight = _inverse_cdf(weights, uniform)
     # Rounding in the sums could point between two tokens at one of weight zero.
-    possible = jnp.take_along_axis(weights, drawn[:, None], axis=1)[:, 0] > 0
-    token = jnp.where(greedy | ~possible, best, drawn)
+    token = jnp.where(greedy | (weight == 0), _argmax(blocks, largest), drawn)
     return token, token_logp(scaled, token)
 
 
-def _inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
-    """The token at which the running sum of the weights passes uniform * total."""
-    blocks = _in_blocks(weights, fill=0.0)
-    sums = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+def _inverse_cdf(
+    weights: Float[Array, "B n block"], uniform: Float[Array, "B"]
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """The token at which the running sum of the weights passes uniform * total, and its weight."""
+    sums = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)
     target = uniform[:, None] * sums[:, -1:]
     block = jnp.minimum(jnp.sum(sums <= target, axis=-1), sums.shape[1] - 1)
     before = jnp.where(block > 0, jnp.take_along_axis(sums, block[:, None] - 1, axis=1)[:, 0], 0.0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    inside, size = _of_block(weights, block), weights.shape[2]
     rest = target - before[:, None]
-    offset = jnp.minimum(jnp.sum(jnp.cumsum(inside, axis=-1) <= rest, axis=-1), BLOCK - 1)
-    return (block * BLOCK + offset).astype(jnp.int32)
+    offset = jnp.minimum(jnp.sum(jnp.cumsum(inside, axis=-1) <= rest, axis=-1), size - 1)
+    weight = jnp.take_along_axis(inside, offset[:, None], axis=1)[:, 0]
+    return (block * size + offset).astype(jnp.int32), weight
 
 
-def _argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
-    """The first of the largest, in two levels: argmax over a long row is slow on CPU."""
-    blocks = _in_blocks(logits, fill=-jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+def _argmax(blocks: Float[Array, "B n block"], largest: Float[Array, "B n"]) -> Int[Array, "B"]:
+    """The first of the largest: argmax over a long row is slow on CPU."""
+    block = jnp.argmax(largest, axis=-1)
+    offset = jnp.argmax(_of_block(blocks, block), axis=-1)
+    return (block * blocks.shape[2] + offset).astype(jnp.int32)
 
 
-def _in_blocks(x: Float[Array, "B V"], fill: float) -> Float[Array, "B n_blocks block"]:
-    B, V = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -V % BLOCK)), constant_values=fill)
-    return x.reshape(B, -1, BLOCK)
+def _of_block(blocks: Float[Array, "B n block"], block: Int[Array, "B"]) -> Float[Array, "B block"]:
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
-def _filter(weights: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
-    """Zeroes the weights (1 at the most likely token) that top-k, top-p and min-p leave out."""
-    V = weights.shape[1]
+def _in_blocks(logits: Float[Array, "B V"]) -> Float[Array, "B n block"]:
+    """All that follows reads this: a TPU lays it out anew, and padding would be a copy more."""
+    B, V = logits.shape
+    size = next((size for size in BLOCKS if V % size == 0), BLOCKS[0])
+    padded = jnp.pad(logits, ((0, 0), (0, -V % size)), constant_values=-jnp.inf)
+    return padded.reshape(B, -1, size)
+
+
+def least_weight(weights: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B"]:
+    """Of the weights (1 at the most likely token) the least that top-k, top-p and min-p leave."""
+    B, V = weights.shape
     k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)
 
     def at_least_k(border):
         return jnp.sum(weights >= border[:, None], axis=-1) >= k
 
-    weights = _from(_largest_border(at_least_k, weights.shape[0]), weights)
+    first = _largest_border(at_least_k, B)
+    weights = _from(first, weights)
     mass = params.top_p * jnp.sum(weights, axis=-1)
 
     def enough_mass(border):
         return jnp.sum(_from(border, weights), axis=-1) >= mass
 
-    border = _largest_border(enough_mass, weights.shape[0])
-    border = jnp.where(params.top_p < 1, border, 0.0)
-    return _from(jnp.maximum(border, params.min_p), weights)
+    second = jnp.where(params.top_p < 1, _largest_border(enough_mass, B), 0.0)
+    return jnp.maximum(jnp.maximum(first, second), params.min_p)
 
 
 def _from(border: Float[Array, "B"], weights: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import SamplingParams, _filter, row_keys, sample, uniforms
+from jaxrl.rollout.sampling import SamplingParams, least_weight, row_keys, sample, uniforms
 
 V = 700  # no multiple of the block
 jit_sample = jax.jit(sample)
@@ -57,7 +57,8 @@ FILTERS = [
 def test_filters_keep_exactly_the_tokens_of_the_numpy_twin(kw):
     logits = random_logits(8)
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    kept = np.asarray(_filter(weights, params(8, **kw))) > 0
+    border = np.asarray(least_weight(weights, params(8, **kw)))
+    kept = np.asarray(weights) >= border[:, None]
     full = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
     want = np.stack([kept_twin(row, **full) for row in logits])
     np.testing.assert_array_equal(kept, want)
@@ -68,8 +69,8 @@ def test_tokens_that_tie_at_the_border_stay():
     logits = np.full((1, V), -5.0, np.float32)
     logits[0, :3] = 2.0, 1.0, 1.0
     weights = jnp.exp(logits - 2.0)
-    kept = np.asarray(_filter(weights, params(1, top_k=2)))[0] > 0
-    assert kept[:3].all() and not kept[3:].any()
+    [border] = np.asarray(least_weight(weights, params(1, top_k=2)))
+    assert weights[0, 3] < border <= weights[0, 1] == weights[0, 2] < 1
 
 
 def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
