@@ -77,10 +77,10 @@ def paged_work(
     """
     if not PAGED.search(op_name):
         return None
-    q, k_pages, v_pages = operands[4], operands[6], operands[7]
+    q, pools = operands[4], operands[6:]  # of keys and values, and of their scales
     rows, K, M, H = q.dims
-    page_len = k_pages.dims[2]
+    n_pages, _, page_len, _ = pools[0].dims
     keys += page_len / 2  # of the last page
-    pools = k_pages.bytes + v_pages.bytes
-    read = rows * keys / page_len * pools / k_pages.dims[0]
-    return Work(2 * 2 * rows * K * M * keys * H, q.dtype, read - pools)
+    held = sum(pool.bytes for pool in pools)
+    read = rows * keys / page_len * held / n_pages
+    return Work(2 * 2 * rows * K * M * keys * H, q.dtype, read - held)

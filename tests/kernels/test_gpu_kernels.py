@@ -11,6 +11,7 @@ from abstract_arrays import abstract
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
 from jaxrl.kernels.paged_attention import paged_attention
+from jaxrl.kernels.quantized import Quantized
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 from jaxrl.planner.topology import topology
@@ -20,20 +21,25 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
 
 
 @pytest.mark.parametrize(
-    ("heads", "page_len", "T", "options"),
+    ("heads", "page_len", "T", "dtype", "options"),
     [
-        ((28, 4, 128), 128, 1, dict()),
-        ((9, 3, 64), 64, 1, dict()),
-        ((8, 4, 256), 64, 64, dict(softcap=50.0)),  # Gemma 2, prefill
+        ((28, 4, 128), 128, 1, jnp.bfloat16, dict()),
+        ((9, 3, 64), 64, 1, jnp.bfloat16, dict()),
+        ((8, 4, 256), 64, 64, jnp.bfloat16, dict(softcap=50.0)),  # Gemma 2, prefill
+        ((12, 2, 128), 64, 1, jnp.int8, dict()),
+        ((8, 2, 128), 64, 64, jnp.float8_e4m3fn, dict()),
     ],
 )
-def test_paged_attention_compiles(heads, page_len, T, options):
+def test_paged_attention_compiles(heads, page_len, T, dtype, options):
     N, K, H = heads
     B, C = 64, 4096 // page_len
     mesh = make_mesh(topology("h100:8").devices, fsdp=8)
     with jax.set_mesh(mesh):
         q = abstract(mesh, (B, T, N, H), jnp.bfloat16, DECODE.spec(None, None, "heads"))
-        pool = abstract(mesh, (2048, K, page_len, H), jnp.bfloat16, DECODE.spec(None, "kv_heads"))
+        spec = DECODE.spec(None, "kv_heads")
+        pool = abstract(mesh, (2048, K, page_len, H), dtype, spec)
+        if dtype.dtype.itemsize == 1:
+            pool = Quantized(pool, abstract(mesh, pool.shape[:3], jnp.float32, spec))
         table, places = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (C, T))
 
         def attend(q, k_pages, v_pages, table, places, window):
@@ -49,7 +55,8 @@ def test_paged_attention_compiles(heads, page_len, T, options):
     rows = B * -(-queries // 64)  # of up to 64 queries
     keys += page_len / 2  # the last page is read whole
     assert cost.total_flops == 2 * 2 * rows * min(queries, 64) * K * keys * H
-    pool, pages = (2 * 2 * K * n * H for n in (2048 * page_len, rows * keys))  # bytes, k and v
+    token = H + 4 if isinstance(pool, Quantized) else 2 * H  # bytes of a head
+    pool, pages = (2 * K * n * token for n in (2048 * page_len, rows * keys))  # k and v
     assert blind.bytes_accessed - pool == cost.bytes_accessed - pages > 0
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.paged_attention.columns import _block_rows
 from jaxrl.kernels.paged_attention.pages import _write_rows
 from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged
 from jaxrl.kernels.paged_attention.triton import paged_attention_triton
+from jaxrl.kernels.quantized import quantize
 from sharding import DECODE, make_mesh
 
 
@@ -93,6 +95,29 @@ def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, option
         )
         np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("kernel", [paged_attention_triton])
+def test_kernels_read_pages_in_eight_bits(one_device, kernel, kv_dtype):
+    (q, _, _), pools, table = paged_problem(6, 2, 128, B=4, S=640, page_len=64)
+    # Heads of a token differ twentyfold, so a scale that is left out or another's shows.
+    sizes = jnp.exp(3 * jax.random.uniform(jax.random.key(1), pools[0].shape[:3]))[..., None]
+    pools = [quantize(pool * sizes, n_shared=1, dtype=kv_dtype) for pool in pools]
+    for queries, positions in [
+        (q[:, 500:516], np.arange(500, 516)),
+        (q[:, :1], [[639], [64], [-1], [511]]),
+    ]:
+        positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (4, queries.shape[1]))
+        how = dict(page_table=table, positions=positions, rules=DECODE, window=jnp.int32(0))
+        want, got = (
+            jax.jit(functools.partial(attend, scale=0.15, softcap=None, **how))(queries, *pools)
+            for attend in (
+                functools.partial(paged_attention, implementation="reference"),
+                functools.partial(kernel, interpret=True),
+            )
+        )
+        np.testing.assert_allclose(want, got, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(want))))
 
 
 @pytest.mark.parametrize(
@@ -208,9 +233,9 @@ def test_pages_that_a_kernel_cannot_take_say_what_to_set(one_device, kernel):
     (q, _, _), pools, table = paged_problem(4, 2, 128, S=64)
     how = dict(window=0, softcap=None, scale=0.1, rules=DECODE, interpret=True)
     how |= dict(page_table=table, positions=jnp.zeros((3, 1), jnp.int32))
-    quantised = [pool.astype(jnp.float8_e4m3fn) for pool in pools]
+    halves = [pool.astype(jnp.float16) for pool in pools]
     with pytest.raises(NotImplementedError, match=r"set config\.rollout\.kv_dtype to 'auto'"):
-        kernel(q[:, :1], *quantised, **how)
+        kernel(q[:, :1], *halves, **how)
     odd = [pool[:, :, :40] for pool in pools]
     with pytest.raises(
         NotImplementedError, match=r"pages of 40 tokens \(set config\.rollout\.page_len"
@@ -229,8 +254,23 @@ def test_rows_are_written_where_pages_are(one_device):
     new = k[:, :3] + 1
     want, _ = write_pages(pool, pool, new, new, table, positions, rules=DECODE)
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // 64, axis=1)
-    got = _write_rows(pool, new, jnp.where(positions >= 0, page, len(pool)), positions % 64)
+    page = jnp.where(positions >= 0, page, len(pool))
+    got = _write_rows(pool, new, page, positions % 64)
     np.testing.assert_array_equal(want, got)
+    scales = _write_rows(pool[..., 0], new[..., 0], page, positions % 64)
+    np.testing.assert_array_equal(want[..., 0], scales)
+
+
+@pytest.mark.parametrize("page_len", [64, 128])
+def test_blocks_are_read_where_pages_are(one_device, page_len):
+    """On TPU each head's is a row of its own; and of scales, which have no width."""
+    (_, k, _), pools, table = paged_problem(4, 2, 16, page_len=page_len)
+    pool = jnp.asarray(np.asarray(pools[0]))
+    for at in (0, 64, 128):
+        got = _block_rows(pool, table[:, at // page_len], at % page_len)
+        np.testing.assert_array_equal(got, k[:, at : at + 64].swapaxes(1, 2))
+        scales = _block_rows(pool[..., 0], table[:, at // page_len], at % page_len)
+        np.testing.assert_array_equal(scales, got[..., 0])
 
 
 def test_pages_that_are_no_multiple_of_64_are_refused(one_device):

@@ -8,11 +8,16 @@ import jax.numpy as jnp
 import pytest
 from abstract_arrays import abstract
 
+from jaxrl.config import RolloutConfig
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work
 from jaxrl.planner.topology import topology
+from jaxrl.rollout.engine import PagedEngine
 from sharding import DECODE, TRAIN, ULYSSES, make_mesh
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
@@ -84,6 +89,47 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
     assert "ragged_paged_attention" in compiled.as_text()
     pool_bytes = 2 * math.prod(pool_shape) / tensor
     assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes / 2  # no copy of the pool
+
+
+@pytest.mark.parametrize(
+    ("chips", "kv_dtype", "page_len"),
+    [
+        ("v5e:2x4", "int8", 128),
+        pytest.param("v6e:2x4", "fp8", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_with_pages_in_eight_bits_compiles(chips, kv_dtype, page_len):
+    """By `columns`, and without a copy of its pool in every layer."""
+    cfg = DecoderConfig(
+        family="qwen2",
+        L=4,
+        D=256,
+        N=4,
+        K=2,
+        H=128,
+        F=512,
+        V=1024,
+        tied=True,
+        stacked=True,
+        max_len=512,
+    )
+    rollout = RolloutConfig(
+        max_num_seqs=64, max_num_batched_tokens=512, kv_dtype=kv_dtype, page_len=page_len
+    )
+    mesh, n_pages = make_mesh(topology(chips).devices, fsdp=8), 8192 * 64 // page_len
+    with jax.set_mesh(mesh):
+        params = abstract_params(decoder_specs(cfg), DECODE, jnp.bfloat16, mesh)
+        engine = PagedEngine(cfg, rollout, rules=DECODE, dtype=jnp.bfloat16, max_len=512)
+        pool = n_pages * engine.page_bytes_per_device
+        for kind in ("prefill", "decode"):
+            compiled = engine.lower(params, n_pages, kind).compile()
+            text = compiled.as_text()
+            assert "paged_attention" in text and "ragged" not in text
+            # keys and values of 4 layers, 2 heads: 128 bytes and a scale
+            assert pool == 2 * 4 * 2 * 8192 * 64 * (128 + 4)
+            moved = program_cost(text, lambda loop: 1.0).bytes_accessed
+            assert moved < pool, kind  # of which the scales are a 33rd, and laid out anew
+            assert compiled.memory_analysis().temp_size_in_bytes < pool / 8, kind
 
 
 def test_rows_that_are_too_long_for_splash_are_attended_in_blocks():

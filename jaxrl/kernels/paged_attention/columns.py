@@ -17,7 +17,7 @@ from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, s
 from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import unpacked
-from sharding import Rules
+from sharding import Rules, target_platform
 
 
 def paged_attention_columns(
@@ -85,8 +85,23 @@ def _key_block(pool, pages, offset):
     """float32 [B, K, 64, H]: 64 keys from `offset` on of one page per row."""
 
     def block(numbers):
+        if target_platform() == "tpu":
+            return _block_rows(numbers, pages, offset)
         size = (1, numbers.shape[1], BLOCK, *numbers.shape[3:])
         at = (0, offset, *(0,) * (numbers.ndim - 3))
         return jax.vmap(lambda page: lax.dynamic_slice(numbers, (page, *at), size)[0])(pages)
 
     return unpacked(jax.tree.map(block, pool))
+
+
+def _block_rows(
+    numbers: jax.Array, pages: Int[Array, "B"], offset: Int[Array, ""] | int
+) -> jax.Array:
+    """[B, K, 64, ...]: the same, head by head out of the pool as a list of blocks. XLA would lay the pool out otherwise
+    for parts of pages, and copy it. Scales, which are no rows, come a page at a time."""
+    P, K, page_len, *rest = numbers.shape
+    if not rest:
+        return lax.dynamic_slice_in_dim(numbers[pages], offset, BLOCK, axis=2)
+    n = page_len // BLOCK
+    blocks = numbers.reshape(P * K * n, BLOCK, *rest)
+    return blocks[(pages[:, None] * K + jnp.arange(K)) * n + offset // BLOCK]

@@ -51,8 +51,12 @@ def write_pages(
 
 def _write_rows(pages: jax.Array, new: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """Head by head into the pool as a list of rows: XLA would lay the pool out otherwise for all heads at once,
-    and copy it before and after."""
+    and copy it before and after. Scales stay in the rows of their pages."""
     _, K, page_len, *rest = pages.shape
+    if not rest:
+        rows = pages.reshape(-1, page_len)
+        row = page[..., None] * K + jnp.arange(K)
+        return rows.at[row, offset[..., None]].set(new, mode="drop").reshape(pages.shape)
     row = (page[..., None] * K + jnp.arange(K)) * page_len + offset[..., None]
     rows = pages.reshape(-1, *rest).at[row.reshape(-1)].set(new.reshape(-1, *rest), mode="drop")
     return rows.reshape(pages.shape)

@@ -2,7 +2,8 @@
 
 A program takes a row of queries (one token in decode, a piece of a prompt in prefill), a kv head and a part of the
 row's pages; the parts are joined by the logs of their sums (flash decoding, https://arxiv.org/abs/2311.01282).
-Scores, softmax and sums are float32, products take the pages' type.
+Scores, softmax and sums are float32, products take the pages' type. Pages in 8 bits are read as they are: they become
+the queries' type on the way into a product, and their scales meet the scores, or the weights of the values.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
+from jaxrl.kernels.quantized import Quantized
 from sharding import Rules
 
 QUERIES = 64  # rows of queries and their heads that a program takes
@@ -32,7 +34,7 @@ PROGRAMS = (
 def why_not_triton(k_pages: Pages) -> str | None:
     """What keeps the kernel from these pages."""
     page_len, H = k_pages.shape[2:]
-    if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
+    if not isinstance(k_pages, Quantized) and k_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
     if page_len % LEAST or page_len & (page_len - 1):
         return f"pages of {page_len} tokens (set config.rollout.page_len to 16, 32, 64, ...)"
@@ -73,8 +75,11 @@ def paged_attention_triton(
 
 def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, positions, window):
     K, page_len, H = k_pages.shape[1:]
+    pools, dtype = [k_pages, v_pages], k_pages.dtype
+    if isinstance(k_pages, Quantized):
+        pools, dtype = [k_pages.values, v_pages.values, k_pages.scale, v_pages.scale], q.dtype
     rows = split_rows(
-        q.astype(k_pages.dtype), positions, window,
+        q.astype(dtype), positions, window,
         n_kv_heads=K, page_len=page_len, most=QUERIES,
         size=lambda M: max(pl.next_power_of_2(M), LEAST),
     )  # fmt: skip
@@ -91,8 +96,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
             *[pl.no_block_spec] * 4,
             pl.BlockSpec((None, None, M, H), lambda r, h, s: (r, h, 0, 0)),
             pl.BlockSpec((None, M), lambda r, h, s: (r, 0)),
-            pl.no_block_spec,
-            pl.no_block_spec,
+            *[pl.no_block_spec] * len(pools),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, M, H), lambda r, h, s: (s, r, h, 0, 0)),
@@ -105,7 +109,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_triton",
         interpret=interpret,
-    )(table.reshape(-1), rows.low, rows.high, rows.reach[None], rows.q, rows.last, k_pages, v_pages)  # fmt: skip
+    )(table.reshape(-1), rows.low, rows.high, rows.reach[None], rows.q, rows.last, *pools)  # fmt: skip
     share = jnp.exp(norm - jnp.max(norm, axis=0))
     share /= jnp.sum(share, axis=0)
     out = jnp.sum(mean * share[..., None], axis=0)
@@ -113,10 +117,11 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
 
 
 def _kernel(
-    table, low, high, reach, q_ref, last_ref, k_pages, v_pages, mean_ref, norm_ref,
-    *, n_columns, n_pieces, n_parts, scale, softcap,
+    table, low, high, reach, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
+    n_columns, n_pieces, n_parts, scale, softcap,
 ):  # fmt: skip
     """One part of the pages of a row and a kv head: the mean of what it sees, and the log of its sum."""
+    *scales, mean_ref, norm_ref = scales_and_results  # no scales where pages are no 8 bits
     row, head, part = (pl.program_id(axis) for axis in range(3))
     page_len = k_pages.shape[2]
     keys = min(KEYS, page_len)
@@ -129,14 +134,16 @@ def _kernel(
         top, total, mixed = state
         column, offset = start + lax.div(i * keys, page_len), lax.rem(i * keys, page_len)
         page = table[lax.div(row, n_pieces) * n_columns + column]
-        k, v = (pages[page, head, pl.ds(offset, keys), :] for pages in (k_pages, v_pages))
+        own = page, head, pl.ds(offset, keys)
+        k, v = (pages[*own, :].astype(q.dtype) for pages in (k_pages, v_pages))
+        k_scale, v_scale = (scale[own][None] for scale in scales) if scales else (1.0, 1.0)
         key = column * page_len + offset + jnp.arange(keys)
         seen = (key[None] <= last[:, None]) & (key[None] > last[:, None] - reach[0])
-        products = plgpu.dot(q, k, trans_b=True)
+        products = plgpu.dot(q, k, trans_b=True) * k_scale
         scores = jnp.where(seen, scaled(products, scale=scale, softcap=softcap), MASKED)
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
-        mixed = mixed * keep[:, None] + plgpu.dot(weights.astype(v.dtype), v)
+        mixed = mixed * keep[:, None] + plgpu.dot((weights * v_scale).astype(v.dtype), v)
         return new, total * keep + jnp.sum(weights, axis=1), mixed
 
     M, H = q.shape
