@@ -44,6 +44,11 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="of the shape of --model: a config.json, or a name in configs/shapes",
+    )
     parser.add_argument("--workload", required=True, help="JSON file of prompts and lengths")
     parser.add_argument("--out", default="", help="file for the JSON line")
     parser.add_argument("--steps", type=int, default=3)
@@ -54,6 +59,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=0, help="0 = all requests of a step")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--steps-per-dispatch", type=int, default=32)
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--memory-utilization", type=float, default=0.85)
     return parser.parse_args()
 
 
@@ -133,7 +140,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     from jaxrl.host_memory import keep_freed_memory
     from jaxrl.keys import RolloutConfig
     from jaxrl.models.cache import page_bytes
+    from jaxrl.models.decoder import init_model
     from jaxrl.models.hf_load import load_model
+    from jaxrl.planner.model_shape import model_shape
     from jaxrl.rollout.engine import PagedEngine
     from sharding import make_mesh
     from sharding.rules import DECODE, TRAIN
@@ -145,13 +154,19 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     n_slots = args.max_num_seqs or max(work.n_requests for work in steps)
     pairs = [pair for work in steps for pair in zip(work.prompts, work.lens, strict=True)]
     with jax.set_mesh(make_mesh(fsdp=-1)):
-        cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
+        if args.random_weights:
+            cfg = model_shape(args.model, instead="--model")
+            params = init_model(cfg, seed=0, rules=TRAIN, dtype=args.dtype)
+        else:
+            cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
         engine = PagedEngine(
             cfg,
             RolloutConfig(
                 max_num_seqs=n_slots,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 steps_per_dispatch=args.steps_per_dispatch,
+                kv_dtype=args.kv_dtype,
+                memory_utilization=args.memory_utilization,
             ),
             rules=DECODE,
             dtype=args.dtype,
@@ -168,7 +183,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         clock = time.process_time if on_cpu else time.perf_counter
         measured = []
         for seed, work in enumerate(steps):
-            peaks = measure_peaks(args.dtype, clock)
+            peaks = measure_peaks(args.dtype, clock, *((28, 2048) if on_cpu else (32, 8192)))
             found = run_step(engine, params, work, seed)
             took = found["cpu_s"] if on_cpu else found["wall_s"]
             found["roofline"] = shortest_s(work, n_slots, sizes, peaks) / took
@@ -183,6 +198,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "sizes": dataclasses.asdict(sizes),
+        "pool_pages": engine.scheduler.pool.n_pages,
         "median": {
             name: round(statistics.median(one[name] for one in counted), 5) for name in counted[0]
         },
@@ -227,8 +243,9 @@ def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
     }
 
 
-def measure_peaks(dtype: str, clock: Callable[[], float]) -> Peaks:
-    """The best of some repetitions of a long read and of a large product."""
+def measure_peaks(dtype: str, clock: Callable[[], float], n_bits: int, n: int) -> Peaks:
+    """The best of some repetitions of a read of 2^n_bits bytes and of a product of n x n matrices, which take long
+    beside what it costs to start them."""
     import jax
     import jax.numpy as jnp
 
@@ -242,8 +259,7 @@ def measure_peaks(dtype: str, clock: Callable[[], float]) -> Peaks:
         f(*args).block_until_ready()
         return clock() - start
 
-    long = jnp.ones(2**28 // jnp.dtype(dtype).itemsize, dtype)
-    n = 2048
+    long = jnp.ones(2**n_bits // jnp.dtype(dtype).itemsize, dtype)
     square = jnp.ones((n, n), dtype)
     return Peaks(
         bytes_per_s=long.nbytes / best_s(jax.jit(jnp.max), long),

@@ -7,16 +7,25 @@ import pathlib
 import numpy as np
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "bench_engine.py"
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_engine", SCRIPT)
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return script("bench_engine")
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return script("make_workload")
 
 
 def test_the_bound_adds_up_what_every_step_must_read_or_compute(bench):
@@ -40,3 +49,39 @@ def test_copies_of_a_workload_multiply_its_samples(bench, tmp_path):
     (tmp_path / "w.json").write_text(json.dumps({"steps": [step, step]}))
     (work,) = bench.read_workload(str(tmp_path / "w.json"), n_steps=1, copies=2)
     assert (work.n_requests, work.n_tokens, work.lens) == (4, 14, [[3, 4, 3, 4]])
+
+
+def test_lengths_are_cut_at_the_longest_and_have_the_mean(workload):
+    found = workload.lengths(
+        np.random.default_rng(0), (1000, 4), mean=14_000, longest=28_672, sigma=0.8
+    )
+    assert found.shape == (1000, 4) and found.min() > 0 and found.max() == 28_672
+    assert abs(found.mean() - 14_000) < 1
+    # ln(factor) + 0.8 z reaches ln(28,672) where the mean of the cut numbers is 14,000: z = 1.08
+    assert 0.13 < np.mean(found == 28_672) < 0.15
+    with pytest.raises(ValueError, match=r"mean of 30.* longest of 20"):
+        workload.lengths(np.random.default_rng(0), (4,), mean=30, longest=20, sigma=0.8)
+
+
+def test_a_workload_runs_on_random_weights_of_a_shape(bench, workload, tmp_path, monkeypatch):
+    shape = dict(
+        model_type="qwen2", hidden_act="silu", hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=512,
+        rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    file = str(tmp_path / "w.json")
+    words = (
+        f"--out {file} --prompts 2 --samples 2 --prompt-len 9 --mean-len 6 --max-len 10 --vocab 128"
+    )
+    monkeypatch.setattr("sys.argv", ["make_workload", *words.split()])
+    workload.main()
+    words = (
+        f"--model {tmp_path} --random-weights --workload {file} --dtype bfloat16 --max-num-seqs 2"
+    )
+    monkeypatch.setattr("sys.argv", ["bench_engine", *words.split()])
+    found = bench.bench(bench.parse_args())
+    [work] = bench.read_workload(file, n_steps=1, copies=1)
+    [measured] = found["all"]
+    assert measured["tokens_per_s"] * measured["wall_s"] == pytest.approx(work.n_tokens)
+    assert found["sizes"]["param_bytes"] == 2 and found["pool_pages"] == 2  # one of 64 tokens each
