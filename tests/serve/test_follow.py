@@ -378,7 +378,7 @@ def test_weights_are_placed_as_the_engine_reads_them_one_after_the_other(
     critic = dataclasses.replace(RunConfig().critic, shared="heads" in changes)
     folder = new_run(tmp_path / "run", model_folder, critic=critic)
     monkeypatch.setattr("jaxrl.serve.model.PagedEngine.warmup", lambda *_: 0)
-    with jax.set_mesh(make_mesh()):
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         params = load_model(model_folder, rules=TRAIN, **changes)[1]
     save(folder, 1, params)
     options, run = read(arguments(folder, *more))

@@ -4,8 +4,15 @@ import json
 import signal
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from process_group import assert_close, assert_same_run, metrics
+
+from jaxrl.io.weights import read_weights
+from jaxrl.models.hf_load import load_model
+from sharding import make_mesh
+from sharding.rules import TRAIN
 
 
 def test_two_processes_train_to_the_numbers_of_one(start_group, group_config, tmp_path):
@@ -102,6 +109,15 @@ def test_a_killed_process_ends_the_others_and_the_group_resumes_bitwise(
     assert ours == theirs
 
 
+def assert_checkpoint_is_the_export(run_dir, step):
+    """To a program that reads the weights alone, as a server does."""
+    with jax.set_mesh(make_mesh()):
+        export = load_model(run_dir, rules=TRAIN)[1]
+    weights = read_weights(run_dir / "checkpoints", step, export)
+    for saved, exported in zip(*map(jax.tree.leaves, (weights, export)), strict=True):
+        np.testing.assert_array_equal(saved, exported)
+
+
 @pytest.mark.slow
 def test_the_checkpoint_of_two_processes_goes_on_in_one_with_fewer_devices(
     start_group, group_config, tmp_path
@@ -113,6 +129,7 @@ def test_the_checkpoint_of_two_processes_goes_on_in_one_with_fewer_devices(
     group_config.run_dir = str(tmp_path / "moved")
     group_config.total_steps = 2
     start_group(group_config, n=2, n_devices=4).finish()
+    assert_checkpoint_is_the_export(Path(group_config.run_dir), 2)
     group_config.total_steps, group_config.mesh.fsdp = 4, 2
     start_group(group_config, n=1, n_devices=4).finish()
     assert_close(group_config.run_dir, unbroken, atol=2e-5)
