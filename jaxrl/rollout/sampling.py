@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxrl import types
+from jaxrl.kernels.bits import settle
 from jaxrl.kernels.logprob import token_logp
 
 BLOCKS = 256, 128  # of the vocabulary: one level finds the block, the other the token in it
@@ -62,17 +63,19 @@ def sample(
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
     blocks = _in_blocks(scaled)
     largest = jnp.max(blocks, axis=-1)
-    top = jnp.max(largest, axis=-1)
+    top = settle(jnp.max(largest, axis=-1))
+
+    def weights():
+        # Alone in its fusion: XLA on CPU has two exponentials, and a border is the weight of a token.
+        return settle(jnp.exp(blocks - top[:, None, None]))
 
     filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
     least = jax.lax.cond(
         jnp.any(filtered),
-        lambda: least_weight(jnp.exp(scaled - top[:, None]), params),
+        lambda: least_weight(weights(), params, logits.shape[1]),
         lambda: jnp.zeros_like(top),
     )
-    weights = jnp.exp(blocks - top[:, None, None])
-    weights = jnp.where(weights >= least[:, None, None], weights, 0.0)
-    drawn, weight = _inverse_cdf(weights, uniform)
+    drawn, weight = _inverse_cdf(_from(least, weights()), uniform)
     # Rounding in the sums could point between two tokens at one of weight zero.
     token = jnp.where(greedy | (weight == 0), _argmax(blocks, largest), drawn)
     return token, token_logp(scaled, token)
@@ -112,28 +115,32 @@ def _in_blocks(logits: Float[Array, "B V"]) -> Float[Array, "B n block"]:
     return padded.reshape(B, -1, size)
 
 
-def least_weight(weights: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B"]:
-    """Of the weights (1 at the most likely token) the least that top-k, top-p and min-p leave."""
-    B, V = weights.shape
+def least_weight(
+    weights: Float[Array, "B n block"], params: SamplingParams, V: int
+) -> Float[Array, "B"]:
+    """Of the weights (1 at the most likely token, 0 in padding) the least that top-k, top-p and min-p leave."""
+    B = weights.shape[0]
     k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)
 
     def at_least_k(border):
-        return jnp.sum(weights >= border[:, None], axis=-1) >= k
+        return jnp.sum(weights >= border[:, None, None], axis=(1, 2)) >= k
 
     first = _largest_border(at_least_k, B)
-    weights = _from(first, weights)
-    mass = params.top_p * jnp.sum(weights, axis=-1)
+    kept = _from(first, weights)
+    mass = params.top_p * jnp.sum(kept, axis=(1, 2))
 
     def enough_mass(border):
-        return jnp.sum(_from(border, weights), axis=-1) >= mass
+        return jnp.sum(_from(border, kept), axis=(1, 2)) >= mass
 
     second = jnp.where(params.top_p < 1, _largest_border(enough_mass, B), 0.0)
     return jnp.maximum(jnp.maximum(first, second), params.min_p)
 
 
-def _from(border: Float[Array, "B"], weights: Float[Array, "B V"]) -> Float[Array, "B V"]:
+def _from(
+    border: Float[Array, "B"], weights: Float[Array, "B n block"]
+) -> Float[Array, "B n block"]:
     """The weights of each row that reach its border, the others zero."""
-    return jnp.where(weights >= border[:, None], weights, 0.0)
+    return jnp.where(weights >= border[:, None, None], weights, 0.0)
 
 
 def _largest_border(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Float[Array, "B"]:

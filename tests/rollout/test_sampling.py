@@ -57,7 +57,7 @@ FILTERS = [
 def test_filters_keep_exactly_the_tokens_of_the_numpy_twin(kw):
     logits = random_logits(8)
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    border = np.asarray(least_weight(weights, params(8, **kw)))
+    border = np.asarray(least_weight(weights[:, None], params(8, **kw), weights.shape[1]))
     kept = np.asarray(weights) >= border[:, None]
     full = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
     want = np.stack([kept_twin(row, **full) for row in logits])
@@ -65,11 +65,21 @@ def test_filters_keep_exactly_the_tokens_of_the_numpy_twin(kw):
     assert kw == dict(top_k=10_000) or want.sum() < want.size
 
 
+def test_the_token_at_the_border_can_be_drawn():
+    """A number near 1 draws the last in the vocabulary of those kept, also where it is the least likely of them."""
+    B, V, k = 4096, 384, 5
+    logits = np.random.default_rng(3).standard_normal((B, V), np.float32)
+    uniform = np.full(B, 0.9999, np.float32)
+    token, _ = jax.jit(sample)(logits, uniform, params(B, top_k=k))
+    kept = np.argsort(logits, axis=1)[:, -k:]
+    np.testing.assert_array_equal(token, kept.max(axis=1))
+
+
 def test_tokens_that_tie_at_the_border_stay():
     logits = np.full((1, V), -5.0, np.float32)
     logits[0, :3] = 2.0, 1.0, 1.0
     weights = jnp.exp(logits - 2.0)
-    [border] = np.asarray(least_weight(weights, params(1, top_k=2)))
+    [border] = np.asarray(least_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
     assert weights[0, 3] < border <= weights[0, 1] == weights[0, 2] < 1
 
 
