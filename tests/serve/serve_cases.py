@@ -17,6 +17,23 @@ from jaxrl.serve.__main__ import listener, open_service, read, server, url
 KEY = "secret"
 
 
+def arguments(folder, *more):
+    """The command line of a small server: 4 responses in the batch, 2 that wait."""
+    return [
+        f"--model={folder}",
+        "--name=tiny",
+        "--port=0",
+        f"--api-key={KEY}",
+        "--max-len=1024",
+        "--max-waiting=2",
+        "--timeout-s=60",
+        "--config.rollout.max_num_seqs=4",
+        "--config.rollout.max_num_batched_tokens=256",
+        "--config.mesh.fsdp=1",
+        *more,
+    ]
+
+
 @contextlib.contextmanager
 def running(web, listening):
     """A server in a thread, told to stop at the end."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
-from serve_cases import KEY, direct, meter, serving, wait_until
+from serve_cases import arguments, direct, meter, serving, wait_until
 
 from jaxrl.config import CheckpointConfig, RunConfig, SamplingConfig, to_json
 from jaxrl.io.checkpoint import Checkpointer
@@ -71,22 +71,6 @@ def new_run(run_folder, model_folder, **changes):
     )
     (run_folder / "checkpoints").mkdir()
     return run_folder
-
-
-def arguments(run_folder, *more):
-    return [
-        f"--model={run_folder}",
-        "--name=tiny",
-        "--port=0",
-        f"--api-key={KEY}",
-        "--max-len=1024",
-        "--max-waiting=2",
-        "--timeout-s=60",
-        "--config.rollout.max_num_seqs=4",
-        "--config.rollout.max_num_batched_tokens=256",
-        "--config.mesh.fsdp=1",
-        *more,
-    ]
 
 
 @pytest.fixture(scope="module")

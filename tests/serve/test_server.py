@@ -11,7 +11,7 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
-from serve_cases import KEY, direct, meter, running, serving, wait_until
+from serve_cases import KEY, arguments, direct, meter, running, serving, wait_until
 
 from jaxrl.config import SamplingConfig
 from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
@@ -24,21 +24,6 @@ HI = [{"role": "user", "content": "What is the sum?"}]
 IDS = {"return_token_ids": True}
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
 MOST_JOBS = 6  # 4 in the batch and 2 waiting
-
-
-def arguments(folder):
-    return [
-        f"--model={folder}",
-        "--name=tiny",
-        "--port=0",
-        f"--api-key={KEY}",
-        "--max-len=1024",
-        "--max-waiting=2",
-        "--timeout-s=60",
-        "--config.rollout.max_num_seqs=4",
-        "--config.rollout.max_num_batched_tokens=256",
-        "--config.mesh.fsdp=1",
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -472,8 +457,8 @@ def test_the_command_says_what_is_wrong(model_folder, tmp_path, capsys):
 
 def test_a_server_open_to_others_without_a_key_warns(monkeypatch, caplog):
     monkeypatch.setattr("jaxrl.serve.__main__.open_model", lambda *_, **__: 1 / 0)
-    for arguments, warned in (["--host=0.0.0.0"], True), (["--host=0.0.0.0", "--api-key=k"], False), ([], False):  # fmt: skip
+    for options, warned in (["--host=0.0.0.0"], True), (["--host=0.0.0.0", "--api-key=k"], False), ([], False):  # fmt: skip
         caplog.clear()
         with pytest.raises(ZeroDivisionError):
-            open_service(*read(["--model=x", *arguments]))
+            open_service(*read(["--model=x", *options]))
         assert ("no API key is asked for" in caplog.text) == warned

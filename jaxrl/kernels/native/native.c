@@ -60,8 +60,8 @@ INLINE vec rows_of(const int share, const float *x) {
   return *(const memory_vec *)x;
 }
 
-// Fetches, at input k of n_out outputs, as many lines of what is read later: `then` numbers on, in the order of memory; or,
-// where `then` is 0, AHEAD lines on of each output, behind their end the first inputs of the next ones.
+// Fetches, at input k of n_out outputs, as many lines of what is read later: `then` numbers on, in the order of
+// memory; or, where `then` is 0, AHEAD lines on of each output, behind their end the first inputs of the next ones.
 INLINE void fetch(const int n_out, const float *w, int64_t k, int64_t n_in, int64_t then) {
   const int64_t next = k + AHEAD * LINE, there = next < n_in ? next : next + (n_out - 1) * n_in;
   UNROLL for (int o = 0; o < n_out; o++)
@@ -419,7 +419,8 @@ static void run_attention(const Job *job, int64_t item) {
   const int64_t next = item + 1 < job->n_items ? seen(job, item + 1, &next_end) : 0;
   for (; at < end; at += BLOCK) {
     const int64_t n_keys = least(BLOCK, end - at), here = place(job, item, at);
-    const int64_t then = (at + BLOCK < end ? place(job, item, at + BLOCK) : next_end ? place(job, item + 1, next) : here) - here;
+    const int64_t there = at + BLOCK < end ? place(job, item, at + BLOCK) : next_end ? place(job, item + 1, next) : here;
+    const int64_t then = there - here;
     product(x, job->w + here, width, least(BLOCK, (n_keys + LANES - 1) / LANES * LANES), then, scores, n_rows, BLOCK);
     for (int64_t r = 0; r < n_rows; r++) {
       const float keep = soften(scores + r * BLOCK, first[r] - at, last[r] - at, job->scale, top + r, total + r);
