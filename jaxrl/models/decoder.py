@@ -19,7 +19,7 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.few_rows import product
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.linear import Linear, MakeParam, make_spec
+from jaxrl.models.linear import Linear, MakeParam, each, make_spec
 from jaxrl.models.mlp import MLP
 from jaxrl.models.moe import MoE, RouterLoad
 from jaxrl.models.norms import RMSNorm
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
     def __call__(self, x, positions, inv_freq, window, number, attend: Attend, state, rules: Rules):
-        q, k, v = self.q(x, rules), self.k(x, rules), self.v(x, rules)
+        q, k, v = each(x, self.q, self.k, self.v, rules=rules)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(unfused(q)), self.k_norm(unfused(k))
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.few_rows import product
+from jaxrl.kernels.few_rows import Weight, products
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
@@ -52,25 +52,45 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
-        quantized = isinstance(self.w, Quantized)
-        w = self.w.values if quantized else self.w
-        w = gather_matrix(w, rules, self.axes, self.n_out)
-        n_in = w.shape[1]
-        # Of dimensions that become one, only the first is ever sharded.
-        out_axes = [ACTIVATION.get(axis, axis) for axis in self.axes[: self.n_out]]
-        out_axis, in_axis = (
-            out_axes[0],
-            ACTIVATION.get(self.axes[self.n_out], self.axes[self.n_out]),
-        )
-        x = jnp.reshape(x, (*x.shape[:2], n_in), out_sharding=rules.spec("batch", "time", in_axis))
-        y = product(x, w, out_sharding=rules.spec("batch", "time", out_axis))
-        out = rules.spec("batch", "time", *out_axes)
+        return each(x, self, rules=rules)[0]
+
+    def weight(self, rules: Rules) -> Weight:
+        """W as a matrix [out, in], gathered over the axes that shard parameters alone."""
+        w = self.w.values if isinstance(self.w, Quantized) else self.w
+        return gather_matrix(w, rules, self.axes, self.n_out)
+
+    def finish(self, y: Float[Array, "B T O"], rules: Rules) -> Float[Array, "B T *out"]:
+        """x Wᵀ in the shape of the output, its quantized weight scaled, with the bias."""
+        out = rules.spec("batch", "time", *self.out_axes)
         y = jnp.reshape(y, (*y.shape[:2], *self.w.shape[: self.n_out]), out_sharding=out)
-        if quantized:
+        if isinstance(self.w, Quantized):
             scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
             y = (y.astype(jnp.float32) * scale).astype(y.dtype)
         y = settle_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
+
+    @property
+    def out_axes(self) -> list[str | None]:
+        """Of what it gives."""
+        return [ACTIVATION.get(axis, axis) for axis in self.axes[: self.n_out]]
+
+    @property
+    def in_axis(self) -> str | None:
+        """Of what it takes; of dimensions that become one, only the first is ever sharded."""
+        axis = self.axes[self.n_out]
+        return ACTIVATION.get(axis, axis)
+
+
+def each(
+    x: Float[Array, "B T *in"], *linears: Linear, rules: Rules
+) -> list[Float[Array, "B T ..."]]:
+    """Several maps of the same x, whose weights a kernel for decoding reads in one go."""
+    weights = [linear.weight(rules) for linear in linears]
+    x_spec = rules.spec("batch", "time", linears[0].in_axis)
+    x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
+    outs = [rules.spec("batch", "time", linear.out_axes[0]) for linear in linears]
+    ys = products(x, weights, out_shardings=outs)
+    return [linear.finish(y, rules) for linear, y in zip(linears, ys, strict=True)]
 
 
 @jax.custom_vjp

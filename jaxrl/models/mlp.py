@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.linear import Linear, MakeParam
+from jaxrl.models.linear import Linear, MakeParam, each
 from sharding import Rules
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -27,4 +27,5 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
-        return self.down(ACTIVATIONS[self.act](self.gate(x, rules)) * self.up(x, rules), rules)
+        gate, up = each(x, self.gate, self.up, rules=rules)
+        return self.down(ACTIVATIONS[self.act](gate) * up, rules)

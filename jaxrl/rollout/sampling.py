@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxrl import types
 from jaxrl.kernels.bits import settle
 from jaxrl.kernels.logprob import token_logp
+from sharding import target_platform
 
 BLOCKS = 256, 128  # of the vocabulary: one level finds the block, the other the token in it
 
@@ -60,14 +61,18 @@ def sample(
     distribution cut down to its kept tokens, which adds one constant per position to the logprob.
     """
     greedy = params.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
+    scaled = settle(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
     blocks = _in_blocks(scaled)
     largest = jnp.max(blocks, axis=-1)
     top = settle(jnp.max(largest, axis=-1))
+    written = None
+    if target_platform() == "cpu":
+        # Alone in its fusion: XLA on CPU has two exponentials, and a border is the weight of a token.
+        written = settle(jnp.exp(blocks - top[:, None, None]))
 
     def weights():
-        # Alone in its fusion: XLA on CPU has two exponentials, and a border is the weight of a token.
-        return settle(jnp.exp(blocks - top[:, None, None]))
+        """On CPU read by all; elsewhere formed by each fusion that reads the logits, without room in memory."""
+        return jnp.exp(blocks - top[:, None, None]) if written is None else written
 
     filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
     least = jax.lax.cond(
@@ -78,7 +83,11 @@ def sample(
     drawn, weight = _inverse_cdf(_from(least, weights()), uniform)
     # Rounding in the sums could point between two tokens at one of weight zero.
     token = jnp.where(greedy | (weight == 0), _argmax(blocks, largest), drawn)
-    return token, token_logp(scaled, token)
+    chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
+    in_row = weights().reshape(logits.shape[0], -1)
+    if written is not None:  # padding adds nothing, but its sum has another order on CPU
+        in_row = in_row[:, : logits.shape[1]]
+    return token, token_logp(chosen, top, in_row)
 
 
 def _inverse_cdf(

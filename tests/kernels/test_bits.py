@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_logp import engine_logp
 
-from jaxrl.kernels.logprob import logprob_entropy, token_logp
+from jaxrl.kernels.logprob import logprob_entropy
 from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs, forward_packed
@@ -100,7 +101,7 @@ def test_logprobs_of_the_update_are_those_of_the_engine(one_device):
         return jnp.sum(out), out
 
     logits = score_paged(model, cfg, tokens)
-    engine = jax.jit(token_logp)(
+    engine = jax.jit(engine_logp)(
         logits.reshape(-1, cfg.V) / jnp.float32(0.8), unpack(targets).reshape(-1)
     )
     engine = np.asarray(engine).reshape(B, S)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_logp import engine_logp
 
 from jaxrl.kernels import logprob
-from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl, token_logp
+from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
 from jaxrl.kernels.logprob.reference import head_logits, logprob_reference
 from sharding import Rules, make_mesh
 
@@ -173,7 +174,7 @@ def test_logprobs_are_bitwise_those_of_the_engine(one_device, V, with_entropy, r
     @jax.jit
     def engine(h, tokens, temperature):
         logits = head_logits(h, unembed, temperature=1.0, softcap=None)
-        return token_logp(logits / temperature[:, None], tokens)
+        return engine_logp(logits / temperature[:, None], tokens)
 
     flat, tokens = hidden.reshape(-1, 64), inputs["targets"].reshape(-1)
     n = len(tokens)

@@ -10,8 +10,10 @@ import pytest
 
 from jaxrl.kernels import native
 from jaxrl.kernels.attention import blocks
-from jaxrl.kernels.few_rows import product
+from jaxrl.kernels.few_rows import product, products
 from sharding import make_mesh
+
+CALL = 'custom_call_target="jaxrl_few_rows"'
 
 
 @pytest.fixture
@@ -31,8 +33,25 @@ def test_few_rows_give_the_bits_of_many(kernels, n_in, n_out):
     x, w = normal(256, n_in), normal(n_out, n_in)
     many = jax.jit(lambda x, w: jnp.einsum("BI,OI->BO", x, w))(x, w)
     for n_rows in (1, 2, 8, 17, 40, 64):
-        few = jax.jit(native.few_rows)(x[:n_rows], w)
+        (few,) = jax.jit(native.few_rows)(x[:n_rows], w)
         np.testing.assert_array_equal(few, many[:n_rows])
+
+
+def test_weights_of_one_input_are_read_in_one_call(kernels):
+    """Of sizes that end at and within what a thread takes at a time."""
+    x, weights = normal(8, 1, 64), [normal(n, 64) for n in (192, 200, 576)]
+    together = jax.jit(lambda x, *ws: products(x, ws, out_shardings=[jax.P()] * len(ws)))
+    assert together.lower(x, *weights).compile().as_text().count(CALL) == 1
+    for y, w in zip(together(x, *weights), weights, strict=True):
+        np.testing.assert_array_equal(y, jax.jit(native.few_rows)(x[:, 0], w)[0][:, None])
+
+
+def test_a_weight_that_the_kernel_does_not_take_leaves_it_the_others(kernels):
+    x, weights = normal(8, 1, 64), [normal(200, 64), normal(192, 64).astype(jnp.bfloat16)]
+    mixed = jax.jit(lambda x, *ws: products(x, ws, out_shardings=[jax.P()] * len(ws)))
+    assert mixed.lower(x, *weights).compile().as_text().count(CALL) == 1
+    for y, w in zip(mixed(x, *weights), weights, strict=True):
+        np.testing.assert_allclose(y[:, 0], x[:, 0] @ np.float32(w).T, rtol=1e-4, atol=1e-4)
 
 
 def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxrl.kernels.bits import row_sum, settle
+from jaxrl.kernels.bits import row_sum
 from jaxrl.kernels.logprob.reference import head_logits
 from sharding import Rules
 
@@ -70,17 +70,16 @@ class Head:
         return tuple(axis for axis in self.rules.mesh_axes(logical) if lax.axis_size(axis) > 1)
 
 
-def token_logp(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
-    """log softmax(logits)[token] = l[token] - max l - log Σ exp(l - max l).
+def token_logp(
+    chosen: Float[Array, "B"], top: Float[Array, "B"], weights: Float[Array, "B V"]
+) -> Float[Array, "B"]:
+    """log softmax(l)[token] = l[token] - max l - log Σ exp(l - max l), of chosen = l[token], top = max l and
+    weights = exp(l - max l).
 
-    The engine calls this on the logits it sampled from (divided by the temperature already), so that
-    its logprobs and the trainer's are the same arithmetic.
+    The engine calls this with what it sampled from, its logits divided by the temperature, so that its logprobs
+    and the trainer's are the same arithmetic.
     """
-    logits = settle(logits)
-    top = jnp.max(logits, axis=-1)
-    total = row_sum(jnp.exp(logits - top[..., None]))
-    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return chosen - top - jnp.log(total)
+    return chosen - top - jnp.log(row_sum(weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

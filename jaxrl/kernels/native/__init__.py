@@ -1,4 +1,4 @@
-"""The C kernels of native.c: compiled by the machine's C compiler at their first use, kept in the user's cache.
+"""The C kernels of this folder: compiled by the machine's C compiler at their first use, kept in the user's cache.
 
 They add up in the order of XLA's products, so that a row gets the bits that it has among many others, as in
 training. Where there is no compiler, or the bits of a shape differ, XLA does the product.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from jaxrl.kernels.attention.blocks import BLOCK, Softmax, add_block, pad_axis, start
 from jaxrl.kernels.quantized import Quantized
@@ -30,6 +30,7 @@ SOURCE = pathlib.Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fPIC", "-shared")
 HANDLERS = ("few_rows", "paged_attention")
 MAX_ROWS = 64
+MAX_WEIGHTS = 4
 MAX_HEAD_DIM = 256
 
 
@@ -49,7 +50,7 @@ def ready() -> bool:
     return True
 
 
-def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"]) -> bool:
+def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"] | Int8[Array, "O I"]) -> bool:
     """Whether `few_rows` takes the product of one token a row with this weight."""
     return (
         target_platform() == "cpu"
@@ -62,9 +63,11 @@ def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"]) -> bool:
     )
 
 
-def few_rows(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
-    """x wᵀ of float32, for at most MAX_ROWS rows."""
-    return _call("few_rows", [(x.shape[0], w.shape[0])], x, w)[0]
+def few_rows(
+    x: Float[Array, "B I"], *weights: Float[Array, "_ I"]
+) -> Sequence[Float[Array, "B _"]]:
+    """x wᵀ of float32 with each of up to MAX_WEIGHTS weights [out, in], for at most MAX_ROWS rows."""
+    return _call("few_rows", [(x.shape[0], w.shape[0]) for w in weights], x, *weights)
 
 
 def reads_pages(q: Float[Array, "B K M H"], pages: jax.Array | Quantized) -> bool:
@@ -104,9 +107,10 @@ def _call(name: str, shapes: Sequence[tuple[int, ...]], *args: jax.Array) -> Seq
 
 
 def _compiled() -> pathlib.Path:
-    """The shared library for this source, compiler and processor."""
+    """The shared library for these sources, compiler and processor."""
     compiler = os.environ.get("CC", "cc")
-    parts = (SOURCE.read_text(), compiler, *FLAGS, jax.__version__, _processor())
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
+    parts = (*sources, compiler, *FLAGS, jax.__version__, _processor())
     name = f"native-{hashlib.sha256(''.join(parts).encode()).hexdigest()[:16]}.so"
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(cache) / "jaxrl"
@@ -136,7 +140,11 @@ def _product_agrees(n_out: int, n_in: int) -> bool:
     number of outputs, of which beyond some the rest by 1024 matters at most."""
     n_out = min(n_out, 1024 + n_out % 1024)
     x, w = _numbers(64, n_in), _numbers(n_out, n_in)
-    return _agree(few_rows, lambda x, w: jnp.einsum("BI,OI->BO", x, w), (x[:3], w), (x, w))
+
+    def by_xla(x, w):
+        return jnp.einsum("BI,OI->BO", x, w)
+
+    return _agree(lambda x, w: few_rows(x, w)[0], by_xla, (x[:3], w), (x, w))
 
 
 @functools.cache
