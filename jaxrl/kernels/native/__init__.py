@@ -110,7 +110,9 @@ def _compiled() -> pathlib.Path:
     """The shared library for these sources, compiler and processor."""
     compiler = os.environ.get("CC", "cc")
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
-    parts = (*sources, compiler, *FLAGS, jax.__version__, _processor())
+    processor = _processor()
+    flags = (*FLAGS, *(["-DWIDE"] if _is_wide(processor) else ["-mtune=generic"]))
+    parts = (*sources, compiler, *flags, jax.__version__, *processor.values())
     name = f"native-{hashlib.sha256(''.join(parts).encode()).hexdigest()[:16]}.so"
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(cache) / "jaxrl"
@@ -119,19 +121,28 @@ def _compiled() -> pathlib.Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = pathlib.Path(scratch) / name
             include = ("-I", jax.ffi.include_dir())
-            command = [compiler, *FLAGS, *include, str(SOURCE), "-o", str(made)]
+            command = [compiler, *flags, *include, str(SOURCE), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             made.rename(folder / name)  # at once: other processes may do the same
     return folder / name
 
 
-def _processor() -> str:
+def _processor() -> dict[str, str]:
     """What -march=native depends on."""
+    names = ("vendor_id", "cpu family", "flags", "Features")
     try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        return {"machine": platform.machine()}
+    named = (line.partition(":") for line in lines)
+    return {name.strip(): value for name, _, value in named if name.strip() in names}
+
+
+def _is_wide(processor: dict[str, str]) -> bool:
+    """Whether vectors of AVX-512 are computed whole. AMD's processors before family 26 (Zen 5) compute them in halves."""
+    if "avx512f" not in processor.get("flags", "").split():
+        return False
+    return "AMD" not in processor["vendor_id"] or int(processor["cpu family"]) >= 26
 
 
 @functools.cache

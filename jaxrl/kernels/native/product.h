@@ -10,9 +10,19 @@
 #define MAX_VECS 4
 #define MAX_ROWS (LANES * MAX_VECS)
 #define MAX_OUT 8  // outputs whose sums lie in registers together
+#define MAX_HALVES 12  // and of as many rows as half a vector holds
 #define CHAIN 512
 #define LINE 16  // floats of a cache line
-#define AHEAD 10  // lines fetched before they are needed
+
+// Lines are fetched AHEAD before they are needed. A first cache of 32 kB soon waits for its own fetches and drops lines
+// before they are read: there the second is fetched into.
+#ifdef WIDE  // a processor that computes vectors of AVX-512 whole
+#define AHEAD 10
+#define FETCH(p) __builtin_prefetch(p, 0, 3)
+#else
+#define AHEAD 20
+#define FETCH(p) __builtin_prefetch(p, 0, 2)
+#endif
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
@@ -25,10 +35,9 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // How many outputs share a vector where there are so few rows that they fill half or a quarter of one.
 INLINE int sharing(int64_t n_rows) {
 #ifdef __AVX512F__
-  return n_rows <= LANES / 4 ? 4 : n_rows <= LANES / 2 ? 2 : 1;
-#else
-  return 1;
+  if (n_rows <= LANES / 4) return 4;
 #endif
+  return n_rows <= LANES / 2 ? 2 : 1;
 }
 
 // The rows of an input that lie side by side at x, once for each output that shares a vector.
@@ -49,15 +58,15 @@ typedef struct {
 // Fetches up to so many lines of both. Here as below a few at a time: a core waits where many are on their way.
 INLINE void fetch_next(Next *next, int64_t n_lines) {
   for (int64_t i = 0; i < n_lines && next->left > 0; i++, next->left -= LINE) {
-    __builtin_prefetch(next->keys, 0, 3), next->keys += LINE;
-    __builtin_prefetch(next->values, 0, 3), next->values += LINE;
+    FETCH(next->keys), next->keys += LINE;
+    FETCH(next->values), next->values += LINE;
   }
 }
 
 // Fetches, at input k, AHEAD lines on of outputs from .. to of n_out; behind their end the first inputs of the next.
 INLINE void fetch(const int from, const int to, const int n_out, const float *w, int64_t k, int64_t n_in) {
   const int64_t ahead = k + AHEAD * LINE, there = ahead < n_in ? ahead : ahead + (n_out - 1) * n_in;
-  UNROLL for (int o = from; o < to; o++) __builtin_prefetch(w + o * n_in + there, 0, 3);
+  UNROLL for (int o = from; o < to; o++) FETCH(w + o * n_in + there);
 }
 
 // sums[o][v] += x of vector v times w of output o, over the next `depth` inputs.
@@ -144,11 +153,49 @@ INLINE void all_outputs(const int share, const int n_vecs, const int at_once, co
   for (; o < n_out; o++) outputs(share, n_vecs, 1, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
 }
 
+#ifndef WIDE
+typedef float half __attribute__((vector_size(2 * LANES)));
+typedef float memory_half __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
+
+// `outputs` of rows that fill half a vector, for a processor that takes twice as long for a whole one.
+INLINE void halves(const int n_out, const float *x, const float *w, int64_t n_in, Next *next, float *y,
+                   int64_t n_rows, int64_t y_stride) {
+  const memory_half *rows = (const memory_half *)x;
+  half total[MAX_HALVES];
+  for (int64_t start = 0; start < n_in; start += CHAIN) {
+    const int64_t end = least(start + CHAIN, n_in);
+    half chain[MAX_HALVES];
+    UNROLL for (int o = 0; o < n_out; o++) chain[o] = (half){0};
+    int64_t k = start;
+    for (; k + LINE <= end; k += LINE) {
+      next ? fetch_next(next, n_out / 2) : fetch(0, n_out, n_out, w, k, n_in);
+      UNROLL for (int i = 0; i < LINE; i++)
+        UNROLL for (int o = 0; o < n_out; o++) chain[o] += rows[k + i] * w[o * n_in + k + i];
+    }
+    for (; k < end; k++) UNROLL for (int o = 0; o < n_out; o++) chain[o] += rows[k] * w[o * n_in + k];
+    UNROLL for (int o = 0; o < n_out; o++) total[o] = start ? total[o] + chain[o] : chain[o];
+  }
+  for (int64_t r = 0; r < n_rows; r++) UNROLL for (int o = 0; o < n_out; o++) y[r * y_stride + o] = total[o][r];
+}
+
+INLINE void all_halves(const float *x, const float *w, int64_t n_in, int64_t n_out, Next *next, float *y,
+                       int64_t n_rows, int64_t y_stride) {
+  int64_t o = 0;
+  for (; o + 12 <= n_out; o += 12) halves(12, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+  for (; o + 4 <= n_out; o += 4) halves(4, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+  for (; o < n_out; o++) halves(1, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+}
+#endif
+
 static void product(const float *x, const float *w, int64_t n_in, int64_t n_out, Next *next, float *y,
                     int64_t n_rows, int64_t y_stride) {
   switch (sharing(n_rows)) {
     case 4: return all_outputs(4, 1, 8, x, w, n_in, n_out, next, y, n_rows, y_stride);
+#ifdef WIDE
     case 2: return all_outputs(2, 1, 8, x, w, n_in, n_out, next, y, n_rows, y_stride);
+#else
+    case 2: return all_halves(x, w, n_in, n_out, next, y, n_rows, y_stride);
+#endif
   }
   switch ((n_rows + LANES - 1) / LANES) {
     case 1: return all_outputs(1, 1, 8, x, w, n_in, n_out, next, y, n_rows, y_stride);
