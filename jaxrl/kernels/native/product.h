@@ -2,7 +2,7 @@
 // all rows at once, some outputs at a time, their sums in registers.
 
 #include <stdint.h>
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -11,6 +11,7 @@
 #define MAX_ROWS (LANES * MAX_VECS)
 #define MAX_OUT 8  // outputs whose sums lie in registers together
 #define MAX_HALVES 12  // and of as many rows as half a vector holds
+#define SPREAD 4
 #define CHAIN 512
 #define LINE 16  // floats of a cache line
 
@@ -20,7 +21,7 @@
 #define AHEAD 10
 #define FETCH(p) __builtin_prefetch(p, 0, 3)
 #else
-#define AHEAD 20
+#define AHEAD 26
 #define FETCH(p) __builtin_prefetch(p, 0, 2)
 #endif
 
@@ -157,21 +158,41 @@ INLINE void all_outputs(const int share, const int n_vecs, const int at_once, co
 typedef float half __attribute__((vector_size(2 * LANES)));
 typedef float memory_half __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
 
-// `outputs` of rows that fill half a vector, for a processor that takes twice as long for a whole one.
+// Four inputs of an output, twice, and one of them in all lanes.
+INLINE half twice(const float *w) {
+#ifdef __AVX__
+  return (half)_mm256_broadcast_ps((const __m128 *)w);
+#else
+  return (half){w[0], w[1], w[2], w[3], w[0], w[1], w[2], w[3]};
+#endif
+}
+INLINE half everywhere(half four, const int i) {
+#ifdef __AVX__
+  return (half)_mm256_permute_ps((__m256)four, i * 0x55);
+#else
+  return four[i] - (half){0};
+#endif
+}
+
+// `outputs` of rows that fill half a vector, for a processor that takes twice as long for a whole one. It would wait
+// for loads: every SPREAD-th output's inputs are loaded by fours.
 INLINE void halves(const int n_out, const float *x, const float *w, int64_t n_in, Next *next, float *y,
                    int64_t n_rows, int64_t y_stride) {
   const memory_half *rows = (const memory_half *)x;
   half total[MAX_HALVES];
   for (int64_t start = 0; start < n_in; start += CHAIN) {
     const int64_t end = least(start + CHAIN, n_in);
-    half chain[MAX_HALVES];
+    half chain[MAX_HALVES], four[MAX_HALVES];
     UNROLL for (int o = 0; o < n_out; o++) chain[o] = (half){0};
     int64_t k = start;
-    for (; k + LINE <= end; k += LINE) {
-      next ? fetch_next(next, n_out / 2) : fetch(0, n_out, n_out, w, k, n_in);
-      UNROLL for (int i = 0; i < LINE; i++)
-        UNROLL for (int o = 0; o < n_out; o++) chain[o] += rows[k + i] * w[o * n_in + k + i];
-    }
+    for (; k + LINE <= end; k += LINE)
+      UNROLL for (int i = 0; i < LINE; i += 4) {
+        next ? fetch_next(next, n_out / 6) : fetch(i * n_out / LINE, (i + 4) * n_out / LINE, n_out, w, k, n_in);
+        UNROLL for (int o = 0; o < n_out; o += SPREAD) four[o] = twice(w + o * n_in + k + i);
+        UNROLL for (int j = 0; j < 4; j++)
+          UNROLL for (int o = 0; o < n_out; o++)
+            chain[o] += rows[k + i + j] * (o % SPREAD ? w[o * n_in + k + i + j] - (half){0} : everywhere(four[o], j));
+      }
     for (; k < end; k++) UNROLL for (int o = 0; o < n_out; o++) chain[o] += rows[k] * w[o * n_in + k];
     UNROLL for (int o = 0; o < n_out; o++) total[o] = start ? total[o] + chain[o] : chain[o];
   }
