@@ -1,7 +1,10 @@
 """The C kernels of decoding: bit for bit what XLA's products of many rows give, and used where they should be."""
 
+import ctypes
 import logging
+import pathlib
 import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,60 @@ def test_few_rows_give_the_bits_of_many(kernels, n_in, n_out):
     for n_rows in (1, 2, 8, 17, 40, 64):
         (few,) = jax.jit(native.few_rows)(x[:n_rows], w)
         np.testing.assert_array_equal(few, many[:n_rows])
+
+
+PRODUCT = """
+#include "product.h"
+void run(const float *x, const float *w, float *y, long n_rows, long n_in, long n_out, float *own) {
+  side_by_side(x, n_rows, n_in, own);
+  product(own, w, n_in, n_out, NULL, y, n_rows, n_out);
+}"""
+
+
+def built(folder: pathlib.Path, *flags: str) -> ctypes.CDLL:
+    """`product` as it is compiled for another processor than this one."""
+    source, library = folder / "product.c", folder / "product.so"
+    source.write_text(PRODUCT)
+    places = ("-I", str(native.SOURCE.parent), str(source), "-o", str(library))
+    subprocess.run(["cc", *native.FLAGS, *flags, *places], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize(
+    ("needs", "flags"),
+    [
+        ("avx512f", ["-DWIDE"]),
+        ("avx512f", ["-mtune=generic"]),
+        ("fma", ["-mno-avx512f", "-Wno-psabi"]),
+    ],
+)
+def test_products_for_other_processors_have_the_same_bits(kernels, tmp_path, needs, flags):
+    if needs not in native._processor().get("flags", "").split():
+        pytest.skip(f"no {needs}")
+    run = built(tmp_path, *flags).run
+    run.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_void_p]
+    for n_in, n_out in ((576, 96), (1536, 31), (65, 40)):
+        x, w = normal(64, n_in), normal(n_out, n_in)
+        for n_rows in (1, 4, 5, 8, 16, 40):
+            (want,) = jax.jit(native.few_rows)(x[:n_rows], w)
+            y, own = np.zeros((n_rows, n_out), np.float32), np.zeros((n_in + 1, 64), np.float32)
+            run(*(a.ctypes.data for a in (x, w, y)), n_rows, n_in, n_out, own.ctypes.data)
+            np.testing.assert_array_equal(y, want)
+
+
+@pytest.mark.parametrize(
+    ("processor", "wide"),
+    [
+        ({"flags": "fma avx512f", "vendor_id": "AuthenticAMD", "cpu family": "26"}, True),
+        ({"flags": "fma avx512f", "vendor_id": "GenuineIntel", "cpu family": "6"}, True),
+        ({"flags": "fma avx512f", "vendor_id": "AuthenticAMD", "cpu family": "25"}, False),
+        ({"flags": "fma avx2", "vendor_id": "GenuineIntel", "cpu family": "6"}, False),
+        ({"Features": "asimd sve"}, False),
+        ({"machine": "arm64"}, False),
+    ],
+)
+def test_which_processors_compute_whole_vectors(processor, wide):
+    assert native._is_wide(processor) == wide
 
 
 def test_weights_of_one_input_are_read_in_one_call(kernels):

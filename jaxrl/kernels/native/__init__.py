@@ -135,7 +135,7 @@ def _processor() -> dict[str, str]:
     except OSError:
         return {"machine": platform.machine()}
     named = (line.partition(":") for line in lines)
-    return {name.strip(): value for name, _, value in named if name.strip() in names}
+    return {name.strip(): value.strip() for name, _, value in named if name.strip() in names}
 
 
 def _is_wide(processor: dict[str, str]) -> bool:
