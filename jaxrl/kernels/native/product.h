@@ -11,7 +11,7 @@
 #define MAX_ROWS (LANES * MAX_VECS)
 #define MAX_OUT 8  // outputs whose sums lie in registers together
 #define MAX_HALVES 12  // and of as many rows as half a vector holds
-#define SPREAD 4
+#define SPREAD 4  // of so many outputs of these, one is loaded by fours
 #define CHAIN 512
 #define LINE 16  // floats of a cache line
 
@@ -33,7 +33,8 @@ typedef float memory_vec __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// How many outputs share a vector where there are so few rows that they fill half or a quarter of one.
+// How many outputs share a vector where there are so few rows that they fill half or a quarter of one. (Of two, a
+// processor that is not WIDE computes one, in half a vector.)
 INLINE int sharing(int64_t n_rows) {
 #ifdef __AVX512F__
   if (n_rows <= LANES / 4) return 4;
@@ -202,7 +203,8 @@ INLINE void halves(const int n_out, const float *x, const float *w, int64_t n_in
 INLINE void all_halves(const float *x, const float *w, int64_t n_in, int64_t n_out, Next *next, float *y,
                        int64_t n_rows, int64_t y_stride) {
   int64_t o = 0;
-  for (; o + 12 <= n_out; o += 12) halves(12, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+  for (; o + MAX_HALVES <= n_out; o += MAX_HALVES)
+    halves(MAX_HALVES, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
   for (; o + 4 <= n_out; o += 4) halves(4, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
   for (; o < n_out; o++) halves(1, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
 }
