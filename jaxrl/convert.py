@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_save import SHARD_BYTES, convert_model
-from jaxrl.models.source import resolve_model
+from jaxrl.models.files.hf_save import SHARD_BYTES, convert_model
+from jaxrl.models.files.source import resolve_model
 from jaxrl.models.spec import count_params
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

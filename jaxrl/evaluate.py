@@ -27,13 +27,14 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import RunConfig, default_config, resolve_evaluation
-from jaxrl.flags import override, read_args, read_options, stop
-from jaxrl.io.json_lines import JsonLines, plain
-from jaxrl.schema import to_dict
-from jaxrl.trainer.evaluate import by_source, sample_records, statistics
+from jaxrl.config.command_line import override, read_args, read_options, stop
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import default_config, resolve_evaluation
+from jaxrl.config.schema import to_dict
+from jaxrl.io.tracking.json_lines import JsonLines, plain
+from jaxrl.runtime.signals import Interrupted
+from jaxrl.trainer.evaluation import by_source, sample_records, statistics
 from jaxrl.trainer.folder import run_in
-from jaxrl.trainer.interrupt import Interrupted
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.run import sampling_seed
 from jaxrl.trainer.score import score

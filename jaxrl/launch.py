@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxrl.flags import parse
+from jaxrl.config.command_line import parse
 
 PASSED_ON = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
 TAIL = 40  # last lines of a process that failed, shown where it is not the first

@@ -21,18 +21,18 @@ if __name__ == "__main__":  # before jax is imported: devices that are here are 
 
 import jax
 
-from jaxrl.config import resolve
-from jaxrl.flags import read_args, read_options, stop
+from jaxrl.config.command_line import read_args, read_options, stop
+from jaxrl.config.resolve import resolve
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths, TooLarge
 from jaxrl.planner.report import search_text, show
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import KNOWN, simulated_cpus, topology
-from jaxrl.trainer.offline import learning
-from jaxrl.trainer.preference import DPO
-from jaxrl.trainer.ranking import RANKING
-from jaxrl.trainer.supervised import SFT
+from jaxrl.trainer.offline.offline import learning
+from jaxrl.trainer.offline.preference import DPO
+from jaxrl.trainer.offline.ranking import RANKING
+from jaxrl.trainer.offline.supervised import SFT
 
 OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "job", "json")
 LESSONS = {"sft": SFT, "dpo": DPO, "reward_model": RANKING}

@@ -7,11 +7,11 @@ if __name__ == "__main__":  # before the imports, which take seconds
     print("jaxrl: loading", flush=True)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
-from jaxrl.config import RunConfig
-from jaxrl.flags import parse
+from jaxrl.config.command_line import parse
+from jaxrl.config.keys import RunConfig
 from jaxrl.trainer.loop import exit_status, run_to_end
-from jaxrl.trainer.offline import learning, train_step, validate
-from jaxrl.trainer.ranking import RANKING
+from jaxrl.trainer.offline.offline import learning, train_step, validate
+from jaxrl.trainer.offline.ranking import RANKING
 from jaxrl.trainer.setup import open_offline
 
 

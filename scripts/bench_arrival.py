@@ -41,10 +41,10 @@ def parse_args() -> argparse.Namespace:
 def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
-    from jaxrl.config import RolloutConfig
-    from jaxrl.models.hf_load import load_model
-    from jaxrl.models.source import resolve_model
-    from jaxrl.rollout.engine import PagedEngine
+    from jaxrl.config.keys import RolloutConfig
+    from jaxrl.engine.engine import PagedEngine
+    from jaxrl.models.files.hf_load import load_model
+    from jaxrl.models.files.source import resolve_model
     from sharding import make_mesh
     from sharding.rules import DECODE
 
@@ -84,7 +84,7 @@ def bench(args: argparse.Namespace) -> dict:
 def arrival(args, n_vocab: int, engine, params, clock, seed: int) -> tuple[float, float, int]:
     """(longest time between tokens of those that run, until the first of the one that arrives, what they make
     in that time)."""
-    from jaxrl.rollout.api import Request
+    from jaxrl.engine.api import Request
 
     rng = np.random.default_rng(seed)
 

@@ -137,13 +137,13 @@ def shortest_s(work: Work, n_slots: int, sizes: Sizes, peaks: Peaks) -> float:
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     import jax  # after the cores are chosen
 
-    from jaxrl.host_memory import keep_freed_memory
-    from jaxrl.keys import RolloutConfig
+    from jaxrl.config.keys import RolloutConfig
+    from jaxrl.engine.engine import PagedEngine
     from jaxrl.models.cache import page_bytes
     from jaxrl.models.decoder import init_model
-    from jaxrl.models.hf_load import load_model
+    from jaxrl.models.files.hf_load import load_model
     from jaxrl.planner.model_shape import model_shape
-    from jaxrl.rollout.engine import PagedEngine
+    from jaxrl.runtime.host_memory import keep_freed_memory
     from sharding import make_mesh
     from sharding.rules import DECODE, TRAIN
 
@@ -209,7 +209,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
     """Generates all responses of a step; wall times are counted from the moment of submission."""
-    from jaxrl.rollout.api import Request
+    from jaxrl.engine.api import Request
     from jaxrl.rollout.generate import metrics
 
     engine.take_stats()

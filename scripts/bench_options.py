@@ -48,11 +48,11 @@ def parse_args() -> argparse.Namespace:
 def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
-    from jaxrl.config import RolloutConfig
-    from jaxrl.models.hf_load import load_model
+    from jaxrl.config.keys import RolloutConfig
+    from jaxrl.engine.engine import PagedEngine
+    from jaxrl.models.files.hf_load import load_model
+    from jaxrl.models.files.source import resolve_model
     from jaxrl.models.quantize import in_int8
-    from jaxrl.models.source import resolve_model
-    from jaxrl.rollout.engine import PagedEngine
     from sharding import make_mesh
     from sharding.rules import DECODE
 
@@ -110,8 +110,8 @@ def keys(text: str) -> dict:
 
 
 def answer(args, n_vocab: int, engine, params, seed: int) -> list[list[int]]:
-    from jaxrl.config import SamplingConfig
-    from jaxrl.rollout.api import Request
+    from jaxrl.config.keys import SamplingConfig
+    from jaxrl.engine.api import Request
 
     rng = np.random.default_rng(seed)
     period = args.period if args.text == "repeat" else args.prompt_len

@@ -133,7 +133,7 @@ def operation_seconds(folder: str) -> dict[str, float]:
 
 
 def run_config(args: argparse.Namespace):
-    from jaxrl.config import LearnerConfig, RunConfig
+    from jaxrl.config.keys import LearnerConfig, RunConfig
 
     learner = LearnerConfig(token_budget=args.row_len, remat="full", logprob_chunk=256)
     return RunConfig(learner=learner)

@@ -48,9 +48,9 @@ def parse_args() -> argparse.Namespace:
 def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
-    from jaxrl.config import RolloutConfig
-    from jaxrl.models.hf_load import load_model
-    from jaxrl.rollout.engine import PagedEngine
+    from jaxrl.config.keys import RolloutConfig
+    from jaxrl.engine.engine import PagedEngine
+    from jaxrl.models.files.hf_load import load_model
     from sharding import make_mesh
     from sharding.rules import DECODE
 
@@ -106,7 +106,7 @@ def converse(args, n_vocab: int, engine, params, rng, clock) -> tuple[list[tuple
 
 def answer(args, engine, params, prompts: list[np.ndarray]) -> list[list[int]]:
     """The first response to each prompt; --samples are made."""
-    from jaxrl.rollout.api import Request
+    from jaxrl.engine.api import Request
 
     made: dict[int, list[int]] = {}
     firsts = []

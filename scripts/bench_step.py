@@ -82,17 +82,17 @@ def bench(args: argparse.Namespace) -> dict:
     import jax  # after the cores are chosen
 
     from jaxrl.data.packing import Packed, empty_batch
-    from jaxrl.host_memory import keep_freed_memory
+    from jaxrl.engine.engine import PagedEngine
     from jaxrl.learner.optimizer import make_optimizer
-    from jaxrl.learner.state import frozen_copy, init_state
+    from jaxrl.learner.state import init_state
     from jaxrl.learner.step import make_score, make_update
     from jaxrl.models.decoder import decoder_specs
-    from jaxrl.models.hf_load import load_model
-    from jaxrl.rollout.engine import PagedEngine
+    from jaxrl.models.files.hf_load import load_model
     from jaxrl.rollout.generate import generate
+    from jaxrl.runtime.host_memory import keep_freed_memory
     from jaxrl.trainer.experience import make_mini_batches
     from jaxrl.types import Prompt
-    from sharding import make_mesh
+    from sharding import copy_tree, make_mesh
     from sharding.rules import DECODE, TRAIN
 
     if jax.default_backend() == "cpu":
@@ -104,7 +104,7 @@ def bench(args: argparse.Namespace) -> dict:
     with jax.set_mesh(make_mesh(fsdp=-1)):
         model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
         optimizer = make_optimizer(cfg.learner, len(steps), decoder_specs(model_cfg))
-        reference = frozen_copy(params)
+        reference = copy_tree(params)
         state = init_state(params, optimizer)
         del params
         engine = PagedEngine(
@@ -179,7 +179,7 @@ def bench(args: argparse.Namespace) -> dict:
 
 
 def make_config(args: argparse.Namespace, workload: dict):
-    from jaxrl.config import default_config, resolve
+    from jaxrl.config.resolve import default_config, resolve
 
     prompt_lens = [len(p["ids"]) for s in workload["steps"] for p in s["prompts"]]
     response_lens = [n for s in workload["steps"] for row in s["resp_len"] for n in row]

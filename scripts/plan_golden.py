@@ -12,8 +12,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from jaxrl.config import resolve
-from jaxrl.flags import load_config, override
+from jaxrl.config.command_line import load_config, override
+from jaxrl.config.resolve import resolve
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.report import as_text

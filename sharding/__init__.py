@@ -6,7 +6,7 @@ from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
 from sharding.regroup import Regrouping, process_block, regroup
 from sharding.rules import DECODE, PIPELINE, PRESETS, REPLICAS, RING, TRAIN, ULYSSES, Rules
-from sharding.tree import bytes_per_device, on_mesh, put_batch, reshard_tree, shardings
+from sharding.tree import bytes_per_device, copy_tree, on_mesh, put_batch, reshard_tree, shardings
 from sharding.weights import gather_matrix
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "abstract_mesh",
     "bytes_per_device",
     "check_host_memory",
+    "copy_tree",
     "gather_matrix",
     "make_mesh",
     "mesh_order",

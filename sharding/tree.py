@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -29,6 +30,11 @@ def reshard_tree(tree: Tree, specs: Tree) -> Tree:
         return leaf if there else jax.reshard(leaf, spec)  # jax.reshard copies in any case
 
     return jax.tree.map(lay, tree, specs)
+
+
+def copy_tree(tree: Tree) -> Tree:
+    """The same values and shardings in new buffers, which survive a donation of the old ones."""
+    return jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(tree)
 
 
 def put_batch(batch: Tree, spec: jax.P) -> Tree:

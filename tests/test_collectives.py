@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.config import LearnerConfig, MeshConfig, RolloutConfig, RunConfig
-from jaxrl.learner.layout import training_rules
+from jaxrl.config.keys import LearnerConfig, MeshConfig, RolloutConfig, RunConfig
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.layout import training_rules
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
@@ -25,7 +26,6 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Collective, program_cost
 from jaxrl.planner.programs import abstract_batch
-from jaxrl.rollout.engine import PagedEngine
 from sharding import make_mesh
 from sharding.rules import DECODE
 

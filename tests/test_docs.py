@@ -6,11 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxrl import config_docs
-from jaxrl import keys as config_keys
-from jaxrl.config import RunConfig, default_config, resolve
-from jaxrl.flags import load_config, override
-from jaxrl.schema import keys
+from jaxrl.config import docs as config_docs
+from jaxrl.config import keys as config_keys
+from jaxrl.config.command_line import load_config, override
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import default_config, resolve
+from jaxrl.config.schema import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
@@ -24,7 +25,7 @@ def names(pattern: str, page: pathlib.Path) -> list[str]:
 
 def test_config_page_is_up_to_date():
     page = (ROOT / "docs" / "config.md").read_text()
-    assert page == config_docs.markdown(), "run: python -m jaxrl.config_docs > docs/config.md"
+    assert page == config_docs.markdown(), "run: python -m jaxrl.config.docs > docs/config.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,24 +7,15 @@ import re
 import subprocess
 import sys
 
-LAYERS = [  # lowest first; rooms of one layer do not import each other
-    {"sharding", "jaxrl.types", "jaxrl.schema", "jaxrl.host_memory"},
-    {"jaxrl.keys"},
-    {"jaxrl.algorithm_rules", "jaxrl.reward_rules", "jaxrl.sampling_rules"},
+LAYERS = [  # lowest first; packages of one layer do not import each other
+    {"sharding", "jaxrl.types"},
     {"jaxrl.config"},
-    {
-        "jaxrl.kernels",
-        "jaxrl.algorithms",
-        "jaxrl.data",
-        "jaxrl.rewards",
-        "jaxrl.io",
-    },
-    {"jaxrl.models", "jaxrl.environments", "jaxrl.report"},
-    {"jaxrl.rollout", "jaxrl.learner"},
-    {"jaxrl.planner"},
+    {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io"},
+    {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},
+    {"jaxrl.layout", "jaxrl.environments"},
+    {"jaxrl.engine", "jaxrl.learner"},
+    {"jaxrl.rollout", "jaxrl.planner"},
     {"jaxrl.trainer"},
-    {"jaxrl.config_docs"},
-    {"jaxrl.flags"},
     {
         "jaxrl.train",
         "jaxrl.sft",
@@ -42,8 +33,8 @@ WITHOUT_JAX = (
     "jaxrl/data/",
     "jaxrl/rewards/",
     "jaxrl/environments/",
-    "jaxrl/rollout/pages.py",
-    "jaxrl/rollout/scheduler.py",
+    "jaxrl/engine/pages.py",
+    "jaxrl/engine/scheduler.py",
 )
 EXTRAS = {"gguf", "mlflow", "ray", "reasoning_gym", "wandb"}  # imported where they are used
 ROOT = pathlib.Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.flags import parse
+from jaxrl.config.command_line import parse
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "learning_curves.py"))
 # Greedy accuracy on held-out sums of two digits that a run reaches. PPO's critic learns alone for the first steps.

@@ -1,10 +1,10 @@
 """Updates under every preset compile for devices that are not attached: TPUs and GPUs."""
 
 import pytest
-from test_collectives import UPDATE, compiled_update, moved
 
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.topology import topology
+from tests.test_collectives import UPDATE, compiled_update, moved
 
 COMPILERS = {"v5e:2x4": "libtpu", "v5p:2x2x2": "libtpu", "h100:8": "jax_cuda13_plugin"}
 

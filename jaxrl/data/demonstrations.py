@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.prompts import as_messages, columns, source_of
 from jaxrl.data.tables import read_rows

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, check_kept, demonstration
 from jaxrl.data.prompts import as_messages, columns, source_of

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.tables import read_rows
 from jaxrl.data.tasks import make_questions

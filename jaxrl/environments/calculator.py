@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.rewards.last_number import last_number
+from jaxrl.rewards.verifiers.last_number import last_number
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {

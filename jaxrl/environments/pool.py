@@ -9,9 +9,9 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from jaxrl.config import EnvConfig
+from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import Turn
-from jaxrl.rewards.process import start_process
+from jaxrl.workers.process import start_process
 
 _START_S = 120.0  # imports of the environment
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl.rewards.functions import load_function
+from jaxrl.workers.functions import load_function
 
 
 class Retry:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, SupportsFloat
 
 from jaxrl.environments.api import BUILT_IN, Environment, Make, Message, Turn
-from jaxrl.rewards.functions import load_function
+from jaxrl.workers.functions import load_function
 
 _GRACE_S = 5.0  # the parent's time limit comes first; this one ends an episode that lost its parent
 _MAX_ERROR = 500  # characters

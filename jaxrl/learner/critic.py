@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed
-from jaxrl.learner.layout import Layout, role_layout, training_rules
+from jaxrl.layout import Layout, role_layout, training_rules
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_load import load_params, model_config
+from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform
 

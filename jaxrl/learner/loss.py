@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
-from jaxrl.learner.needs import full_kl_in_loss
-from jaxrl.learner.router import Balance, balance_loss
-from jaxrl.learner.token_loss import (
+from jaxrl.learner.policy_objective import (
     Coefs,
     LossSums,
     aggregate_tokens,
     token_loss_sums,
     value_sums,
 )
+from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.learner.router import Balance, balance_loss
 from jaxrl.models.decoder import Decoder, forward_routed
 from jaxrl.models.moe import RouterLoad
 from jaxrl.types import Batch

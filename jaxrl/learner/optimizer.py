@@ -7,7 +7,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl.algorithms.choose import choose
-from jaxrl.config import LearnerConfig
+from jaxrl.config.keys import LearnerConfig
 from jaxrl.models.spec import map_specs
 from jaxrl.types import Tree
 

@@ -100,11 +100,6 @@ def averaged(state: TrainState) -> Tree:
     return jax.tree.map(lambda p, e: e.astype(p.dtype), state.params, average)
 
 
-def frozen_copy(params: Tree) -> Tree:
-    """A reference model: the same numbers in buffers of their own, which no update donates."""
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params)
-
-
 def _master_of(param: jax.Array):
     wide = param.dtype.itemsize >= 4
     return optax.MaskedNode() if wide else param.astype(jnp.float32)

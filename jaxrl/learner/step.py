@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from flax import struct
 
-from jaxrl.config import AlgorithmConfig, RunConfig
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import empty_batch
-from jaxrl.learner.layout import Layout, training_rules
+from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.loss import (
     count_tokens,
     policy_loss_sums,
@@ -21,11 +21,11 @@ from jaxrl.learner.loss import (
     score_values,
     value_loss_sums,
 )
-from jaxrl.learner.needs import adapts_coefs
 from jaxrl.learner.optimizer import Optimizer, clip_factor
+from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
+from jaxrl.learner.requirements import adapts_coefs
 from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients
-from jaxrl.learner.token_loss import Coefs, LossSums, zero_sums
 from jaxrl.learner.xla import compiler_options
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, hosts, mesh_order, on_mesh, row_order, target_platform, tree

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
-from jaxrl.kernels.few_rows import product
+from jaxrl.kernels.cpu.skinny_matmul import product
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.linear import Linear, MakeParam, each, make_spec

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.few_rows import Weight, products
+from jaxrl.kernels.cpu.skinny_matmul import Weight, products
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.plan import Plan, add_up
 from jaxrl.planner.programs import Given, Lengths, TooLarge, compile_programs, run_parts

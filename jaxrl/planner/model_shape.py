@@ -5,7 +5,7 @@ import pathlib
 
 import jaxrl
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.hf_config import config_from_hf
+from jaxrl.models.files.hf_config import config_from_hf
 
 SHAPES = pathlib.Path(jaxrl.__path__[0]).parent / "configs" / "shapes"
 

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.critic import Critic, Values, make_critic, reward_values, shared_values
-from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.loss import logprob_chunk
-from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import joined_batches, make_score, make_update, make_value_update
 from jaxrl.models.auto import for_platform
@@ -30,7 +31,6 @@ from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
 from jaxrl.planner.kernels import Kernels, Work, attention_work, cudnn_work, paged_work
-from jaxrl.rollout.engine import PagedEngine
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
 

@@ -8,10 +8,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from jaxrl.config import RunConfig
-from jaxrl.keys import REMATS, MeshConfig
-from jaxrl.learner.layout import training_rules
-from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
+from jaxrl.config.keys import REMATS, MeshConfig, RunConfig
+from jaxrl.layout import training_rules
+from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.schema import to_dict
 from jaxrl.report.charts import chart_data
 from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
-from jaxrl.schema import to_dict
 
 HERE = Path(__file__).parent
 FIELDS = (

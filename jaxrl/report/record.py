@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.io.json_lines import read_lines
+from jaxrl.io.tracking.json_lines import read_lines
 
 Points = list[tuple[int, float]]  # (step, value), ascending
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import RewardConfig
-from jaxrl.rewards.functions import TEXTS, Takes, part_names, pool_option
-from jaxrl.rewards.process import start_process
+from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.worker import Result
 from jaxrl.types import Rollout
+from jaxrl.workers.functions import TEXTS, Takes, part_names, pool_option
+from jaxrl.workers.process import start_process
 
 _START_S = 120.0  # imports of the reward functions
 _MAX_START_FAILURES = 3  # in a row

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, SupportsFloat
 
-from jaxrl.rewards.functions import RewardFunction, how_to_call, load_function
+from jaxrl.workers.functions import RewardFunction, how_to_call, load_function
 
 _GRACE_S = 5.0  # the parent's time limit comes first; this one ends a worker that lost its parent
 _MAX_ERROR = 500  # characters

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.config import SamplingConfig
-from jaxrl.rollout.api import Engine, EngineStats, Generated, Request
+from jaxrl.config.keys import SamplingConfig
+from jaxrl.engine.api import Engine, EngineStats, Generated, Request
 from jaxrl.types import Prompt, Rollout, Tree
 
 Decode = Callable[[np.ndarray], str]  # int32 tokens -> text

@@ -28,18 +28,19 @@ except ModuleNotFoundError as missing:
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import RunConfig, default_config, raise_problems
-from jaxrl.flags import override, read_args, stop
-from jaxrl.io.checkpoint import CheckpointError
-from jaxrl.rollout.engine import N_STOP
-from jaxrl.schema import build
+from jaxrl.config.command_line import override, read_args, stop
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import default_config, raise_problems
+from jaxrl.config.schema import build
+from jaxrl.engine.engine import N_STOP
+from jaxrl.io.checkpoint.checkpointer import CheckpointError
 from jaxrl.serve.app import Service
-from jaxrl.serve.asked import Limits
+from jaxrl.serve.checkpoint_watcher import Follower
 from jaxrl.serve.checkpoints import first_step
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.follow import Follower
-from jaxrl.serve.meters import Meters
+from jaxrl.serve.metrics import Meters
 from jaxrl.serve.model import Model, open_model
+from jaxrl.serve.request import Limits
 from jaxrl.trainer.folder import run_in
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.answer import Answer
-from jaxrl.serve.asked import Asked, Limits, read_chat, read_completion
-from jaxrl.serve.bodies import Json, Writer
+from jaxrl.serve.checkpoint_watcher import Follower
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.errors import Refused
-from jaxrl.serve.follow import Follower
-from jaxrl.serve.meters import Meters
+from jaxrl.serve.metrics import Meters
+from jaxrl.serve.openai_format import Json, Writer
+from jaxrl.serve.request import Asked, Limits, read_chat, read_completion
+from jaxrl.serve.response import Answer
 
 RETRY_S = 1  # what a client is told to wait before it tries again
 BODY_BYTES = 64 << 20  # of a request at most

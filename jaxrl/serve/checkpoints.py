@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.io.checkpoint import complete_steps
-from jaxrl.io.weights import read_weights
-from jaxrl.learner.layout import Layout
+from jaxrl.io.checkpoint.checkpointer import complete_steps
+from jaxrl.io.checkpoint.weights import read_weights
+from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.linear import Linear
 from jaxrl.models.moe import MoE

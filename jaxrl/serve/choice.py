@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxrl.rollout.api import Generated
+from jaxrl.engine.api import Generated
 from jaxrl.serve.text import Decode, Detokenizer, StopStrings
 
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.rollout.api import Generated, Request
-from jaxrl.rollout.engine import PagedEngine
+from jaxrl.engine.api import Generated, Request
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.serve.errors import Refused
-from jaxrl.serve.meters import Meters
+from jaxrl.serve.metrics import Meters
 from jaxrl.types import Tree
 
 log = logging.getLogger(__name__)

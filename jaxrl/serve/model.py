@@ -6,17 +6,17 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.host_memory import keep_freed_memory
-from jaxrl.io.progress import Progress
-from jaxrl.learner.layout import rollout_layout
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.layout import rollout_layout
 from jaxrl.models.auto import for_platform
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_load import load_params, model_config
-from jaxrl.models.source import resolve_model
+from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.files.source import resolve_model
 from jaxrl.models.spec import abstract_params
-from jaxrl.rollout.engine import PagedEngine
+from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoints import Checkpoints
 from jaxrl.trainer.inputs import make_renderer
 from jaxrl.trainer.setup import keep_programs, make_engine

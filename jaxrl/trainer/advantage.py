@@ -20,7 +20,7 @@ from jaxrl.algorithms.advantages import (
     whiten,
 )
 from jaxrl.algorithms.choose import choose
-from jaxrl.config import AlgorithmConfig
+from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.data.packing import response_field
 from jaxrl.types import Rollout
 

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxrl.algorithms.control import adaptive_entropy_coef, adaptive_kl_coef
-from jaxrl.config import RunConfig
-from jaxrl.learner.token_loss import Coefs
+from jaxrl.algorithms.controllers import adaptive_entropy_coef, adaptive_kl_coef
+from jaxrl.config.keys import RunConfig
+from jaxrl.learner.policy_objective import Coefs
 
 
 @dataclasses.dataclass(frozen=True)

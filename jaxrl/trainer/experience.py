@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxrl.algorithms.covariance import covariances, pick_between, pick_largest
 from jaxrl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
-from jaxrl.config import AlgorithmConfig, RunConfig
+from jaxrl.config.keys import COV_LOSSES, AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack, response_field
-from jaxrl.keys import COV_LOSSES
-from jaxrl.learner.needs import kl_in_loss
+from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.types import Batch, Rollout
 
@@ -39,7 +38,7 @@ def make_mini_batches(
 ) -> tuple[list[MiniBatch], dict[str, float]]:
     """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the rollouts.
 
-    `score_old` and `score_ref` are given where the algorithm needs them (learner/needs.py); they see
+    `score_old` and `score_ref` are given where the algorithm needs them (learner/requirements.py); they see
     all packed batches at once, before the first update. `kl_coef` is this step's, where it is adapted; `seed`
     draws what an algorithm draws beside the samples.
     """

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from jaxrl.config import RunConfig, config_hash, differences, from_json, to_json
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import config_hash, differences, from_json, to_json
 from sharding import hosts
 
 

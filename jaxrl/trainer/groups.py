@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.algorithms.overlong import soft_overlong
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.types import Rollout
 
 

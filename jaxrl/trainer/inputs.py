@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.data.prompts import load_prompts
-from jaxrl.io.progress import Progress
+from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Prompt
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from jaxrl.config import RunConfig
-from jaxrl.io.checkpoint import CheckpointError
-from jaxrl.trainer.compiles import RecompileError
+from jaxrl.config.keys import RunConfig
+from jaxrl.io.checkpoint.checkpointer import CheckpointError
+from jaxrl.runtime.compile_watch import RecompileError
+from jaxrl.runtime.multihost import explain
+from jaxrl.runtime.signals import Interrupted
+from jaxrl.trainer.checkpointing import finish, save, stopped
 from jaxrl.trainer.failure import NonFiniteError
-from jaxrl.trainer.finish import finish, save, stopped
-from jaxrl.trainer.interrupt import Interrupted
-from jaxrl.trainer.processes import explain
 from jaxrl.trainer.run import Job
 from sharding import hosts
 

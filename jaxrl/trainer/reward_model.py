@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.data.packing import gather
 from jaxrl.learner.critic import Values, reward_values
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.hf_load import SCORE, find_tensors, load_params, model_config
+from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config
 from jaxrl.trainer.experience import pack_rollouts
 from jaxrl.types import Prompt, Rollout
 

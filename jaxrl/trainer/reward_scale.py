@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.config import RewardConfig
+from jaxrl.config.keys import RewardConfig
 from jaxrl.types import Rollout
 
 

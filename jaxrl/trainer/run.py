@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.iterator import BatchIterator
-from jaxrl.io.checkpoint import Checkpointer
-from jaxrl.io.loggers import Logger
-from jaxrl.io.progress import Progress
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
+from jaxrl.io.tracking.loggers import Logger
+from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.critic import Critic, Values
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.engines import Engines
+from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.coefficients import Coefficients
-from jaxrl.trainer.compiles import CompileWatch
-from jaxrl.trainer.engines import Engines
-from jaxrl.trainer.interrupt import StopFlag
 from jaxrl.trainer.reward_model import RewardModel
 from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.types import Prompt, TrainState

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.trainer.interrupt import StopFlag
+from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.reward_model import RewardModel
 from jaxrl.types import Rollout
 from sharding import hosts

@@ -10,40 +10,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.config import RolloutConfig, RunConfig, check_devices
+from jaxrl.config.keys import RolloutConfig, RunConfig
+from jaxrl.config.resolve import check_devices
 from jaxrl.data.chat import ChatRenderer, stop_ids
 from jaxrl.data.iterator import BatchIterator
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.host_memory import keep_freed_memory
-from jaxrl.io.checkpoint import Checkpointer
-from jaxrl.io.loggers import make_loggers
-from jaxrl.io.progress import Progress
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
+from jaxrl.io.tracking.loggers import make_loggers
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.critic import Critic, make_critic, policy_steps, shared_values
-from jaxrl.learner.layout import Layout, role_layout, rollout_layout, training_rules
-from jaxrl.learner.needs import needs_ref
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
+from jaxrl.learner.requirements import needs_ref
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.auto import for_platform
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.hf_load import load_params, model_config
-from jaxrl.models.source import resolve_model
+from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.files.source import resolve_model
 from jaxrl.models.spec import count_params
 from jaxrl.planner.check import check_plan, device_memory, plan_line
 from jaxrl.planner.plan import Plan
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rollout.converse import Limits
-from jaxrl.rollout.engine import PagedEngine
+from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.multi_turn import Limits
+from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.host_memory import keep_freed_memory
+from jaxrl.runtime.multihost import check_all_joined, check_same_data, join
+from jaxrl.runtime.signals import StopFlag, stop_on_signals
+from jaxrl.trainer.check_models import check_critic, check_teacher
 from jaxrl.trainer.coefficients import Coefficients, first_coefficients
-from jaxrl.trainer.compiles import CompileWatch
-from jaxrl.trainer.engines import Engines
 from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.inputs import load_data, load_val, make_iterator, make_renderer
-from jaxrl.trainer.interrupt import StopFlag, stop_on_signals
-from jaxrl.trainer.offline import Lesson, Offline
-from jaxrl.trainer.other_models import check_critic, check_teacher
-from jaxrl.trainer.processes import check_all_joined, check_same_data, join
+from jaxrl.trainer.offline.offline import Lesson, Offline
 from jaxrl.trainer.reward_model import RewardModel, open_reward_model
 from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.trainer.run import Evaluation, Run

@@ -2,7 +2,7 @@
 
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, Values
-from jaxrl.learner.needs import full_kl_in_loss, needs_old_logp, needs_ref_logp
+from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
 from jaxrl.trainer.run import Job, Run
 from jaxrl.types import Batch, Tree

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.demonstrations import conversation, load_demonstrations
 from jaxrl.data.packing import pack

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.config.keys import LearnerConfig
 from jaxrl.data.packing import gather, pack
-from jaxrl.keys import LearnerConfig
 from jaxrl.types import Prompt, Rollout
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.preferences import conversations, load_pairs
 
 STOP = (2,)

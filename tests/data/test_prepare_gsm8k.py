@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from jaxrl.config import DataConfig
+from jaxrl.config.keys import DataConfig
 from jaxrl.data.prompts import load_prompts
-from jaxrl.rewards.gsm8k import gsm8k
+from jaxrl.rewards.verifiers.gsm8k import gsm8k
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_gsm8k.py"
 ROWS = [

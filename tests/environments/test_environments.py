@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import EnvConfig
+from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import Turn
 from jaxrl.environments.calculator import Calculator, evaluate
 from jaxrl.environments.guess_number import GuessNumber

@@ -1,4 +1,4 @@
-"""The logprob of given tokens, formed as rollout/sampling.py forms that of the token it drew."""
+"""The logprob of given tokens, formed as engine/sampling.py forms that of the token it drew."""
 
 import jax.numpy as jnp
 

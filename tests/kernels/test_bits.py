@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_logp import engine_logp
 
 from jaxrl.kernels.logprob import logprob_entropy
 from jaxrl.models.cache import init_cache
@@ -19,6 +18,7 @@ from jaxrl.models.decoder import decoder_specs, forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.spec import init_params
 from sharding import TRAIN
+from tests.kernels.engine_logp import engine_logp
 
 B, S, CHUNK, PREFILLED = 3, 100, 32, 64
 LLAMAS = {

@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from abstract_arrays import abstract
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
@@ -16,6 +15,7 @@ from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, TRAIN, make_mesh
+from tests.kernels.abstract_arrays import abstract
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed")
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_logp import engine_logp
 
 from jaxrl.kernels import logprob
 from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
 from jaxrl.kernels.logprob.reference import head_logits, logprob_reference
 from sharding import Rules, make_mesh
+from tests.kernels.engine_logp import engine_logp
 
 RULES = Rules()
 

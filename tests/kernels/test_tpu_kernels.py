@@ -6,9 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from abstract_arrays import abstract
 
-from jaxrl.config import RolloutConfig
+from jaxrl.config.keys import RolloutConfig
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.config import DecoderConfig
@@ -17,8 +17,8 @@ from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work
 from jaxrl.planner.topology import topology
-from jaxrl.rollout.engine import PagedEngine
 from sharding import DECODE, TRAIN, ULYSSES, make_mesh
+from tests.kernels.abstract_arrays import abstract
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
 

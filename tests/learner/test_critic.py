@@ -7,17 +7,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_policy import MODEL, batches, new_params, rollouts, run_config
 
-from jaxrl.config import RoleConfig
+from jaxrl.config.keys import RoleConfig
 from jaxrl.data.packing import gather, pack
+from jaxrl.layout import Layout
 from jaxrl.learner.critic import Values, make_critic, shared_values
-from jaxrl.learner.layout import Layout
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_update, make_value_update
 from jaxrl.models.decoder import decoder_specs
 from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh
+from tests.learner.tiny_policy import MODEL, batches, new_params, rollouts, run_config
 
 CRITIC = dataclasses.replace(MODEL, heads=("score",), stacked=True)
 BOTH = dataclasses.replace(MODEL, heads=("vocab", "score"), stacked=True)

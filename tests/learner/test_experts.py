@@ -5,13 +5,21 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_policy import MODEL, batches, new_params, new_state, programs, rollouts, run_config
-from tiny_policy import update_once as update_any
 
 from jaxrl.learner.step import put_batch
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_routed
 from sharding import RING, TRAIN, ULYSSES
+from tests.learner.tiny_policy import (
+    MODEL,
+    batches,
+    new_params,
+    new_state,
+    programs,
+    rollouts,
+    run_config,
+)
+from tests.learner.tiny_policy import update_once as update_any
 
 MOE = DecoderConfig(
     family="qwen3_moe",

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 
-from jaxrl.config import CheckpointConfig
-from jaxrl.io.checkpoint import Checkpointer
+from jaxrl.config.keys import CheckpointConfig
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.models.decoder import decoder_specs
 from sharding import (
@@ -19,6 +18,7 @@ from sharding import (
     to_device,
     to_host,
 )
+from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
 
 CFG = run_config(old_logp="rollout")
 BATCHES = batches(rollouts(), row_len=32, token_budget=64, n_ranks=4)

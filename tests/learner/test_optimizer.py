@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import MODEL
 
-from jaxrl.config import LearnerConfig
+from jaxrl.config.keys import LearnerConfig
 from jaxrl.learner.optimizer import clip_factor, lr_schedule, make_optimizer, matrices
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import ParamSpec
+from tests.learner.tiny_policy import MODEL
 
 SPECS = {
     "w": ParamSpec((2, 2), (None, None), "normal", "w", (2, 2)),

@@ -6,11 +6,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny_policy import MODEL, all_numbers, batches, new_params, rollouts, run_config
 
-from jaxrl.models.hf_load import load_model
-from jaxrl.models.hf_save import save_model
+from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.files.hf_save import save_model
 from sharding import PIPELINE, TRAIN, make_mesh
+from tests.learner.tiny_policy import MODEL, all_numbers, batches, new_params, rollouts, run_config
 
 # Two micro-batches of four rows of 128 tokens, which go through the stages one by one.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)

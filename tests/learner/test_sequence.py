@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny_policy import MODEL, all_numbers, batches, rollouts, run_config
 
 from sharding import RING, TRAIN, ULYSSES, Rules
+from tests.learner.tiny_policy import MODEL, all_numbers, batches, rollouts, run_config
 
 # Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk is 8 tokens, a sequence 3 to 21.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import MODEL, new_params, run_config
 
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import (
     abstract_state,
     apply_gradients,
     averaged,
-    frozen_copy,
     init_state,
 )
 from jaxrl.models.decoder import decoder_specs
-from sharding import make_mesh
+from sharding import copy_tree, make_mesh
 from sharding.rules import TRAIN
+from tests.learner.tiny_policy import MODEL, new_params, run_config
 
 NO = jnp.zeros((), bool)
 
@@ -88,9 +87,9 @@ def test_a_refused_step_keeps_every_bit(one_device):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(state))
 
 
-def test_a_frozen_copy_shares_no_buffer(one_device):
+def test_a_copied_tree_shares_no_buffer(one_device):
     params = new_params()
-    copy = frozen_copy(params)
+    copy = copy_tree(params)
     jax.tree.map(lambda p: p.delete(), params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(copy)))
 

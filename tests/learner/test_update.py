@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import (
+
+from jaxrl.learner.policy_objective import Coefs
+from jaxrl.learner.requirements import kl_in_loss
+from jaxrl.learner.step import put_batch
+from jaxrl.models.decoder import forward_packed
+from sharding import copy_tree
+from sharding.rules import TRAIN
+from tests.learner.tiny_policy import (
     MODEL,
     batches,
     new_params,
@@ -18,13 +25,6 @@ from tiny_policy import (
     stack_layers,
     update_once,
 )
-
-from jaxrl.learner.needs import kl_in_loss
-from jaxrl.learner.state import frozen_copy
-from jaxrl.learner.step import put_batch
-from jaxrl.learner.token_loss import Coefs
-from jaxrl.models.decoder import forward_packed
-from sharding.rules import TRAIN
 
 ROLLOUTS = rollouts()
 ONE = dict(row_len=32, token_budget=512)
@@ -201,7 +201,7 @@ def test_the_step_is_clipped_by_the_norm_of_the_mean_gradient(one_device):
 def test_the_old_state_is_given_up_and_no_alias_of_it_is_left(one_device):
     cfg = run_config()
     state, (_, update, _) = new_state(cfg), programs(cfg)
-    reference = frozen_copy(state.params)
+    reference = copy_tree(state.params)
     new, _ = update.update(state, batches(ROLLOUTS, **ONE))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, reference)))
@@ -246,7 +246,7 @@ def test_a_reference_equal_to_the_policy_gives_no_kl_and_no_gradient_of_it(one_d
         cfg = run_config(**(dict(kl_coef=0.5) | kind))
         state, (_, update, score) = new_state(cfg), programs(cfg)
         [batch] = batches(ROLLOUTS, **ONE)
-        ref = frozen_copy(state.params)
+        ref = copy_tree(state.params)
         logp, _ = score(ref, put_batch(batch, TRAIN))
         batch = batch.replace(ref_logp=np.asarray(logp))
         state, metrics = update.update(

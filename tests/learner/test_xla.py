@@ -6,11 +6,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_policy import batches, new_params, rollouts, run_config
 
 from jaxrl.learner.step import make_score
 from jaxrl.learner.xla import SETS, compiler_options
 from sharding import TRAIN
+from tests.learner.tiny_policy import batches, new_params, rollouts, run_config
 
 
 def test_sets_and_single_options_are_joined_in_order():

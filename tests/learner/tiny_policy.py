@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config import (
+from jaxrl.config.keys import (
     AlgorithmConfig,
     DataConfig,
     LearnerConfig,

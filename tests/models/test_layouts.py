@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl.models.cache import init_cache
 from jaxrl.models.decoder import Decoder, forward_packed
-from jaxrl.models.hf_load import load_model
+from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.paged import forward_paged
 from jaxrl.types import Tree
 from sharding import DECODE, TRAIN, make_mesh

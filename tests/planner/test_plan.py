@@ -11,10 +11,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from tiny_run import TINY, run
 
-from jaxrl.config import RoleConfig
-from jaxrl.learner.layout import rollout_layout
+from jaxrl.config.keys import RoleConfig
+from jaxrl.engine.api import Request
+from jaxrl.engine.pages import PagePool
+from jaxrl.engine.scheduler import Scheduler
+from jaxrl.layout import rollout_layout
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.cost import Collective
@@ -33,10 +35,8 @@ from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, Lengths, run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
-from jaxrl.rollout.api import Request
-from jaxrl.rollout.pages import PagePool
-from jaxrl.rollout.scheduler import Scheduler
 from sharding import make_mesh
+from tests.planner.tiny_run import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 JSON_KEYS = (

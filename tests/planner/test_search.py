@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import pytest
-from tiny_run import TINY, run
 
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.report import search_text
 from jaxrl.planner.search import candidates, estimate, meshes, search
 from jaxrl.planner.topology import CHIPS, Topology
+from tests.planner.tiny_run import TINY, run
 
 LENGTHS = Lengths(64, 64)
 GIB = 2**30

@@ -1,6 +1,7 @@
 """A small model and a run of it on eight devices."""
 
-from jaxrl.config import RunConfig, default_config, resolve
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import default_config, resolve
 from jaxrl.models.config import DecoderConfig
 
 TINY = DecoderConfig(

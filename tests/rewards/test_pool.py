@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.config import RewardConfig
+from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Prompt, Rollout
 
@@ -274,8 +274,8 @@ def start_parent(hazards, action):
     program = f"""
         import os, signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from test_pool import RewardConfig, RewardPool, rollout
+        sys.path.insert(0, {os.getcwd()!r})
+        from tests.rewards.test_pool import RewardConfig, RewardPool, rollout
         pool = RewardPool(RewardConfig(functions=({hazards + ":obey"!r},)))
         print(*(w.process.pid for w in pool._workers), flush=True)
         {action}

@@ -1,10 +1,5 @@
-"""One tiny Llama for the tests of the engine."""
+"""The tiny Llama of the engine tests."""
 
-import pytest
-from rollout_cases import FAMILIES, make_params
+from tests.engine.conftest import llama
 
-
-@pytest.fixture
-def llama(one_device):
-    cfg = FAMILIES["llama"]
-    return cfg, make_params(cfg)
+__all__ = ["llama"]

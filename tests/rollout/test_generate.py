@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from rollout_cases import make_engine
 
-from jaxrl.config import SamplingConfig
+from jaxrl.config.keys import SamplingConfig
 from jaxrl.rollout.generate import generate, stop_string_end
 from jaxrl.types import Prompt
+from tests.engine.engine_cases import make_engine
 
 RNG = np.random.default_rng(0)
 PROMPTS = [

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.hf_save import save_model
+from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.spec import init_params
 from sharding import make_mesh
 from sharding.rules import TRAIN

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import openai
 
-from jaxrl.rollout.api import Request
+from jaxrl.engine.api import Request
 from jaxrl.serve.__main__ import listener, open_service, read, server, url
 
 KEY = "secret"

@@ -11,13 +11,13 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
-from serve_cases import KEY, arguments, direct, meter, running, serving, wait_until
 
-from jaxrl.config import SamplingConfig
+from jaxrl.config.keys import SamplingConfig
 from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.meters import Meters
+from jaxrl.serve.metrics import Meters
 from jaxrl.serve.model import open_model
+from tests.serve.serve_cases import KEY, arguments, direct, meter, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)
 HI = [{"role": "user", "content": "What is the sum?"}]

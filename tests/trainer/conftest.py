@@ -6,10 +6,10 @@ import jax
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl.config import default_config
+from jaxrl.config.resolve import default_config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
-from jaxrl.models.hf_save import save_model
+from jaxrl.models.files.hf_save import save_model
 from sharding import make_mesh
 from sharding.rules import TRAIN
 

@@ -1,10 +1,10 @@
 """Adaptive weights from step to step."""
 
 import pytest
-from test_experience import config
 
-from jaxrl.config import resolve
+from jaxrl.config.resolve import resolve
 from jaxrl.trainer.coefficients import adapted, coefficient_metrics, first_coefficients
+from tests.trainer.test_experience import config
 
 
 def test_fixed_weights_stay_and_are_not_logged():

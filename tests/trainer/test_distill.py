@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import resolve
+from jaxrl.config.resolve import resolve
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
-from jaxrl.models.hf_save import save_model
+from jaxrl.models.files.hf_save import save_model
 from jaxrl.train import train
 from sharding import make_mesh
 from sharding.rules import TRAIN

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config, resolve
+from jaxrl.config.resolve import default_config, resolve
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.experience import make_mini_batches, reference_kl, select_tokens, split_idle
 from jaxrl.types import Prompt, Rollout

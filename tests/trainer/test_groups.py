@@ -3,11 +3,11 @@
 import dataclasses
 
 import numpy as np
-from test_experience import config, rollouts_with
 
-from jaxrl.config import resolve
+from jaxrl.config.resolve import resolve
 from jaxrl.trainer.experience import make_mini_batches, without_overlong
 from jaxrl.trainer.groups import groups_of, punish_overlong, solved_prompts, split_flat
+from tests.trainer.test_experience import config, rollouts_with
 
 
 def ids(groups):

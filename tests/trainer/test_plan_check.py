@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.config import resolve
+from jaxrl.config.resolve import resolve
 from jaxrl.planner import check
 from jaxrl.trainer.setup import open_run
 

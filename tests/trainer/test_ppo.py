@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.config import AlgorithmConfig, resolve
-from jaxrl.models.hf_load import load_model
+from jaxrl.config import resolve
+from jaxrl.config.keys import AlgorithmConfig
+from jaxrl.models.files.hf_load import load_model
 from jaxrl.train import main, train
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.experience import value_metrics
-from jaxrl.trainer.phases import train_step
 from jaxrl.trainer.setup import open_run
+from jaxrl.trainer.step import train_step
 from jaxrl.types import Prompt, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN

@@ -15,15 +15,15 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl import reward_model
 from jaxrl.algorithms.preference import bradley_terry
-from jaxrl.config import default_config, resolve, resolve_evaluation
+from jaxrl.config.resolve import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
 from jaxrl.learner.loss import value_loss_sums
 from jaxrl.models.decoder import forward_packed
-from jaxrl.models.hf_load import load_model, model_config
+from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.train import train
-from jaxrl.trainer.offline import learning
-from jaxrl.trainer.ranking import RANKING, rank
+from jaxrl.trainer.offline.offline import learning
+from jaxrl.trainer.offline.ranking import RANKING, rank
 from jaxrl.trainer.reward_model import open_reward_model, with_score
 from jaxrl.trainer.setup import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Rollout

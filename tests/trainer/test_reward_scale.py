@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.config import RewardConfig
+from jaxrl.config.keys import RewardConfig
 from jaxrl.trainer.reward_scale import RewardScale, rescaled
 from jaxrl.types import Prompt, Rollout
 

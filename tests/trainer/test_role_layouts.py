@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import resolve, resolve_evaluation
+from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate
-from jaxrl.learner.layout import rollout_layout
+from jaxrl.layout import rollout_layout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
 from jaxrl.train import train

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
+from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.train import train
-from jaxrl.trainer.compiles import RecompileError
 from jaxrl.trainer.failure import NonFiniteError
 
 TIMES = ("time", "time/", "_per_s", "host_fraction")
@@ -381,7 +381,7 @@ def test_a_shape_outside_the_buckets_is_named(tiny_config):
     import jax
     import jax.numpy as jnp
 
-    from jaxrl.trainer.compiles import CompileWatch
+    from jaxrl.runtime.compile_watch import CompileWatch
 
     watch = CompileWatch()
     try:

@@ -2,7 +2,7 @@
 
 The blocks and their arithmetic are those of training attention (kernels/attention/blocks.py), so a
 token gets the same bits from pages as from a packed row whose segment starts on a multiple of 64.
-On CPU, decoding reads the pages where they lie (kernels/native); elsewhere a block is gathered first.
+On CPU, decoding reads the pages where they lie (kernels/cpu); elsewhere a block is gathered first.
 """
 
 import functools
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels import native
 from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
+from jaxrl.kernels.cpu import native
 from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import unpacked

@@ -1,0 +1,214 @@
+"""The command line of every entry point: a config file, typed overrides, help.
+
+    python -m jaxrl.train --config=configs/quickstart.py --config.rollout.n=16 --config.data.train=a.parquet,b.parquet
+
+`--config=file.py:argument` calls get_config("argument"). `--config.help` lists every key.
+"""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ml_collections import ConfigDict
+
+import jaxrl
+from jaxrl.config.docs import USAGE, default, help_text
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import resolve
+from jaxrl.config.schema import Key, convert, keys, nearest, unknown_key
+
+OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
+
+
+def parse(argv: Sequence[str]) -> RunConfig:
+    """The checked run that the arguments of a program (sys.argv[1:]) describe.
+
+    Prints and exits on --help and --config.help, and with one message and status 1 on anything wrong.
+    """
+    config, rest = read_args(argv)
+    if rest:
+        guess = nearest(rest[0].lstrip("-").split("=")[0], keys(RunConfig))
+        stop(f"unknown argument {rest[0]}; {f'did you mean --config.{guess}?' if guess else USAGE}")
+    try:
+        return resolve(config)
+    except ValueError as problem:
+        stop(str(problem))
+
+
+def read_args(
+    argv: Sequence[str], config: ConfigDict | None = None
+) -> tuple[ConfigDict, list[str]]:
+    """The config that arguments describe, not checked yet, and the arguments that are not about it.
+
+    For entry points with arguments of their own; `config` is what holds where no --config names a
+    file. Exits as `parse` does.
+    """
+    try:
+        path, overrides, rest = _split(argv)
+        if path is not None:
+            config = load_config(path)
+        if config is None:
+            raise ValueError(f"no config file is given; {USAGE}")
+        for name, text in overrides:
+            override(config, name, text)
+        return config, rest
+    except (ValueError, FileNotFoundError) as problem:
+        stop(str(problem))
+
+
+def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """{name: text} of an entry point's own arguments, --name=text or a bare --name ("").
+
+    Exits with one message for an argument that is not among `known`.
+    """
+    options = {}
+    for argument in arguments:
+        name, _, text = argument.lstrip("-").partition("=")
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean --{guess}? " if guess else ""
+            stop(f"unknown argument {argument}; {hint}known: --{', --'.join(known)}; {USAGE}")
+        options[name] = text
+    return options
+
+
+def stop(message: str) -> NoReturn:
+    """Ends the program with a message instead of a traceback."""
+    raise SystemExit(f"error: {message}")
+
+
+def override(config: ConfigDict, name: str, text: str) -> None:
+    """Sets the dotted key `name` to the value that `text` means for its type.
+
+    Raises ValueError for a key that does not exist, with the nearest one, or a text of another type.
+    """
+    known = keys(RunConfig)
+    _check_key(name, known)
+    *sections, last = name.split(".")
+    section: Any = config
+    for part in sections:
+        section = section[part]
+    section[last] = _typed(text, known[name])
+
+
+def load_config(path: str) -> ConfigDict:
+    """The result of get_config() of a Python file; what follows a colon is passed to it.
+
+    A relative path is looked for in the working directory, then beside the installed package.
+    """
+    name, *argument = path.split(":", 1)
+    module = _run_file(_find(name))
+    if not hasattr(module, "get_config"):
+        raise ValueError(
+            f"{name} has no function get_config(); define one that returns a ConfigDict"
+        )
+    try:
+        config = module.get_config(*argument)
+    except (AttributeError, KeyError, TypeError) as problem:
+        line = traceback.extract_tb(problem.__traceback__)[1].lineno
+        raise ValueError(f"{name}, line {line}: {_explain(problem)}") from problem
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"get_config() of {name} returned a {type(config).__name__}; "
+            "return the edited ConfigDict of jaxrl.config.default_config()"
+        )
+    return config
+
+
+def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[str]]:
+    """Config path, (key, text) overrides in order, and the other arguments."""
+    path, overrides, rest = None, [], []
+    known, waiting = keys(RunConfig), list(argv)
+    while waiting:
+        arg = waiting.pop(0)
+        if arg in ("--help", "-h", "--config.help"):
+            print(help_text())
+            raise SystemExit(0)
+        if match := CONFIG.fullmatch(arg):
+            path = match[1] if match[1] is not None else (waiting.pop(0) if waiting else None)
+        elif match := OVERRIDE.fullmatch(arg):
+            negated, name, text = match.groups()
+            _check_key(name, known)
+            if text is None:
+                text = _bare_value(known[name], bool(negated), waiting)
+            overrides.append((name, text))
+        else:
+            rest.append(arg)
+    return path, overrides, rest
+
+
+def _check_key(name: str, known: dict[str, Key]) -> None:
+    if name in known:
+        return
+    if inside := [key for key in known if key.startswith(name + ".")]:
+        raise ValueError(f"--config.{name} is a section; set one of its keys, such as {inside[0]}")
+    raise ValueError(unknown_key(name, known))
+
+
+def _bare_value(spec: Key, negated: bool, waiting: list[str]) -> str:
+    """Text of an override without '=': a switch for a bool, else the next argument."""
+    if spec.type is bool:
+        return "false" if negated else "true"
+    if negated or not waiting:
+        raise ValueError(
+            f"--config.{spec.name} has no value; set --config.{spec.name}={default(spec)}"
+        )
+    return waiting.pop(0)
+
+
+def _typed(text: str, spec: Key) -> Any:
+    """The value that a command line's text means for a key of this type."""
+    if spec.type is str:
+        return text
+    if spec.type is bool:
+        text = {"true": "True", "false": "False", "1": "True", "0": "False"}.get(text.lower(), text)
+    value = _python(text)
+    if spec.type_name.startswith("tuple") and "?" in text and isinstance(value, str):
+        value = (text,)  # one task with arguments, which may contain commas
+    if spec.type_name.startswith("tuple") and not isinstance(value, tuple | list):
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        value = tuple(parts if spec.type_name == "tuple of str" else map(_python, parts))
+    return convert(value, spec)
+
+
+def _python(text: str) -> Any:
+    """A Python literal, or the text itself where it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _find(name: str) -> pathlib.Path:
+    path = pathlib.Path(name)
+    installed = pathlib.Path(jaxrl.__path__[0]).parent / name
+    for candidate in (path, installed):
+        if candidate.is_file():
+            return candidate
+    shipped = sorted(
+        file.name for file in (installed.parent).glob("*.py") if file.name != "__init__.py"
+    )
+    hint = f"; {installed.parent.name}/ has {', '.join(shipped)}" if shipped else ""
+    raise FileNotFoundError(f"there is no config file {name}{hint}")
+
+
+def _run_file(path: pathlib.Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; give a .py file with a function get_config()")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _explain(problem: Exception) -> str:
+    """ml-collections' complaint; for a key that does not exist, with the dotted key that was meant."""
+    text = str(problem.args[0]) if problem.args else repr(problem)
+    if match := re.search(r'Key "(\w+)" does not exist', text):
+        return unknown_key(match[1], keys(RunConfig))
+    return text

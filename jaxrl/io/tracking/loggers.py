@@ -1,0 +1,116 @@
+"""Where metrics and samples of a run go: one interface, and a fan-out that no failing part can stop."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import rich
+from rich.text import Text
+
+from jaxrl.config.keys import LogConfig, RunConfig
+from jaxrl.config.schema import flatten, to_dict
+from jaxrl.io.tracking.console import ConsoleLogger
+from jaxrl.io.tracking.json_lines import JsonlLogger
+from jaxrl.io.tracking.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
+from sharding.hosts import is_first
+
+SERVICES = ("wandb", "mlflow")  # may be down when a run starts
+
+
+@runtime_checkable
+class Logger(Protocol):
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Metrics of a step; may come more than once a step (validation comes by itself)."""
+        ...
+
+    def samples(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Sampled completions, the fields of samples.jsonl without the step."""
+        ...
+
+    def text(self, text: str) -> None:
+        """Words for the reader."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Fanout:
+    """Hands everything to all loggers. One that fails is warned about once and asked again next time."""
+
+    def __init__(self, loggers: dict[str, Logger]):
+        self.loggers = loggers
+        self._warned: set[str] = set()
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        values = {name: float(value) for name, value in values.items()}
+        self._each(lambda logger: logger.metrics(step, values))
+
+    def samples(self, step: int, records: list[dict[str, Any]]) -> None:
+        if records:
+            self._each(lambda logger: logger.samples(step, records))
+
+    def text(self, text: str) -> None:
+        self._each(lambda logger: logger.text(text))
+
+    def close(self) -> None:
+        self._each(lambda logger: logger.close())
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in self.loggers.items():
+            try:
+                call(logger)
+            except Exception as error:  # foreign services and full disks
+                self._warn(name, error)
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warn(f"the logger {name!r} fails and the run goes on without it", error)
+
+
+def warn(what: str, error: Exception) -> None:
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    rich.get_console().print(Text(f"warning: {what}: {words}", "yellow"), soft_wrap=True)
+
+
+def make_loggers(
+    cfg: LogConfig,
+    run_dir: Path,
+    config: RunConfig,
+    resume_step: int | None,
+    *,
+    total_steps: int = 0,
+) -> Logger:
+    """The loggers named in `cfg.loggers`; none in any process but the first.
+
+    `resume_step` is the step of the checkpoint that the run goes on from: what was logged later is
+    dropped. None is a new run: files of an earlier one in the same folder are started anew.
+    Raises ValueError for a name that is not known or a package that is not installed. A service that
+    cannot be reached is warned about and left out.
+    """
+    if not is_first():
+        return Fanout({})
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    flat = flatten(to_dict(config))
+    total = total_steps or config.total_steps
+    makers: dict[str, Callable[[], Logger]] = {
+        "console": lambda: ConsoleLogger(cfg, total),
+        "jsonl": lambda: JsonlLogger(run_dir, resume_step),
+        "tensorboard": lambda: TensorBoardLogger(cfg, run_dir, resume_step),
+        "wandb": lambda: WandbLogger(cfg, run_dir, config.name, flat, resume_step),
+        "mlflow": lambda: MlflowLogger(cfg, run_dir, config.name, flat, resume_step),
+    }
+    if unknown := [name for name in cfg.loggers if name not in makers]:
+        raise ValueError(f"config.log.loggers has {unknown}; the loggers are {', '.join(makers)}")
+    loggers: dict[str, Logger] = {}
+    for name in cfg.loggers:
+        try:
+            loggers[name] = makers[name]()
+        except MissingPackage:
+            raise
+        except Exception as error:
+            if name not in SERVICES:
+                raise
+            warn(f"the logger {name!r} does not start and the run goes on without it", error)
+    return Fanout(loggers)

@@ -1,0 +1,61 @@
+"""Products of activations with weight matrices: of few rows, in decoding, by a kernel of their own on CPU."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8
+
+from jaxrl.kernels.cpu import native
+
+Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
+
+
+def product(
+    x: Float[Array, "B T I"], w: Weight, *, out_sharding: jax.P, dtype: DTypeLike | None = None
+) -> Float[Array, "B T _"]:
+    """x wᵀ [B, T, out], accumulated in and returned as `dtype` where it is given."""
+    return products(x, [w], out_shardings=[out_sharding], dtype=dtype)[0]
+
+
+def products(
+    x: Float[Array, "B T I"],
+    weights: Sequence[Weight],
+    *,
+    out_shardings: Sequence[jax.P],
+    dtype: DTypeLike | None = None,
+) -> list[Float[Array, "B T _"]]:
+    """`product` with each of the weights.
+
+    One token a row (T = 1) is decoding: it has no gradient, and on one CPU device float32 products of up to
+    64 rows then run at the speed of memory, up to four in one call, with the bits of XLA's product. int8 weights are
+    multiplied as numbers of the type of `x`.
+    """
+    taken = [native.takes_rows(x, w) for w in weights]
+    if all(taken) and len(weights) <= native.MAX_WEIGHTS:
+        return _native_products(x, weights, out_shardings)
+    return [
+        _native_products(x, [w], [out])[0] if native_takes else _xla_product(x, w, out, dtype)
+        for w, out, native_takes in zip(weights, out_shardings, taken, strict=True)
+    ]
+
+
+def _xla_product(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.Array:
+    if w.dtype == jnp.int8:
+        # Of this step's x: alone, the conversion would be done before a loop and its result kept.
+        x, w = jax.lax.optimization_barrier((x, w))
+        w = w.astype(x.dtype)
+    eq = "BTI,OI->BTO"
+    return jnp.einsum(eq, x, w, out_sharding=out_sharding, preferred_element_type=dtype)
+
+
+def _native_products(x: jax.Array, weights: Sequence[jax.Array], out_shardings) -> list[jax.Array]:
+    local = jax.shard_map(
+        lambda x, *weights: [y[:, None] for y in native.few_rows(x[:, 0], *weights)],
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    ys = local(*(jax.reshard(a, jax.P()) for a in (x, *weights)))
+    return [jax.reshard(y, out) for y, out in zip(ys, out_shardings, strict=True)]

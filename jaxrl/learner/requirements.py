@@ -1,0 +1,59 @@
+"""Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
+
+from jaxrl.config.keys import FULL_KLS, AlgorithmConfig, RunConfig
+
+
+def ratio_source(cfg: RunConfig) -> str:
+    """Where old_logp in the ratio exp(logp - old_logp) comes from.
+
+    "rollout": the engine; "recompute": scored before the first update; "policy": the policy of the
+    very update, without gradient, which is the same number where a step makes a single update.
+    """
+    wanted = cfg.algorithm.old_logp
+    if wanted == "auto":
+        return "recompute" if cfg.updates_per_step > 1 else "policy"
+    if wanted in ("rollout", "recompute"):
+        return wanted
+    raise ValueError(
+        f"config.algorithm.old_logp = {wanted!r} is not known; set 'auto', 'rollout' or 'recompute'"
+    )
+
+
+def needs_old_logp(cfg: RunConfig) -> bool:
+    """Whether Batch.old_logp must be scored before the updates of a step."""
+    return ratio_source(cfg) == "recompute"
+
+
+def needs_ref(cfg: RunConfig) -> bool:
+    """Whether a reference model is kept."""
+    return cfg.algorithm.kl_coef != 0.0
+
+
+def kl_in_loss(cfg: AlgorithmConfig) -> bool:
+    """Whether the KL to the reference is part of the loss."""
+    return cfg.kl_coef != 0.0 and cfg.kl_in == "loss"
+
+
+def full_kl_in_loss(cfg: RunConfig) -> bool:
+    """Whether the loss runs the reference model itself, for the KL over the whole vocabulary.
+
+    Raises ValueError for a full KL in the reward, which only has sampled tokens.
+    """
+    if not needs_ref(cfg) or cfg.algorithm.kl not in FULL_KLS:
+        return False
+    if cfg.algorithm.kl_in != "loss":
+        raise ValueError(
+            f"config.algorithm.kl = {cfg.algorithm.kl!r} is a loss, but kl_in = {cfg.algorithm.kl_in!r}; "
+            "set kl_in='loss', or kl='k1'"
+        )
+    return True
+
+
+def needs_ref_logp(cfg: RunConfig) -> bool:
+    """Whether Batch.ref_logp must be scored with the reference model."""
+    return needs_ref(cfg) and not (full_kl_in_loss(cfg) and cfg.algorithm.kl == "full")
+
+
+def adapts_coefs(cfg: RunConfig) -> bool:
+    """Whether the weights of KL and entropy change from step to step."""
+    return cfg.algorithm.kl_target > 0.0 or cfg.algorithm.entropy_target > 0.0

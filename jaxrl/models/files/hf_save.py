@@ -1,0 +1,175 @@
+"""Writing Hugging Face folders, one tensor at a time."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.atomic_folder import new_folder, write_json
+from jaxrl.models.files.hf_config import config_from_hf, config_to_hf, head_json, same_model
+from jaxrl.models.files.hf_load import expected_shapes, find_tensors, read_config
+from jaxrl.models.files.tensor_file import map_tensor, write_tensors
+from jaxrl.models.spec import hf_names, is_spec
+from sharding import hosts
+
+SHARD_BYTES = 5_000_000_000  # of one weight file, the hub's habit
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
+COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to write; `read` fetches it when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def save_model(
+    target: str | Path,
+    params: Decoder,
+    *,
+    source: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the model to the folder `target`, which appears only when it is complete.
+
+    `source` is the folder that the model came from: its tokenizer files are copied and its
+    config.json is kept, but for the entries of `config`. `dtype` None writes the parameters as they are. A
+    model in `target` is
+    replaced. In a multi-host run every process calls this and the first one writes.
+    """
+    tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural(tensor.name))
+    if not hosts.is_first():
+        for tensor in tensors:
+            tensor.read()
+        return
+    source = None if source is None else Path(source)
+    with new_folder(Path(target)) as folder:
+        write_folder(folder, params.cfg, tensors, source, max_shard_bytes, config or {})
+
+
+def convert_model(
+    source: Path,
+    target: Path,
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> DecoderConfig:
+    """Copies the language model in the folder `source` to `target`, cast to `dtype`; no device is
+    used."""
+    cfg = config_from_hf(read_config(source))
+    found, wanted = find_tensors(source), expected_shapes(decoder_specs(cfg))
+    tensors = []
+    for name in sorted(wanted, key=natural):
+        info = found[name]
+        to = np.dtype(info.dtype if dtype is None else dtype)
+
+        def read(info=info, to=to) -> np.ndarray:
+            return np.asarray(map_tensor(info)).astype(to, copy=False)
+
+        tensors.append(Tensor(name, to, info.shape, read))
+    with new_folder(target) as folder:
+        write_folder(folder, cfg, tensors, source, max_shard_bytes, {})
+    return cfg
+
+
+def natural(name: str) -> tuple:
+    """Sorts names by layer number, parameters outside the layers first."""
+    return tuple(int(part) if part.isdigit() else -1 for part in name.split(".")), name
+
+
+def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
+    """The parameters under their Hugging Face names and shapes, a stacked one layer by layer."""
+    specs = jax.tree.leaves(decoder_specs(params.cfg), is_leaf=is_spec)
+    for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
+        for place, name in zip(np.ndindex(spec.lead), hf_names(spec), strict=True):
+            to = np.dtype(leaf.dtype if dtype is None else dtype)
+
+            def read(leaf=leaf, place=place, spec=spec, to=to) -> np.ndarray:
+                host = hosts.host_array(take_tensor(leaf, place))
+                return host.astype(to, copy=False).reshape(spec.hf_shape)
+
+            yield Tensor(name, to, spec.hf_shape, read)
+
+
+def take_tensor(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    """`leaf[place]`; the devices along a sharded leading axis send the one slice, not their shares."""
+    if not place:
+        return leaf
+    return _take_tensor(leaf, np.array(place, np.int32))
+
+
+@jax.jit
+def _take_tensor(leaf: jax.Array, place: jax.Array) -> jax.Array:
+    rest = jax.P(*jax.typeof(leaf).sharding.spec[place.shape[0] :])
+    # Arrays of one index: a scalar would be a slice, which JAX does not take of a sharded axis.
+    one = leaf.at[tuple(place[:, None])].get(out_sharding=jax.P(None, *rest))
+    return one[0]
+
+
+def write_folder(
+    folder: Path,
+    cfg: DecoderConfig,
+    tensors: Sequence[Tensor],
+    source: Path | None,
+    max_shard_bytes: int,
+    entries: Mapping[str, Any],
+) -> None:
+    """All files of a model folder; config.json comes last."""
+    write_weights(folder, tensors, max_shard_bytes)
+    config = config_json(cfg, source) | {"torch_dtype": str(tensors[0].dtype)} | dict(entries)
+    if source is not None:
+        for file in (file for pattern in COPIED for file in source.glob(pattern)):
+            shutil.copyfile(file, folder / file.name)
+    if not (folder / "generation_config.json").exists():
+        ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+        write_json(folder / "generation_config.json", ids)
+    write_json(folder / "config.json", config)
+
+
+def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
+    """The source's config.json where it describes this very model and nothing more, else ours."""
+    if source is None:
+        return config_to_hf(cfg)
+    theirs = read_config(source)
+    if not same_model(config_from_hf(theirs), cfg):
+        raise ValueError(f"{source} holds another model than the one to write; pass its own folder")
+    theirs.pop("dtype", None)  # transformers 5's name of torch_dtype
+    ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
+    return config_to_hf(cfg) | ids if "text_config" in theirs else theirs | head_json(cfg)
+
+
+def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:
+    """model.safetensors, or numbered files of at most `max_shard_bytes` with an index."""
+    shards: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.n_bytes for t in shards[-1]) + tensor.n_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = ["model.safetensors"] if len(shards) == 1 else names
+    for name, shard in zip(names, shards, strict=True):
+        layout = {tensor.name: (tensor.dtype, tensor.shape) for tensor in shard}
+        write_tensors(folder / name, layout, (tensor.read() for tensor in shard))
+    if len(shards) > 1:
+        places = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        total = sum(tensor.n_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_json(folder / "model.safetensors.index.json", index)

@@ -1,0 +1,97 @@
+"""Where a model comes from: a local folder, a model inside a Python package, or the hub."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from jaxrl.models.files.atomic_folder import new_folder
+from jaxrl.models.files.gguf import convert_gguf
+
+PACKAGE = "package:"
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")
+
+
+def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
+    """The local Hugging Face folder of a model, which `key` names.
+
+    `path` is a folder; the folder of a run, whose export is meant; 'package:NAME' for the GGUF file inside
+    an installed Python package, converted once into the cache folder; a GGUF file, converted likewise; or a
+    hub id.
+
+    Raises ValueError, saying what was looked for and what to do, where there is no such model.
+    """
+    name = str(path)
+    if not name:
+        raise ValueError(f"{key} is empty; set a model folder, hub id or 'package:...'")
+    if name.startswith(PACKAGE):
+        return converted(package_gguf(name.removeprefix(PACKAGE), key))
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return exported(local)
+    if local.is_file() and local.suffix == ".gguf":
+        return converted(local)
+    if local.exists():
+        raise ValueError(f"{local} is a file; {key} must name the folder around it")
+    if local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no model folder {local}; set {key} to one")
+    return from_hub(name, key)
+
+
+def exported(folder: Path) -> Path:
+    """The export inside the folder of a run; another folder as it is."""
+    inside = folder / "hf"
+    if (inside / "config.json").is_file():
+        return inside
+    if (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"the run in {folder} has no export {inside}, which its last step writes; let it end with "
+            "config.checkpoint.export_hf=True"
+        )
+    return folder
+
+
+def cache_dir() -> Path:
+    """~/.cache/jaxrl/models, or its place under XDG_CACHE_HOME."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxrl" / "models"
+
+
+def package_gguf(package: str, key: str) -> Path:
+    """The one GGUF file that an installed Python distribution ships."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"the Python package {package} is not installed; install it without its dependencies "
+            f"(uv sync does for the quickstart's) or set {key} to a model folder"
+        ) from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise ValueError(f"the package {package} ships {len(found)} GGUF files, expected one")
+    return found[0]
+
+
+def converted(gguf: Path) -> Path:
+    """The folder made from a GGUF file, converted where the cache does not hold it yet."""
+    stat = gguf.stat()
+    target = cache_dir() / f"{gguf.stem}-{stat.st_size:x}"
+    if not (target / "config.json").exists():
+        with new_folder(target) as folder:
+            convert_gguf(gguf, folder)
+    return target
+
+
+def from_hub(name: str, key: str) -> Path:
+    """A snapshot from the hub, or from its local cache where the hub cannot be reached."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"no model {name!r}: there is no folder {Path(name).absolute()}, and the hub gave "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}. "
+            f"Set {key} to a model folder on this machine, or make the hub reachable "
+            f"(HF_TOKEN for gated models, HF_ENDPOINT for a mirror)"
+        ) from error

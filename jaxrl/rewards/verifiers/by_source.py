@@ -1,0 +1,54 @@
+"""Picks the reward by where the prompt comes from, so that one run can mix data sets."""
+
+from typing import Any
+
+from jaxrl.rewards.verifiers.code import code
+from jaxrl.rewards.verifiers.gsm8k import gsm8k
+from jaxrl.rewards.verifiers.last_number import last_number
+from jaxrl.rewards.verifiers.math import math
+from jaxrl.rewards.verifiers.reasoning_gym import reasoning_gym
+
+_BY_PREFIX = {
+    "addition/": last_number,
+    "subtraction/": last_number,
+    "multiplication/": last_number,
+    "chain_sum/": last_number,
+    "reasoning_gym/": reasoning_gym,
+    "openai/gsm8k": gsm8k,
+    "lighteval/MATH": math,
+    "DigitalLearningGmbH/MATH-lighteval": math,
+    "HuggingFaceH4/MATH-500": math,
+    "HuggingFaceH4/aime_2024": math,
+    "math": math,
+    "aime": math,
+    "numina": math,
+}
+_CODE = (
+    "apps",
+    "codecontests",
+    "codeforces",
+    "taco",
+    "livecodebench",
+    "openai/openai_humaneval",
+    "mbpp",
+)
+
+
+def by_source(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    timeout_s: float,
+) -> float | dict[str, float]:
+    """The reward of the first entry of the tables that `data_source` starts with."""
+    if data_source.startswith(_CODE):
+        return code(data_source, solution_str, ground_truth, extra_info, timeout_s=timeout_s)
+    for prefix, reward in _BY_PREFIX.items():
+        if data_source.startswith(prefix):
+            return reward(data_source, solution_str, ground_truth, extra_info)
+    raise ValueError(
+        f"no reward is known for data_source {data_source!r}; name one in reward.functions instead of "
+        f"by_source, which knows {', '.join((*_BY_PREFIX, *_CODE))}"
+    )

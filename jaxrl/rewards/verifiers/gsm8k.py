@@ -1,0 +1,39 @@
+"""GSM8K's final answer: the number after "####", or in a flexible reading the last number."""
+
+import re
+from typing import Any
+
+from jaxrl.rewards.verifiers.numbers import last_number_of, same_number
+
+_MARKED = re.compile(r"#### *(-?\$?[0-9.,]+)")
+_TAIL = 300  # characters, as in verl: the answer is at the end, and long responses stay cheap
+
+
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: str = "strict",
+    format_score: float = 0.0,
+) -> float:
+    """1 for the right number, `format_score` for a wrong one in the right form, 0 without any.
+
+    method "strict" reads the last "#### number", "flexible" the last number of any kind, both in the
+    last 300 characters, after verl's reward_score/gsm8k. Here numbers are compared as numbers, so
+    "1,234" and "72." are right in both. The ground truth is a number or GSM8K's whole solution text.
+    """
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method={method!r} of gsm8k is unknown; use 'strict' or 'flexible'")
+    expected = last_number_of(ground_truth.rpartition("####")[2])
+    if expected is None:
+        raise ValueError(f"the ground truth {ground_truth!r} holds no number; use another reward")
+    answer = solution_str[-_TAIL:]
+    if method == "strict":
+        marked = _MARKED.findall(answer)
+        answer = marked[-1] if marked else ""
+    found = last_number_of(answer)
+    if found is None:
+        return 0.0
+    return 1.0 if same_number(found, expected) else format_score

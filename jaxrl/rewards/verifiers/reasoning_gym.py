@@ -1,0 +1,54 @@
+"""Scores a response with the verifier of the reasoning-gym data set that its question came from."""
+
+import importlib
+import re
+from typing import Any
+
+from jaxrl.rewards.verifiers.math import last_boxed
+from jaxrl.rewards.verifiers.numbers import find_numbers
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def reasoning_gym(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    partial_credit: bool = False,
+) -> float:
+    r"""What the data set's score_answer gives for the extracted answer; below 1 it is 0 unless
+    partial_credit.
+
+    The verifiers give part of the score to any text that contains the answer, so only the answer is
+    shown to them: <answer>...</answer>, else \boxed{...}, else the last number where the ground
+    truth is one, else the last line. Some raise on an answer they cannot read: it is wrong, 0.
+    """
+    origin = (extra_info or {}).get("reasoning_gym")
+    if origin is None:
+        raise ValueError(
+            f"a prompt of {data_source!r} is not from reasoning-gym; use this reward with "
+            "'reasoning_gym:...' sources only"
+        )
+    gym = importlib.import_module("reasoning_gym")
+    score = gym.get_score_answer_fn(origin["name"])
+    try:
+        value = float(score(answer=extract(solution_str, ground_truth), entry=origin["entry"]))
+    except Exception:  # foreign code: prime_factorization parses the words of a sentence as numbers
+        return 0.0
+    return value if partial_credit or value >= 1 else 0.0
+
+
+def extract(response: str, ground_truth: str) -> str:
+    """The part of the response that is the answer."""
+    response = response.rpartition("</think>")[2]
+    if tagged := _TAG.findall(response):
+        return tagged[-1].strip()
+    if (boxed := last_boxed(response)) is not None:
+        return boxed.strip()
+    if re.fullmatch(r"-?[0-9.,]+", ground_truth.strip()):
+        numbers = find_numbers(response)
+        return str(numbers[-1]) if numbers else ""
+    lines = response.strip().splitlines()
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,191 @@
+"""One run in several processes, one a host: how they find each other, and that they run the same thing."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+import jaxrl
+import sharding
+from jaxrl.config.keys import DistributedConfig, RunConfig
+from jaxrl.config.resolve import differences
+from jaxrl.data.preferences import Pair
+from jaxrl.types import Prompt, Rollout
+from sharding import hosts
+
+Item = Prompt | Rollout | Pair  # what a run learns from
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+GONE = 30  # seconds that a process waits for the others at its normal end
+
+
+def join(cfg: RunConfig) -> None:
+    """Makes this process one of the run's, before any device is opened, where there are several.
+
+    Raises ValueError where the others cannot be found, or where they run something else.
+    """
+    distributed = cfg.distributed
+    if not jax.distributed.is_initialized():
+        if not is_one_of_several(distributed, os.environ):
+            return
+        _initialize(distributed)
+    hosts.leave_alone_on_errors()
+    hosts.warm_up()
+    check_same(hosts.gather(identity(cfg)))
+
+
+def is_one_of_several(distributed: DistributedConfig, env: Mapping[str, str]) -> bool:
+    """Whether the config or the environment says that other processes belong to this run."""
+    if distributed.start != "auto":
+        return distributed.start == "on"
+    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
+    return (
+        bool(distributed.coordinator or env.get("JAX_COORDINATOR_ADDRESS"))
+        or any(int(env.get(name, "1")) > 1 for name in counts)
+        or "," in env.get("TPU_WORKER_HOSTNAMES", "")
+    )
+
+
+def slurm_devices(env: Mapping[str, str]) -> list[int] | None:
+    """All GPUs of the node where Slurm started one task on it: JAX by itself would take the first alone."""
+    n_tasks, n_nodes = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NUM_NODES")
+    if n_tasks is None or n_tasks != n_nodes or "SLURM_GPUS_ON_NODE" not in env:
+        return None
+    return list(range(int(env["SLURM_GPUS_ON_NODE"])))
+
+
+def _initialize(distributed: DistributedConfig) -> None:
+    given = distributed.coordinator and distributed.num_processes and distributed.process_id >= 0
+    try:
+        jax.distributed.initialize(
+            distributed.coordinator or None,
+            distributed.num_processes or None,
+            distributed.process_id if distributed.process_id >= 0 else None,
+            local_device_ids=None if given else slurm_devices(os.environ),
+            # a cluster would else pick the devices even where it is not asked who the others are
+            cluster_detection_method="deactivate" if given else None,
+            initialization_timeout=distributed.start_timeout_s,
+            heartbeat_timeout_seconds=distributed.heartbeat_timeout_s,
+            shutdown_timeout_seconds=GONE,
+        )
+    except (ValueError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        raise ValueError(
+            f"this process cannot join the others of the run ({words[:300]}); set config.distributed.coordinator, "
+            "num_processes and process_id, the first two alike on all hosts, or distributed.start='off' for a run of "
+            "one process"
+        ) from error
+
+
+def check_all_joined() -> None:
+    """Raises ValueError where the devices are those of several hosts whose processes did not join."""
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise ValueError(
+            f"the {jax.device_count()} devices belong to {jax.process_count()} hosts, but the processes did not join; "
+            "set config.distributed.start='on'"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What must be the same in all processes of a run."""
+
+    host: str  # but for this, which names it in a message
+    cfg: RunConfig
+    versions: Mapping[str, str]
+
+
+def identity(cfg: RunConfig) -> Identity:
+    """That of this process."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions["Python"] = platform.python_version()
+    sources = [Path(package.__path__[0]) for package in (jaxrl, sharding)]
+    versions["source code of jaxrl"] = _digest(
+        path.read_bytes() for folder in sources for path in sorted(folder.rglob("*.py"))
+    )
+    files = [f.partition("?")[0].rpartition(":")[0] for f in (*cfg.reward.functions, cfg.env.name)]
+    for name in (*files, cfg.data.chat_template):
+        if (path := Path(name)).is_file():
+            versions[name] = _digest([path.read_bytes()])
+    same = dataclasses.replace(cfg, distributed=DistributedConfig(), compilation_cache="")
+    return Identity(socket.gethostname(), same, versions)
+
+
+def check_same(found: Sequence[Identity]) -> None:
+    """Raises Agreed, naming hosts, keys and values, where a process differs from the first one."""
+    lines, first = [], found[0]
+    for i, other in enumerate(found):
+        unlike = differences(first.cfg, other.cfg)
+        unlike += [
+            f"{name}: {first.versions.get(name, 'not there')} -> {other.versions.get(name, 'not there')}"
+            for name in sorted(first.versions.keys() | other.versions.keys())
+            if first.versions.get(name) != other.versions.get(name)
+        ]
+        if unlike:
+            lines.append(f"  process {i} on {other.host}: {'; '.join(unlike)}")
+    if lines:
+        raise hosts.Agreed(
+            f"the processes of this run differ from process 0 on {first.host}:\n"
+            + "\n".join(lines)
+            + "\nstart all of them with the same command in the same environment"
+        )
+
+
+def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
+    """Raises Agreed where the processes read different data."""
+    if hosts.n_processes() == 1:
+        return
+    sets = {"data.train": train, "data.val": val}
+    mine = {
+        name: (len(some), _digest(part for item in some for part in _bytes(item)))
+        for name, some in sets.items()
+    }
+    found = hosts.gather(mine)
+    lines = [
+        f"  {name}: process {i} has {other[name][0]} rows, hash {other[name][1]}; "
+        f"process 0 has {found[0][name][0]}, hash {found[0][name][1]}"
+        for i, other in enumerate(found)
+        for name in sets
+        if other[name] != found[0][name]
+    ]
+    if lines:
+        raise hosts.Agreed(
+            "the processes of this run read different data:\n"
+            + "\n".join(lines)
+            + "\nput the same files on all hosts, or on a disk that they share"
+        )
+
+
+def explain(problem: Exception) -> None:
+    """Says why the run stops: once where all processes know of it, else each for itself."""
+    if isinstance(problem, hosts.Agreed) and not hosts.is_first():
+        return
+    alone = hosts.n_processes() > 1 and not isinstance(problem, hosts.Agreed)
+    where = f"process {hosts.process_id()} on {socket.gethostname()}: " if alone else ""
+    print(f"error: {where}{problem}", file=sys.stderr, flush=True)
+
+
+def _bytes(item: Item) -> Iterator[bytes]:
+    """What of an item the numbers of a run depend on."""
+    if isinstance(item, Pair):
+        yield from (*_bytes(item.chosen), *_bytes(item.rejected))
+    elif isinstance(item, Rollout):
+        own = b"" if item.own is None else item.own.tobytes()
+        yield from (*_bytes(item.prompt), item.tokens.tobytes(), own)
+    else:
+        yield from (item.tokens.tobytes(), item.answer.encode(), item.source.encode())
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    """Twelve hex digits over the parts and where they end."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()[:12]

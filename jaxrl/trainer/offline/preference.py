@@ -1,0 +1,108 @@
+"""Preference optimisation: DPO and its kin, as a lesson of the RL learner (see algorithms/preference.py)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.choose import choose
+from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
+from jaxrl.config.keys import PreferenceConfig
+from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.planner.programs import Given
+from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
+from jaxrl.trainer.step import policy_logps, reference_logps
+from jaxrl.types import Rollout
+
+Numbers = np.ndarray
+
+
+def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[Rollout], dict[str, float]]:
+    """Both answers of each pair with the advantages of the configured loss under the weights of now."""
+    loss, chosen, rejected = measure(run, pairs)
+    _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
+    # The learner divides by answers, of which a pair has two.
+    each = 2 * np.concatenate([up, down])
+    rollouts = [weighted(r, a) for r, a in zip(answers_of(pairs), each.tolist(), strict=True)]
+    return rollouts, preference_metrics(run.cfg.preference.beta, loss, chosen, rejected)
+
+
+def judge(run: Offline, pairs: Sequence[Pair]) -> dict[str, float]:
+    """val/loss, val/accuracy, val/margin and the rewards of both sides."""
+    metrics = preference_metrics(run.cfg.preference.beta, *measure(run, pairs))
+    return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
+
+
+def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
+    """(the configured loss, log π / π_ref of the chosen answers, of the rejected ones), answers whole."""
+    answers = answers_of(pairs)
+    if run.cfg.preference.loss == "kto":
+        answers += strangers(pairs, run.cfg.data.max_len)
+    policy = logps(run, answers, policy_logps)
+    reference = logps(run, answers, reference_logps)
+    ratio = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
+    chosen, rejected, strange = np.split(ratio, [len(pairs), 2 * len(pairs)])
+    kl = max(float(strange.mean()), 0.0) if len(strange) else 0.0
+    return pair_loss(run.cfg.preference, kl), chosen, rejected
+
+
+def answers_of(pairs: Sequence[Pair]) -> list[Rollout]:
+    """The chosen answers, then the rejected ones."""
+    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+
+
+def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
+    """The configured loss; `kl` is that of KTO."""
+    weights = dict(chosen_weight=cfg.chosen_weight, rejected_weight=cfg.rejected_weight)
+    known: dict[str, PairLoss] = {
+        "dpo": lambda c, r: dpo(c, r, beta=cfg.beta, label_smoothing=cfg.label_smoothing),
+        "ipo": lambda c, r: ipo(c, r, beta=cfg.beta),
+        "kto": lambda c, r: kto(c, r, beta=cfg.beta, kl=kl, **weights),
+    }
+    return choose(known, cfg.loss, "preference.loss")
+
+
+def strangers(pairs: Sequence[Pair], max_len: int) -> list[Rollout]:
+    """Each chosen answer behind the prompt of the next pair, cut to `max_len` tokens: what KTO judges the
+    distance between policy and reference by."""
+    found = []
+    for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
+        prompt = other.chosen.prompt
+        n = max(max_len - len(prompt.tokens), 1)
+        r = pair.chosen
+        own = None if r.own is None else r.own[:n]
+        short = {"tokens": r.tokens[:n], "logp": r.logp[:n], "own": own, "advantages": None}
+        found.append(dataclasses.replace(r, prompt=prompt, **short))
+    return found
+
+
+def weighted(rollout: Rollout, advantage: float) -> Rollout:
+    return dataclasses.replace(
+        rollout, advantages=np.full(len(rollout.tokens), advantage, np.float32)
+    )
+
+
+def preference_metrics(
+    beta: float, loss: PairLoss, chosen: Numbers, rejected: Numbers
+) -> dict[str, float]:
+    """Means over pairs. The reward of an answer is β log π / π_ref (DPO, eq. 5); of a model of scores, with β = 1, its
+    score."""
+    return {
+        "preference/loss": float(jnp.mean(loss(jnp.asarray(chosen), jnp.asarray(rejected)))),
+        "preference/accuracy": float(np.mean(chosen > rejected)),
+        "preference/margin": beta * float(np.mean(chosen - rejected)),
+        "preference/reward_chosen": beta * float(np.mean(chosen)),
+        "preference/reward_rejected": beta * float(np.mean(rejected)),
+    }
+
+
+DPO = Lesson(
+    load=load_pairs,
+    teach=compare,
+    judge=judge,
+    aggregation="seq_mean_token_sum",
+    given=Given(answers=2, scores=True, has_reference=True),
+    idle=(*IDLE, "preference.margin_weight"),
+    logged={"loss/entropy": "loss/entropy"},
+)

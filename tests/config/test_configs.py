@@ -1,0 +1,174 @@
+"""Every config file runs as its docstring says: it resolves, and the large ones' updates type-check without a device."""
+
+import ast
+import dataclasses
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms import advantages, aggregation, importance, kl, policy_loss
+from jaxrl.config import keys
+from jaxrl.config.command_line import load_config
+from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
+from jaxrl.config.resolve import resolve
+from jaxrl.environments import api
+from jaxrl.io.tracking.loggers import make_loggers
+from jaxrl.kernels import attention, grouped_matmul, paged_attention
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.state import init_state
+from jaxrl.learner.step import make_score, make_update, make_value_update, make_values
+from jaxrl.models import decoder
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.types import Batch, TrainState
+from jaxrl.workers import functions
+from sharding import PRESETS, TRAIN, abstract_mesh
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+# What the docstring says; one where it says nothing.
+DEVICES = {"grpo_7b": 64, "ppo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
+FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
+INTS = ("tokens", "targets", "segments", "positions")
+# Number of parameters of the model that a config names.
+LARGE = {"grpo_7b": 7_615_616_512, "grpo_30b_a3b": 30_532_122_624}
+
+
+def run_of(name: str) -> RunConfig:
+    return resolve(load_config(str(CONFIGS / f"{name}.py")), n_devices=DEVICES.get(name, 1))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_resolves_for_the_devices_it_is_for(name):
+    assert run_of(name).name == name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_config_says_its_command(name):
+    doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
+    programs = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+    program = programs.get(name.split("_")[0], "train")
+    assert f"python -m jaxrl.{program} --config=configs/{name}.py" in doc
+    assert importlib.import_module(f"configs.{name}").get_config() is not None
+
+
+def abstract_batch(run: RunConfig, mesh) -> Batch:
+    """The largest micro-batch of a run: rows for every data-parallel rank."""
+    rows, row_len = run.learner.shapes[-1]
+    rows *= mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
+    return Batch(
+        **{
+            name: jax.ShapeDtypeStruct(
+                (rows, row_len), jnp.int32 if name in INTS else jnp.float32, sharding=sharding
+            )
+            for name in Batch.__dataclass_fields__
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked"), [("grpo_7b", True), ("grpo_7b", False), ("grpo_30b_a3b", True)]
+)
+def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name, stacked):
+    run = run_of(name)
+    model = dataclasses.replace(model_shape(run.model.path), stacked=stacked)
+    specs = decoder_specs(model)
+    assert count_params(specs) == LARGE[name]
+    sizes = {axis: getattr(run.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
+    mesh = abstract_mesh(64, **sizes)
+    check_mesh(model, mesh.shape)
+    with jax.sharding.use_abstract_mesh(mesh):
+        optimizer = make_optimizer(run.learner, 1000, specs)
+        params = abstract_params(specs, TRAIN, jnp.bfloat16)
+        state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+        batch = abstract_batch(run, mesh)
+        logp, entropy = jax.eval_shape(make_score(run, TRAIN), state.params, batch)
+        assert logp.shape == entropy.shape == batch.tokens.shape and logp.dtype == jnp.float32
+        update = make_update(run, optimizer, TRAIN)
+        total = jax.eval_shape(update.zeros, state.params)
+        total = jax.eval_shape(update.accumulate, state.params, None, total, batch)
+        new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
+    assert_same_types(new, state)
+    assert metrics["loss/total"].shape == ()
+
+
+def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
+    run = run_of("ppo_7b").of_critic
+    model = dataclasses.replace(model_shape(run.model.path), stacked=True, heads=("score",))
+    specs = decoder_specs(model)
+    # Qwen2.5-7B without its unembedding [152064, 3584], with a head of 3584 numbers
+    assert count_params(specs) == LARGE["grpo_7b"] - 152064 * 3584 + 3584
+    mesh = abstract_mesh(64, fsdp=run.mesh.fsdp, tensor=run.mesh.tensor)
+    with jax.sharding.use_abstract_mesh(mesh):
+        optimizer = make_optimizer(run.learner, 1000, specs)
+        params = abstract_params(specs, TRAIN, jnp.bfloat16)
+        state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
+        batch = abstract_batch(run, mesh)
+        assert batch.tokens.shape == (16 * 8, 4096)  # 32768 tokens a rank
+        values = jax.eval_shape(make_values(run, TRAIN), state.params, batch)
+        assert values.shape == batch.tokens.shape and values.dtype == jnp.float32
+        update = make_value_update(run, optimizer, TRAIN)
+        total = jax.eval_shape(update.zeros, state.params)
+        total = jax.eval_shape(update.accumulate, state.params, None, total, batch)
+        new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
+    assert_same_types(new, state)
+    assert metrics["critic/loss"].shape == ()
+
+
+def assert_same_types(new: TrainState, old: TrainState) -> None:
+    """Shape, dtype and layout of every array are those before the update: nothing is resharded."""
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if b.ndim:  # counters are replicated
+            assert a.sharding.spec == b.sharding.spec
+
+
+TABLES = {
+    "advantage": (keys.ADVANTAGES, advantages.ESTIMATORS),
+    "policy_loss": (keys.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
+    "aggregation": (keys.AGGREGATIONS, aggregation.AGGREGATIONS),
+    "kl": (keys.KLS, {*kl.ESTIMATORS, *keys.FULL_KLS}),  # full needs all logits: kernels/logprob
+    "correction": (keys.CORRECTIONS, {"none", *importance.WEIGHTS}),
+    "rejection": (keys.REJECTIONS, {"none", *importance.REJECTIONS}),
+    "remat": (keys.REMATS, decoder.REMAT_POLICIES),
+    "rewards": (keys.REWARDS, functions.BUILT_IN),
+    "environments": (keys.ENVIRONMENTS, api.BUILT_IN),
+    "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT}),
+    "paged_attention": (keys.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
+    "grouped_matmul": (
+        keys.GROUPED_MATMULS,
+        {"auto", *grouped_matmul.BUILT, *grouped_matmul.PLANNED},
+    ),
+}
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_a_key_knows_the_names_of_its_rooms_table(key):
+    names, table = TABLES[key]
+    assert set(names) == set(table)
+
+
+def test_every_kind_of_sequence_parallelism_is_a_preset_that_cuts_rows():
+    assert all(PRESETS[name].time == "sequence" for name in keys.SEQUENCE_PARALLELS)
+
+
+def refused(make, *args) -> str:
+    with pytest.raises(ValueError) as error:
+        make(*args)
+    return str(error.value)
+
+
+def test_keys_know_the_names_that_loggers_and_optimizer_accept(tmp_path):
+    run = run_of("gsm8k_smollm2")
+    loggers = refused(make_loggers, LogConfig(loggers=("no",)), tmp_path, run, None)
+    optimizer = refused(make_optimizer, LearnerConfig(optimizer="no"), 10, {})
+    schedule = refused(make_optimizer, LearnerConfig(lr_schedule="no"), 10, {})
+    assert loggers.endswith(", ".join(keys.LOGGERS))
+    assert optimizer.endswith(", ".join(map(repr, keys.OPTIMIZERS)))
+    assert schedule.endswith(", ".join(map(repr, keys.LR_SCHEDULES)))

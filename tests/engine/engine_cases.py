@@ -1,0 +1,156 @@
+"""Tiny models of every family, engines and requests for them, and the trainer's view of the results."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config.keys import RolloutConfig, SamplingConfig
+from jaxrl.engine.api import Request
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.kernels.logprob import logprob_entropy
+from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.decoder import decoder_specs, forward_packed
+from jaxrl.models.spec import init_params
+from sharding.rules import DECODE, TRAIN, Rules
+
+SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=512, max_len=512)
+GEMMA = dict(post_norms=True, unit_offset=True, act="gelu_tanh", embed_scale=8.0, tied=True)
+FAMILIES = {
+    "llama": DecoderConfig(family="llama", **SHAPE, rope=Rope(500_000.0, "llama3", 8.0)),
+    "qwen2": DecoderConfig(family="qwen2", **SHAPE, qkv_bias=True, tied=True),
+    "qwen3": DecoderConfig(family="qwen3", **SHAPE, qk_norm=True),
+    "mistral": DecoderConfig(family="mistral", **SHAPE, windows=(48, 48)),
+    "gemma2": DecoderConfig(
+        family="gemma2",
+        **SHAPE,
+        **GEMMA,
+        windows=(32, 0),
+        attn_softcap=50.0,
+        logit_softcap=30.0,
+        attn_scale=0.3,
+    ),
+    "gemma3": DecoderConfig(
+        family="gemma3", **SHAPE, **GEMMA, windows=(32, 0), qk_norm=True, local_rope=Rope(10_000.0)
+    ),
+    "qwen3_moe": DecoderConfig(
+        family="qwen3_moe", **SHAPE, E=8, top_k=3, F_expert=32, qk_norm=True, norm_topk=True
+    ),
+    "mixtral": DecoderConfig(family="mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
+}
+SMALL = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8)
+
+
+def make_params(cfg: DecoderConfig, scale: float = 4.0):
+    """Random weights, large enough that the distributions are far from uniform."""
+    params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
+    noise = jax.random.key(2)
+    return jax.tree.map(
+        lambda w: (
+            w * scale
+            if w.ndim > 1 + cfg.stacked
+            else w
+            + jax.reshard(0.1 * jax.random.normal(noise, w.shape), jax.typeof(w).sharding.spec)
+        ),
+        params,
+    )
+
+
+def make_engine(
+    cfg: DecoderConfig,
+    rollout: RolloutConfig = SMALL,
+    implementation: str | None = None,
+    rules: Rules = DECODE,
+    **changes,
+) -> PagedEngine:
+    return PagedEngine(
+        cfg,
+        dataclasses.replace(rollout, **changes),
+        rules=rules,
+        dtype=jnp.float32,
+        max_len=256,
+        eos_ids=(1,),
+        implementation=implementation,
+    )
+
+
+def make_requests(n: int = 6, *, n_samples: int = 2, seed: int = 0, V: int = 512, **kw):
+    """`n` requests, prompts of 3..150 tokens with `n_samples` samples each."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, V, int(rng.integers(3, 150)), dtype=np.int32) for _ in range(n)]
+    kw = {"max_tokens": 20, "sampling": SamplingConfig()} | kw
+    return [
+        Request(
+            tokens=prompts[i // n_samples], prompt_id=i // n_samples, sample=i % n_samples, **kw
+        )
+        for i in range(n)
+    ]
+
+
+def run(engine: PagedEngine, params, requests) -> list[tuple[list[int], list[float], str]]:
+    """(tokens, logps, finish) of every request."""
+    slots = [engine.submit(r) for r in requests]
+    out = {slot: ([], [], "") for slot in slots}
+    for _ in range(10_000):
+        if not engine.n_unfinished:
+            break
+        for made in engine.generate(params):
+            tokens, logps, _ = out[made.slot]
+            tokens, logps = tokens + made.tokens.tolist(), logps + made.logp.tolist()
+            out[made.slot] = tokens, logps, made.finish
+    assert not engine.n_unfinished
+    return [out[slot] for slot in slots]
+
+
+def run_one_by_one(
+    engine: PagedEngine, params, requests
+) -> list[tuple[list[int], list[float], str]]:
+    """As `run`, of requests that come one after the other, each while those before it decode."""
+    waiting, made, slots = list(requests), {}, []
+    while waiting or engine.n_unfinished:
+        if waiting:
+            slots.append(engine.submit(waiting.pop(0)))
+            made[slots[-1]] = ([], [], "")
+        for out in engine.generate(params):
+            tokens, logps, _ = made[out.slot]
+            made[out.slot] = tokens + out.tokens.tolist(), logps + out.logp.tolist(), out.finish
+    return [made[slot] for slot in slots]
+
+
+def has_mixed(engine: PagedEngine) -> bool:
+    """Whether it has computed prompts beside a decode step."""
+    return any(kind == "mixed" for kind, _ in engine._shapes)
+
+
+def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: float = 1.0):
+    """The trainer's logprobs of the sampled tokens, from packed rows of one sequence each."""
+    T = 256
+    tokens = np.zeros((len(requests), T), np.int32)
+    targets, segments = tokens.copy(), tokens.copy()
+    for b, (request, (made, _, _)) in enumerate(zip(requests, results, strict=True)):
+        row = np.concatenate([request.tokens, made])
+        tokens[b, : len(row) - 1], targets[b, : len(row) - 1] = row[:-1], row[1:]
+        segments[b, : len(row) - 1] = 1
+    positions = np.tile(np.arange(T, dtype=np.int32), (len(requests), 1))
+
+    @jax.jit
+    def score(params, tokens, targets, segments, positions):
+        hidden = forward_packed(params, tokens, segments, positions, rules=TRAIN)
+        return logprob_entropy(
+            hidden,
+            params.unembed,
+            targets,
+            temperature=temperature,
+            logit_softcap=cfg.logit_softcap,
+            chunk=256,
+            rules=TRAIN,
+        )[0]
+
+    spec = TRAIN.spec("batch", "time")
+    rows = [jax.device_put(a, spec) for a in (tokens, targets, segments, positions)]
+    logp = np.asarray(score(params, *rows))
+    starts = [len(r.tokens) - 1 for r in requests]
+    return [
+        logp[b, s : s + len(out[0])] for b, (s, out) in enumerate(zip(starts, results, strict=True))
+    ]

@@ -1,0 +1,86 @@
+"""Ten thousand requests through one engine: every one ends as it would alone."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config.keys import RolloutConfig, SamplingConfig
+from jaxrl.engine.api import Request
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.models.config import DecoderConfig
+from sharding.rules import DECODE
+from tests.engine.engine_cases import make_params
+
+MICRO = DecoderConfig(family="llama", L=1, D=16, N=2, K=1, H=8, F=16, V=32, max_len=256)
+ROLLOUT = RolloutConfig(
+    max_num_seqs=128, max_num_batched_tokens=8192, steps_per_dispatch=2, n_pages=100
+)
+N_REQUESTS = 10_000
+N_KINDS = 400  # of requests; each comes again and again
+
+
+def make_engine(**changes) -> PagedEngine:
+    rollout = dataclasses.replace(ROLLOUT, **changes)
+    return PagedEngine(MICRO, rollout, rules=DECODE, dtype=jnp.float32, max_len=256, eos_ids=(1,))
+
+
+def make_kinds(rng: np.random.Generator) -> list[Request]:
+    """Prompts of 1 to 200 tokens that often begin alike, responses of 1 to 8 tokens."""
+    stems = [rng.integers(2, 32, 200, dtype=np.int32) for _ in range(12)]
+    kinds = []
+    for i in range(N_KINDS):
+        prompt = stems[rng.integers(len(stems))][: rng.integers(1, 200)]
+        end = rng.integers(2, 32, rng.integers(1, 8), dtype=np.int32)
+        temperature = float(rng.choice([0.0, 1.0]))
+        kinds.append(
+            Request(
+                tokens=np.concatenate([prompt, end]),
+                max_tokens=int(rng.integers(1, 9)),
+                sampling=SamplingConfig(temperature=temperature),
+                prompt_id=i,
+            )
+        )
+    return kinds
+
+
+def test_ten_thousand_requests_end_as_they_would_alone(one_device):
+    rng = np.random.default_rng(0)
+    params = make_params(MICRO)
+    kinds = make_kinds(rng)
+    engine = make_engine()
+    kind_of: dict[int, int] = {}
+    made: dict[int, tuple[list, list]] = {}
+    ended: list[tuple[int, list, list]] = []
+    n_submitted = n_cancelled = 0
+    while n_submitted < N_REQUESTS or engine.n_unfinished:
+        for _ in range(min(int(rng.integers(0, 250)), N_REQUESTS - n_submitted)):
+            kind = int(rng.integers(N_KINDS))
+            slot = engine.submit(kinds[kind])
+            kind_of[slot], made[slot] = kind, ([], [])
+            n_submitted += 1
+        for slot in rng.permutation(list(kind_of))[: rng.integers(0, 4)]:
+            engine.free(int(slot))
+            del kind_of[int(slot)]
+            n_cancelled += 1
+        for out in engine.generate(params):
+            tokens, logps = made[out.slot]
+            tokens += out.tokens.tolist()
+            logps += out.logp.tolist()
+            if out.finish:
+                ended.append((kind_of.pop(out.slot), *made.pop(out.slot)))
+    assert not kind_of and len(ended) + n_cancelled == N_REQUESTS
+    stats = engine.take_stats()
+    assert stats.cache_used_max == 1.0  # pages of earlier requests had to go
+    assert stats.n_shared_tokens > stats.n_prefill_tokens > 0
+    assert engine.scheduler.pool.n_used == 0
+    alone = make_engine(max_num_seqs=2, prefix_cache=False)
+    for kind in range(0, N_KINDS, 8):
+        alone.submit(kinds[kind])
+        want = ([], [])
+        while alone.n_unfinished:
+            for out in alone.generate(params):
+                want[0].extend(out.tokens.tolist())
+                want[1].extend(out.logp.tolist())
+        same = [(tokens, logps) for k, tokens, logps in ended if k == kind]
+        assert same and all(one == want for one in same)

@@ -1,0 +1,267 @@
+"""Pages and queues on the host: nothing leaks, nothing starves, whatever the order of events."""
+
+import numpy as np
+import pytest
+
+from jaxrl.engine.api import Request
+from jaxrl.engine.pages import Found, OutOfPages, PagePool
+from jaxrl.engine.scheduler import Plan, Scheduler
+
+PAGE, ROW = 4, 8  # tokens of a page, and of a row of fills
+
+
+def request(tokens, max_tokens: int, sample: int = 0) -> Request:
+    return Request(tokens=np.asarray(tokens, np.int32), max_tokens=max_tokens, sample=sample)
+
+
+def scheduler(
+    n_pages: int, *, max_num_seqs: int = 4, steps: int = 8, max_len: int = 64, n_rows: int = 100
+):
+    return Scheduler(
+        PagePool(n_pages, PAGE),
+        max_num_seqs=max_num_seqs,
+        steps_per_dispatch=steps,
+        max_len=max_len,
+        row_len=ROW,
+        rows_per_dispatch=n_rows,
+    )
+
+
+def test_taking_more_pages_than_are_free_takes_none():
+    pool = PagePool(3, PAGE)
+    pages = pool.take(2)
+    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 3 are free"):
+        pool.take(2)
+    assert pool.n_used == 2
+    pool.give_back(pages)
+    assert pool.n_free == 3
+
+
+def test_a_shared_page_is_free_after_its_last_holder_only():
+    pool = PagePool(2, PAGE)
+    pages = pool.share(pool.take(1))
+    pool.give_back(pages)
+    assert pool.n_used == 1
+    pool.give_back(pages)
+    assert pool.n_used == 0
+    with pytest.raises(AssertionError, match="free already"):
+        pool.give_back(pages)
+
+
+def test_pages_are_found_by_the_tokens_before_and_in_them():
+    pool = PagePool(8, PAGE)
+    tokens = np.arange(10, dtype=np.int32)
+    a, b, c = pages = pool.take(3)
+    assert pool.remember(tokens, pages) == pages
+    assert pool.find(tokens) == Found([a, b], c, 2)
+    assert pool.find(tokens[:8]) == Found([a, b])
+    assert pool.find(np.append(tokens[:9], [77, 78, 79])) == Found([a, b], c, 1)
+    assert pool.find(tokens[:6]) == Found([a], b, 2)  # the beginning of a full page
+    assert pool.find(tokens[4:]) == Found([])  # the same tokens behind nothing are others
+
+
+def known_pages(pool: PagePool, tokens) -> list[int]:
+    return pool.find(np.array(tokens, np.int32)).pages
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_pages_without_a_holder_are_kept_until_they_are_needed_the_longest_unused_first(keep):
+    pool = PagePool(4, PAGE, keep=keep)
+    one, two = np.arange(8, dtype=np.int32), np.arange(10, 18, dtype=np.int32)
+    pages = [pool.remember(tokens, pool.take(2)) for tokens in (one, two)]
+    pool.give_back(pages[0])
+    pool.give_back(pages[1])
+    assert (pool.n_free, pool.n_used) == (4, 0)
+    assert known_pages(pool, one) == (pages[0] if keep else [])
+    pool.give_back(pool.share(known_pages(pool, one)))  # `two` is now the longest unused
+    assert set(pool.take(1)) <= {pages[1][1]} or not keep  # and its last page goes first
+    assert known_pages(pool, two) == pages[1][:1] * keep
+    pool.take(2)
+    assert (known_pages(pool, one), known_pages(pool, two)) == (pages[0][:1] * keep, [])
+
+
+def test_a_second_page_with_the_same_tokens_is_given_back_for_the_first():
+    pool = PagePool(8, PAGE)
+    first, second = (pool.take(2) for _ in range(2))
+    pool.remember(np.arange(8, dtype=np.int32), first)
+    other_end = np.array([0, 1, 2, 3, 9, 9, 9, 9], np.int32)
+    assert pool.remember(other_end, second) == [first[0], second[1]]
+    assert (pool.holders(first[0]), pool.holders(second[0]), pool.n_used) == (2, 0, 3)
+    assert known_pages(pool, other_end) == [first[0], second[1]]
+
+
+def test_a_second_sample_copies_the_partly_filled_page_and_shares_the_full_ones():
+    s = scheduler(16)
+    prompt = range(7)  # 6 keys: one full page, two keys in the next
+    for i in range(3):
+        s.submit(request(prompt, 4, sample=i))
+    plan = s.plan()
+    [fill] = plan.fills
+    assert (fill.start, fill.tokens.tolist()) == (0, [0, 1, 2, 3, 4, 5])
+    first, second, third = plan.decode
+    assert first.pages[0] == second.pages[0] == third.pages[0]
+    copies = [(first.pages[1], second.pages[1]), (first.pages[1], third.pages[1])]
+    assert (plan.copies, plan.late_copies) == ([], copies)  # once the fill has written the page
+
+
+def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
+    s = scheduler(16)
+    system = list(range(8))
+    s.submit(request([*system, 20, 21, 22], 4))
+    s.submit(request([*system, 30, 31], 4))
+    plan = s.plan()
+    first, second = plan.decode
+    assert first.pages[:2] == second.pages[:2]
+    assert [(fill.start, fill.tokens.tolist()) for fill in plan.fills] == [
+        (0, [*system, 20, 21]),
+        (8, [30]),
+    ]
+    assert plan.copies == plan.late_copies == []
+
+
+def run_alone(s: Scheduler, tokens, made) -> Plan:
+    """The plan that starts a request, which then samples the tokens `made` and ends."""
+    slot = s.submit(request(tokens, len(made)))
+    plan = s.plan()
+    [seq] = plan.decode
+    assert seq.slot == slot
+    s.advance(seq, list(made), "length")
+    return plan
+
+
+def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
+    s = scheduler(16)
+    turn = [*range(6), 50, 51, 52, 53]  # 6 of the prompt, 4 sampled: all but the last have keys
+    [fill] = run_alone(s, turn[:6], turn[6:]).fills
+    assert (fill.start, len(fill.tokens)) == (0, 5)
+    assert s.pool.n_used == 0
+    plan = run_alone(s, [*turn, 60, 61], [70])  # 11 keys, of which 9 are known: 2 pages and a token
+    [fill] = plan.fills
+    assert (fill.start, fill.tokens.tolist()) == (9, [53, 60])
+    [(source, target)] = plan.copies
+    assert fill.pages[2] == target != source
+    assert s.n_shared_tokens == 9
+
+
+def test_a_copy_of_few_keys_is_not_worth_it():
+    s = scheduler(16)
+    s._least_copied = 2
+    run_alone(s, [1, 2, 3], [4])
+    assert run_alone(s, [1, 9, 9, 9], [4]).copies == []
+    assert run_alone(s, [1, 2, 9, 9], [4]).copies != []
+
+
+def test_new_weights_share_nothing_with_the_keys_of_old_ones():
+    s = scheduler(16, max_num_seqs=3)
+    run_alone(s, range(9), [5])
+    s.submit(request(range(9), 8))
+    [old] = s.plan().decode  # it goes on while the weights change
+    prefix, _ = s.prefill(np.arange(9, dtype=np.int32))
+    assert s.n_shared_tokens == 16
+    s.set_version(0)
+    assert s.pool.find(np.arange(8, dtype=np.int32)).pages  # still the same weights
+    s.set_version(1)
+    s.submit(request(range(9), 8))
+    [fill] = s.plan().fills
+    assert (fill.start, len(fill.tokens), s.n_shared_tokens) == (0, 8, 16)
+    with pytest.raises(ValueError, match="version 0, the engine has version 1; prefill it again"):
+        s.insert(prefix, request(range(9), 8))
+    s.release_prefix(prefix)
+    s.advance(old, [3] * 8, "length")
+    assert s.pool.find(np.array([*range(9), 3, 3, 3], np.int32)).pages == fill.pages[:2]
+
+
+def test_a_sequence_sent_back_takes_up_what_is_left_of_its_pages():
+    s = scheduler(6, steps=4)
+    s.submit(request(range(8), 12))
+    s.submit(request(range(10, 18), 12))
+    for _ in range(2):
+        plan = s.plan()
+        for seq in plan.decode:
+            s.advance(seq, [7] * plan.n_steps, "")
+    old, new = plan.decode
+    while new in s.running:
+        s.advance(old, [7] * s.plan().n_steps, "length" if old.remaining <= 4 else "")
+    assert new in s.waiting
+    while old in s.running:
+        plan = s.plan()
+        s.advance(
+            old,
+            [7] * min(plan.n_steps, old.remaining),
+            "length" if old.remaining <= plan.n_steps else "",
+        )
+    plan = s.plan()
+    assert plan.decode == [new]
+    assert plan.fills[0].start > 0
+
+
+def test_a_prompt_without_room_for_a_response_is_refused():
+    with pytest.raises(ValueError, match="64 tokens leaves no room"):
+        scheduler(32).prefill(np.arange(64, dtype=np.int32))
+
+
+def test_the_pages_of_a_prompt_stay_for_samples_that_wait():
+    s = scheduler(16, max_num_seqs=1)
+    for i in range(2):
+        s.submit(request(range(9), 4, sample=i))
+    s.advance(s.plan().decode[0], [5, 5, 5, 5], "length")
+    plan = s.plan()
+    assert plan.fills == [] and plan.decode[0].request.sample == 1
+    s.advance(plan.decode[0], [5], "stop")
+    assert s.pool.n_used == 0
+
+
+def test_the_newest_goes_back_when_pages_run_out():
+    s = scheduler(4, steps=4)  # 16 keys
+    s.submit(request(range(4), 12))
+    s.submit(request(range(10, 14), 12))
+    old, new = s.plan().decode
+    s.advance(old, [0] * 4, "")
+    s.advance(new, [0] * 4, "")
+    plan = s.plan()  # 7 keys each in 2 pages; every page is taken
+    assert plan.decode == [old, new] and plan.n_steps == 1
+    for seq in plan.decode:
+        s.advance(seq, [0], "")
+    assert s.plan().decode == [old]
+    assert (s.n_preempted, list(s.waiting)) == (1, [new])
+
+
+def test_prefixes_that_hold_everything_are_an_error_and_no_endless_wait():
+    s = scheduler(4)
+    prefix, _ = s.prefill(np.arange(13, dtype=np.int32))
+    s.submit(request(range(20, 29), 4))
+    with pytest.raises(OutOfPages, match="prefixes hold 3 of 4 pages"):
+        s.plan()
+    s.release_prefix(prefix)
+    assert len(s.plan().decode) == 1
+
+
+def test_a_long_prompt_is_computed_in_parts_while_others_wait():
+    s = scheduler(16, n_rows=1)  # 8 tokens a plan, two pages
+    s.submit(request(range(40, 43), 20))
+    [other] = s.plan().decode
+    s.submit(request(range(21), 4))
+    s.submit(request([30, 31], 4))  # nobody overtakes
+    n_used = s.pool.n_used
+    for start in (0, 8):
+        plan = s.plan(others_wait=True)
+        [fill] = plan.fills
+        assert (fill.start, fill.tokens.tolist()) == (start, list(range(start, start + 8)))
+        assert plan.full and plan.going == plan.decode == [other]
+        assert len(s.waiting) == 2 and s.pool.n_used == n_used  # what is computed has no holder
+    plan = s.plan(others_wait=True)
+    [fill] = plan.fills
+    assert (fill.start, fill.tokens.tolist()) == (16, [16, 17, 18, 19])
+    assert plan.full and plan.going == [other] and len(plan.decode) == 2
+    assert s.n_shared_tokens == 0
+    plan = s.plan(others_wait=True)  # the third has one key to compute
+    assert [len(fill.tokens) for fill in plan.fills] == [1] and len(plan.going) == 2
+    assert [seq.slot for seq in plan.decode] == [0, 1, 2]
+
+
+def test_freeing_an_unknown_slot_raises():
+    s = scheduler(4)
+    slot = s.submit(request(range(3), 4))
+    s.free(slot)
+    with pytest.raises(KeyError, match="neither waiting nor running"):
+        s.free(slot)

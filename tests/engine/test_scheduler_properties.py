@@ -1,0 +1,322 @@
+"""Requests, turns, cancels, prefixes, new weights and full pools in any order, against a model of the
+device's memory that knows nothing of trees and reference counts."""
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxrl.engine.api import Request
+from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
+from jaxrl.engine.scheduler import Plan, Scheduler, Sequence
+
+MAX_LEN = 24
+TOKENS = st.integers(0, 1)  # so few that sequences begin alike, and sample alike, all the time
+WRONG = 2  # a token that is never sampled
+PROMPTS = st.lists(TOKENS, min_size=1, max_size=10)
+
+
+def n_alike(a, b) -> int:
+    pairs = [x == y for x, y in zip(a, b, strict=False)]
+    return pairs.index(False) if False in pairs else len(pairs)
+
+
+@given(st.integers(1, 4), st.lists(st.lists(TOKENS, max_size=12), max_size=12), PROMPTS)
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_the_tree_finds_the_longest_beginning_that_any_sequence_had(page_len, ended, wanted):
+    pool = PagePool(100, page_len)
+    for tokens in ended:
+        row = np.array(tokens, np.int32)
+        pool.give_back(pool.remember(row, pool.take(pool.pages_of(len(tokens)))))
+    found = pool.find(np.array(wanted, np.int32))
+    n_found = len(found.pages) * page_len + found.n_tail
+    assert n_found == max([n_alike(tokens, wanted) for tokens in ended], default=0)
+    assert pool.n_used == 0
+
+
+class Device:
+    """The pool's memory. A key is what it was computed from: the versions of the weights, and the
+    tokens up to its own."""
+
+    def __init__(self, n_pages: int, page_len: int):
+        self.page_len = page_len
+        self.pages = [[None] * page_len for _ in range(n_pages)]
+
+    def read(self, pages, position: int):
+        return self.pages[pages[position // self.page_len]][position % self.page_len]
+
+    def write(self, pages, position: int, token: int, version: int) -> None:
+        versions, tokens = self.read(pages, position - 1) if position else (frozenset(), ())
+        key = versions | {version}, (*tokens, token)
+        self.pages[pages[position // self.page_len]][position % self.page_len] = key
+
+    def prepare(self, plan: Plan, version: int) -> None:
+        """As the engine does it: copies, fills, late copies."""
+        for source, target in plan.copies:
+            self.pages[target] = list(self.pages[source])
+        for fill in plan.fills:
+            for i, token in enumerate(fill.tokens.tolist(), fill.start):
+                self.write(fill.pages, i, token, version)
+        for source, target in plan.late_copies:
+            self.pages[target] = list(self.pages[source])
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        n_pages=st.integers(2, 24),
+        page_len=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        steps=st.sampled_from([1, 3, 8]),
+        keep=st.sampled_from([True, True, True, False]),
+        n_drafts=st.sampled_from([0, 3]),
+        n_rows=st.sampled_from([1, 1, 2, 8]),
+    )
+    def begin(self, n_pages, page_len, max_num_seqs, steps, keep, n_drafts, n_rows):
+        self.n_drafts = n_drafts
+        self.s = Scheduler(
+            PagePool(n_pages, page_len, keep=keep),
+            max_num_seqs=max_num_seqs,
+            steps_per_dispatch=steps * (1 + n_drafts),
+            max_len=MAX_LEN,
+            row_len=page_len,
+            rows_per_dispatch=n_rows,
+        )
+        self.device = Device(n_pages, page_len)
+        self.version = 0
+        self.prefixes = []
+        self.inserted: set[int] = set()
+        self.ran: set[int] = set()  # since an earlier plan, or put in by hand
+        self.unfinished: dict[int, Request] = {}
+        self.keys: dict[int, list] = {}  # of every running sequence, those it must find
+        self.turns: list[list[int]] = []  # tokens of ended sequences
+
+    # Events
+
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), n=st.integers(1, 3))
+    def submit(self, prompt, max_tokens, n):
+        for sample in range(n):
+            request = Request(np.array(prompt, np.int32), max_tokens, sample=sample)
+            try:
+                self.unfinished[self.s.submit(request)] = request
+            except ValueError as refused:
+                need = -(-(len(prompt) - 1 + max_tokens) // self.device.page_len)
+                assert "KV pages" in str(refused) and need > self.s.pool.n_pages
+
+    @rule(prompt=st.lists(TOKENS, min_size=12, max_size=20), max_tokens=st.integers(1, 4))
+    def submit_a_long_prompt(self, prompt, max_tokens):
+        self.submit(prompt, max_tokens, 1)
+
+    @precondition(lambda self: self.turns)
+    @rule(data=st.data(), more=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 6))
+    def take_another_turn(self, data, more, max_tokens):
+        said = data.draw(st.sampled_from(self.turns))
+        self.submit([*said, *more][: MAX_LEN - max_tokens], max_tokens, 1)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def cancel(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.unfinished)))
+        self.s.free(slot)
+        del self.unfinished[slot]
+
+    @rule(version=st.integers(0, 2))
+    def publish_weights(self, version):
+        self.version = version
+        self.s.set_version(version)
+
+    @precondition(lambda self: len(self.prefixes) < 2)
+    @rule(prompt=PROMPTS)
+    def prefill(self, prompt):
+        try:
+            prefix, plan = self.s.prefill(np.array(prompt, np.int32))
+        except OutOfPages:
+            return
+        self.device.prepare(plan, self.version)
+        self.prefixes.append(prefix)
+
+    @precondition(lambda self: self.prefixes)
+    @rule(data=st.data(), max_tokens=st.integers(1, 6))
+    def insert(self, data, max_tokens):
+        prefix = data.draw(st.sampled_from(self.prefixes))
+        request = Request(prefix.tokens, max_tokens)
+        try:
+            slot, plan = self.s.insert(prefix, request)
+        except OutOfPages:
+            return
+        except ValueError as refused:
+            full = len(self.s.running) == self.s.max_num_seqs
+            assert full or prefix.version != self.version or "KV pages" in str(refused)
+            return
+        self.device.prepare(plan, self.version)
+        self.inserted.add(slot)
+        self.ran.add(slot)
+        self.unfinished[slot] = request
+        self.expect_keys(self.s.running)
+
+    @precondition(lambda self: self.prefixes)
+    @rule(data=st.data())
+    def release(self, data):
+        i = data.draw(st.integers(0, len(self.prefixes) - 1))
+        self.s.release_prefix(self.prefixes.pop(i))
+
+    @rule(data=st.data())
+    def dispatch(self, data):
+        others_wait = data.draw(st.sampled_from([True, True, True, False]))
+        try:
+            plan = self.s.plan(others_wait=others_wait)
+        except OutOfPages:
+            assert self.prefixes, "the pool is full of nothing"
+            return
+        self.device.prepare(plan, self.version)
+        self.expect_keys(plan.decode)
+        self.check_rows(plan, bounded=others_wait and self.s.pool.keep)
+        for seq in plan.decode:
+            for i, key in enumerate(self.keys[seq.slot]):
+                assert self.device.read(seq.pages, i) == key
+        rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+        if plan.going or not plan.full:
+            self.check_progress(rows)
+        for seq in rows:
+            made = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps))[: seq.remaining]
+            self.decode(seq, made, n_steps, stops=data.draw(st.booleans()))
+
+    # What an event means
+
+    def decode(self, seq: Sequence, made: list[int], n_steps: int, *, stops: bool) -> None:
+        """Every step writes the key of the last token, and those of drafts as far as a token may still follow
+        them in this dispatch, all of them wrong; then it samples another token."""
+        most = min(n_steps, seq.remaining)
+        for n, token in enumerate([seq.last_token, *made[:-1]]):
+            i = len(self.keys[seq.slot])
+            self.device.write(seq.pages, i, token, self.version)
+            for ahead in range(1, min(self.n_drafts, most - n - 1) + 1):
+                self.device.write(seq.pages, i + ahead, WRONG, self.version)
+            self.keys[seq.slot].append(self.device.read(seq.pages, i))
+        finish = "length" if len(made) == seq.remaining else "stop" * stops
+        self.s.advance(seq, made, finish)
+        if finish:
+            request = self.unfinished.pop(seq.slot)
+            assert seq.n_tokens <= len(request.tokens) + request.max_tokens
+            self.turns.append(seq.tokens.tolist())
+
+    def expect_keys(self, running: list[Sequence]) -> None:
+        """A sequence that starts finds all its keys, from the weights of now."""
+        for seq in running:
+            if seq.slot not in self.keys:
+                row = tuple(seq.cached_tokens().tolist())
+                now = frozenset({self.version})
+                self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
+
+    def check_rows(self, plan: Plan, *, bounded: bool) -> None:
+        """What is computed while others wait is a dispatch at most, full or not; new sequences are no part of it."""
+        n_rows = sum(-(-len(fill.tokens) // self.s.row_len) for fill in plan.fills)
+        assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
+        assert not bounded or n_rows <= self.s.rows_per_dispatch
+        begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.going}
+        assert begun.isdisjoint(self.ran) and {seq.slot for seq in plan.going} <= self.ran
+        self.ran = {seq.slot for seq in plan.decode}
+
+    def check_progress(self, rows: list[Sequence]) -> None:
+        """The oldest request makes a token in every dispatch: none waits longer than those before it
+        take. What holds pages by hand (`prefill`, `insert`) may keep others out while it lasts."""
+        running = {seq.slot for seq in rows}
+        if self.unfinished:
+            assert running
+            if not self.prefixes and not running & self.inserted:
+                assert min(self.unfinished) in running
+
+    @invariant()
+    def slots_are_those_not_ended(self):
+        if not hasattr(self, "s"):
+            return
+        slots = [q.slot for q in [*self.s.running, *self.s.waiting]]
+        assert sorted(slots) == sorted(self.unfinished)
+        assert [q.slot for q in self.s.waiting] == sorted(q.slot for q in self.s.waiting)
+        running = {q.slot for q in self.s.running}
+        self.keys = {slot: keys for slot, keys in self.keys.items() if slot in running}
+
+    @invariant()
+    def every_hold_has_its_holder(self):
+        if not hasattr(self, "s"):
+            return
+        pool, held = self.s.pool, np.zeros(self.s.pool.n_pages, int)
+        for pages in [q.pages for q in self.s.running] + [p.pages for p in self.prefixes]:
+            assert len(set(pages)) == len(pages)
+            np.add.at(held, np.array(pages, int), 1)
+        assert [pool.holders(p) for p in range(pool.n_pages)] == held.tolist()
+        assert pool.n_used == int((held > 0).sum())
+        assert all(not q.pages for q in self.s.waiting)
+        free = [*pool._empty, *pool._kept]
+        assert sorted(free) == np.flatnonzero(held == 0).tolist()
+        assert all(page not in pool._tree for page in pool._empty)
+        if not pool.keep:
+            assert not pool._kept
+
+    @invariant()
+    def nobody_writes_where_another_reads(self):
+        if not hasattr(self, "s"):
+            return
+        n = self.device.page_len
+        holds = [p.pages for p in self.prefixes] + [q.pages for q in self.s.running]
+        for seq in self.s.running:
+            for page in seq.pages[(seq.n_tokens - 1) // n :]:
+                assert sum(page in pages for pages in holds) == 1
+
+    @invariant()
+    def the_tree_tells_the_truth(self):
+        """What it says of a page lies in the page, from the weights of now, and behind a page that is
+        held as long."""
+        if not hasattr(self, "s"):
+            return
+        pool = self.s.pool
+        place = pool._tree._place
+        for page in place:
+            tokens, path = [], [page]
+            while path[0] != ROOT:
+                before, part = place[path[0]]
+                tokens = [*np.frombuffer(part, np.int32).tolist(), *tokens]
+                path = [before, *path]
+            for i in range(len(tokens)):
+                want = frozenset({self.version}), tuple(tokens[: i + 1])
+                assert self.device.read(path[1:], i) == want
+            if pool.holders(page):
+                assert all(pool.holders(p) for p in path[1:])
+
+    def teardown(self):
+        """Left to itself, everything ends, and every page can be taken again."""
+        if not hasattr(self, "s"):
+            return
+        for prefix in self.prefixes:
+            self.s.release_prefix(prefix)
+        self.prefixes = []
+        most = sum(request.max_tokens for request in self.unfinished.values())
+        for _ in range(most):
+            plan = self.s.plan(others_wait=bool(self.s.running))
+            self.device.prepare(plan, self.version)
+            self.expect_keys(plan.decode)
+            rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+            for seq in rows:
+                self.decode(seq, [1] * min(n_steps, seq.remaining), n_steps, stops=False)
+        assert self.s.n_unfinished == 0
+        assert self.s.pool.n_used == 0
+        assert sorted(self.s.pool.take(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
+
+
+def test_pages_and_queues_hold_their_promises_whatever_happens():
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            derandomize=True,
+            deadline=None,
+            max_examples=100,
+            stateful_step_count=50,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

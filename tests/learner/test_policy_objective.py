@@ -1,0 +1,173 @@
+"""Every policy loss and correction is the same number and the same gradient per token, however rows are packed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config.keys import POLICY_LOSSES
+from jaxrl.data.packing import gather, pack
+from jaxrl.learner.policy_objective import token_loss_sums
+from sharding import make_mesh
+from sharding.rules import TRAIN
+from tests.learner.tiny_policy import batches, rollouts, run_config
+
+ROLLOUTS = [dataclasses.replace(r, selected=np.arange(len(r.tokens)) % 3 == 0) for r in rollouts()]
+# What the models would say about the same tokens: far enough from the engine that every clip is met.
+RNG = np.random.default_rng(7)
+LOGPS = [r.logp + 0.5 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS]
+OLDS = [r.logp + 0.2 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS]
+
+LOSSES = {name: dict(policy_loss=name) for name in POLICY_LOSSES}
+CORRECTIONS = {
+    "token_tis": dict(correction="token_tis", correction_high=1.1),
+    "seq_tis": dict(correction="seq_tis", correction_high=1.5),
+    "icepop": dict(correction="icepop", correction_low=0.8, correction_high=1.25),
+    "geo_mean": dict(rejection="geo_mean", rejection_low=0.95, rejection_high=1.1),
+    "gspo, token_tis, geo_mean": dict(
+        policy_loss="gspo",
+        correction="token_tis",
+        correction_high=1.1,
+        rejection="geo_mean",
+        rejection_low=0.95,
+        rejection_high=1.1,
+    ),
+}
+LAYOUTS = {
+    "one micro-batch": (dict(row_len=32, token_budget=512), {}),
+    "long rows in two micro-batches": (dict(row_len=128, token_budget=256), {}),
+    "2 x 2 x 2 devices": (
+        dict(row_len=32, token_budget=128, n_ranks=4),
+        dict(replica=2, fsdp=2, tensor=2),
+    ),
+}
+
+
+def place(packed, values, pad):
+    """One [B, T] array per micro-batch with each rollout's values at its response tokens."""
+    arrays = []
+    for micro in packed:
+        array = np.full(micro.batch.tokens.shape, pad, np.float32)
+        for p in micro.places:
+            array[p.row, p.start : p.start + p.length] = values[p.item]
+        arrays.append(array)
+    return arrays
+
+
+def loss_and_gradient(cfg, packing, mesh_sizes):
+    """(loss, gradient of every rollout's tokens, mean metrics). What stands at padding is absurd on purpose."""
+    shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
+    packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
+    assert [p.batch.tokens.shape for p in packed] == [
+        b.tokens.shape for b in batches(ROLLOUTS, **packing)
+    ]
+    sums, grads = 0, []
+    mesh = make_mesh(**mesh_sizes)
+    with jax.set_mesh(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
+
+        @jax.jit
+        def both(logp, batch):
+            def total(logp):
+                return token_loss_sums(logp, logp * 0, None, batch, cfg=cfg)
+
+            (_, sums), grad = jax.value_and_grad(total, has_aux=True)(logp)
+            return sums, grad
+
+        for micro, logp, old in zip(
+            packed, place(packed, LOGPS, 50.0), place(packed, OLDS, -70.0), strict=True
+        ):
+            batch = jax.device_put((logp, micro.batch.replace(old_logp=old)), sharding)
+            found, grad = jax.device_get(both(*batch))
+            assert not grad[micro.batch.mask == 0].any()
+            sums, grads = found if not grads else sums + found, [*grads, grad]
+    weight = sums.weight
+    means = {name: value / n for name, (value, n) in sums.means.items()}
+    return sums.losses["loss/total"] / weight, [g / weight for g in gather(grads, packed)], means
+
+
+@pytest.mark.parametrize("case", [*LOSSES, *CORRECTIONS])
+def test_packing_micro_batches_and_devices_change_nothing(case):
+    keys = dict(aggregation="seq_mean_token_mean", old_logp="recompute") | (
+        LOSSES.get(case) or CORRECTIONS[case]
+    )
+    cfg = run_config(**keys)
+    want = None
+    for packing, mesh in LAYOUTS.values():
+        got = loss_and_gradient(cfg, packing, mesh)
+        want = want or got
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert np.concatenate(want[1]).any()
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo", "clip_cov"])
+def test_clip_fraction_counts_the_tokens_that_a_loss_cuts_off(name):
+    cfg = run_config(policy_loss=name, old_logp="recompute")
+    _, grads, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    share = np.mean(np.concatenate(grads) == 0)
+    assert 0 < share < 1
+    np.testing.assert_allclose(means["loss/clip_fraction"], share, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "cispo", "sapo", "kl_cov"])
+def test_losses_without_a_clip_cut_nothing_off(name):
+    cfg = run_config(policy_loss=name, old_logp="recompute")
+    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    assert means["loss/clip_fraction"] == 0
+
+
+def test_a_response_in_gspo_has_the_ratio_of_a_slow_reference():
+    cfg = run_config(policy_loss="gspo", aggregation="seq_mean_token_mean", old_logp="recompute")
+    got, _, _ = loss_and_gradient(cfg, *LAYOUTS["long rows in two micro-batches"])
+    losses = []
+    for r, logp, old in zip(ROLLOUTS, LOGPS, OLDS, strict=True):
+        s, a = np.exp(np.mean(logp - old)), r.advantages[0]
+        losses.append(max(-s * a, -np.clip(s, 0.8, 1.2) * a))
+    np.testing.assert_allclose(got, np.mean(losses), rtol=1e-5)
+
+
+def test_rejected_and_truncated_tokens_are_counted():
+    cfg = run_config(**CORRECTIONS["token_tis"], old_logp="recompute")
+    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    ratio = np.concatenate([np.exp(old - r.logp) for r, old in zip(ROLLOUTS, OLDS, strict=True)])
+    np.testing.assert_allclose(
+        means["mismatch/truncated_fraction"], np.mean(ratio > 1.1), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        means["mismatch/weight_mean"], np.minimum(ratio, 1.1).mean(), rtol=1e-5
+    )
+    cfg = run_config(**CORRECTIONS["icepop"], old_logp="recompute")
+    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    outside = np.mean((ratio < 0.8) | (ratio > 1.25))
+    np.testing.assert_allclose(means["mismatch/rejected_fraction"], outside, rtol=1e-5)
+
+
+def test_a_weight_has_no_gradient_of_its_own():
+    """On policy, old_logp is the logprob of the very update: it must not lead the gradient into the weight."""
+    cfg = run_config(correction="token_tis", correction_high=9.0, old_logp="auto")
+    _, grads, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    n = sum(len(r.tokens) for r in ROLLOUTS)
+    for r, logp, grad in zip(ROLLOUTS, LOGPS, grads, strict=True):
+        weight = np.minimum(np.exp(logp - r.logp), 9.0)
+        np.testing.assert_allclose(grad, -weight * r.advantages / n, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["k1+", "k3+", "abs+"])
+def test_a_kl_with_a_plus_reports_its_value_and_pushes_as_k2(name):
+    found = {}
+    for kl in (name, name[:-1], "k2"):
+        cfg = run_config(kl=kl, kl_coef=0.5, old_logp="recompute")
+        [batch] = batches(ROLLOUTS, row_len=32, token_budget=512)
+        [packed] = pack(ROLLOUTS, shapes=((16, 32),), align=8, n_ranks=1)
+        [logp], [old] = place([packed], LOGPS, 0.0), place([packed], OLDS, 0.0)
+        batch = jax.tree.map(jnp.asarray, batch.replace(old_logp=old, ref_logp=old))
+
+        def total(logp, batch=batch, cfg=cfg):
+            return token_loss_sums(logp, logp * 0, None, batch, cfg=cfg)
+
+        (_, sums), grad = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logp))
+        found[kl] = float(sums.means["loss/kl"][0]), np.asarray(grad)
+    np.testing.assert_allclose(found[name][0], found[name[:-1]][0], rtol=1e-5)
+    np.testing.assert_allclose(found[name][1], found["k2"][1], rtol=1e-5, atol=1e-6)

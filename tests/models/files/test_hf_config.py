@@ -1,0 +1,135 @@
+"""config.json in both of transformers' dialects -> DecoderConfig, and back."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from jaxrl.models.config import Rope
+from jaxrl.models.files.hf_config import config_from_hf, config_to_hf
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = sorted(path.name for path in GOLDEN.iterdir())
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    vocab_size=256,
+    max_position_embeddings=128,
+)
+LLAMA3_SCALING = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+
+
+def golden_config(name: str) -> dict:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_and_import_keep_every_field(name):
+    cfg = config_from_hf(golden_config(name))
+    assert config_from_hf(config_to_hf(cfg)) == cfg
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_the_exported_config_as_the_original(name, tmp_path):
+    original = golden_config(name)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config_from_hf(original))))
+    ours = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    theirs = transformers.AutoConfig.from_pretrained(GOLDEN / name).to_dict()
+    # The two activation keys of Gemma hold one value; max_window_layers only makes layer_types.
+    free = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
+    for key in theirs.keys() - free - {"hidden_activation", "max_window_layers"}:
+        assert ours.get(key) == theirs[key], key
+
+
+def test_old_and_new_rope_fields_mean_the_same():
+    expected = Rope(
+        theta=5e5,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_len=64,
+    )
+    old = LLAMA | dict(rope_theta=5e5, rope_scaling=LLAMA3_SCALING)
+    new = LLAMA | dict(rope_parameters=LLAMA3_SCALING | dict(rope_theta=5e5))
+    assert config_from_hf(old).rope == config_from_hf(new).rope == expected
+    oldest = LLAMA | dict(rope_scaling=dict(type="linear", factor=2))
+    assert config_from_hf(oldest).rope == Rope(kind="linear", factor=2.0)
+
+
+def test_absent_keys_mean_what_they_mean_in_transformers():
+    cfg = config_from_hf(LLAMA)
+    assert (cfg.K, cfg.H, cfg.tied, cfg.rope.theta, cfg.windows) == (4, 16, False, 1e4, ())
+
+
+def test_gemma3_of_an_old_file_gets_its_pattern_and_two_rotary_bases():
+    config = dict(
+        model_type="gemma3_text",
+        num_hidden_layers=7,
+        sliding_window=512,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+    )
+    cfg = config_from_hf(config)
+    assert cfg.windows == (512, 512, 0, 512, 512, 0, 512)
+    assert cfg.rope == Rope(theta=1e6, kind="linear", factor=8.0)
+    assert cfg.local_rope == Rope(theta=1e4)
+    assert (cfg.V, cfg.H, cfg.scale) == (262_208, 256, 1 / 16)  # 256 ** -0.5
+
+
+def test_gemma3_with_images_gives_its_text_model():
+    text = dict(hidden_size=2560, num_hidden_layers=34, sliding_window=1024)
+    cfg = config_from_hf(dict(model_type="gemma3", text_config=text, vision_config={}))
+    assert (cfg.family, cfg.D, cfg.L, cfg.window(0), cfg.window(5)) == ("gemma3", 2560, 34, 1024, 0)
+
+
+def test_qwen_windows_count_only_where_they_are_switched_on():
+    qwen = LLAMA | dict(model_type="qwen2", sliding_window=32, max_window_layers=4)
+    assert config_from_hf(qwen).windows == ()
+    assert config_from_hf(qwen | dict(use_sliding_window=True)).windows == (0, 0, 0, 0, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model_type="gpt2"), r"'gpt2' is not known; known: gemma2, .*qwen3"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), r"'yarn' is not supported.*llama3"),
+        (dict(hidden_act="relu"), r"'relu' is not known"),
+        (dict(quantization_config=dict(bits=4)), r"quantised"),
+        (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_"),
+    ],
+)
+def test_what_is_not_supported_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(LLAMA | change)
+
+
+def test_qwen_with_dense_layers_among_the_sparse_is_refused():
+    config = golden_config("qwen3_moe")
+    for change in (dict(mlp_only_layers=[0]), dict(decoder_sparse_step=2)):
+        with pytest.raises(ValueError, match="has dense layers among those with experts"):
+            config_from_hf(config | change)
+
+
+def test_a_missing_key_is_named():
+    config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    with pytest.raises(ValueError, match="llama model lacks 'vocab_size'"):
+        config_from_hf(config)
+
+
+def test_the_layer_layout_is_not_part_of_the_file():
+    cfg = config_from_hf(LLAMA)
+    assert config_to_hf(cfg) == config_to_hf(dataclasses.replace(cfg, stacked=True))

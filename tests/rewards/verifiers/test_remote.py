@@ -1,0 +1,185 @@
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl.config.keys import RewardConfig
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.verifiers.remote import remote
+from jaxrl.types import Prompt, Rollout
+
+
+class Server:
+    """A reward server on this machine; `answers` are served in turn, the last one for ever."""
+
+    def __init__(self, *answers):
+        self.asked, self.answers = [], list(answers)
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.asked.append(body)
+                answer = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                found = answer(body) if callable(answer) else answer
+                status = found if isinstance(found, int) else 200
+                self.send_response(status)
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # the client waits no longer
+                    self.wfile.write(
+                        found if isinstance(found, bytes) else json.dumps(found).encode()
+                    )
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def make(*answers):
+        servers.append(Server(*answers))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def lengths(body):
+    return {"rewards": [len(query) for query in body["query"]]}
+
+
+def ask(url, n=2, **options):
+    texts = [f"prompt {i}" for i in range(n)]
+    return remote(
+        ["s"] * n,
+        ["r"] * n,
+        [f"label {i}" for i in range(n)],
+        [{}] * n,
+        prompt_strs=texts,
+        query_strs=[text + " r" for text in texts],
+        url=url,
+        **{"timeout_s": 5.0, "wait_s": 0.01} | options,
+    )
+
+
+def test_one_request_holds_the_batch_in_openrlhfs_words(serve):
+    server = serve(lengths)
+    assert ask(server.url) == [{"score": 10}, {"score": 10}]
+    assert server.asked == [
+        {
+            "query": ["prompt 0 r", "prompt 1 r"],
+            "prompts": ["prompt 0", "prompt 1"],
+            "labels": ["label 0", "label 1"],
+        }
+    ]
+
+
+def test_scores_and_extra_logs_come_beside_the_reward(serve):
+    logs = {"length": [3, 4], "of the batch": 7}
+    server = serve({"rewards": [0.5, 1], "scores": [0, 1], "extra_logs": logs})
+    assert ask(server.url) == [
+        {"score": 0.5, "scores": 0, "length": 3},
+        {"score": 1, "scores": 1, "length": 4},
+    ]
+
+
+def test_a_server_that_fails_is_asked_again_after_longer_and_longer_waits(serve):
+    server = serve(503, 429, lengths)
+    start = time.monotonic()
+    assert ask(server.url, wait_s=0.1) == [{"score": 10}] * 2
+    assert len(server.asked) == 3
+    assert time.monotonic() - start >= 0.1 + 0.2
+
+
+def test_the_next_attempt_goes_to_the_next_server(serve):
+    server = serve(lengths)
+    nobody = serve(lengths)
+    nobody.close()
+    for _ in range(4):  # whichever of the two is asked first
+        assert ask(f"{nobody.url},{server.url}", attempts=2) == [{"score": 10}] * 2
+
+
+def test_attempts_and_time_have_an_end(serve):
+    server = serve(500)
+    with pytest.raises(RuntimeError, match=r"after 3 attempts .* answered with status 500"):
+        ask(server.url, attempts=3)
+    assert len(server.asked) == 3
+    slow = serve(lambda body: time.sleep(3) or lengths(body))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"within 1.5 s; .*timed out"):
+        ask(slow.url, timeout_s=1.5)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    "answer, error",
+    [
+        (404, "answered with status 404"),
+        (b"<html>", "which is no JSON"),
+        ([1, 2], "without a list of 'rewards' but with list"),
+        ({"reward": [1, 2]}, r"without a list of 'rewards' but with \['reward'\]"),
+        ({"rewards": [1, 2, 3]}, "answered 2 queries with 3 rewards"),
+        ({"rewards": [1, 2], "extra_logs": {"a": [1]}}, "answered 2 queries with 1 a"),
+    ],
+)
+def test_an_answer_that_is_not_the_contracts_is_said_at_once(serve, answer, error):
+    server = serve(answer)
+    with pytest.raises((RuntimeError, ValueError), match=error):
+        ask(server.url)
+    assert len(server.asked) == 1
+
+
+def rollouts(n):
+    for i in range(n):
+        prompt = Prompt(id=i, messages=(), tokens=np_tokens(10 + i), answer=str(i))
+        tokens = np_tokens(100, 101)
+        yield Rollout(prompt, 0, tokens, tokens.astype("float32"), 0, "stop", text="no specials")
+
+
+def np_tokens(*ids):
+    return np.array(ids, np.int32)
+
+
+def test_the_pool_asks_in_batches_and_one_bad_score_is_an_error_of_its_own(serve):
+    def answer(body):
+        return {
+            "rewards": [float("nan") if label == "3" else int(label) for label in body["labels"]]
+        }
+
+    server = serve(answer)
+    spec = f"remote?url={server.url}&batch_size=4"
+    cfg = RewardConfig(functions=(spec,), workers=2, error_value=-1.0)
+    with RewardPool(cfg, decode=lambda tokens: " ".join(map(str, tokens))) as pool:
+        scored = pool.score(list(rollouts(10)))
+    assert [r.reward for r in scored] == [0, 1, 2, -1, 4, 5, 6, 7, 8, 9]
+    assert scored[3].reward_error == "remote: ValueError: the function returned nan"
+    assert not scored[4].reward_error
+    assert sorted(len(body["query"]) for body in server.asked) == [2, 4, 4]
+    assert {body["query"][0] for body in server.asked} == {"10 100 101", "14 100 101", "18 100 101"}
+    assert {body["prompts"][0] for body in server.asked} == {"10", "14", "18"}
+
+
+def test_a_batch_that_the_server_does_not_answer_is_an_error_for_each_of_it(serve):
+    server = serve(lambda body: time.sleep(5) or {})
+    spec = f"remote?url={server.url}&timeout_s=1.5&wait_s=0.01"
+    cfg = RewardConfig(functions=(spec,), workers=1, timeout_s=60.0)
+    with RewardPool(cfg, decode=str) as pool:
+        start = time.monotonic()
+        scored = pool.score(list(rollouts(3)))
+    assert all("no score after" in r.reward_error and r.reward == 0.0 for r in scored)
+    assert time.monotonic() - start < 4

@@ -1,0 +1,191 @@
+"""Whole runs of SFT and DPO on a tiny model: that they learn, resume, and give the same numbers in any layout."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl import dpo, sft
+from jaxrl.algorithms.preference import dpo as dpo_loss
+from jaxrl.config.resolve import default_config, resolve
+from jaxrl.data.packing import pack
+from jaxrl.learner.loss import score_tokens
+from jaxrl.runtime.signals import Interrupted
+from jaxrl.trainer.offline.offline import learning
+from jaxrl.trainer.offline.preference import DPO, compare, pair_loss
+from jaxrl.trainer.offline.supervised import SFT
+from jaxrl.trainer.setup import open_offline
+from sharding.rules import TRAIN
+
+QUESTIONS = [(f"{a} + {b}?", str(a + b), str(a + b + 1)) for a in range(6) for b in range(4)]
+
+
+def write(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return (str(path),)
+
+
+@pytest.fixture
+def sft_config(tiny_config, tmp_path):
+    """6 steps of 8 short sums with their answers, learnt and held out alike."""
+    rows = [{"question": q, "answer": f"It is {a}."} for q, a, _ in QUESTIONS]
+    return offline(tiny_config, write(tmp_path, rows))
+
+
+@pytest.fixture
+def dpo_config(tiny_config, tmp_path):
+    rows = [{"prompt": q, "chosen": f"It is {a}.", "rejected": f"{b}?"} for q, a, b in QUESTIONS]
+    return offline(tiny_config, write(tmp_path, rows))
+
+
+def offline(config, source):
+    config.rollout.update(default_config().rollout)
+    config.reward.update(default_config().reward)
+    config.data.train = config.data.val = source
+    config.data.prompts_per_step = 8
+    config.total_steps = 6
+    config.learner.lr = 1e-2
+    return config
+
+
+def metrics(run_dir):
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if "time" not in k and "_per_s" not in k}
+        for line in lines
+    ]
+
+
+def weights(run_dir):
+    return load_file(Path(run_dir) / "hf" / "model.safetensors")
+
+
+def test_sft_learns_its_answers_and_leaves_a_complete_folder(sft_config):
+    assert sft.train(resolve(sft_config))
+    folder = Path(sft_config.run_dir)
+    for name in ("config.json", "report.html", "checkpoints/6", "hf/model.safetensors"):
+        assert (folder / name).exists(), name
+    lines = metrics(folder)
+    held_out = [line["val/nll"] for line in lines if "val/nll" in line]
+    assert [line["step"] for line in lines if "val/nll" in line] == [0, 6]
+    assert held_out[1] < 0.6 * held_out[0]
+    learnt = [line["loss/nll"] for line in lines if "loss/nll" in line]
+    assert len(learnt) == 6 and learnt[-1] < learnt[0]
+    assert learnt[0] == pytest.approx(held_out[0], rel=0.1)
+    assert "Not logged" not in (folder / "report.html").read_text()
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [{name for name in line if "time/" in name} for line in every if "val/nll" in line]
+    assert timed == [{"time/val_s"}] * 2, "the scoring of held-out answers is all of that time"
+
+
+def test_dpo_learns_to_prefer_what_was_chosen(dpo_config):
+    assert dpo.train(resolve(dpo_config))
+    lines = metrics(dpo_config.run_dir)
+    first, last = [line for line in lines if "val/accuracy" in line]
+    assert first["val/loss"] == pytest.approx(np.log(2), abs=1e-5), "policy and reference are one"
+    assert last["val/accuracy"] > 0.8 and last["val/loss"] < 0.6 and last["val/margin"] > 0
+    assert lines[1]["preference/loss"] == pytest.approx(np.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "kto"])
+def test_the_other_preference_losses_fall(dpo_config, loss):
+    dpo_config.preference.loss = loss
+    dpo_config.checkpoint.export_hf = False
+    assert dpo.train(resolve(dpo_config))
+    first, last = [line for line in metrics(dpo_config.run_dir) if "val/loss" in line]
+    assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
+
+
+def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
+    """Through packing and two forward passes, against the loss of both answers differentiated at once."""
+    cfg = learning(resolve(dpo_config), DPO)
+    with open_offline(cfg, DPO) as run:
+        pairs = next(run.iterator)
+        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.state.params)  # fmt: skip
+        run.state = dataclasses.replace(run.state, params=moved)
+        rollouts, _ = compare(run, pairs)
+        packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
+
+        def weighted_logp(params, batch, weights):
+            logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
+            return jnp.sum(jnp.where(batch.mask > 0, weights * logp, 0.0))
+
+        batches = [run.update.put(p.batch) for p in packed]
+
+        def surrogate(params):
+            total = sum(weighted_logp(params, b, b.advantages) for b in batches)
+            return -total / (2 * len(pairs))
+
+        def alone(rollout):
+            [p] = pack([rollout], shapes=((1, 256),), align=64, n_ranks=1)
+            return run.update.put(p.batch)
+
+        sides = [[alone(getattr(pair, side)) for pair in pairs] for side in ("chosen", "rejected")]
+
+        def direct(params):
+            ratios = [
+                jnp.stack(
+                    [
+                        weighted_logp(params, b, 1.0) - weighted_logp(run.ref_params, b, 1.0)
+                        for b in side
+                    ]
+                )
+                for side in sides
+            ]
+            return dpo_loss(*ratios, beta=0.1).mean()
+
+        got, want = (jax.jit(jax.grad(f))(moved) for f in (surrogate, direct))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lesson", ["sft", "dpo"])
+def test_packing_and_mini_batches_of_a_step_do_not_change_what_is_learnt(lesson, request, tmp_path):
+    config = request.getfixturevalue(f"{lesson}_config")
+    config.total_steps, config.learner.eps = 3, 1e-4
+    train = {"sft": sft, "dpo": dpo}[lesson].train
+    assert train(resolve(config))
+    reference = config.run_dir
+    config.run_dir = str(tmp_path / "other")
+    config.learner.token_budget, config.learner.segment_align = 144, 8
+    assert train(resolve(config))
+    for name, one in weights(reference).items():
+        np.testing.assert_allclose(weights(config.run_dir)[name], one, rtol=0, atol=2e-5)
+
+
+def test_an_interrupted_run_goes_on_bitwise(dpo_config, tmp_path, monkeypatch):
+    assert dpo.train(resolve(dpo_config))
+    unbroken = dpo_config.run_dir
+    dpo_config.run_dir = str(tmp_path / "broken")
+
+    def stop_at_4(run, pairs):
+        if run.step == 3 and run.first_step == 0:
+            raise Interrupted("SIGINT")
+        return compare(run, pairs)
+
+    monkeypatch.setattr(dpo, "DPO", dataclasses.replace(DPO, teach=stop_at_4))
+    assert not dpo.train(resolve(dpo_config))
+    assert dpo.train(resolve(dpo_config))
+    for name, one in weights(unbroken).items():
+        np.testing.assert_array_equal(weights(dpo_config.run_dir)[name], one, err_msg=name)
+    assert metrics(dpo_config.run_dir) == metrics(unbroken)
+
+
+def test_keys_of_sampling_runs_are_refused(sft_config):
+    sft_config.rollout.n = 3
+    sft_config.learner.epochs = 2
+    sft_config.preference.beta = 0.5
+    with pytest.raises(ValueError, match=r"rollout\.n, config\.preference\.beta, .*epochs .*leave"):
+        learning(resolve(sft_config), SFT)
+
+
+def test_every_preference_loss_of_the_config_is_known(dpo_config):
+    for loss in ("dpo", "ipo", "kto"):
+        dpo_config.preference.loss = loss
+        assert pair_loss(resolve(dpo_config).preference, kl=0.1)(jnp.ones(2), jnp.zeros(2)).shape

@@ -1,0 +1,132 @@
+"""The statistics of an evaluation by hand, and python -m jaxrl.evaluate on a tiny model."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl.config.keys import EvalConfig
+from jaxrl.config.resolve import resolve
+from jaxrl.evaluate import evaluate, interval, read, table
+from jaxrl.models.files.source import resolve_model
+from jaxrl.train import train
+from jaxrl.trainer.evaluation import statistics, validation_metrics
+from jaxrl.types import Prompt, Rollout
+from tests.trainer.test_train import metrics
+
+
+def rollouts(rewards, *, source="s", finish="stop", **fields):
+    """One prompt a row, one sample a number."""
+    return [
+        Rollout(
+            prompt=Prompt(
+                id=i, messages=(), tokens=np.zeros(3, np.int32), answer="", source=source
+            ),
+            sample=j,
+            tokens=np.zeros(j + 1, np.int32),
+            logp=np.zeros(j + 1, np.float32),
+            version=0,
+            finish=finish,
+            reward=float(reward),
+            **fields,
+        )
+        for i, row in enumerate(rewards)
+        for j, reward in enumerate(row)
+    ]
+
+
+def test_statistics_by_hand():
+    some = rollouts([[1, 0], [1, 1], [0.5, 0]], reward_parts={"format": 0.25})
+    found = statistics(some, EvalConfig(n=2, k=(1, 2)))
+    # prompt means 1/2, 1, 1/4 of the rewards, 1/2, 1, 0 of what passes, 1, 1, 0 of one in two
+    assert found["reward"] == pytest.approx(7 / 12)
+    assert found["pass_at_1"] == pytest.approx(1 / 2)
+    assert found["pass_at_2"] == pytest.approx(2 / 3)
+    # of 1/2, 1, 0: squares 0 + 1/4 + 1/4, / 2 / 3
+    assert found["pass_at_1_stderr"] == pytest.approx(math.sqrt(1 / 12))
+    assert found["reward/format"] == 0.25 and found["response_len"] == 1.5
+    assert found["truncated_fraction"] == 0 and found["errors"] == 0
+    lenient = statistics(some, EvalConfig(n=2, k=(2,), pass_reward=0.5))
+    assert lenient["pass_at_2"] == 1
+
+
+def test_one_prompt_has_no_standard_error():
+    assert "reward_stderr" not in statistics(rollouts([[1, 0]]), EvalConfig(n=2))
+
+
+def test_sources_are_told_apart():
+    some = rollouts([[1], [1]], source="b") + rollouts([[0], [1]], source="a", finish="length")
+    found = validation_metrics(some, EvalConfig())
+    assert [found[f"val/{name}"] for name in ("reward", "a/reward", "b/pass_at_1")] == [
+        0.75,
+        0.5,
+        1,
+    ]
+    assert found["val/truncated_fraction"] == 0.5 and found["val/a/truncated_fraction"] == 1
+    alone = validation_metrics(some[:2], EvalConfig())
+    assert not [name for name in alone if name.startswith("val/b")]
+
+
+def test_the_table_shows_half_of_the_95_percent_interval():
+    found = {"reward": 0.5, "reward_stderr": 0.1, "pass_at_1": 1.0}
+    assert interval(found, "reward") == "0.500 ± 0.196" and interval(found, "pass_at_1") == "1.000"
+
+
+def test_a_run_is_evaluated_as_it_was_validated_then_with_samples(tiny_config, capsys):
+    tiny_config.total_steps = 1
+    tiny_config.learner.lr = 0.0  # the export is the model of step 0, with the same seed
+    tiny_config.eval.n, tiny_config.eval.k = 2, (1, 2)
+    tiny_config.eval.pass_reward, tiny_config.eval.sampling.temperature = 0.25, 1.0
+    assert train(resolve(tiny_config))
+    folder = Path(tiny_config.run_dir)
+    validated, _ = [line for line in metrics(folder) if "val/reward" in line]
+    assert validated["step"] == 0 and 0 < validated["val/pass_at_1"] < validated["val/pass_at_2"]
+    assert evaluate(read([f"--model={folder}"]))
+    summary = json.loads((folder / "evaluation" / "summary.json").read_text())
+    found = summary["results"]["all"]
+    assert found.pop("prompts") == 6 and summary["n"] == 2
+    assert {f"val/{name}": value for name, value in found.items()} == pytest.approx(
+        {name: value for name, value in validated.items() if name.startswith("val/")}, abs=1e-7
+    )
+
+    one, two = (f"task:addition?digits={d}&size=4&split=val" for d in (1, 2))
+    more = ["--n=4", "--k=1,4", f"--output={folder / 'more'}", f"--data=('{one}', '{two}')"]
+    cfg = read([f"--model={folder}", *more])
+    assert evaluate(cfg)
+    summary = json.loads((folder / "more" / "summary.json").read_text())
+    results = summary["results"]
+    assert {source: found["prompts"] for source, found in results.items()} == {
+        "all": 8,
+        "addition/1": 4,
+        "addition/2": 4,
+    }
+    assert 0 < results["all"]["pass_at_1"] < results["all"]["pass_at_4"]
+    samples = [json.loads(s) for s in (folder / "more" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 32 and len({s["completion"] for s in samples if s["prompt_id"] == 0}) > 1
+    np.testing.assert_allclose(results["all"]["reward"], np.mean([s["reward"] for s in samples]))
+    assert table(summary) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--n=4", "--k=8", "--temperature=1"], r"eval\.k=\(8,\) asks for pass@8.*eval\.n=4.*8"),
+        (["--n=4"], r"eval\.n=4 greedy samples.*temperature"),
+        (["--n=many"], "eval.n"),
+        (["--sample=4"], "unknown argument --sample=4.*known: --model"),
+        (["--config.reward.functions=maths"], "did you mean 'math'"),
+        (["--config.eval.kk=1"], r"eval\.k"),
+        (["--data="], "data.val is empty"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_at_once(arguments, words):
+    with pytest.raises(SystemExit, match=words):
+        read(["--model=m", "--data=d.jsonl", *arguments])
+
+
+def test_a_run_without_an_export_is_no_model(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"no export .*hf.*export_hf"):
+        resolve_model(tmp_path)

@@ -1,0 +1,359 @@
+"""Episodes of several turns: exact tokens, what is masked, limits, failures, and whole runs in an environment."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
+from jaxrl.config.resolve import resolve
+from jaxrl.data.chat import ChatRenderer, load_tokenizer
+from jaxrl.data.packing import pack
+from jaxrl.engine.api import Engine, EngineStats, Generated
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.evaluate import evaluate, read
+from jaxrl.layout import Layout
+from jaxrl.models.files.hf_load import load_model
+from jaxrl.rollout.multi_turn import Limits, converse
+from jaxrl.train import train
+from jaxrl.trainer.setup import check_not_in_step
+from jaxrl.types import Prompt
+from sharding.rules import DECODE, TRAIN
+from tests.trainer.test_train import assert_same_weights, metrics
+
+EOS = 2
+ENVIRONMENTS = '''
+import time
+
+
+class Echo:
+    """Says "c" until it hears "d"."""
+
+    def reset(self, prompt):
+        return {"long": [{"role": "user", "content": "x" * 99}]}.get(prompt["answer"])
+
+    def step(self, said):
+        if said == "late":
+            time.sleep(0.3)
+        if said == "raise":
+            raise RuntimeError("out of cheese")
+        return "c", 1.0 if said == "d" else 0.5, said == "d", {"calls": 1}
+
+
+class Letters:
+    """Three turns; each gives the share of letters in what was said."""
+
+    def __init__(self, turns=3):
+        self.left = turns
+
+    def reset(self, prompt):
+        return [{"role": "user", "content": "Go."}]
+
+    def step(self, said):
+        self.left -= 1
+        return "More.", sum(c.isalpha() for c in said) / 8, self.left == 0
+'''
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environments") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def echo(environments):
+    with EnvironmentPool(EnvConfig(name=f"{environments}:Echo", workers=3)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    """Every byte is a token."""
+    return ChatRenderer(load_tokenizer(tiny_model), template="chatml")
+
+
+class Scripted(Engine):
+    """An engine that says what is written down for each sample, two tokens a dispatch."""
+
+    def __init__(self, script):
+        self.script = {sample: list(turns) for sample, turns in enumerate(script)}
+        self.requests, self.left = [], {}
+
+    def set_version(self, version): ...
+
+    def take_stats(self):
+        return EngineStats()
+
+    def submit(self, request):
+        self.requests.append(request)
+        says = self.script[request.sample].pop(0)[: request.max_tokens]
+        self.left[len(self.requests)] = (request, list(says), list(says))
+        return len(self.requests)
+
+    def generate(self, params):
+        made = []
+        for slot, (request, says, left) in list(self.left.items()):
+            tokens, rest = left[:2], left[2:]
+            self.left[slot] = request, says, rest
+            finish = "" if rest else "stop" if tokens[-1] == EOS else "length"
+            if finish:
+                del self.left[slot]
+            logp = -np.array(tokens, np.float32) / 100
+            made.append(Generated(slot, np.array(tokens, np.int32), logp, finish))
+        return made
+
+    def free(self, slot):
+        del self.left[slot]
+
+
+def talk(script, pool, renderer, *, answer="", stop=(), **limits):
+    """(rollouts, requests) of one prompt whose samples say the turns of `script`."""
+    message = {"role": "user", "content": "hi"}
+    prompt = Prompt(5, (message,), renderer.render([message]), answer)
+    engine = Scripted([[ids(renderer, turn) for turn in turns] for turns in script])
+    limits = {"prompt_len": 99, "max_tokens": 200, "max_turns": 4} | limits
+    rollouts, found = converse(
+        engine,
+        None,
+        [prompt],
+        pool=pool,
+        renderer=renderer,
+        eos_ids=(EOS,),
+        n=len(script),
+        sampling=SamplingConfig(stop=stop),
+        limits=Limits(**limits),
+        seed=3,
+        version=1,
+    )
+    assert not engine.left and pool.n_free == 3 and found["time/env_s"] >= 0
+    return rollouts, engine.requests
+
+
+def ids(renderer, text):
+    return text if isinstance(text, list) else renderer.tokenizer(text)["input_ids"]
+
+
+ANSWER = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"  # of the environment, in chatml
+
+
+def test_the_tokens_of_an_episode_by_hand(echo, renderer):
+    ((rollout,), requests) = talk([["ab<|im_end|>", "d<|im_end|>"]], echo, renderer)
+    prompt = renderer.render([{"role": "user", "content": "hi"}])
+    between = ids(renderer, ANSWER)
+    n = len(between)
+    assert [len(ids(renderer, text)) for text in ("ab<|im_end|>", "d<|im_end|>")] == [3, 2]
+    np.testing.assert_array_equal(requests[0].tokens, prompt)
+    np.testing.assert_array_equal(requests[1].tokens, [*prompt, *rollout.tokens[: 3 + n]])
+    assert [r.max_tokens for r in requests] == [200, 200 - 3 - n]
+    assert rollout.tokens.tolist() == [
+        *ids(renderer, "ab"),
+        EOS,
+        *between,
+        *ids(renderer, "d"),
+        EOS,
+    ]
+    assert rollout.own.tolist() == [True] * 3 + [False] * n + [True] * 2
+    np.testing.assert_allclose(
+        rollout.logp, np.where(rollout.own, -rollout.tokens / 100, 0), rtol=1e-6
+    )
+    assert rollout.finish == "stop" and rollout.n_own == 5
+    assert dataclasses.asdict(rollout.episode) == {
+        "asked": ({"role": "user", "content": "hi"},),
+        "said": (
+            {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ),
+        "n_turns": 2, "reward": 1.5, "counts": {"calls": 2.0}, "error": "",
+    }  # fmt: skip
+    # what the update sees: the mask is 1 where the target is a token of the model, and only there
+    (micro,) = pack([rollout], shapes=[(1, 128)], align=64, n_ranks=1)
+    start = len(prompt) - 1
+    want = np.zeros(128)
+    want[[start, start + 1, start + 2, start + 3 + n, start + 4 + n]] = 1
+    np.testing.assert_array_equal(micro.batch.mask[0], want)
+    np.testing.assert_array_equal(
+        micro.batch.targets[0][want > 0], [*ids(renderer, "ab"), EOS, *ids(renderer, "d"), EOS]
+    )
+    assert micro.batch.response_len[0, 0] == 5
+
+
+def test_what_the_model_wrote_is_never_tokenized_again(echo, renderer):
+    half = ids(renderer, "\u00e9")[:1]  # the first byte of two: no text gives this token alone
+    assert ids(renderer, renderer.decode(half)) != half
+    ((rollout,), requests) = talk([[[*half, EOS], "d<|im_end|>"]], echo, renderer)
+    assert rollout.tokens[:2].tolist() == [*half, EOS]
+    assert half[0] in requests[1].tokens
+
+
+def test_a_turn_that_a_stop_string_ends_is_closed_for_the_model(echo, renderer):
+    ((rollout,), _) = talk([["a!b", "d<|im_end|>"]], echo, renderer, stop=("!",))
+    n = len(ids(renderer, "<|im_end|>" + ANSWER))
+    assert rollout.tokens[: 2 + n].tolist() == ids(renderer, "a!<|im_end|>" + ANSWER)
+    assert rollout.own.tolist() == [True] * 2 + [False] * n + [True] * 2
+
+
+def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
+    n = len(ids(renderer, ANSWER))
+    turns = ["ab<|im_end|>"] * 4
+    ((rollout,), requests) = talk([turns], echo, renderer, max_turns=2)
+    assert (rollout.finish, len(requests), len(rollout.tokens)) == ("turns", 2, 6 + n)
+    assert rollout.episode.reward == 1.0
+    assert [m["role"] for m in rollout.said] == ["assistant", "user", "assistant"]
+    for room, finish, length in ((3 + n, "length", 3), (3 + n + 1, "length", 3 + n + 1)):
+        ((rollout,), _) = talk([turns], echo, renderer, max_tokens=room)
+        assert (rollout.finish, len(rollout.tokens)) == (finish, length)
+        assert rollout.episode.reward == 0.5  # the turn that was cut off is not judged
+    ((rollout,), requests) = talk([turns], echo, renderer, answer="long")
+    assert rollout.finish == "error" and not requests and len(rollout.tokens) == 0
+    assert len(rollout.prompt.tokens) > 99 and rollout.prompt.messages[0]["content"] == "hi"
+    assert rollout.asked[0]["content"] == "x" * 99 and rollout.said == ()
+    assert "data.max_prompt_len is 99" in rollout.episode.error
+
+
+def test_an_environment_that_fails_ends_its_episode_only(echo, renderer):
+    script = [
+        ["a<|im_end|>", text, "d<|im_end|>"]
+        for text in ("raise<|im_end|>", "b<|im_end|>", "late<|im_end|>")
+    ]
+    rollouts, _ = talk([*script, *script], echo, renderer)  # twice as many as fit at a time
+    assert [r.finish for r in rollouts] == ["error", "stop", "stop"] * 2
+    assert (
+        rollouts[0].episode.error == "RuntimeError: out of cheese"
+        and rollouts[0].episode.n_turns == 2
+    )
+    assert [r.episode.reward for r in rollouts] == [0.5, 2.0, 2.0] * 2
+
+
+def test_a_template_without_an_end_of_turn_is_refused(tiny_model, tmp_path, echo):
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
+    plain = ChatRenderer(load_tokenizer(tiny_model), template=str(template))
+    with pytest.raises(ValueError, match=r"'\|c\|'.*set data\.chat_template"):
+        talk([["ab<|im_end|>"]], echo, plain)
+    assert echo.n_free == 3
+
+
+def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environments, one_device):
+    cfg, params = load_model(tiny_model, rules=DECODE, dtype=jnp.float32)
+    messages = ({"role": "user", "content": "What is 1 + 1? " * 5},)
+    prompts = [Prompt(i, messages, renderer.render(messages), "") for i in (3, 4)]
+
+    def run(**rollout):
+        sizes = RolloutConfig(max_num_seqs=4, max_num_batched_tokens=256, **rollout)
+        engine = PagedEngine(
+            cfg, sizes, rules=DECODE, dtype=jnp.float32, max_len=256, eos_ids=(EOS,)
+        )
+        with EnvironmentPool(EnvConfig(name=f"{environments}:Echo")) as pool:
+            return converse(
+                engine,
+                params,
+                prompts,
+                pool=pool,
+                renderer=renderer,
+                eos_ids=(EOS,),
+                n=2,
+                sampling=SamplingConfig(stop=("a", "e", "i", "o", "u", "0", "1", "2", "3", "4")),
+                limits=Limits(120, 130, 3),
+                seed=11,
+                version=0,
+            )
+
+    rollouts, kept = run()
+    plain, alone = run(prefix_cache=False)
+    for a, b in zip(rollouts, plain, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logp, b.logp)
+    n_turns = sum(r.episode.n_turns for r in rollouts)
+    assert n_turns > len(rollouts)
+    # A later turn computes the answer of the environment and the last token before it, unless the rest of a page
+    # held too few keys to be copied.
+    n_between = sum(int((~r.own).sum()) for r in rollouts)
+    n_later = n_turns - len(rollouts)
+    longest = sum(len(p.tokens) for p in prompts) + n_between + n_later * (1 + 16)
+    assert kept["rollout/prefill_tokens"] <= longest < alone["rollout/prefill_tokens"]
+    assert kept["rollout/prefix_hit_rate"] > alone["rollout/prefix_hit_rate"]
+
+
+@pytest.fixture
+def env_config(tiny_config, environments):
+    tiny_config.env.name = f"{environments}:Letters"
+    tiny_config.reward.functions = ("environment",)
+    tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
+    tiny_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
+    tiny_config.total_steps = 2
+    return tiny_config
+
+
+def test_a_run_in_an_environment_resumes_bitwise_and_is_evaluated_as_validated(
+    env_config, tmp_path
+):
+    assert train(resolve(env_config))
+    unbroken = env_config.run_dir
+    lines = [line for line in metrics(unbroken) if "optim/grad_norm" in line]
+    assert len(lines) == 2
+    for line in lines:
+        # engine and trainer see the same tokens at the same positions, through all turns
+        assert line["mismatch/logp_diff_max"] < 1e-4
+        assert 1 < line["env/turns"] <= 3 and 0 < line["env/own_fraction"] < 1
+        assert line["env/failures"] == 0 and line["reward/mean"] > 0
+        assert line["reward/environment"] == pytest.approx(line["reward/mean"])
+    timed = [json.loads(s) for s in Path(unbroken, "metrics.jsonl").read_text().splitlines()]
+    assert any("time/env_s" in line for line in timed)
+    validated = [line for line in metrics(unbroken) if "val/reward" in line][-1]
+    assert validated["val/env/turns"] >= 1
+
+    assert evaluate(read([f"--model={unbroken}"]))
+    summary = json.loads(Path(unbroken, "evaluation", "summary.json").read_text())
+    assert summary["results"]["all"]["reward"] == pytest.approx(validated["val/reward"], abs=1e-7)
+
+    env_config.run_dir = str(tmp_path / "broken")
+    env_config.total_steps = 1
+    assert train(resolve(env_config))
+    env_config.total_steps = 2
+    assert train(resolve(env_config))
+    assert_same_weights(unbroken, env_config.run_dir)
+
+
+def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_config, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "class Bad:\n    def reset(self, prompt):\n        return None\n"
+        "    def step(self, said):\n        raise KeyError('x')\n"
+    )
+    env_config.total_steps = 1
+    env_config.env.name = f"{path}:Bad"
+    env_config.data.val = ()
+    env_config.reward.error_value = -1.0
+    assert train(resolve(env_config))
+    (line,) = [line for line in metrics(env_config.run_dir) if "env/failures" in line]
+    # those that the length cut off never met it
+    assert 0 < line["env/failures"] == line["reward/errors"] <= 16
+    assert line["reward/mean"] == pytest.approx(-line["env/failures"] / 16)
+
+
+def test_an_engine_over_several_processes_takes_no_environment(env_config, monkeypatch):
+    cfg = resolve(env_config)
+    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
+    monkeypatch.setattr("sharding.hosts.n_processes", lambda: 2)
+    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32"), of_process=True))
+    with pytest.raises(ValueError, match=r"lock-step; set config\.rollout\.engines='process'"):
+        check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
+
+
+@pytest.mark.slow
+def test_the_reward_of_an_environment_rises(env_config):
+    env_config.total_steps = 40
+    env_config.learner.lr = 3e-3
+    env_config.rollout.n = 8
+    env_config.rollout.max_num_seqs = 32
+    env_config.data.val = ()
+    assert train(resolve(env_config))
+    rewards = [line["reward/mean"] for line in metrics(env_config.run_dir) if "reward/mean" in line]
+    assert np.mean(rewards[-5:]) > 1.3 * np.mean(rewards[:5])
