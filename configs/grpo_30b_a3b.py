@@ -13,7 +13,7 @@ shared out over all 64. Tokens go to their experts within groups of 8 devices: a
 Minutes and result: not measured yet. What is checked without such hardware: the config resolves for 64 devices, and
 the whole update type-checks at the model's shape on an abstract mesh of 8 x 8 (tests/config/test_configs.py). Its plan for
 the 64 chips is docs/plans/grpo_30b_a3b.v5p-4x4x4.txt. On GPUs the experts' products still run as a loop of small products
-(docs/moe.md).
+(docs/concepts/moe.md).
 """
 
 from ml_collections import ConfigDict

@@ -10,7 +10,7 @@ data_source "lighteval/MATH". The reward follows data_source.
 Mesh: fsdp 16 x tensor 4. Tensor shards stay within a node's GPUs; 4 kv heads allow no more. The rollout has 16
 replicas of 4 devices, which decode the 4096 sequences of a step at one time.
 
-Minutes and result: not measured yet. It fits a v5p 4x4x4 by its plan (python -m jaxrl.plan, docs/planner.md): at most 8 of
+Minutes and result: not measured yet. It fits a v5p 4x4x4 by its plan (python -m jaxrl.plan, docs/how_to/planner.md): at most 8 of
 96 GiB a chip beside the KV pages of all sequences, and a step of 67 s or more at the chips' peak rates.
 """
 

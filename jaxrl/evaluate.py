@@ -9,7 +9,7 @@
     --output=FOLDER    for summary.json, samples.jsonl and config.json (evaluation/ of a run, else runs/evaluation)
 
 Each is short for a key (SHORT), and any other can be set, as --config.reward.functions=math; --config=FILE.py gives a
-whole configuration. Without one the folder of a run brings its own, data and rewards included. docs/evaluation.md
+whole configuration. Without one the folder of a run brings its own, data and rewards included. docs/how_to/evaluation.md
 says what the numbers are.
 """
 

@@ -126,7 +126,7 @@ def need_ray() -> ModuleType:
     except ImportError as error:
         raise ValueError(
             f"jaxrl.launch needs Ray, which cannot be imported ({error}); install it on all hosts with "
-            "`uv sync --extra ray` or pip install 'jaxrl[ray]', or start the processes yourself (docs/multihost.md)"
+            "`uv sync --extra ray` or pip install 'jaxrl[ray]', or start the processes yourself (docs/how_to/multihost.md)"
         ) from error
 
 

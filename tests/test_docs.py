@@ -15,7 +15,7 @@ from jaxrl.config.schema import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MADE_BY_A_RUN = ("runs/", "data/", "checkpoints/")
 
 
@@ -24,8 +24,10 @@ def names(pattern: str, page: pathlib.Path) -> list[str]:
 
 
 def test_config_page_is_up_to_date():
-    page = (ROOT / "docs" / "config.md").read_text()
-    assert page == config_docs.markdown(), "run: python -m jaxrl.config.docs > docs/config.md"
+    page = (ROOT / "docs" / "reference" / "config.md").read_text()
+    assert page == config_docs.markdown(), (
+        "run: python -m jaxrl.config.docs > docs/reference/config.md"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -59,7 +61,7 @@ def rows(page: str) -> list[list[str]]:
 
 
 def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
-    table = rows((ROOT / "docs" / "keys.md").read_text())
+    table = rows((ROOT / "docs" / "reference" / "keys.md").read_text())
     assert len(table) > 100
     for *theirs, ours, remark in table:
         for name in re.findall(r"`([^`]+)`", ours):
@@ -67,7 +69,7 @@ def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
         assert ours or remark.startswith(("not needed", "not yet", "not there")), theirs
 
 
-ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+ALGORITHMS = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
 CHOICES = {
     "advantage": config_keys.ADVANTAGES,
     "policy_loss": config_keys.POLICY_LOSSES,
@@ -99,14 +101,14 @@ def test_the_page_of_algorithms_sets_keys_that_exist_to_values_they_take():
 
 def test_every_key_of_the_algorithm_is_on_the_page_of_algorithms():
     missing = [n for n in KEYS if n.startswith("algorithm.") and f"`{n}" not in ALGORITHMS]
-    assert not missing, f"say in docs/algorithms.md what {missing} are for"
+    assert not missing, f"say in docs/reference/algorithms.md what {missing} are for"
 
 
 def test_every_key_has_its_place_in_the_key_table():
-    page = (ROOT / "docs" / "keys.md").read_text()
+    page = (ROOT / "docs" / "reference" / "keys.md").read_text()
     missing = [name for name in KEYS if f"`{name}`" not in page]
     assert not missing, (
-        f"add to docs/keys.md what verl and OpenRLHF call {missing}, or that they have none"
+        f"add to docs/reference/keys.md what verl and OpenRLHF call {missing}, or that they have none"
     )
 
 

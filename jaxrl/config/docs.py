@@ -1,6 +1,6 @@
-"""The keys of a run as text: --config.help, and docs/config.md.
+"""The keys of a run as text: --config.help, and docs/reference/config.md.
 
-python -m jaxrl.config.docs > docs/config.md
+python -m jaxrl.config.docs > docs/reference/config.md
 """
 
 from jaxrl.config import RunConfig
@@ -14,7 +14,7 @@ USAGE = (
 INTRODUCTION = """\
 # Configuration
 
-*Printed from `jaxrl/config/keys.py` by `python -m jaxrl.config.docs > docs/config.md`.*
+*Printed from `jaxrl/config/keys.py` by `python -m jaxrl.config.docs > docs/reference/config.md`.*
 
 A run is described by one Python file with a function `get_config()`. It takes `default_config()`, sets what differs and
 returns it:
@@ -88,7 +88,7 @@ def help_text() -> str:
 
 
 def markdown() -> str:
-    """The page docs/config.md."""
+    """The page docs/reference/config.md."""
     parts = [INTRODUCTION]
     for section, specs in sections().items():
         parts += [

@@ -1,6 +1,6 @@
 """Every key of a run: its default, its unit, its range and what it means.
 
-Defaults live here and nowhere else; docs/config.md is printed from here.
+Defaults live here and nowhere else; docs/reference/config.md is printed from here.
 """
 
 import dataclasses
@@ -236,7 +236,7 @@ class LearnerConfig:
     offload: tuple[str, ...] = key((), "what waits in the host's memory between its uses: optimizer (moments and master weights), reference (the frozen model); each is on the devices only while it is used, and takes the time to come and go", among=OFFLOADS)
     logprob_chunk: int = key(0, "tokens whose logits exist at one time; 0 = 256 on CPU, 1024 elsewhere", least=0)
     router_aux_coef: float = key(0.0, "weight of the load-balancing loss of a mixture of experts; above 0, every update counts its tokens in one more forward pass", least=0)
-    xla: tuple[str, ...] = key((), "compiler options of scoring and updates: sets (overlap, prefetch, combine: docs/planner.md) and single ones as 'xla_option=value'")
+    xla: tuple[str, ...] = key((), "compiler options of scoring and updates: sets (overlap, prefetch, combine: docs/how_to/planner.md) and single ones as 'xla_option=value'")
     optimizer: str = key("adamw", "optimizer", among=OPTIMIZERS)
     lr: float = key(1e-6, "peak learning rate", least=0)
     lr_schedule: str = key("constant", "of the learning rate after warm-up", among=LR_SCHEDULES)

@@ -1,7 +1,7 @@
 """python -m jaxrl.serve --model=runs/quickstart: an OpenAI-compatible server for one model.
 
 With --follow it is the policy of a run that trains: each checkpoint takes the place of the one before.
-Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics; docs/serving.md has the details.
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics; docs/how_to/serving.md has the details.
 Any key of a run can be set as well, e.g. --config.rollout.max_num_seqs=64, --config.mesh.tensor=4,
 --config.rollout.kv_dtype=bfloat16, --config.data.chat_template=chatml; --config.help lists them.
 """
