@@ -108,7 +108,7 @@ def evaluate(cfg: RunConfig) -> bool:
                 "tokens_per_s": speed["rollout/tokens_per_s"],
                 "seconds": time.monotonic() - start,
             }
-            if hosts.is_first():
+            if hosts.is_main_process():
                 write(cfg.run_path, summary, rollouts)
                 print(table(summary))
                 engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")

@@ -21,15 +21,15 @@ from jaxrl.types import Tree
 from sharding import (
     DECODE,
     REPLICAS,
-    Regrouping,
+    Resharding,
     Rules,
     bytes_per_device,
     copy_tree,
     on_mesh,
-    process_block,
-    regroup,
+    process_mesh_sizes,
+    reshape_mesh,
 )
-from sharding.mesh import ONE_TOKEN
+from sharding.mesh import ONE_TOKEN_AXES
 from sharding.rules import PIPELINE, PRESETS, TRAIN
 
 
@@ -49,7 +49,7 @@ class Layout:
     """Where a role works on the policy's weights."""
 
     rules: Rules
-    way: Regrouping | None  # of the weights from training's mesh; None: used where they lie
+    way: Resharding | None  # of the weights from training's mesh; None: used where they lie
     specs: Tree  # PartitionSpecs of the weights
     dtype: jnp.dtype  # of weights that are not in int8, and of activations
     of_process: bool = False  # each process for itself, on its own devices
@@ -97,7 +97,9 @@ class Layout:
         if self.int8:
             own = map_matrices(lambda w, n_in: Quantized(False, False), own)
         leaves = zip(*map(jax.tree.leaves, (ours, own, self.specs)), strict=True)
-        return [(a, is_own, self.way.stays(a, spec, self.dtype)) for a, is_own, spec in leaves]
+        return [
+            (a, is_own, self.way.shares_buffers(a, spec, self.dtype)) for a, is_own, spec in leaves
+        ]
 
     def _abstract(self, params: Tree, mesh: Mesh) -> Tree:
         return on_mesh(jax.eval_shape(self.compact, params), mesh)
@@ -147,7 +149,7 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     }
     kept = own | {"expert": mesh.shape["expert"]}
     replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(kept.values()))
-    way = regroup(mesh, of_process=False, **kept, replica=replica, fsdp=-1)
+    way = reshape_mesh(mesh, per_process=False, **kept, replica=replica, fsdp=-1)
     rules = _rules(cfg, own["stage"], own["sequence"])
     check_mesh(decoder, way.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
     specs = partition_specs(decoder_specs(decoder), rules)
@@ -177,9 +179,11 @@ def _engine_layout(
     cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh, *, of_process: bool
 ) -> Layout:
     rollout = cfg.rollout
-    sizes = process_block(mesh) if of_process else dict(mesh.shape)
+    sizes = process_mesh_sizes(mesh) if of_process else dict(mesh.shape)
     if rollout.layout == "training":
-        torn = {axis: mesh.shape[axis] for axis in ONE_TOKEN if sizes[axis] != mesh.shape[axis]}
+        torn = {
+            axis: mesh.shape[axis] for axis in ONE_TOKEN_AXES if sizes[axis] != mesh.shape[axis]
+        }
         if torn:
             raise ValueError(f"the devices of a process do not hold the whole of {torn}")
     else:
@@ -194,7 +198,7 @@ def _engine_layout(
                 f"config.rollout.tensor and config.rollout.expert to sizes whose product divides {n}"
             )
         sizes = {"replica": -1, "expert": expert, "tensor": tensor}
-    way = regroup(mesh, of_process=of_process, **sizes)
+    way = reshape_mesh(mesh, per_process=of_process, **sizes)
     replicas = rollout.layout == "replicas" and way.mesh.shape["replica"] > 1
     rules = REPLICAS if replicas else DECODE
     check_mesh(decoder, way.mesh.shape, rules, keys="config.rollout.tensor and .expert to sizes")

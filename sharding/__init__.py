@@ -1,12 +1,12 @@
-"""Named mesh axes, and the rules that map logical array axes onto them."""
+"""Device meshes, the rules that map logical array axes to mesh axes, and resharding of trees."""
 
 from sharding.memory import check_host_memory, to_device, to_host
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
-from sharding.regroup import Regrouping, process_block, regroup
+from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
 from sharding.rules import DECODE, PIPELINE, PRESETS, REPLICAS, RING, TRAIN, ULYSSES, Rules
-from sharding.tree import bytes_per_device, copy_tree, on_mesh, put_batch, reshard_tree, shardings
+from sharding.tree import bytes_per_device, copy_tree, on_mesh, put_batch, shardings
 from sharding.weights import gather_matrix
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "RING",
     "TRAIN",
     "ULYSSES",
-    "Regrouping",
+    "Resharding",
     "Rules",
     "abstract_mesh",
     "bytes_per_device",
@@ -28,10 +28,9 @@ __all__ = [
     "make_mesh",
     "mesh_order",
     "on_mesh",
-    "process_block",
+    "process_mesh_sizes",
     "put_batch",
-    "regroup",
-    "reshard_tree",
+    "reshape_mesh",
     "row_order",
     "shardings",
     "target_platform",

@@ -1,7 +1,7 @@
-"""Several processes that run one program: how they exchange what lies on their hosts, and agree.
+"""Communication between the processes of a run: exchange of host data, and errors raised together.
 
-Every process calls these functions, in the same order. A run of one process gets its own answer back
-and opens no device.
+Every process must call these functions in the same order. With one process they return the
+process's own value and open no device.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-LETTER_BYTES = 1024  # of a message that travels with its length
-CHUNK_BYTES = 1 << 20  # what does not fit goes in pieces of one size, so that nothing compiles anew
+MESSAGE_BYTES = 1024  # first message, with the length of the whole value
+CHUNK_BYTES = 1 << 20  # longer values follow in chunks of one size, so that nothing recompiles
 
 
-class Agreed(ValueError):
-    """A mistake that every process knows of: all of them stop, and the first one says why."""
+class AgreedError(ValueError):
+    """An error that every process raises; only process 0 prints it."""
 
 
 def n_processes() -> int:
-    """Processes of the run. Opens the backend only where jax.distributed is initialized."""
+    """Processes of the run. Opens the backend only after jax.distributed is initialized."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -35,25 +35,24 @@ def process_id() -> int:
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
-def is_first() -> bool:
-    """Whether this process speaks and writes for the run."""
+def is_main_process() -> bool:
+    """Whether this is process 0, which logs and writes files for the run."""
     return process_id() == 0
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of every process, in the order of the processes. It must be picklable."""
+    """The `value` of every process, in process order. It must be picklable."""
     if n_processes() == 1:
         return [value]
     data = pickle.dumps(value)
-    head = len(data).to_bytes(8, "little") + data[: LETTER_BYTES - 8]
-    heads = _gather_bytes(head, LETTER_BYTES)
+    head = len(data).to_bytes(8, "little") + data[: MESSAGE_BYTES - 8]
+    heads = _gather_bytes(head, MESSAGE_BYTES)
     lens = [int.from_bytes(one[:8], "little") for one in heads]
     parts = [[one[8:]] for one in heads]
-    for start in range(LETTER_BYTES - 8, max(lens), CHUNK_BYTES):
-        for mine, piece in zip(
-            parts, _gather_bytes(data[start : start + CHUNK_BYTES], CHUNK_BYTES), strict=True
-        ):
-            mine.append(piece)
+    for start in range(MESSAGE_BYTES - 8, max(lens), CHUNK_BYTES):
+        chunks = _gather_bytes(data[start : start + CHUNK_BYTES], CHUNK_BYTES)
+        for part, chunk in zip(parts, chunks, strict=True):
+            part.append(chunk)
     return [pickle.loads(b"".join(p)[:n]) for p, n in zip(parts, lens, strict=True)]
 
 
@@ -64,42 +63,42 @@ def _gather_bytes(data: bytes, size: int) -> list[bytes]:
 
 def warm_up() -> None:
     """Compiles the exchange of short and of long messages."""
-    gather(b"\0" * (LETTER_BYTES + 1))
+    gather(b"\0" * (MESSAGE_BYTES + 1))
 
 
 def barrier() -> None:
-    """Until every process is here."""
+    """Waits until every process has reached this call."""
     gather(None)
 
 
-def from_first(value: Any) -> Any:
-    """The first process's `value`."""
-    return gather(value if is_first() else None)[0]
+def broadcast(value: Any) -> Any:
+    """The `value` of process 0."""
+    return gather(value if is_main_process() else None)[0]
 
 
-def share(n_items: int) -> slice:
-    """The items of this process, of `n_items` that all processes share in order."""
+def local_slice(n_items: int) -> slice:
+    """This process's slice of `n_items` items, which are split over the processes in order."""
     n, i = n_processes(), process_id()
     return slice(n_items * i // n, n_items * (i + 1) // n)
 
 
-def joined(items: Sequence[Any]) -> list[Any]:
-    """What the processes have of `share`, brought back together."""
+def gather_items(items: Sequence[Any]) -> list[Any]:
+    """The items of all processes as one list; the inverse of `local_slice`."""
     return [item for part in gather(list(items)) for item in part]
 
 
 def host_array(array: jax.Array) -> np.ndarray:
-    """The whole array on this host, wherever its shards are."""
+    """The whole array on this host; shards of other processes are gathered."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @contextlib.contextmanager
-def all_or_none() -> Iterator[None]:
-    """A block that every process leaves well, or all with the words of those for which it went wrong.
+def raise_together() -> Iterator[None]:
+    """Runs the block on every process; if it fails on any of them, all raise its message.
 
-    Takes the mistakes that a message explains, ValueError and OSError; raises Agreed.
+    Covers ValueError and OSError, whose messages explain themselves; raises AgreedError.
     """
     problem = None
     try:
@@ -108,38 +107,39 @@ def all_or_none() -> Iterator[None]:
         if n_processes() == 1:
             raise
         problem = error
-    said = gather(None if problem is None else (socket.gethostname(), str(problem)))
-    wrong = {i: words for i, words in enumerate(said) if words is not None}
-    if not wrong:
+    reports = gather(None if problem is None else (socket.gethostname(), str(problem)))
+    failed = {i: report for i, report in enumerate(reports) if report is not None}
+    if not failed:
         return
-    texts = {text for _, text in wrong.values()}
-    if len(wrong) == len(said) and len(texts) == 1:
-        raise Agreed(texts.pop()) from problem
-    lines = [f"process {i} on {host}: {text}" for i, (host, text) in wrong.items()]
-    raise Agreed("\n".join(lines)) from problem
+    texts = {text for _, text in failed.values()}
+    if len(failed) == len(reports) and len(texts) == 1:
+        raise AgreedError(texts.pop()) from problem
+    lines = [f"process {i} on {host}: {text}" for i, (host, text) in failed.items()]
+    raise AgreedError("\n".join(lines)) from problem
 
 
 @contextlib.contextmanager
-def first_goes_ahead() -> Iterator[None]:
-    """A block that the first process runs before the others, for what it leaves on a shared disk.
+def main_process_first() -> Iterator[None]:
+    """Runs the block on process 0 before the others, which may read the files that it writes.
 
-    Raises what all_or_none raises, without running the block on the others where the first failed.
+    Raises as `raise_together` does. If process 0 fails, the others do not run the block.
     """
-    if not is_first():
-        with all_or_none():  # while the first process runs it
+    if not is_main_process():
+        with raise_together():  # process 0 runs the block
             pass
-    with all_or_none():
+    with raise_together():
         yield
-    if is_first():
-        with all_or_none():  # while the others do
+    if is_main_process():
+        with raise_together():  # the others run the block
             pass
 
 
-def leave_alone(status: int) -> None:
-    """Ends a process whose mistake the others do not know of, without waiting for them.
+def exit_immediately(status: int) -> None:
+    """Ends this process without the exit barrier of jax.distributed; returns if it is the only one.
 
-    At a normal exit JAX waits until all processes are there; the others would stand in the middle of a
-    collective and wait for this one. So it is cut off, and they stop as soon as they miss it.
+    For errors that the other processes do not share. At a normal exit JAX waits for all processes,
+    which would block, because the others wait for this one in a collective. After a hard exit they
+    stop as soon as the coordinator misses this process.
     """
     if n_processes() > 1:
         sys.stdout.flush()
@@ -147,16 +147,16 @@ def leave_alone(status: int) -> None:
         os._exit(status)
 
 
-def leave_alone_on_errors() -> None:
-    """From now on an exception that nothing catches ends this process as `leave_alone` does."""
+def exit_immediately_on_errors() -> None:
+    """Makes an uncaught exception end this process as `exit_immediately` does."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
         print(
             f"error: process {process_id()} of {n_processes()} on {socket.gethostname()} stops; if "
-            "another process stopped before it, the reason stands there",
+            "another process stopped before it, see the output of that process for the reason",
             file=sys.stderr,
         )
-        leave_alone(1)
+        exit_immediately(1)
 
     sys.excepthook = hook

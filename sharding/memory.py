@@ -1,49 +1,50 @@
-"""Arrays that wait in the memory of their devices' host, cut over the mesh as ever."""
+"""Offload of arrays to host memory; their sharding over the mesh stays the same."""
 
 from typing import Any
 
 import jax
 
 Tree = Any
-KIND = "pinned_host"
+HOST_MEMORY_KIND = "pinned_host"
 
 
 def check_host_memory() -> None:
-    """Raises ValueError where the devices cannot put arrays there."""
+    """Raises ValueError if the devices cannot place arrays in host memory."""
     kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
-    if KIND not in kinds:
+    if HOST_MEMORY_KIND not in kinds:
+        device_kind = jax.local_devices()[0].device_kind
         raise ValueError(
-            f"config.learner.offload needs devices with {KIND} memory; {jax.local_devices()[0].device_kind} has "
-            f"{', '.join(kinds)}; set config.learner.offload=()"
+            f"config.learner.offload needs devices with {HOST_MEMORY_KIND} memory; "
+            f"{device_kind} has {', '.join(kinds)}; set config.learner.offload=()"
         )
 
 
 def to_host(tree: Tree) -> Tree:
-    """A tree of arrays, or of their shapes with shardings, that lies with the host. Scalars stay."""
+    """The tree in host memory; scalars stay. Leaves are arrays, or shapes with shardings."""
 
     def move(leaf: Any) -> Any:
         if not leaf.ndim:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             assert leaf.sharding is not None
-            there = leaf.sharding.with_memory_kind(KIND)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+            sharding = leaf.sharding.with_memory_kind(HOST_MEMORY_KIND)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.device_put(leaf, jax.memory.Space.Host)
 
     return jax.tree.map(move, tree)
 
 
 def to_device(tree: Tree) -> Tree:
-    """The tree on its devices; what is there already is passed through."""
+    """The tree in device memory. Leaves that are there already are passed through."""
     return jax.tree.map(
-        lambda a: jax.device_put(a, jax.memory.Space.Device) if waits(a) else a, tree
+        lambda a: jax.device_put(a, jax.memory.Space.Device) if is_on_host(a) else a, tree
     )
 
 
-def back(tree: Tree, before: Tree) -> Tree:
-    """`tree` where `before` lies, leaf by leaf."""
-    return jax.tree.map(lambda a, b: jax.device_put(a, jax.typeof(b).memory_space), tree, before)
+def restore_memory_space(tree: Tree, like: Tree) -> Tree:
+    """`tree` with each leaf in the memory space of the leaf of `like`."""
+    return jax.tree.map(lambda a, b: jax.device_put(a, jax.typeof(b).memory_space), tree, like)
 
 
-def waits(a: jax.Array) -> bool:
+def is_on_host(a: jax.Array) -> bool:
     return jax.typeof(a).memory_space == jax.memory.Space.Host

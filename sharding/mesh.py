@@ -1,4 +1,4 @@
-"""The one device mesh. Every axis is always present; an axis that is not used has size 1."""
+"""The device mesh. All six axes are always present; an unused axis has size 1."""
 
 import functools
 import math
@@ -10,13 +10,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType
 
-# Slowest-varying first: replicas may sit on other slices, tensor shards want the closest neighbours.
+# Slowest-varying first: replicas may be on different slices; tensor shards need the fastest links.
 MESH_AXES = ("stage", "replica", "fsdp", "expert", "sequence", "tensor")
-ONE_TOKEN = ("stage", "sequence", "tensor")  # axes whose devices work on one token together
+ONE_TOKEN_AXES = ("stage", "sequence", "tensor")  # their devices compute a decode token together
 
 
 def axis_sizes(n_devices: int, **sizes: int) -> dict[str, int]:
-    """Sizes of all six axes; at most one given size may be -1 and takes the devices that are left.
+    """Sizes of all six axes; at most one given size may be -1, which takes the remaining devices.
 
     Raises ValueError if an axis is unknown or the product is not `n_devices`.
     """
@@ -36,8 +36,8 @@ def axis_sizes(n_devices: int, **sizes: int) -> dict[str, int]:
     if math.prod(full.values()) != n_devices:
         shown = " x ".join(f"{axis} {size}" for axis, size in full.items() if size != 1) or "1"
         raise ValueError(
-            f"the mesh ({shown}) needs {math.prod(full.values())} devices but there are {n_devices}; "
-            f"set one of the config.mesh sizes to -1 to take what is left"
+            f"the mesh ({shown}) needs {math.prod(full.values())} devices but there are "
+            f"{n_devices}; set one of the config.mesh sizes to -1 to take the remaining devices"
         )
     return full
 
@@ -57,22 +57,25 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> jax.shardin
 
 
 def _order(devices: Sequence[Any], sizes: dict[str, int]) -> np.ndarray:
-    """The devices such that those of the faster axes are the closer ones. jax.make_mesh refuses 8 x 8 on a torus of
-    4 x 4 x 4, and several slices, between which there is a slower network: these lie along `replica` or `stage`.
+    """The devices as an array in which the faster axes have the closer devices.
+
+    Unlike jax.make_mesh, this allows 8 x 8 on a torus of 4 x 4 x 4, and several slices. The network
+    between slices is slower, so `replica` or `stage` spans them.
     """
     tpu = devices[0].platform == "tpu"
     n_slices = len({getattr(device, "slice_index", 0) for device in devices}) if tpu else 1
     slow = [axis for axis in ("replica", "stage") if sizes[axis] % n_slices == 0]
     if not slow:
         raise ValueError(
-            f"{len(devices)} devices lie in {n_slices} slices, which neither mesh.replica={sizes['replica']} nor "
-            f"mesh.stage={sizes['stage']} divides into; set config.mesh.replica={n_slices}, or a multiple"
+            f"{len(devices)} devices are in {n_slices} slices, and neither "
+            f"mesh.replica={sizes['replica']} nor mesh.stage={sizes['stage']} is a multiple of "
+            f"{n_slices}; set config.mesh.replica={n_slices}, or a multiple"
         )
     between = {axis: n_slices if axis == slow[0] else 1 for axis in MESH_AXES}
     inside = [sizes[axis] // between[axis] for axis in MESH_AXES]
     if n_slices == 1:
         make = functools.partial(mesh_utils.create_device_mesh, inside, devices)
-        try:  # so that each host's chips are a block of the mesh, where that can be had
+        try:  # make each host's chips a block of the mesh, if possible
             return make(contiguous_submeshes=True, allow_split_physical_axes=True)
         except ValueError:
             return make(allow_split_physical_axes=True)
@@ -82,7 +85,7 @@ def _order(devices: Sequence[Any], sizes: dict[str, int]) -> np.ndarray:
 
 
 def abstract_mesh(n_devices: int, **sizes: int) -> AbstractMesh:
-    """The same mesh without devices: shapes and shardings can be checked against it anywhere."""
+    """The mesh of `make_mesh` without devices, to check shapes and shardings on any machine."""
     full = axis_sizes(n_devices, **sizes)
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
     return AbstractMesh(tuple(full.values()), MESH_AXES, axis_types=kinds)

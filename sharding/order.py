@@ -1,9 +1,10 @@
-"""The order in which the tokens of a row lie on the mesh: their own, or zig-zag for ring attention.
+"""Order of a row's tokens on the mesh: sequential, or zig-zag for ring attention.
 
-Under a causal mask a token at the end of a row has many keys and one at its start few. So a row is cut
-into 2n chunks for n devices, and device i takes chunks i and 2n - 1 - i: each has the same work
-(as in https://arxiv.org/abs/2407.21783, section 3.3.2). Only where a batch goes onto the mesh and where numbers come back
-is the order changed; in between every token carries its position and segment with it.
+Under a causal mask the last tokens of a row have many keys and the first have few. So a row is
+split into 2n chunks for n devices, and device i takes chunks i and 2n - 1 - i: each device has the
+same work (as in https://arxiv.org/abs/2407.21783, section 3.3.2). The order changes only when a
+batch is put onto the mesh and when per-token results return; in between, every token carries its
+position and segment.
 """
 
 import jax
@@ -15,19 +16,21 @@ from sharding.rules import Rules
 
 
 def zigzag(n_tokens: int, n_shards: int) -> Int[np.ndarray, " T"]:
-    """The token of the row that lies at each place of the mesh. Raises ValueError where 2 n_shards do
-    not divide the row."""
+    """Index of the row's token at each place of the mesh.
+
+    Raises ValueError if the row length is not a multiple of 2 n_shards.
+    """
     if n_tokens % (2 * n_shards):
         raise ValueError(
-            f"a row of {n_tokens} tokens cannot be cut into two equal chunks for each of {n_shards} "
-            f"devices; make its length a multiple of {2 * n_shards}"
+            f"a row of {n_tokens} tokens cannot be split into two equal chunks for each of "
+            f"{n_shards} devices; make its length a multiple of {2 * n_shards}"
         )
     chunks = np.arange(n_tokens).reshape(2, n_shards, -1)
     return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
 
 
 def mesh_order(rows: Shaped[np.ndarray, "B T"], rules: Rules) -> Shaped[np.ndarray, "B T"]:
-    """Rows as they lie on the mesh that is set."""
+    """Rows in the token order of the current mesh."""
     if not rules.ring:
         return rows
     return rows[:, zigzag(rows.shape[1], rules.n_shards("time"))]
@@ -41,7 +44,7 @@ def row_order(rows: Shaped[np.ndarray, "B T"], rules: Rules) -> Shaped[np.ndarra
 
 
 def unshuffle(rows: Shaped[Array, "B T"], rules: Rules) -> Shaped[Array, "B T"]:
-    """`row_order` on the mesh: every device gets whole rows. For what looks at neighbours in a row."""
+    """`row_order` on the mesh, for computations over neighbours; each device gets whole rows."""
     if not rules.ring:
         return rows
     n = rules.n_shards("time")

@@ -1,12 +1,13 @@
-"""Where programs run: asked of the mesh, not of the machine that compiles them."""
+"""The platform that programs are compiled for, read from the mesh, not from this machine."""
 
 import jax
 
 
 def target_platform() -> str:
-    """ "cpu", "gpu" or "tpu": the platform of the mesh that is set, else of the default backend.
+    """ "cpu", "gpu" or "tpu": the platform of the current mesh, or of the default backend.
 
-    A program compiled here for devices that are elsewhere must choose what is best there.
+    Implementations are chosen by this platform, so a program that is compiled here for devices
+    elsewhere gets the implementation that is best there.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform

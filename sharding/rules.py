@@ -1,4 +1,4 @@
-"""Logical axis -> mesh axes. A strategy (FSDP, tensor parallel, ...) is a `Rules` value, not code."""
+"""Logical axis -> mesh axes. A strategy (FSDP, tensor parallel, ...) is a `Rules` value."""
 
 import dataclasses
 import math
@@ -18,17 +18,17 @@ class Rules:
     kv_heads: Axis = "tensor"
     ffw: Axis = "tensor"
     vocab: Axis = "tensor"
-    experts: Axis = "expert"  # the experts of a layer; tokens go there and back
+    experts: Axis = "expert"  # the experts of a layer; tokens are exchanged with their devices
     embed: Axis = None  # the model dimension of activations
-    w_embed: Axis = "fsdp"  # the model dimension of weights: gathered just before use
+    w_embed: Axis = "fsdp"  # the model dimension of weights: all-gathered just before use
     layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
-    ring: bool = False  # attention leaves rows cut over `time`, which then lie in zig-zag order
+    ring: bool = False  # ring attention: rows stay sharded over `time`, in zig-zag order
 
     def spec(self, *logical: str | None) -> jax.P:
         """PartitionSpec of an array whose dimensions carry these logical axes (None: replicated).
 
-        Raises ValueError if two dimensions would land on one mesh axis.
+        Raises ValueError if two dimensions would use the same mesh axis.
         """
         axes = [None if name is None else getattr(self, name) for name in logical]
         flat = [axis for name in logical if name for axis in self.mesh_axes(name)]
@@ -37,7 +37,7 @@ class Rules:
         return jax.P(*axes)
 
     def n_shards(self, logical: str) -> int:
-        """Devices of the mesh that is set over which this logical axis is cut."""
+        """Number of shards of this logical axis on the current mesh."""
         sizes = jax.sharding.get_abstract_mesh().shape
         return math.prod(sizes[axis] for axis in self.mesh_axes(logical))
 
@@ -46,36 +46,35 @@ class Rules:
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
     def whole_rows(self) -> "Rules":
-        """The rules inside attention over whole rows: devices that shared a row share its heads."""
+        """Rules inside attention over whole rows: heads are sharded instead of the row."""
         heads = self.attn_heads
         return dataclasses.replace(self, time=None, heads=heads, kv_heads=heads)
 
     def in_stage(self) -> "Rules":
-        """The rules inside a stage of the pipeline: of its own layers, over whole rows."""
+        """Rules inside one pipeline stage, which has its own layers and whole rows."""
         return dataclasses.replace(self, layers=None, time=None)
 
     def in_replica(self) -> "Rules":
-        """The rules inside a replica of the rollout: of its own rows."""
+        """Rules inside one rollout replica, which has its own rows."""
         return dataclasses.replace(self, batch=None)
 
     def gathered(self, *logical: str | None) -> jax.P:
-        """`spec` of a weight at its point of use: the FSDP shards of `w_embed` brought together."""
+        """`spec` of a weight at its point of use: the FSDP shards of `w_embed` are all-gathered."""
         return self.spec(*(None if name == "w_embed" else name for name in logical))
 
 
 # FSDP and tensor parallelism are one rule set: the mesh sizes decide how much of each there is.
 TRAIN = Rules()
-# Rows cut over the sequence axis, which shares the weights as the fsdp axis does. In attention, Ulysses
-# (https://arxiv.org/abs/2309.14509) cuts heads instead; ring attention (https://arxiv.org/abs/2310.01889) passes keys around.
+# Sequence parallelism shards rows over the sequence axis, which also shards weights as the fsdp
+# axis does. In attention, Ulysses (https://arxiv.org/abs/2309.14509) shards heads instead; ring
+# attention (https://arxiv.org/abs/2310.01889) passes keys and values around.
 ULYSSES = Rules(time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fsdp", "sequence"))
 RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
-# Stages of layers, with rows in between (GPipe, https://arxiv.org/abs/1811.06965). Before and behind the layers
-# the stages share each row.
+# Pipeline parallelism: stages of layers pass rows on (GPipe, https://arxiv.org/abs/1811.06965).
+# Before the first layer and after the last, the stages shard each row over `time`.
 PIPELINE = Rules(layers="stage", time="stage")
-DECODE = Rules(batch=None)  # every device steps all slots; weights stay where training keeps them
-REPLICAS = Rules(
-    batch="replica"
-)  # on a mesh of the rollout's own: each replica steps its own slots
+DECODE = Rules(batch=None)  # every device steps all slots; weights stay sharded as in training
+REPLICAS = Rules(batch="replica")  # on the rollout's mesh: each replica steps its own slots
 PRESETS: dict[str, Rules] = {
     "train": TRAIN,
     "ulysses": ULYSSES,

@@ -14,31 +14,19 @@ Tree = Any
 
 
 def shardings(tree: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Tree:
-    """NamedShardings of a tree of PartitionSpecs on `mesh`."""
+    """NamedShardings on `mesh` of a tree of PartitionSpecs."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda leaf: isinstance(leaf, jax.P)
     )
 
 
-def reshard_tree(tree: Tree, specs: Tree) -> Tree:
-    """Lays every leaf out as its PartitionSpec says; a leaf already there is passed through."""
-
-    def lay(leaf: jax.Array, spec: jax.P) -> jax.Array:
-        there = jax.typeof(leaf).sharding.is_equivalent_to(
-            NamedSharding(jax.sharding.get_abstract_mesh(), spec), leaf.ndim
-        )
-        return leaf if there else jax.reshard(leaf, spec)  # jax.reshard copies in any case
-
-    return jax.tree.map(lay, tree, specs)
-
-
 def copy_tree(tree: Tree) -> Tree:
-    """The same values and shardings in new buffers, which survive a donation of the old ones."""
+    """A copy with the same values and shardings in new buffers, which survive a donation."""
     return jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(tree)
 
 
 def put_batch(batch: Tree, spec: jax.P) -> Tree:
-    """Host arrays onto the mesh that is set, all laid out as `spec` says.
+    """Puts a tree of host arrays onto the current mesh, each array sharded by `spec`.
 
     Every process passes the whole batch, and each device takes its slice of it.
     """
@@ -52,8 +40,10 @@ def put_batch(batch: Tree, spec: jax.P) -> Tree:
 
 
 def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """What `jax.eval_shape` found, with its abstract mesh replaced by that of the devices: only so does
-    a program lowered for it serve the arrays themselves."""
+    """A result of `jax.eval_shape` with its abstract mesh replaced by the device mesh `mesh`.
+
+    Only a program that is lowered with the device mesh accepts the arrays themselves.
+    """
 
     def leaf(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = jax.P() if a.sharding is None else a.sharding.spec
@@ -63,11 +53,14 @@ def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Bytes that one device's own memory holds of a tree of (abstract) arrays with shardings."""
+    """Bytes of device memory that one device needs for a tree of (abstract) arrays with shardings.
+
+    Arrays in host memory count nothing.
+    """
 
     def leaf_bytes(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and sharding.memory_kind == memory.KIND:
+        if sharding is not None and sharding.memory_kind == memory.HOST_MEMORY_KIND:
             return 0
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         return math.prod(shape) * leaf.dtype.itemsize

@@ -10,11 +10,11 @@ from sharding.rules import Rules
 def gather_matrix(
     w: jax.Array, rules: Rules, logical: tuple[str | None, ...], n_out: int
 ) -> jax.Array:
-    """A weight [*out, *in] as the matrix [out, in], with the shards of its `w_embed` brought together.
+    """All-gathers the `w_embed` shards of a weight [*out, *in]; returns it as a matrix [out, in].
 
-    Where those shards lie on devices that hold other rows, each device has the gradient of its own rows
-    only: it is then summed and cut in one reduce-scatter. Left to XLA, it is summed as a whole on every
-    device and cut afterwards, because of the reshape between the two.
+    If the devices that hold these shards have different batch rows, each has the gradient of its
+    own rows only, and backward needs one reduce-scatter. Left to XLA, the reshape between gather
+    and use turns it into an all-reduce of the whole gradient followed by a slice.
     """
     flat = rules.gathered(logical[0], logical[n_out])
     axes = rules.mesh_axes("w_embed") if "w_embed" in logical else ()
@@ -27,7 +27,7 @@ def gather_matrix(
 
     def local(w: jax.Array) -> jax.Array:
         matrix = w.reshape(math.prod(w.shape[:n_out]), -1)
-        if others:  # before the gather, so that a gradient is summed over them after it was cut
+        if others:  # before the gather, so that backward reduce-scatters before it sums over these
             matrix = jax.lax.pcast(matrix, others, to="reduced")
         return jax.lax.all_gather(matrix, axes, axis=dim, tiled=True, to="reduced")
 

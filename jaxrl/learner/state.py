@@ -12,7 +12,7 @@ from jaxrl.learner.optimizer import Optimizer
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, on_mesh, to_device, to_host
-from sharding.memory import back
+from sharding.memory import restore_memory_space
 
 
 @struct.dataclass
@@ -91,7 +91,7 @@ def apply_gradients(
         ema = jax.tree.map(lambda e, w: kept * e + (1.0 - kept) * w.astype(e.dtype), ema, new)
     stepped = TrainState(params, OptState(inner, master, ema), state.step + 1)
     state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
-    return dataclasses.replace(state, opt_state=back(state.opt_state, before))
+    return dataclasses.replace(state, opt_state=restore_memory_space(state.opt_state, before))
 
 
 def averaged(state: TrainState) -> Tree:

@@ -58,7 +58,7 @@ class Engines:
         of them was asked to stop.
         """
         of_process = self.layout.of_process
-        mine = prompts[hosts.share(len(prompts))] if of_process else prompts
+        mine = prompts[hosts.local_slice(len(prompts))] if of_process else prompts
         check = self.stop.check_here if of_process else self.stop.check
         rollouts, metrics = [], {}
         with (
@@ -104,7 +104,7 @@ class Engines:
         """What every process sampled, brought together."""
         self.stop.check()
         known = {"prompt": None} if self.environments is None else {}  # all have the prompts
-        found = hosts.joined([vars(r) | known for r in mine])
+        found = hosts.gather_items([vars(r) | known for r in mine])
         every = [
             Rollout(**one | {"prompt": one["prompt"] or prompts[i // n]})
             for i, one in enumerate(found)

@@ -36,7 +36,7 @@ def join(cfg: RunConfig) -> None:
         if not is_one_of_several(distributed, os.environ):
             return
         _initialize(distributed)
-    hosts.leave_alone_on_errors()
+    hosts.exit_immediately_on_errors()
     hosts.warm_up()
     check_same(hosts.gather(identity(cfg)))
 
@@ -119,7 +119,7 @@ def identity(cfg: RunConfig) -> Identity:
 
 
 def check_same(found: Sequence[Identity]) -> None:
-    """Raises Agreed, naming hosts, keys and values, where a process differs from the first one."""
+    """Raises AgreedError, naming hosts, keys and values, where a process differs from the first one."""
     lines, first = [], found[0]
     for i, other in enumerate(found):
         unlike = differences(first.cfg, other.cfg)
@@ -131,7 +131,7 @@ def check_same(found: Sequence[Identity]) -> None:
         if unlike:
             lines.append(f"  process {i} on {other.host}: {'; '.join(unlike)}")
     if lines:
-        raise hosts.Agreed(
+        raise hosts.AgreedError(
             f"the processes of this run differ from process 0 on {first.host}:\n"
             + "\n".join(lines)
             + "\nstart all of them with the same command in the same environment"
@@ -139,7 +139,7 @@ def check_same(found: Sequence[Identity]) -> None:
 
 
 def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
-    """Raises Agreed where the processes read different data."""
+    """Raises AgreedError where the processes read different data."""
     if hosts.n_processes() == 1:
         return
     sets = {"data.train": train, "data.val": val}
@@ -156,7 +156,7 @@ def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
         if other[name] != found[0][name]
     ]
     if lines:
-        raise hosts.Agreed(
+        raise hosts.AgreedError(
             "the processes of this run read different data:\n"
             + "\n".join(lines)
             + "\nput the same files on all hosts, or on a disk that they share"
@@ -165,9 +165,9 @@ def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
 
 def explain(problem: Exception) -> None:
     """Says why the run stops: once where all processes know of it, else each for itself."""
-    if isinstance(problem, hosts.Agreed) and not hosts.is_first():
+    if isinstance(problem, hosts.AgreedError) and not hosts.is_main_process():
         return
-    alone = hosts.n_processes() > 1 and not isinstance(problem, hosts.Agreed)
+    alone = hosts.n_processes() > 1 and not isinstance(problem, hosts.AgreedError)
     where = f"process {hosts.process_id()} on {socket.gethostname()}: " if alone else ""
     print(f"error: {where}{problem}", file=sys.stderr, flush=True)
 

@@ -45,7 +45,7 @@ def stopped(run: Job, signal: object) -> None:
         f"{signal}: saved after step {run.step} of {run.total_steps}. To go on:\n"
         f"  {resume_command()}"
     )
-    if hosts.is_first():
+    if hosts.is_main_process():
         write_report(run.folder)
 
 
@@ -54,7 +54,7 @@ def finish(run: Job) -> None:
     run.checkpoints.wait()
     if run.cfg.checkpoint.export_hf:
         export(run)
-    if hosts.is_first():
+    if hosts.is_main_process():
         run.progress.status(f"report in {write_report(run.folder)}")
 
 
@@ -88,7 +88,7 @@ def save_classifier(run: Job, target: Path, params: Decoder, source: Path) -> No
     its scores are of texts so written."""
     ids = {"pad_token_id": padding_id(source, run.renderer.tokenizer)}
     save_model(target, params, source=source, config=ids)
-    if run.cfg.data.chat_template and hosts.is_first():
+    if run.cfg.data.chat_template and hosts.is_main_process():
         (target / "chat_template.jinja").write_text(run.renderer.template)
 
 

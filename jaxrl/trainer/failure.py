@@ -23,7 +23,7 @@ def check_finite(metrics: dict[str, float], mini: MiniBatch, folder: Path, step:
         for i, packed in enumerate(mini.packed)
         for field in dataclasses.fields(packed.batch)
     }
-    if hosts.is_first():
+    if hosts.is_main_process():
         np.savez_compressed(path, allow_pickle=False, **arrays)
     wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
     raise NonFiniteError(

@@ -26,7 +26,7 @@ def open_folder(cfg: RunConfig) -> None:
     Raises ValueError if the folder holds checkpoints of a run whose numbers this config would change.
     """
     path = cfg.run_path / "config.json"
-    if not hosts.is_first():
+    if not hosts.is_main_process():
         if not path.is_file():
             raise ValueError(
                 f"the run folder {cfg.run_path.absolute()} that process 0 made is not there on this host; "

@@ -18,9 +18,9 @@ def score(
 ) -> list[Rollout]:
     """The rollouts with their rewards: each process scores its share by functions, all of them together by the
     reward model, and all get all of them."""
-    mine = pool.score(rollouts[hosts.share(len(rollouts))])
+    mine = pool.score(rollouts[hosts.local_slice(len(rollouts))])
     stop.check()
-    scores = hosts.joined([(r.reward, r.reward_parts, r.reward_error) for r in mine])
+    scores = hosts.gather_items([(r.reward, r.reward_parts, r.reward_error) for r in mine])
     found = [
         dataclasses.replace(r, reward=reward, reward_parts=parts, reward_error=error)
         for r, (reward, parts, error) in zip(rollouts, scores, strict=True)

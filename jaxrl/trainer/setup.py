@@ -63,7 +63,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     """
     with contextlib.ExitStack() as stack:
         base = open_base(cfg, stack)
-        with hosts.all_or_none():
+        with hosts.raise_together():
             prompts, val_prompts = load_data(cfg, base.renderer, base.progress)
             iterator = make_iterator(cfg, prompts)
             rewards = stack.enter_context(reward_pool(cfg, base.renderer))
@@ -97,7 +97,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
     """
     with contextlib.ExitStack() as stack:
         base = open_base(cfg, stack)
-        with hosts.all_or_none():
+        with hosts.raise_together():
             prompts = load_val(cfg, base.renderer)
             rewards = stack.enter_context(reward_pool(cfg, base.renderer))
             environments = open_environments(cfg, stack)
@@ -120,7 +120,7 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
     """All parts of a run that learns from given data; otherwise as `open_run`."""
     with contextlib.ExitStack() as stack:
         base = open_base(cfg, stack)
-        with hosts.all_or_none():
+        with hosts.raise_together():
             load = functools.partial(
                 lesson.load,
                 renderer=base.renderer,
@@ -178,13 +178,13 @@ def open_base(cfg: RunConfig, stack: contextlib.ExitStack) -> Base:
     watch = CompileWatch(progress.compiled)
     stack.callback(watch.detach)
     progress.status(f"run folder {cfg.run_path}")
-    with hosts.first_goes_ahead():
+    with hosts.main_process_first():
         open_folder(cfg)
         model_folder = resolve_model(cfg.model.path)
         critic_folder = other_folder("critic.path", cfg.critic.path) or model_folder
         ref_folder = other_folder("algorithm.teacher", cfg.algorithm.teacher) or model_folder
         reward_folder = other_folder("reward_model.path", cfg.reward_model.path)
-    with hosts.all_or_none():
+    with hosts.raise_together():
         decoder = model_config(model_folder)
         renderer = make_renderer(cfg, model_folder, decoder)
         check_critic(cfg, critic_folder, renderer.tokenizer)
@@ -344,7 +344,7 @@ def first_state(
 ) -> tuple[TrainState, dict]:
     """The state of the newest checkpoint and what was saved beside it, else that of the model folder; the
     critic gets its own."""
-    step, offload = hosts.from_first(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
+    step, offload = hosts.broadcast(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
     if step is None:
         if cfg.resume:
             raise ValueError(
@@ -412,9 +412,9 @@ def make_engines(
 
 
 def check_not_in_step(cfg: RunConfig, layout: Layout) -> None:
-    """Raises Agreed where an engine over several processes is to answer to environments."""
+    """Raises AgreedError where an engine over several processes is to answer to environments."""
     if hosts.n_processes() > 1 and not layout.of_process:
-        raise hosts.Agreed(
+        raise hosts.AgreedError(
             f"config.env.name={cfg.env.name!r}: environments answer the processes at different times, but one engine "
             "over all of them decodes in lock-step; set config.rollout.engines='process' and a mesh that allows it"
         )

@@ -7,7 +7,7 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import partition_specs
-from sharding import REPLICAS, make_mesh, regroup
+from sharding import REPLICAS, make_mesh, reshape_mesh
 from tests.engine.engine_cases import (
     FAMILIES,
     has_mixed,
@@ -25,7 +25,7 @@ def answers(cfg, requests, *, train: dict, rollout: dict, **changes):
     """(results, engine) with weights of the mesh `train`, on its devices as the mesh `rollout`."""
     with jax.set_mesh(make_mesh(**train)):
         params = make_params(cfg)
-        way = regroup(jax.sharding.get_mesh(), **rollout)
+        way = reshape_mesh(jax.sharding.get_mesh(), **rollout)
     specs = partition_specs(decoder_specs(cfg), REPLICAS)
     with jax.set_mesh(way.mesh):
         engine = make_engine(cfg, rules=REPLICAS, **changes)

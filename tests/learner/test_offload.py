@@ -45,7 +45,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps():
     with jax.set_mesh(make_mesh(**MESH)):
         state, metrics, n_more = stepped(offload=True)
         want, want_metrics, _ = stepped(offload=False)
-    assert kinds(state.opt_state) == {memory.KIND} and kinds(state.params) == {"device"}
+    assert kinds(state.opt_state) == {memory.HOST_MEMORY_KIND} and kinds(state.params) == {"device"}
     assert n_more == 0
     assert metrics == want_metrics
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(want))
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_an_offloaded_state_goes_where_the_run_wants_it(offload,
         )
         again, _ = checkpoints.restore(abstract)
         checkpoints.close()
-    assert kinds(again.opt_state) == {memory.KIND if offload else "device"}
+    assert kinds(again.opt_state) == {memory.HOST_MEMORY_KIND if offload else "device"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
 
 
@@ -92,7 +92,7 @@ def test_a_tree_goes_to_the_host_and_comes_back():
         params = new_params()
         there = to_host(params)
         again = to_device(there)
-    assert kinds(there) == {memory.KIND} and kinds(again) == {"device"}
+    assert kinds(there) == {memory.HOST_MEMORY_KIND} and kinds(again) == {"device"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
     assert [a.sharding for a in jax.tree.leaves(again)] == [
         a.sharding for a in jax.tree.leaves(params)

@@ -24,7 +24,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, is_spec, partition_specs
 from jaxrl.types import Prompt, Rollout
-from sharding import Rules, make_mesh, reshard_tree
+from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
 
 MODEL = DecoderConfig(
@@ -88,7 +88,7 @@ def new_params(
     params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
     if not model.stacked:
         return params
-    return reshard_tree(stack_layers(params, model), partition_specs(decoder_specs(model), rules))
+    return jax.reshard(stack_layers(params, model), partition_specs(decoder_specs(model), rules))
 
 
 def stack_layers(params, model: DecoderConfig):

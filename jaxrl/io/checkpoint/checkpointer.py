@@ -60,7 +60,7 @@ class Checkpointer:
         which went on in the background, is raised here.
         """
         self.wait()
-        steps = hosts.from_first(self.all_steps())  # a process may see another's files late
+        steps = hosts.broadcast(self.all_steps())  # a process may see another's files late
         if step in steps:
             return
         if steps and steps[-1] > step:
@@ -219,7 +219,7 @@ class Checkpointer:
 
     def _remove_leftovers(self) -> None:
         """Folders of saves that were killed or failed. Only a run that saves removes them."""
-        if self._cleaned or not hosts.is_first():
+        if self._cleaned or not hosts.is_main_process():
             return
         for path in self.directory.iterdir():
             if UNFINISHED in path.name:

@@ -12,7 +12,7 @@ from jaxrl.config.schema import flatten, to_dict
 from jaxrl.io.tracking.console import ConsoleLogger
 from jaxrl.io.tracking.json_lines import JsonlLogger
 from jaxrl.io.tracking.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
-from sharding.hosts import is_first
+from sharding.hosts import is_main_process
 
 SERVICES = ("wandb", "mlflow")  # may be down when a run starts
 
@@ -88,7 +88,7 @@ def make_loggers(
     Raises ValueError for a name that is not known or a package that is not installed. A service that
     cannot be reached is warned about and left out.
     """
-    if not is_first():
+    if not is_main_process():
         return Fanout({})
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

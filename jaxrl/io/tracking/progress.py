@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sharding.hosts import is_first
+from sharding.hosts import is_main_process
 
 BAR_CHARS = 24
 NOTABLE_COMPILE_S = 1.0  # programs that compile faster are not worth a line
@@ -68,7 +68,7 @@ class Progress:
         self, console: Console | None = None, *, quiet: bool | None = None, interval_s: float = 15.0
     ):
         self.console = console or rich.get_console()
-        self.quiet = ("pytest" in sys.modules or not is_first()) if quiet is None else quiet
+        self.quiet = ("pytest" in sys.modules or not is_main_process()) if quiet is None else quiet
         self.interval_s = interval_s
         self._start = self._spoke = time.monotonic()
         self._bars: list[Bar] = []

@@ -56,7 +56,7 @@ def save_model(
     replaced. In a multi-host run every process calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural(tensor.name))
-    if not hosts.is_first():
+    if not hosts.is_main_process():
         for tensor in tensors:
             tensor.read()
         return

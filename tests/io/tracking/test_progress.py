@@ -97,7 +97,7 @@ def test_nothing_is_printed_under_pytest_or_by_other_processes(monkeypatch):
     assert Progress(pipe()).quiet
     monkeypatch.delitem(module.sys.modules, "pytest")
     assert not Progress(pipe()).quiet
-    monkeypatch.setattr(module, "is_first", lambda: False)
+    monkeypatch.setattr(module, "is_main_process", lambda: False)
     with Progress(pipe()) as progress, progress.phase("x", 1) as bar, progress.waiting("y"):
         bar.advance()
         progress.status("z")

@@ -5,7 +5,7 @@ import sys
 import jax
 import numpy as np
 
-from sharding import hosts, make_mesh, process_block, regroup
+from sharding import hosts, make_mesh, process_mesh_sizes, reshape_mesh
 
 NUMBERS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 ORDERS = {
@@ -23,10 +23,10 @@ def copied(order) -> bool:
     """Whether every layout comes whole to the devices of this process, and to replicas over all of them."""
     mesh = make_mesh([jax.devices()[i] for i in order], fsdp=4, tensor=2)
     ways = [
-        regroup(mesh, of_process=True, **process_block(mesh)),
-        regroup(mesh, of_process=True, replica=2, tensor=2),
-        regroup(mesh, of_process=True, replica=4),
-        regroup(mesh, replica=2, tensor=4),
+        reshape_mesh(mesh, per_process=True, **process_mesh_sizes(mesh)),
+        reshape_mesh(mesh, per_process=True, replica=2, tensor=2),
+        reshape_mesh(mesh, per_process=True, replica=4),
+        reshape_mesh(mesh, replica=2, tensor=4),
     ]
     right = []
     for spec in (jax.P("fsdp", "tensor"), jax.P(None, "tensor"), jax.P()):
@@ -50,9 +50,14 @@ def main() -> None:
     for name, order in ORDERS.items():
         print(name, copied(order), hosts.gather((i, "x")), flush=True)
     long = hosts.gather(bytes([i]) * (3_000_000 + i))
-    print("long", [(len(one), set(one)) for one in long], hosts.joined([i] * i), hosts.share(5))
+    print(
+        "long",
+        [(len(one), set(one)) for one in long],
+        hosts.gather_items([i] * i),
+        hosts.local_slice(5),
+    )
     try:
-        process_block(make_mesh([jax.devices()[i] for i in ODD], fsdp=2, tensor=4))
+        process_mesh_sizes(make_mesh([jax.devices()[i] for i in ODD], fsdp=2, tensor=4))
     except ValueError as problem:
         print(problem)
 

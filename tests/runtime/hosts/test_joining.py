@@ -54,7 +54,7 @@ def test_processes_may_differ_in_their_number_and_their_cache_alone():
     there = dict(distributed__coordinator="a:1", distributed__num_processes=2)
     other = identity(some_config(**there, distributed__process_id=1, compilation_cache="x"))
     check_same([one, other])
-    with pytest.raises(hosts.Agreed, match=r"process 1 on .*checkpoint\.every: 0 -> 5"):
+    with pytest.raises(hosts.AgreedError, match=r"process 1 on .*checkpoint\.every: 0 -> 5"):
         check_same([one, identity(some_config(checkpoint__every=5))])
 
 
@@ -64,10 +64,10 @@ def test_other_versions_and_another_reward_file_are_named(tmp_path):
     cfg = some_config(reward__functions=(f"{reward}:score?scale=2",))
     one = identity(cfg)
     older = dataclasses.replace(one, host="h7", versions=one.versions | {"jax": "0.1"})
-    with pytest.raises(hosts.Agreed, match=r"process 1 on h7: jax: .* -> 0\.1"):
+    with pytest.raises(hosts.AgreedError, match=r"process 1 on h7: jax: .* -> 0\.1"):
         check_same([one, older])
     reward.write_text("def score(*args): return 1.0\n")
-    with pytest.raises(hosts.Agreed, match=r"reward\.py: \w{12} -> \w{12}"):
+    with pytest.raises(hosts.AgreedError, match=r"reward\.py: \w{12} -> \w{12}"):
         check_same([one, identity(cfg)])
 
 
@@ -83,9 +83,9 @@ def test_the_metrics_of_engines_add_up_where_they_count():
 
 
 def test_one_process_exchanges_with_itself():
-    assert hosts.gather("a") == ["a"] and hosts.joined([1, 2]) == [1, 2]
-    assert hosts.share(5) == slice(0, 5) and hosts.is_first()
-    with pytest.raises(OSError, match="gone"), hosts.all_or_none():
+    assert hosts.gather("a") == ["a"] and hosts.gather_items([1, 2]) == [1, 2]
+    assert hosts.local_slice(5) == slice(0, 5) and hosts.is_main_process()
+    with pytest.raises(OSError, match="gone"), hosts.raise_together():
         raise OSError("gone")
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.planner.cost import program_cost
-from sharding import make_mesh, regroup
+from sharding import make_mesh, reshape_mesh
 
 MESHES = [
     (dict(fsdp=4, tensor=2), dict(replica=4, tensor=2)),
@@ -26,7 +26,7 @@ def pointers(array: jax.Array) -> dict:
 @pytest.mark.parametrize(("old", "new"), MESHES)
 def test_arrays_keep_their_numbers_on_any_other_mesh(old, new):
     mesh = make_mesh(**old)
-    way = regroup(mesh, **new)
+    way = reshape_mesh(mesh, **new)
     assert {a: n for a, n in way.mesh.shape.items() if n > 1} == {
         a: mesh.size if n == -1 else n for a, n in new.items()
     }
@@ -46,12 +46,12 @@ def test_what_lies_right_shares_its_buffers_and_the_rest_is_copied():
         name: jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
         for name, spec in specs.items()
     }
-    way = regroup(mesh, replica=4, tensor=2)
+    way = reshape_mesh(mesh, replica=4, tensor=2)
     moved = way.reshard(tree, specs)
     assert pointers(moved["heads"]) == pointers(tree["heads"])
     assert pointers(moved["norm"]) == pointers(tree["norm"])
-    assert way.stays(tree["norm"], specs["norm"])
-    assert not way.stays(tree["embed"], specs["embed"])
+    assert way.shares_buffers(tree["norm"], specs["norm"])
+    assert not way.shares_buffers(tree["embed"], specs["embed"])
     assert not set(pointers(moved["embed"]).values()) & set(pointers(tree["embed"]).values())
     assert len({s.data.shape for s in moved["embed"].addressable_shards} - {(8, 8)}) == 0
     narrow = way.reshard(tree, specs, jax.numpy.bfloat16)
@@ -60,7 +60,7 @@ def test_what_lies_right_shares_its_buffers_and_the_rest_is_copied():
 
 def test_a_smaller_tensor_axis_moves_half_of_what_another_order_would():
     """Device d of tensor=4 has quarter d; of tensor=2 it gets the half that its quarter is in."""
-    way = regroup(make_mesh(tensor=4), replica=2, tensor=2)
+    way = reshape_mesh(make_mesh(tensor=4), replica=2, tensor=2)
     assert [[d.id for d in row] for row in way.mesh.devices.reshape(2, 2)] == [[0, 2], [1, 3]]
 
 
@@ -74,7 +74,7 @@ def test_a_smaller_tensor_axis_moves_half_of_what_another_order_would():
 )
 def test_devices_trade_parts_before_they_gather_what_they_keep(old, new, moved):
     mesh = make_mesh(**old)
-    way, spec = regroup(mesh, replica=-1, **new), jax.P("tensor", "fsdp")
+    way, spec = reshape_mesh(mesh, replica=-1, **new), jax.P("tensor", "fsdp")
     leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, spec))
     text = way.lower(leaf, spec).compile().as_text() or ""
     found = program_cost(text, lambda loop: 1).collectives
@@ -83,4 +83,4 @@ def test_devices_trade_parts_before_they_gather_what_they_keep(old, new, moved):
 
 def test_sizes_that_do_not_make_the_devices_are_refused():
     with pytest.raises(ValueError, match="needs 6 devices but there are 8"):
-        regroup(make_mesh(fsdp=8), replica=2, tensor=3)
+        reshape_mesh(make_mesh(fsdp=8), replica=2, tensor=3)
