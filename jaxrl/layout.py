@@ -15,7 +15,7 @@ from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
-from jaxrl.models.quantize import in_int8, in_int8_specs, map_matrices
+from jaxrl.models.quantize import int8_specs, map_matrices, quantize_int8
 from jaxrl.models.spec import abstract_params, partition_specs
 from jaxrl.types import Tree
 from sharding import (
@@ -88,7 +88,7 @@ class Layout:
 
     def compact(self, params: Tree) -> Tree:
         """The weights as the role reads them, where they lie: what is not in int8 is shared."""
-        return in_int8(params, self.dtype) if self.int8 else params
+        return quantize_int8(params, self.dtype) if self.int8 else params
 
     def _leaves(self, ours: Tree) -> list[tuple[Any, bool, bool]]:
         """Of `compact`, each with whether it is training's and whether it can stay where it lies."""
@@ -207,5 +207,5 @@ def _engine_layout(
     in_place = way.mesh == mesh and own == dtype and not int8
     specs = partition_specs(decoder_specs(decoder), rules)
     if int8:
-        specs = in_int8_specs(specs)
+        specs = int8_specs(specs)
     return Layout(rules, None if in_place else way, specs, own, of_process, int8)

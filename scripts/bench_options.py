@@ -52,7 +52,7 @@ def bench(args: argparse.Namespace) -> dict:
     from jaxrl.engine.engine import PagedEngine
     from jaxrl.models.files.hf_load import load_model
     from jaxrl.models.files.source import resolve_model
-    from jaxrl.models.quantize import in_int8
+    from jaxrl.models.quantize import quantize_int8
     from sharding import make_mesh
     from sharding.rules import DECODE
 
@@ -63,7 +63,7 @@ def bench(args: argparse.Namespace) -> dict:
         engines = {}
         for text in ("", *args.variants):
             rollout = dataclasses.replace(base, **keys(text))
-            weights = in_int8(params, args.dtype) if rollout.dtype == "int8" else params
+            weights = quantize_int8(params, args.dtype) if rollout.dtype == "int8" else params
             engine = PagedEngine(
                 cfg,
                 rollout,

@@ -13,7 +13,7 @@ from jaxrl.engine.sampling import SamplingParams, row_keys, uniforms
 from jaxrl.engine.speculative import Drafts, speculate_rows
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.paged import forward_beside, forward_paged
+from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -83,7 +83,7 @@ def mixed(
     def both(params: Decoder, cache: KVCache, tokens, positions, page_table, rows: DecodeRows):
         how = {"rules": rules.in_replica(), "implementation": implementation}
         step = rows.token, rows.position, rows.page_table
-        hidden, cache = forward_beside(params, tokens, positions, page_table, *step, cache, **how)
+        hidden, cache = forward_mixed(params, tokens, positions, page_table, *step, cache, **how)
         keys = row_keys(rows.seed, rows.prompt_id, rows.sample)
         made, _ = _draw(params, hidden, keys, rows.position, rows.sampling, how["rules"])
         return cache, made[:, :, None]

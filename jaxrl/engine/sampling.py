@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxrl import types
-from jaxrl.kernels.bits import settle
+from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.logprob import token_logp
 from sharding import target_platform
 
@@ -61,14 +61,14 @@ def sample(
     distribution cut down to its kept tokens, which adds one constant per position to the logprob.
     """
     greedy = params.temperature <= 0
-    scaled = settle(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
+    scaled = materialize(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
     blocks = _in_blocks(scaled)
     largest = jnp.max(blocks, axis=-1)
-    top = settle(jnp.max(largest, axis=-1))
+    top = materialize(jnp.max(largest, axis=-1))
     written = None
     if target_platform() == "cpu":
         # Alone in its fusion: XLA on CPU has two exponentials, and a border is the weight of a token.
-        written = settle(jnp.exp(blocks - top[:, None, None]))
+        written = materialize(jnp.exp(blocks - top[:, None, None]))
 
     def weights():
         """On CPU read by all; elsewhere formed by each fusion that reads the logits, without room in memory."""

@@ -15,7 +15,7 @@ from sharding import target_platform
 MIN_SIZE = 4096  # elements; below, sums are added in another order
 
 
-def settle(x: jax.Array) -> jax.Array:
+def materialize(x: jax.Array) -> jax.Array:
     """`x`, rounded to its type before anything is computed from it."""
     return jax.lax.optimization_barrier(x) if target_platform() == "cpu" else x
 
@@ -27,4 +27,4 @@ def row_sum(x: Float[Array, "*B M S"]) -> Float[Array, "*B M"]:
     rows, copies = x.shape[-2], -(-MIN_SIZE // max(x.size, 1))
     if copies > 1:  # a multiple of the rows keeps a sharded axis even
         x = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows * (copies - 1)), (0, 0)))
-    return jnp.sum(settle(x), axis=-1)[..., :rows]
+    return jnp.sum(materialize(x), axis=-1)[..., :rows]

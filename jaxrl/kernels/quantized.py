@@ -46,7 +46,7 @@ def quantize(
     return Quantized(values.astype(dtype), scale)
 
 
-def unpacked(x: jax.Array | Quantized) -> jax.Array:
+def dequantize(x: jax.Array | Quantized) -> jax.Array:
     """The float32 numbers of an array, or of a quantised one."""
     if not isinstance(x, Quantized):
         return x.astype(jnp.float32)

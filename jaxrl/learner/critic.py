@@ -14,8 +14,7 @@ from jaxrl.layout import Layout, role_layout, training_rules
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
-from jaxrl.models.auto import for_platform
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.types import TrainState, Tree

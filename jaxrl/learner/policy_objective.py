@@ -28,7 +28,7 @@ from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.learner.requirements import kl_in_loss, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.moe import RouterLoad
+from jaxrl.models.layers.moe import RouterLoad
 from jaxrl.types import Batch, Tree
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxrl import types
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.moe import RouterLoad
+from jaxrl.models.layers.moe import RouterLoad
 
 
 @struct.dataclass

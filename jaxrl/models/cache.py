@@ -72,7 +72,7 @@ def init_cache(
         return pool() if cfg.stacked else [pool() for _ in range(cfg.L)]
 
     def numbers() -> Tree:
-        if in_eight_bits(dtype):
+        if is_quantized_dtype(dtype):
             return Quantized(pools(4, dtype), pools(3, SCALE))
         return pools(4, dtype)
 
@@ -82,7 +82,7 @@ def init_cache(
 SCALE = jnp.float32  # of the scales of pages
 
 
-def in_eight_bits(dtype: DTypeLike) -> bool:
+def is_quantized_dtype(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).name in LARGEST
 
 
@@ -93,5 +93,5 @@ def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
 
 def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
     """Bytes of one page over all layers, keys and values together, over all devices."""
-    scale = jnp.dtype(SCALE).itemsize if in_eight_bits(dtype) else 0
+    scale = jnp.dtype(SCALE).itemsize if is_quantized_dtype(dtype) else 0
     return 2 * cfg.L * cfg.K * page_len * (cfg.H * jnp.dtype(dtype).itemsize + scale)

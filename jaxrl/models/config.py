@@ -2,6 +2,10 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
+from jaxrl.config.keys import RunConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -63,3 +67,22 @@ class DecoderConfig:
 
     def layer_rope(self, layer: int) -> Rope:
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
+
+
+def for_platform(
+    cfg: RunConfig, decoder: DecoderConfig, platform: str
+) -> tuple[jnp.dtype, DecoderConfig]:
+    """(dtype of weights and activations, decoder with its layers as a list or stacked, and its heads and
+    experts' kernel as configured)."""
+    dtype, layers = cfg.model.dtype, cfg.model.layers
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+    if layers == "auto":
+        layers = "stacked" if platform == "tpu" or cfg.mesh.stage != 1 else "list"
+    heads = ("vocab", "score") if cfg.critic.shared else ("vocab",)
+    return jnp.dtype(dtype), dataclasses.replace(
+        decoder,
+        heads=heads,
+        stacked=layers == "stacked",
+        grouped_matmul=cfg.model.grouped_matmul,
+    )

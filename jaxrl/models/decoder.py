@@ -19,12 +19,12 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.cpu.skinny_matmul import product
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.linear import Linear, MakeParam, each, make_spec
-from jaxrl.models.mlp import MLP
-from jaxrl.models.moe import MoE, RouterLoad
-from jaxrl.models.norms import RMSNorm
+from jaxrl.models.layers.linear import Linear, MakeParam, each, make_spec
+from jaxrl.models.layers.mlp import MLP
+from jaxrl.models.layers.moe import MoE, RouterLoad
+from jaxrl.models.layers.norms import RMSNorm
+from jaxrl.models.layers.rope import inverse_frequencies, rotate
 from jaxrl.models.pipeline import run_stages
-from jaxrl.models.rope import inverse_frequencies, rotate
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 

@@ -9,7 +9,7 @@ from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Attend, Decoder
 from sharding import Rules
 
-ONE_TOKEN = "rows_of_one_token"  # scope of their attention, by which the planner tells it from that of prompts
+DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it
 
 
 def forward_paged(
@@ -35,7 +35,7 @@ def forward_paged(
     return model(tokens, positions, attend, cache, live=positions >= 0, rules=rules)[:2]
 
 
-def forward_beside(
+def forward_mixed(
     model: Decoder,
     fill_tokens: Int[Array, "R T"],
     fill_positions: Int[Array, "R T"],
@@ -93,7 +93,7 @@ def _attend_pages(
             )
         outs = []
         for (table, places), own in zip(groups, parts(q, "heads"), strict=True):
-            with jax.named_scope(ONE_TOKEN if places.shape[1] == 1 else "rows"):
+            with jax.named_scope(DECODE_SCOPE if places.shape[1] == 1 else "prefill_rows"):
                 out = paged_attention(
                     own,
                     k_pages,

@@ -17,12 +17,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl.kernels.quantized import Quantized, quantize
-from jaxrl.models.linear import Linear
-from jaxrl.models.moe import MoE
+from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.moe import MoE
 from jaxrl.types import Tree
 
 
-def in_int8(params: Tree, dtype: DTypeLike) -> Tree:
+def quantize_int8(params: Tree, dtype: DTypeLike) -> Tree:
     """The model with its matrices in int8, made where they lie; all else is shared. `dtype` is that of the scales,
     and of activations."""
     return map_matrices(
@@ -31,8 +31,8 @@ def in_int8(params: Tree, dtype: DTypeLike) -> Tree:
     )
 
 
-def in_int8_specs(specs: Tree) -> Tree:
-    """PartitionSpecs of `in_int8`: a matrix's own, and for the scales those of its outputs."""
+def int8_specs(specs: Tree) -> Tree:
+    """PartitionSpecs of `quantize_int8`: a matrix's own, and for the scales those of its outputs."""
     return map_matrices(lambda spec, n_in: Quantized(spec, jax.P(*spec[:-n_in])), specs)
 
 

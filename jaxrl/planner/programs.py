@@ -23,10 +23,9 @@ from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import joined_batches, make_score, make_update, make_value_update
-from jaxrl.models.auto import for_platform
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.paged import ONE_TOKEN
+from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import Cost, program_cost
 from jaxrl.planner.hlo import Shape
@@ -423,7 +422,7 @@ def kernels(program: str, parts: Parts, lengths: Lengths) -> Kernels:
 
 def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
     """Keys that a row sees in its pages: those of half the response where it decodes, of half the prompt elsewhere."""
-    decodes = program == "decode" or ONE_TOKEN in op_name  # drafts are tokens of one row
+    decodes = program == "decode" or DECODE_SCOPE in op_name  # drafts are tokens of one row
     return lengths.prompt + lengths.response / 2 if decodes else lengths.prompt / 2
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from jaxrl.config.keys import REMATS, MeshConfig, RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
-from jaxrl.models.auto import for_platform
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import count_params

@@ -9,8 +9,8 @@ from jaxrl.io.checkpoint.checkpointer import complete_steps
 from jaxrl.io.checkpoint.weights import read_weights
 from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
-from jaxrl.models.linear import Linear
-from jaxrl.models.moe import MoE
+from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.moe import MoE
 from jaxrl.types import Tree
 
 

@@ -11,7 +11,7 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import rollout_layout
-from jaxrl.models.auto import for_platform
+from jaxrl.models.config import for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.files.source import resolve_model

@@ -25,8 +25,7 @@ from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_ref
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Scorer, make_update, make_value_update
-from jaxrl.models.auto import for_platform
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.files.source import resolve_model

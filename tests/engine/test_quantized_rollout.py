@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.kernels.quantized import Quantized, unpacked
+from jaxrl.kernels.quantized import Quantized, dequantize
 from jaxrl.models.cache import page_bytes
-from jaxrl.models.quantize import in_int8
+from jaxrl.models.quantize import quantize_int8
 from sharding import make_mesh
 from tests.engine.engine_cases import (
     FAMILIES,
@@ -26,7 +26,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 def rounded(params):
     """The same numbers as arrays again."""
-    return jax.tree.map(unpacked, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree.map(dequantize, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
 @pytest.mark.parametrize(("family", "stacked"), [("llama", False), ("qwen3_moe", True)])
@@ -35,7 +35,7 @@ def test_int8_weights_give_the_trainers_logprobs_of_the_rounded_weights(
 ):
     cfg = dataclasses.replace(FAMILIES[family], stacked=stacked)
     params = make_params(cfg)
-    ours = in_int8(params, jnp.float32)
+    ours = quantize_int8(params, jnp.float32)
     requests = make_requests(4)
     results = run(make_engine(cfg), ours, requests)
     want = trainer_logps(cfg, rounded(ours), requests, results)
@@ -47,7 +47,7 @@ def test_int8_weights_give_the_trainers_logprobs_of_the_rounded_weights(
 
 def test_matrices_of_layers_are_in_int8_and_nothing_else(one_device):
     params = make_params(FAMILIES["qwen3_moe"])
-    ours = in_int8(params, jnp.float32)
+    ours = quantize_int8(params, jnp.float32)
     layer, was = ours.layers[0], params.layers[0]
     small = [layer.attn.q.w, layer.attn.k.w, layer.attn.v.w, layer.attn.o.w]
     small += [layer.mlp.gate, layer.mlp.up, layer.mlp.down]
@@ -104,7 +104,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(family):
     for mesh in (make_mesh(), make_mesh(**sizes)):
         with jax.set_mesh(mesh):
             engine = make_engine(cfg, kv_dtype="int8")
-            found.append(run(engine, in_int8(make_params(cfg), jnp.float32), requests))
+            found.append(run(engine, quantize_int8(make_params(cfg), jnp.float32), requests))
             spec = jax.typeof(engine._cache.k.scale[0]).sharding.spec
     assert spec[1] == "tensor"  # each device holds its own heads' scales
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(*found, strict=True):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrl.kernels.quantized import Quantized, quantize, unpacked
+from jaxrl.kernels.quantized import Quantized, dequantize, quantize
 
 DTYPES = {"int8": (np.int8, 127.0), "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0)}
 
@@ -43,14 +43,17 @@ def test_values_and_scales_are_those_of_the_twin(name, n_shared):
     np.testing.assert_array_equal(np.asarray(got.scale), scales)
     np.testing.assert_array_equal(np.asarray(got.values), values)
     scales = scales.reshape(*scales.shape, *(1,) * n_shared)
-    np.testing.assert_array_equal(np.asarray(unpacked(got)), values.astype(np.float32) * scales)
+    np.testing.assert_array_equal(np.asarray(dequantize(got)), values.astype(np.float32) * scales)
 
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
 def test_int8_is_off_by_half_a_scale_at_most(scale_dtype):
     x = numbers(200, 64)
     got = quantize(jnp.asarray(x), n_shared=1, dtype="int8", scale_dtype=scale_dtype)
-    error, scale = np.abs(np.asarray(unpacked(got)) - x), np.asarray(got.scale, np.float32)[:, None]
+    error, scale = (
+        np.abs(np.asarray(dequantize(got)) - x),
+        np.asarray(got.scale, np.float32)[:, None],
+    )
     # A bfloat16 scale may be 2^-9 too small: then what would be 127.25 is cut to 127, still within a half.
     assert np.all(error <= 0.5 * scale * (1 + 1e-5))
     assert np.max(error / scale) > 0.49 and not np.any(error[0])
@@ -59,7 +62,7 @@ def test_int8_is_off_by_half_a_scale_at_most(scale_dtype):
 def test_fp8_is_off_by_a_sixteenth_at_most_and_less_than_a_thousandth_of_a_scale():
     x = numbers(200, 64)
     got = quantize(jnp.asarray(x), n_shared=1, dtype="float8_e4m3fn")
-    error, scale = np.abs(np.asarray(unpacked(got)) - x), np.asarray(got.scale)[:, None]
+    error, scale = np.abs(np.asarray(dequantize(got)) - x), np.asarray(got.scale)[:, None]
     bound = np.maximum(np.abs(x) * 2.0**-4, scale * 2.0**-10)
     assert np.all(error <= bound * (1 + 1e-5))
     assert np.max(error[1:] / np.abs(x[1:]).max(axis=1, keepdims=True)) > 2.0**-6
@@ -67,8 +70,8 @@ def test_fp8_is_off_by_a_sixteenth_at_most_and_less_than_a_thousandth_of_a_scale
 
 def test_an_array_unpacks_to_itself_in_float32():
     x = jnp.asarray(numbers(3, 4), jnp.bfloat16)
-    assert unpacked(x).dtype == jnp.float32
-    np.testing.assert_array_equal(unpacked(x), x.astype(jnp.float32))
+    assert dequantize(x).dtype == jnp.float32
+    np.testing.assert_array_equal(dequantize(x), x.astype(jnp.float32))
 
 
 def test_what_stands_for_an_array_may_be_anything():

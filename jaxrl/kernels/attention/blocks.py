@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.kernels.bits import row_sum, settle
+from jaxrl.kernels.bits import materialize, row_sum
 
 BLOCK = 64  # keys
 MASKED = -1e30  # not -inf: a row with every key masked must stay finite
@@ -51,14 +51,14 @@ def add_block(
 ) -> Softmax:
     """Takes one block of keys into the mean."""
     scores = block_scores(q, k, scale=scale, softcap=softcap)
-    scores = settle(jnp.where(seen, scores, MASKED))
+    scores = materialize(jnp.where(seen, scores, MASKED))
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-    weights = settle(jnp.exp(scores - top[..., None]))
+    weights = materialize(jnp.exp(scores - top[..., None]))
     keep = jnp.exp(state.top - top)
     return Softmax(
         top=top,
-        total=settle(state.total * keep) + row_sum(weights),
-        mixed=settle(state.mixed * keep[..., None]) + product(weights, v),
+        total=materialize(state.total * keep) + row_sum(weights),
+        mixed=materialize(state.mixed * keep[..., None]) + product(weights, v),
     )
 
 

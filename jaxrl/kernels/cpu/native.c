@@ -21,9 +21,9 @@ static void run_strip(const Job *job, int64_t item) {
 }
 
 // x [rows, in], then weights w [out, in] -> of each y [rows, out] = x wᵀ, for up to 64 rows and MAX_WEIGHTS weights.
-XLA_FFI_Error *few_rows(XLA_FFI_CallFrame *call) {
+XLA_FFI_Error *skinny_matmul(XLA_FFI_CallFrame *call) {
   if (told_version(call)) return NULL;
-  if (call->rets.size > MAX_WEIGHTS) return error(call->api, "few_rows: too many weights");
+  if (call->rets.size > MAX_WEIGHTS) return error(call->api, "skinny_matmul: too many weights");
   const XLA_FFI_Buffer *x = call->args.args[0];
   Job job = {.run = run_strip, .n_rows = x->dims[0], .n_in = x->dims[1]};
   for (int64_t i = 0; i < call->rets.size; i++) {

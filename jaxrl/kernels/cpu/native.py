@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = pathlib.Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fPIC", "-shared")
-HANDLERS = ("few_rows", "paged_attention")
+HANDLERS = ("skinny_matmul", "paged_attention")
 MAX_ROWS = 64
 MAX_WEIGHTS = 4
 MAX_HEAD_DIM = 256
@@ -51,7 +51,7 @@ def ready() -> bool:
 
 
 def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"] | Int8[Array, "O I"]) -> bool:
-    """Whether `few_rows` takes the product of one token a row with this weight."""
+    """Whether `skinny_matmul` takes the product of one token a row with this weight."""
     return (
         target_platform() == "cpu"
         and x.dtype == w.dtype == jnp.float32
@@ -63,11 +63,11 @@ def takes_rows(x: Float[Array, "B T I"], w: Float[Array, "O I"] | Int8[Array, "O
     )
 
 
-def few_rows(
+def skinny_matmul(
     x: Float[Array, "B I"], *weights: Float[Array, "_ I"]
 ) -> Sequence[Float[Array, "B _"]]:
     """x wᵀ of float32 with each of up to MAX_WEIGHTS weights [out, in], for at most MAX_ROWS rows."""
-    return _call("few_rows", [(x.shape[0], w.shape[0]) for w in weights], x, *weights)
+    return _call("skinny_matmul", [(x.shape[0], w.shape[0]) for w in weights], x, *weights)
 
 
 def reads_pages(q: Float[Array, "B K M H"], pages: jax.Array | Quantized) -> bool:
@@ -147,7 +147,7 @@ def _is_wide(processor: dict[str, str]) -> bool:
 
 @functools.cache
 def _product_agrees(n_out: int, n_in: int) -> bool:
-    """Whether XLA adds up products of many rows with an [out, in] weight as `few_rows` does. It depends on the
+    """Whether XLA adds up products of many rows with an [out, in] weight as `skinny_matmul` does. It depends on the
     number of outputs, of which beyond some the rest by 1024 matters at most."""
     n_out = min(n_out, 1024 + n_out % 1024)
     x, w = _numbers(64, n_in), _numbers(n_out, n_in)
@@ -155,7 +155,7 @@ def _product_agrees(n_out: int, n_in: int) -> bool:
     def by_xla(x, w):
         return jnp.einsum("BI,OI->BO", x, w)
 
-    return _agree(lambda x, w: few_rows(x, w)[0], by_xla, (x[:3], w), (x, w))
+    return _agree(lambda x, w: skinny_matmul(x, w)[0], by_xla, (x[:3], w), (x, w))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def _xla_product(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.
 
 def _native_products(x: jax.Array, weights: Sequence[jax.Array], out_shardings) -> list[jax.Array]:
     local = jax.shard_map(
-        lambda x, *weights: [y[:, None] for y in native.few_rows(x[:, 0], *weights)],
+        lambda x, *weights: [y[:, None] for y in native.skinny_matmul(x[:, 0], *weights)],
         in_specs=jax.P(),
         out_specs=jax.P(),
         check_vma=False,

@@ -1,5 +1,5 @@
 """Rows sorted by group, each group times a matrix of its own: one signature, one implementation per
-backend. It works on the arrays of one device; models/moe.py calls it inside shard_map."""
+backend. It works on the arrays of one device; models/layers/moe.py calls it inside shard_map."""
 
 from jaxtyping import Array, Float, Int, Int8
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.bits import settle
+from jaxrl.kernels.bits import materialize
 
 
 def head_logits(
@@ -19,7 +19,7 @@ def head_logits(
     logits = jax.lax.dot_general(hidden, unembed, dims, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    return settle(logits / temperature)
+    return materialize(logits / temperature)
 
 
 def logprob_reference(

@@ -16,7 +16,7 @@ from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, s
 from jaxrl.kernels.cpu import native
 from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
-from jaxrl.kernels.quantized import unpacked
+from jaxrl.kernels.quantized import dequantize
 from sharding import Rules, target_platform
 
 
@@ -91,7 +91,7 @@ def _key_block(pool, pages, offset):
         at = (0, offset, *(0,) * (numbers.ndim - 3))
         return jax.vmap(lambda page: lax.dynamic_slice(numbers, (page, *at), size)[0])(pages)
 
-    return unpacked(jax.tree.map(block, pool))
+    return dequantize(jax.tree.map(block, pool))
 
 
 def _block_rows(

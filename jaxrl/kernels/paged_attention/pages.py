@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.bits import settle
+from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.quantized import Quantized, quantize
 from sharding import Rules, target_platform
 
@@ -41,7 +41,7 @@ def write_pages(
     def write(pages, new):
         if isinstance(pages, Quantized):
             new = quantize(
-                settle(new), n_shared=1, dtype=pages.dtype, scale_dtype=pages.scale.dtype
+                materialize(new), n_shared=1, dtype=pages.dtype, scale_dtype=pages.scale.dtype
             )
             return jax.tree.map(place, pages, new)
         return place(pages, new.astype(pages.dtype))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.paged_attention.pages import Pages
-from jaxrl.kernels.quantized import unpacked
+from jaxrl.kernels.quantized import dequantize
 from sharding import Rules
 
 
@@ -32,7 +32,7 @@ def paged_attention_reference(
         return numbers.at[page_table].get(out_sharding=out)
 
     def keys(pages):  # [P, K, page, H] -> [B, K, S, H]
-        rows = unpacked(jax.tree.map(gather, pages))
+        rows = dequantize(jax.tree.map(gather, pages))
         spec = rules.spec("batch", "kv_heads", None, None)
         return jnp.reshape(jnp.swapaxes(rows, 1, 2), (B, K, S, H), out_sharding=spec)
 

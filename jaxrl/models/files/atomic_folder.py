@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place at the end, or vanishes on an error.
 
     Raises ValueError where `target` exists and is no model folder.

@@ -12,7 +12,7 @@ from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.gguf_tokenizer import special_ids, write_tokenizer
 from jaxrl.models.files.hf_config import config_to_hf
-from jaxrl.models.files.tensor_file import write_tensors
+from jaxrl.models.files.safetensors import write_tensors
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.hf_config import config_from_hf
+from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header
 from jaxrl.models.files.source import resolve_model
-from jaxrl.models.files.tensor_file import TensorInfo, map_tensor, read_header
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import ParamSpec, hf_names, init_params, is_spec, map_specs
 from sharding import Rules

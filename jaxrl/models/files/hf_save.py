@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.atomic_folder import new_folder, write_json
+from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_config import config_from_hf, config_to_hf, head_json, same_model
 from jaxrl.models.files.hf_load import expected_shapes, find_tensors, read_config
-from jaxrl.models.files.tensor_file import map_tensor, write_tensors
+from jaxrl.models.files.safetensors import map_tensor, write_tensors
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
 
@@ -61,7 +61,7 @@ def save_model(
             tensor.read()
         return
     source = None if source is None else Path(source)
-    with new_folder(Path(target)) as folder:
+    with atomic_folder(Path(target)) as folder:
         write_folder(folder, params.cfg, tensors, source, max_shard_bytes, config or {})
 
 
@@ -85,7 +85,7 @@ def convert_model(
             return np.asarray(map_tensor(info)).astype(to, copy=False)
 
         tensors.append(Tensor(name, to, info.shape, read))
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         write_folder(folder, cfg, tensors, source, max_shard_bytes, {})
     return cfg
 

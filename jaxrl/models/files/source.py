@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from jaxrl.models.files.atomic_folder import new_folder
+from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.gguf import convert_gguf
 
 PACKAGE = "package:"
@@ -79,7 +79,7 @@ def converted(gguf: Path) -> Path:
     stat = gguf.stat()
     target = cache_dir() / f"{gguf.stem}-{stat.st_size:x}"
     if not (target / "config.json").exists():
-        with new_folder(target) as folder:
+        with atomic_folder(target) as folder:
             convert_gguf(gguf, folder)
     return target
 

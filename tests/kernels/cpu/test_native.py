@@ -16,7 +16,7 @@ from jaxrl.kernels.cpu import native
 from jaxrl.kernels.cpu.skinny_matmul import product, products
 from sharding import make_mesh
 
-CALL = 'custom_call_target="jaxrl_few_rows"'
+CALL = 'custom_call_target="jaxrl_skinny_matmul"'
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def normal(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(576, 1536), (1536, 576), (700, 200), (65, 513)])
-def test_few_rows_give_the_bits_of_many(kernels, n_in, n_out):
+def test_skinny_matmul_gives_the_bits_of_many(kernels, n_in, n_out):
     x, w = normal(256, n_in), normal(n_out, n_in)
     many = jax.jit(lambda x, w: jnp.einsum("BI,OI->BO", x, w))(x, w)
     for n_rows in (1, 2, 8, 17, 40, 64):
-        (few,) = jax.jit(native.few_rows)(x[:n_rows], w)
+        (few,) = jax.jit(native.skinny_matmul)(x[:n_rows], w)
         np.testing.assert_array_equal(few, many[:n_rows])
 
 
@@ -73,7 +73,7 @@ def test_products_for_other_processors_have_the_same_bits(kernels, tmp_path, nee
     for n_in, n_out in ((576, 96), (1536, 31), (65, 40)):
         x, w = normal(64, n_in), normal(n_out, n_in)
         for n_rows in (1, 4, 5, 8, 16, 40):
-            (want,) = jax.jit(native.few_rows)(x[:n_rows], w)
+            (want,) = jax.jit(native.skinny_matmul)(x[:n_rows], w)
             y, own = np.zeros((n_rows, n_out), np.float32), np.zeros((n_in + 1, 64), np.float32)
             run(*(a.ctypes.data for a in (x, w, y)), n_rows, n_in, n_out, own.ctypes.data)
             np.testing.assert_array_equal(y, want)
@@ -100,7 +100,7 @@ def test_weights_of_one_input_are_read_in_one_call(kernels):
     together = jax.jit(lambda x, *ws: products(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert together.lower(x, *weights).compile().as_text().count(CALL) == 1
     for y, w in zip(together(x, *weights), weights, strict=True):
-        np.testing.assert_array_equal(y, jax.jit(native.few_rows)(x[:, 0], w)[0][:, None])
+        np.testing.assert_array_equal(y, jax.jit(native.skinny_matmul)(x[:, 0], w)[0][:, None])
 
 
 def test_a_weight_that_the_kernel_does_not_take_leaves_it_the_others(kernels):
@@ -189,15 +189,15 @@ def compiled(x, w) -> str:
 
 def test_one_token_a_row_takes_the_kernel_and_all_else_xla(kernels):
     w = normal(128, 64)
-    assert "jaxrl_few_rows" in compiled(normal(8, 1, 64), w)
+    assert "jaxrl_skinny_matmul" in compiled(normal(8, 1, 64), w)
     for x, weight in (
         (normal(8, 2, 64), w),  # a chunk of prefill, or training
         (normal(65, 1, 64), w),
         (normal(8, 1, 64).astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
     ):
-        assert "jaxrl_few_rows" not in compiled(x, weight)
+        assert "jaxrl_skinny_matmul" not in compiled(x, weight)
     with jax.set_mesh(make_mesh(tensor=2)):
-        assert "jaxrl_few_rows" not in compiled(normal(8, 1, 64), w)
+        assert "jaxrl_skinny_matmul" not in compiled(normal(8, 1, 64), w)
 
 
 def test_without_a_compiler_xla_does_the_products_and_the_log_says_why(

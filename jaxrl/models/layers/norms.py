@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.kernels.bits import row_sum
-from jaxrl.models.linear import MakeParam
+from jaxrl.models.layers.linear import MakeParam
 
 
 class RMSNorm(nnx.Module):

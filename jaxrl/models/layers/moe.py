@@ -14,12 +14,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl import types
-from jaxrl.kernels.bits import row_sum, settle
+from jaxrl.kernels.bits import materialize, row_sum
 from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.linear import MakeParam
-from jaxrl.models.mlp import ACTIVATIONS
+from jaxrl.models.layers.linear import MakeParam
+from jaxrl.models.layers.mlp import ACTIVATIONS
 from sharding import Rules
 
 Weight = jax.Array | Quantized
@@ -102,7 +102,7 @@ def route(
     logits: Float[Array, "B T E"], *, top_k: int, norm_topk: bool
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
     """(probabilities of all experts, weights and numbers of the chosen ones, the likeliest first)."""
-    logits = settle(logits)
+    logits = materialize(logits)
     powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     probs = powers / row_sum(powers)[..., None]
     weights, experts = lax.top_k(probs, top_k)
@@ -211,7 +211,7 @@ def collect(
 ) -> Float[Array, "n D"]:
     """The sum of each token's k rows, in the order of its experts' weights: no scatter, so the bits do
     not depend on the other tokens."""
-    rows = settle(rows)
+    rows = materialize(rows)
     return functools.reduce(jnp.add, [rows[place[:, i]] for i in range(place.shape[1])])
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.linear import settle_gradient
+from jaxrl.models.layers.linear import materialize_gradient
 
 
 def test_settling_changes_neither_value_nor_gradient():
@@ -15,7 +15,7 @@ def test_settling_changes_neither_value_nor_gradient():
 
     plain, settled = (
         jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)(f, x)
-        for f in (lambda x: x, settle_gradient)
+        for f in (lambda x: x, materialize_gradient)
     )
     jax.tree.map(np.testing.assert_array_equal, plain, settled)
 
@@ -23,20 +23,20 @@ def test_settling_changes_neither_value_nor_gradient():
 def test_no_transposing_copy_computes_the_activation():
     x, w = jnp.ones((2, 64, 32)), jnp.ones((48, 32))
 
-    def loss(w, settle):
-        return jnp.sum(jax.nn.silu(settle(jnp.einsum("BTI,OI->BTO", x, w))))
+    def loss(w, materialize):
+        return jnp.sum(jax.nn.silu(materialize(jnp.einsum("BTI,OI->BTO", x, w))))
 
-    def transposing_exponentials(settle) -> int:
-        hlo = jax.jit(jax.grad(lambda w: loss(w, settle))).lower(w).compile().as_text()
+    def transposing_exponentials(materialize) -> int:
+        hlo = jax.jit(jax.grad(lambda w: loss(w, materialize))).lower(w).compile().as_text()
         fusions = hlo.split("\n}\n")
         return sum("exponential(%" in f and "transpose(%" in f for f in fusions)
 
     assert transposing_exponentials(lambda y: y) > 0  # the trap is still there
-    assert transposing_exponentials(settle_gradient) == 0
+    assert transposing_exponentials(materialize_gradient) == 0
 
 
 def test_other_platforms_get_no_barrier():
-    grad = jax.jit(jax.grad(lambda x: jnp.sum(settle_gradient(x) ** 2)))
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(materialize_gradient(x) ** 2)))
     text = {
         platform: grad.trace(jnp.ones(4)).lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "tpu")

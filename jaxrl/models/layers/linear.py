@@ -66,7 +66,7 @@ class Linear(nnx.Module):
         if isinstance(self.w, Quantized):
             scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
             y = (y.astype(jnp.float32) * scale).astype(y.dtype)
-        y = settle_gradient(y)
+        y = materialize_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 
     @property
@@ -94,7 +94,7 @@ def each(
 
 
 @jax.custom_vjp
-def settle_gradient(y: jax.Array) -> jax.Array:
+def materialize_gradient(y: jax.Array) -> jax.Array:
     """y; on CPU its gradient is written to memory before anything uses it.
 
     dW = (dL/dy)ᵀ x reads dL/dy transposed. Left alone, XLA's CPU backend computes the element-wise
@@ -109,7 +109,7 @@ def _settle(_, grad: jax.Array) -> tuple[jax.Array]:
     return (jax.lax.platform_dependent(grad, cpu=barrier, default=lambda grad: grad),)
 
 
-settle_gradient.defvjp(lambda y: (y, None), _settle)
+materialize_gradient.defvjp(lambda y: (y, None), _settle)
 
 
 def make_spec(prefix: str, n_stacked: int = 0) -> MakeParam:

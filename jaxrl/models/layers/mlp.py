@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.linear import Linear, MakeParam, each
+from jaxrl.models.layers.linear import Linear, MakeParam, each
 from sharding import Rules
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
