@@ -82,10 +82,10 @@ def main() -> int:
                 for name, (key, path) in paths.items()
                 if path
             }
-            given = None
+            workload = None
             if lesson := LESSONS.get(job):
-                cfg, given = learning(cfg, lesson), lesson.given
-            how = {"others": others, "given": given, "lengths": lengths, "on_start": say}
+                cfg, workload = learning(cfg, lesson), lesson.given
+            how = {"others": others, "workload": workload, "lengths": lengths, "on_start": say}
             plan = make_plan(cfg, decoder, machine, **how)
     except TooLarge as problem:
         print(f"{problem}", file=sys.stderr)

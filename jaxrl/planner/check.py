@@ -8,7 +8,7 @@ import jax
 from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.plan import Plan, add_up
-from jaxrl.planner.programs import Given, Lengths, TooLarge, compile_programs, run_parts
+from jaxrl.planner.programs import Lengths, OfflineWorkload, TooLarge, compile_programs, run_parts
 from jaxrl.planner.report import as_text, size
 from jaxrl.planner.topology import CHIPS, Topology
 from sharding import target_platform
@@ -27,9 +27,9 @@ def check_plan(
     memory_bytes: int | float,
     *,
     others: Mapping[str, DecoderConfig] | None = None,
-    given: Given | None = None,
+    workload: OfflineWorkload | None = None,
 ) -> Plan:
-    """The plan on the mesh that is set, before anything lies on its devices. `others` and `given` are as in
+    """The plan on the mesh that is set, before anything lies on its devices. `others` and `workload` are as in
     `run_parts`.
 
     The programs are compiled ahead of warm-up, which takes from JAX's compilation cache what is the same.
@@ -46,7 +46,7 @@ def check_plan(
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     advice = "set plan_check=False to try all the same"
     try:
-        parts = run_parts(cfg, decoder, memory_bytes, others, given)
+        parts = run_parts(cfg, decoder, memory_bytes, others, workload)
         programs = compile_programs(parts, lengths)
     except TooLarge as problem:
         raise ValueError(f"the plan of this run {problem}; {advice}") from problem

@@ -12,8 +12,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.cost import Collective
 from jaxrl.planner.programs import (
-    Given,
     Lengths,
+    OfflineWorkload,
     Parts,
     Program,
     compile_programs,
@@ -90,20 +90,20 @@ def make_plan(
     machine: Topology,
     *,
     others: Mapping[str, DecoderConfig] | None = None,
-    given: Given | None = None,
+    workload: OfflineWorkload | None = None,
     lengths: Lengths | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
     """Compiles the run's programs for `machine` and adds up what they need.
 
-    `others` and `given` are as in `run_parts`. `lengths` (default: the longest allowed) are those of an average
+    `others` and `workload` are as in `run_parts`. `lengths` (default: the longest allowed) are those of an average
     sequence. Raises ValueError where the mesh is not of the machine's devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, others, given)
+        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, others, workload)
         programs = compile_programs(parts, lengths, on_start)
     return add_up(parts, programs, machine, dict(mesh.shape), lengths)
 

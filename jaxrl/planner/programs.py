@@ -45,13 +45,14 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """Of a run that learns from given answers and samples none."""
+class OfflineWorkload:
+    """Shape of an offline training step (SFT, DPO, reward modelling), which samples nothing."""
 
-    answers: int  # of an item of data
-    scores: bool  # the policy's logprobs in every step; a validation's programs are smaller than an update's
+    responses_per_example: int  # 1 for SFT, 2 (chosen, rejected) for preference pairs
+    # Whether training scores the policy's logprobs. Validation alone needs less memory than an update.
+    scores_policy: bool
     has_reference: bool
-    heads: tuple[str, ...] = ("vocab",)  # of the model that learns
+    heads: tuple[str, ...] = ("vocab",)  # of the trained model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +104,11 @@ def run_parts(
     decoder: DecoderConfig,
     memory_bytes: int | float,
     others: Mapping[str, DecoderConfig] | None = None,
-    given: Given | None = None,
+    workload: OfflineWorkload | None = None,
 ) -> Parts:
     """The programs of a run at their largest declared shapes, on the mesh that is set. `others` are the
     shapes of "critic", the backbone of one of its own, "teacher" and "reward_model"; what is not there has the
-    policy's. `given` makes it a run on given answers.
+    policy's. `workload` plans offline training instead of RL.
 
     The KV pool has all pages that the run could fill, if half of what the state leaves of the memory
     holds them: then a run that fits calls the very programs that its plan compiled.
@@ -116,8 +117,8 @@ def run_parts(
     others = {name: decoder for name in ("critic", "teacher", "reward_model")} | dict(others or {})
     ref_decoder = for_platform(cfg, others["teacher"], target_platform())[1]
     dtype, decoder = for_platform(cfg, decoder, target_platform())
-    if given is not None:
-        decoder = dataclasses.replace(decoder, heads=given.heads)
+    if workload is not None:
+        decoder = dataclasses.replace(decoder, heads=workload.heads)
     specs = decoder_specs(decoder)
     optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
     rules = training_rules(cfg)
@@ -157,8 +158,8 @@ def run_parts(
     }
     shapes = {"score": decoder, "reference": ref_decoder}
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
-    if given is not None:
-        needed = {"score": given.scores, "reference": given.has_reference}
+    if workload is not None:
+        needed = {"score": workload.scores_policy, "reference": workload.has_reference}
     if needed["reference"] or needs_ref(cfg):
         weights = scoring["reference"].abstract_weights(ref_decoder, mesh)
         resident["ref"] = bytes_per_device(weights)
@@ -178,12 +179,13 @@ def run_parts(
         values=values,
         joined={name: joined_batches(cfg, its) for name, its in scoring.items()},
         n_ranks=n_ranks,
-        n_sequences=cfg.data.prompts_per_step * (given.answers if given else cfg.rollout.n),
+        n_sequences=cfg.data.prompts_per_step
+        * (workload.responses_per_example if workload else cfg.rollout.n),
     )
     if copied and needed["score"]:
         lower["reshard_score"] = functools.partial(scoring["score"].lower, state.params)
         holds["reshard_score"] = ("score_copied",)
-    if given is None:
+    if workload is None:
         parts = _with_engine(parts, state.params, dtype, memory_bytes)
     if "reference" in cfg.learner.offload:
         holds = {

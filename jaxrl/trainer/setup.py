@@ -135,7 +135,7 @@ def open_offline(cfg: RunConfig, lesson: Lesson) -> Iterator[Offline]:
         given = lesson.given
         decoder = dataclasses.replace(ready.decoder, heads=given.heads)
         ready = dataclasses.replace(ready, decoder=decoder)
-        checked_plan(cfg, ready, given=given)
+        checked_plan(cfg, ready, workload=given)
         run = Offline(
             **job(cfg, ready, stack, iterator, has_reference=given.has_reference),
             val=val,

@@ -31,7 +31,7 @@ from jaxrl.planner.plan import (
     mixed_dispatches,
     seconds,
 )
-from jaxrl.planner.programs import CRITIC_PROGRAMS, Given, Lengths, run_parts
+from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_parts
 from jaxrl.planner.report import as_text
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
@@ -69,27 +69,32 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
 
 
 @pytest.mark.parametrize(
-    ("given", "programs"),
+    ("workload", "programs"),
     [
-        (Given(answers=1, scores=False, has_reference=False), {"accumulate", "apply"}),
         (
-            Given(answers=2, scores=True, has_reference=True),
+            OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
+            {"accumulate", "apply"},
+        ),
+        (
+            OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
             {"accumulate", "apply", "score", "reference"},
         ),
         (
-            Given(answers=2, scores=False, has_reference=False, heads=("score",)),
+            OfflineWorkload(
+                responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
+            ),
             {"accumulate", "apply", "values"},
         ),
     ],
 )
-def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
+def test_offline_training_has_no_rollout(workload, programs, plan):
     cfg = run(algorithm__kl_coef=0.0)
-    ours = make_plan(cfg, TINY, topology("cpu:8"), given=given)
+    ours = make_plan(cfg, TINY, topology("cpu:8"), workload=workload)
     assert set(ours.programs) == programs and "rollout" not in ours.phases
     assert ours.fits and ours.kv_pages == ours.max_concurrent_sequences == 0
-    assert ("ref" in ours.resident) == given.has_reference
+    assert ("ref" in ours.resident) == workload.has_reference
     # a head of D numbers over fsdp 4 in place of the unembedding, which is the embedding here
-    head = 4 * 64 // 4 if "score" in given.heads else 0
+    head = 4 * 64 // 4 if "score" in workload.heads else 0
     assert ours.resident["params"] == plan.resident["params"] + head
     if head:
         logits = 3 * 2 * 256 * 256 * 64 / 2  # and no products with the vocabulary
@@ -98,12 +103,12 @@ def test_a_run_on_given_answers_has_no_rollout(given, programs, plan):
         # 8 pairs of 2 x 128 tokens on 4 ranks of 256
         rolls = ours.phases["scoring"].roofline_s, ours.programs["values"], ours.chip
         assert rolls[0] == pytest.approx(2 * seconds(*rolls[1:])[0])
-    n_tokens = cfg.data.prompts_per_step * given.answers * cfg.data.max_len
+    n_tokens = cfg.data.prompts_per_step * workload.responses_per_example * cfg.data.max_len
     assert ours.tokens_per_s * ours.expected_step_s == pytest.approx(n_tokens)
     assert "KV pages" not in as_text(ours) and "KV pages" in as_text(plan)
     cramped = dataclasses.replace(topology("cpu:8").chip, memory_bytes=1e5)
     machine = dataclasses.replace(topology("cpu:8"), chip=cramped)
-    refused = make_plan(cfg, TINY, machine, given=given)
+    refused = make_plan(cfg, TINY, machine, workload=workload)
     assert not refused.fits and refused.why_not.endswith("leaves of 0.00")
 
 

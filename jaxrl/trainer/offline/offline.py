@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.packing import gather
-from jaxrl.planner.programs import Given
+from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.experience import MiniBatch, pack_rollouts, padding_fraction
 from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.run import Job
@@ -27,7 +27,7 @@ class Lesson:
     teach: Callable[["Offline", Sequence], tuple[list[Rollout], dict[str, float]]]
     judge: Callable[["Offline", Sequence], dict[str, float]]  # held-out items -> val/*
     aggregation: str  # of algorithm.aggregation
-    given: Given  # what the planner has to know
+    given: OfflineWorkload  # shape of a training step, for the planner
     idle: tuple[str, ...]  # sections and keys of the config that it does not read
     logged: Mapping[str, str]  # metrics of an update that mean something here -> their names
 

@@ -10,7 +10,7 @@ from jaxrl.algorithms.choose import choose
 from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.preferences import Pair, load_pairs
-from jaxrl.planner.programs import Given
+from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.step import policy_logps, reference_logps
 from jaxrl.types import Rollout
@@ -102,7 +102,7 @@ DPO = Lesson(
     teach=compare,
     judge=judge,
     aggregation="seq_mean_token_sum",
-    given=Given(answers=2, scores=True, has_reference=True),
+    given=OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
     idle=(*IDLE, "preference.margin_weight"),
     logged={"loss/entropy": "loss/entropy"},
 )

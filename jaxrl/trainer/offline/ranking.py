@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
 from jaxrl.data.preferences import Pair, load_pairs
-from jaxrl.planner.programs import Given
+from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline
 from jaxrl.trainer.offline.preference import answers_of, preference_metrics
 from jaxrl.trainer.reward_model import last_scores, sequence
@@ -66,7 +66,9 @@ RANKING = Lesson(
     teach=rank,
     judge=judge,
     aggregation="seq_mean_token_sum",
-    given=Given(answers=2, scores=False, has_reference=False, heads=("score",)),
+    given=OfflineWorkload(
+        responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
+    ),
     idle=(
         *IDLE,
         "learner.router_aux_coef",

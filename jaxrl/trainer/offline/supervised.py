@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.data.demonstrations import load_demonstrations
-from jaxrl.planner.programs import Given
+from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
 from jaxrl.trainer.step import policy_logps
 from jaxrl.types import Rollout
@@ -38,7 +38,7 @@ SFT = Lesson(
     teach=imitate,
     judge=likelihood,
     aggregation="token_mean",
-    given=Given(answers=1, scores=False, has_reference=False),
+    given=OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
     idle=(*IDLE, "preference"),
     logged={"loss/policy": "loss/nll", "loss/entropy": "loss/entropy"},
 )
