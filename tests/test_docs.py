@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from jaxrl.config import choices
 from jaxrl.config import docs as config_docs
-from jaxrl.config import keys as config_keys
 from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
@@ -71,13 +71,13 @@ def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
 
 ALGORITHMS = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
 CHOICES = {
-    "advantage": config_keys.ADVANTAGES,
-    "policy_loss": config_keys.POLICY_LOSSES,
-    "aggregation": config_keys.AGGREGATIONS,
-    "kl": config_keys.KLS,
-    "kl_in": config_keys.KL_PLACES,
-    "correction": config_keys.CORRECTIONS,
-    "rejection": config_keys.REJECTIONS,
+    "advantage": choices.ADVANTAGES,
+    "policy_loss": choices.POLICY_LOSSES,
+    "aggregation": choices.AGGREGATIONS,
+    "kl": choices.KLS,
+    "kl_in": choices.KL_PLACES,
+    "correction": choices.CORRECTIONS,
+    "rejection": choices.REJECTIONS,
 }
 
 
@@ -96,7 +96,7 @@ def test_the_page_of_algorithms_sets_keys_that_exist_to_values_they_take():
     ):
         override(config, name, value)
         spec = KEYS[name]
-        assert not spec.among or value in spec.among, f"{name}={value}"
+        assert not spec.choices or value in spec.choices, f"{name}={value}"
 
 
 def test_every_key_of_the_algorithm_is_on_the_page_of_algorithms():

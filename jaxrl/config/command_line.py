@@ -1,6 +1,6 @@
 """The command line of every entry point: a config file, typed overrides, help.
 
-    python -m jaxrl.train --config=configs/quickstart.py --config.rollout.n=16 --config.data.train=a.parquet,b.parquet
+    python -m jaxrl.train --config=configs/quickstart.py --config.rollout.n=16
 
 `--config=file.py:argument` calls get_config("argument"). `--config.help` lists every key.
 """
@@ -26,9 +26,10 @@ CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
-    """The checked run that the arguments of a program (sys.argv[1:]) describe.
+    """The checked run described by the arguments of a program (sys.argv[1:]).
 
-    Prints and exits on --help and --config.help, and with one message and status 1 on anything wrong.
+    Exits after printing the keys for --help and --config.help, and with one message and status 1 on
+    any error.
     """
     config, rest = read_args(argv)
     if rest:
@@ -36,17 +37,17 @@ def parse(argv: Sequence[str]) -> RunConfig:
         stop(f"unknown argument {rest[0]}; {f'did you mean --config.{guess}?' if guess else USAGE}")
     try:
         return resolve(config)
-    except ValueError as problem:
-        stop(str(problem))
+    except ValueError as error:
+        stop(str(error))
 
 
 def read_args(
     argv: Sequence[str], config: ConfigDict | None = None
 ) -> tuple[ConfigDict, list[str]]:
-    """The config that arguments describe, not checked yet, and the arguments that are not about it.
+    """The unchecked config described by the arguments, and the arguments that are not part of it.
 
-    For entry points with arguments of their own; `config` is what holds where no --config names a
-    file. Exits as `parse` does.
+    For entry points with additional arguments. `config` is the default if --config is not given.
+    Exits as `parse` does.
     """
     try:
         path, overrides, rest = _split(argv)
@@ -57,14 +58,14 @@ def read_args(
         for name, text in overrides:
             override(config, name, text)
         return config, rest
-    except (ValueError, FileNotFoundError) as problem:
-        stop(str(problem))
+    except (ValueError, FileNotFoundError) as error:
+        stop(str(error))
 
 
 def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """{name: text} of an entry point's own arguments, --name=text or a bare --name ("").
+    """{name: text} of an entry point's additional arguments, --name=text or a bare --name ("").
 
-    Exits with one message for an argument that is not among `known`.
+    Exits with one message for an argument that is not in `known`.
     """
     options = {}
     for argument in arguments:
@@ -83,9 +84,9 @@ def stop(message: str) -> NoReturn:
 
 
 def override(config: ConfigDict, name: str, text: str) -> None:
-    """Sets the dotted key `name` to the value that `text` means for its type.
+    """Sets the dotted key `name` to the value of `text` in the key's type.
 
-    Raises ValueError for a key that does not exist, with the nearest one, or a text of another type.
+    Raises ValueError for a text of another type, and for an unknown key with the closest known one.
     """
     known = keys(RunConfig)
     _check_key(name, known)
@@ -97,9 +98,9 @@ def override(config: ConfigDict, name: str, text: str) -> None:
 
 
 def load_config(path: str) -> ConfigDict:
-    """The result of get_config() of a Python file; what follows a colon is passed to it.
+    """The result of get_config() in a Python file; text after a colon is its argument.
 
-    A relative path is looked for in the working directory, then beside the installed package.
+    A relative path is searched in the working directory, then next to the installed package.
     """
     name, *argument = path.split(":", 1)
     module = _run_file(_find(name))
@@ -109,9 +110,9 @@ def load_config(path: str) -> ConfigDict:
         )
     try:
         config = module.get_config(*argument)
-    except (AttributeError, KeyError, TypeError) as problem:
-        line = traceback.extract_tb(problem.__traceback__)[1].lineno
-        raise ValueError(f"{name}, line {line}: {_explain(problem)}") from problem
+    except (AttributeError, KeyError, TypeError) as error:
+        line = traceback.extract_tb(error.__traceback__)[1].lineno
+        raise ValueError(f"{name}, line {line}: {_message(error)}") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(
             f"get_config() of {name} returned a {type(config).__name__}; "
@@ -123,19 +124,19 @@ def load_config(path: str) -> ConfigDict:
 def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[str]]:
     """Config path, (key, text) overrides in order, and the other arguments."""
     path, overrides, rest = None, [], []
-    known, waiting = keys(RunConfig), list(argv)
-    while waiting:
-        arg = waiting.pop(0)
+    known, queue = keys(RunConfig), list(argv)
+    while queue:
+        arg = queue.pop(0)
         if arg in ("--help", "-h", "--config.help"):
             print(help_text())
             raise SystemExit(0)
         if match := CONFIG.fullmatch(arg):
-            path = match[1] if match[1] is not None else (waiting.pop(0) if waiting else None)
+            path = match[1] if match[1] is not None else (queue.pop(0) if queue else None)
         elif match := OVERRIDE.fullmatch(arg):
             negated, name, text = match.groups()
             _check_key(name, known)
             if text is None:
-                text = _bare_value(known[name], bool(negated), waiting)
+                text = _bare_value(known[name], bool(negated), queue)
             overrides.append((name, text))
         else:
             rest.append(arg)
@@ -150,26 +151,26 @@ def _check_key(name: str, known: dict[str, Key]) -> None:
     raise ValueError(unknown_key(name, known))
 
 
-def _bare_value(spec: Key, negated: bool, waiting: list[str]) -> str:
-    """Text of an override without '=': a switch for a bool, else the next argument."""
+def _bare_value(spec: Key, negated: bool, queue: list[str]) -> str:
+    """Text of an override without '=': true or false for a bool, else the next argument."""
     if spec.type is bool:
         return "false" if negated else "true"
-    if negated or not waiting:
+    if negated or not queue:
         raise ValueError(
             f"--config.{spec.name} has no value; set --config.{spec.name}={default(spec)}"
         )
-    return waiting.pop(0)
+    return queue.pop(0)
 
 
 def _typed(text: str, spec: Key) -> Any:
-    """The value that a command line's text means for a key of this type."""
+    """The value of a command-line text for a key of this type."""
     if spec.type is str:
         return text
     if spec.type is bool:
         text = {"true": "True", "false": "False", "1": "True", "0": "False"}.get(text.lower(), text)
     value = _python(text)
     if spec.type_name.startswith("tuple") and "?" in text and isinstance(value, str):
-        value = (text,)  # one task with arguments, which may contain commas
+        value = (text,)  # a single task whose arguments may contain commas
     if spec.type_name.startswith("tuple") and not isinstance(value, tuple | list):
         parts = [part.strip() for part in text.split(",") if part.strip()]
         value = tuple(parts if spec.type_name == "tuple of str" else map(_python, parts))
@@ -177,7 +178,7 @@ def _typed(text: str, spec: Key) -> Any:
 
 
 def _python(text: str) -> Any:
-    """A Python literal, or the text itself where it is none."""
+    """The text as a Python literal, or the text itself if it is none."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -206,9 +207,9 @@ def _run_file(path: pathlib.Path) -> Any:
     return module
 
 
-def _explain(problem: Exception) -> str:
-    """ml-collections' complaint; for a key that does not exist, with the dotted key that was meant."""
-    text = str(problem.args[0]) if problem.args else repr(problem)
+def _message(error: Exception) -> str:
+    """The message of an ml-collections error; for an unknown key, with the closest known key."""
+    text = str(error.args[0]) if error.args else repr(error)
     if match := re.search(r'Key "(\w+)" does not exist', text):
         return unknown_key(match[1], keys(RunConfig))
     return text

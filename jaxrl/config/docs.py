@@ -3,7 +3,7 @@
 python -m jaxrl.config.docs > docs/reference/config.md
 """
 
-from jaxrl.config import RunConfig
+from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import Key, keys
 
 USAGE = (
@@ -14,10 +14,11 @@ USAGE = (
 INTRODUCTION = """\
 # Configuration
 
-*Printed from `jaxrl/config/keys.py` by `python -m jaxrl.config.docs > docs/reference/config.md`.*
+Every key of a run with its default, its type and its meaning. This page is generated from
+`jaxrl/config/keys/` by `python -m jaxrl.config.docs > docs/reference/config.md`.
 
-A run is described by one Python file with a function `get_config()`. It takes `default_config()`, sets what differs and
-returns it:
+A run is described by a Python file with a function `get_config()`. It starts from
+`default_config()`, changes what it needs and returns it:
 
 ```python
 from jaxrl.config import default_config
@@ -30,46 +31,50 @@ def get_config():
     return config
 ```
 
-Every key can be changed on the command line. The value takes the type of the key; a key that does not exist is an error
-that names the nearest one.
+The command line can change every key. A value is converted to the type of its key; an unknown key
+is an error that suggests the closest known one.
 
 ```
-python -m jaxrl.train --config=my_run.py --config.rollout.n=16 --config.learner.lr=1e-6 --config.resume=True
-python -m jaxrl.train --config=my_run.py --config.data.train=a.parquet,b.parquet      # a tuple: items between commas
-python -m jaxrl.train --config=my_run.py "--config.data.train=('a.parquet', 'b.parquet')"  # or a Python literal
-python -m jaxrl.train --config=my_run.py "--config.data.train=task:addition?digits=1,2"    # one item: it has a '?'
-python -m jaxrl.train --config=my_run.py --config.data.val=()                         # the empty tuple
-python -m jaxrl.train --config=my_run.py:large                                        # get_config("large")
-python -m jaxrl.train --config.help                                                   # this list
+python -m jaxrl.train --config=my_run.py --config.rollout.n=16 --config.resume=True
+# a tuple: items between commas, or a Python literal; () is empty
+python -m jaxrl.train --config=my_run.py --config.data.train=a.parquet,b.parquet
+python -m jaxrl.train --config=my_run.py "--config.data.train=('a.parquet', 'b.parquet')"
+# one item: a text with a '?' is not split at its commas
+python -m jaxrl.train --config=my_run.py "--config.data.train=task:addition?digits=1,2"
+# get_config("large")
+python -m jaxrl.train --config=my_run.py:large
+# the list of all keys
+python -m jaxrl.train --config.help
 ```
 
-Before any device work the whole configuration is checked; all problems are reported together, each with the values and
-what to set instead. Numbers that are part of the algorithm (prompts per step, mini-batch) are global; numbers that are
-about speed and memory (token budget, sequences decoded together) are per data-parallel rank. Lengths are in tokens,
-`*_s` in seconds. [keys.md](keys.md) has the names that verl and OpenRLHF give to these.
+The whole configuration is checked before any device work. All errors are reported together, each
+with the values and what to set instead. Sizes that belong to the algorithm (prompts per step,
+mini-batch) are global. Sizes that affect only speed and memory (token budget, concurrent sequences)
+are per data-parallel rank. Lengths are in tokens, `*_s` in seconds. [keys.md](keys.md) lists the
+matching keys of verl and OpenRLHF.
 """
 
 HEADINGS = {
     "": "The run",
     "model": "model",
-    "distributed": "distributed: several processes, one a host",
-    "mesh": "mesh: how the devices are laid out",
-    "score": "score: logprobs before the updates, where they lie otherwise",
-    "ref": "ref: logprobs of the reference model, where it lies otherwise",
+    "distributed": "distributed: several processes, one per host",
+    "mesh": "mesh: how devices shard the model and the batch",
+    "score": "score: mesh for scoring before the updates, if it differs",
+    "ref": "ref: mesh for scoring by the reference model, if it differs",
     "data": "data",
-    "rollout": "rollout: the engine that generates",
-    "rollout.sampling": "rollout.sampling: how training responses are drawn",
+    "rollout": "rollout: the generation engine",
+    "rollout.sampling": "rollout.sampling: sampling of training responses",
     "algorithm": "algorithm",
     "learner": "learner: the update",
-    "critic": "critic: of algorithm.advantage = gae",
-    "critic.mesh": "critic.mesh: where the critic lies otherwise",
+    "critic": "critic: for algorithm.advantage = gae",
+    "critic.mesh": "critic.mesh: mesh of the critic, if it differs",
     "preference": "preference: jaxrl.dpo and jaxrl.reward_model",
-    "reward": "reward",
-    "env": "env: what the model acts in, over several turns",
+    "reward": "reward: reward functions",
+    "env": "env: environments for multi-turn rollouts",
     "reward_model": "reward_model: a model that scores responses",
-    "reward_model.mesh": "reward_model.mesh: where it lies otherwise",
+    "reward_model.mesh": "reward_model.mesh: mesh of the reward model, if it differs",
     "eval": "eval: validation",
-    "eval.sampling": "eval.sampling: how validation responses are drawn",
+    "eval.sampling": "eval.sampling: sampling of validation responses",
     "checkpoint": "checkpoint",
     "log": "log",
 }
@@ -102,7 +107,7 @@ def markdown() -> str:
 
 
 def sections() -> dict[str, list[Key]]:
-    """The keys by section; a section's own keys come before those of the sections inside it."""
+    """The keys of each section; nested sections follow the section that contains them."""
     found: dict[str, list[Key]] = {section: [] for section in HEADINGS}
     for name, spec in keys(RunConfig).items():
         found[name.rpartition(".")[0]].append(spec)
@@ -110,7 +115,7 @@ def sections() -> dict[str, list[Key]]:
 
 
 def default(spec: Key) -> str:
-    """The default as it is written on the command line."""
+    """The default as written on the command line."""
     if isinstance(spec.default, tuple):
         return ",".join(map(str, spec.default)) or "()"
     return str(spec.default) if spec.default != "" else "''"

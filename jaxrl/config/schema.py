@@ -1,7 +1,7 @@
-"""Typed keys: frozen dataclasses whose fields know their meaning and their range, and nested mappings.
+"""Typed keys: frozen dataclasses whose fields carry a help text and a range.
 
-`key()` declares a field, `keys()` lists the dotted keys of a schema, `build()` turns a mapping (a ConfigDict, parsed
-JSON) into the dataclass and says everything that is wrong with it at once.
+`key()` declares a field, `keys()` lists the dotted keys of a schema, `build()` turns a nested
+mapping (a ConfigDict, parsed JSON) into the dataclass and reports all errors at once.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ class Key:
     type: Any  # bool, int, float, str or a tuple of one of these
     default: Any
     doc: str
-    least: int | float | None = None
-    most: int | float | None = None
-    above: int | float | None = None
-    among: tuple[str, ...] = ()
+    ge: int | float | None = None
+    gt: int | float | None = None
+    le: int | float | None = None
+    choices: tuple[str, ...] = ()
 
     @property
     def type_name(self) -> str:
@@ -31,10 +31,10 @@ class Key:
 
     @property
     def range(self) -> str:
-        """The allowed values in words; "" where every value of the type is allowed."""
-        if self.among:
-            return " | ".join(self.among)
-        bounds = [(">=", self.least), (">", self.above), ("<=", self.most)]
+        """The allowed values as text; "" if every value of the type is allowed."""
+        if self.choices:
+            return " | ".join(self.choices)
+        bounds = [(">=", self.ge), (">", self.gt), ("<=", self.le)]
         return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
 
@@ -42,20 +42,21 @@ def key(
     default: Any,
     doc: str,
     *,
-    least: int | float | None = None,
-    most: int | float | None = None,
-    above: int | float | None = None,
-    among: tuple[str, ...] = (),
+    ge: int | float | None = None,
+    gt: int | float | None = None,
+    le: int | float | None = None,
+    choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field: its default, one line on meaning and unit, and the values it may take."""
-    limits = {"least": least, "most": most, "above": above, "among": among}
+    """A field: its default, its help text with unit, and the values it may take."""
+    limits = {"ge": ge, "gt": gt, "le": le, "choices": choices}
     return dataclasses.field(default=default, metadata={"doc": doc, **limits})
 
 
 def keys(schema: type, prefix: str = "") -> dict[str, Key]:
-    """Dotted name -> Key, of every leaf, in the order of the schema.
+    """Dotted name -> Key for every leaf, in the order of the schema.
 
-    A nested schema takes its defaults from the instance its field makes, so two fields of one type may differ.
+    Defaults of a nested schema come from the default of its field, so two fields of one type may
+    have different ones.
     """
     return _keys(schema(), prefix)
 
@@ -72,9 +73,9 @@ def _keys(instance: Any, prefix: str) -> dict[str, Key]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that `name` was probably meant to be, or "" when nothing is close.
+    """The known name closest to `name`, or "" if none is close.
 
-    Of dotted names the last part counts for itself, too: the section may be the mistake.
+    If the dotted name has no match, its last part is compared alone: the section may be wrong.
     """
     known, leaf = list(known), _leaf(name)
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
@@ -84,7 +85,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """The complaint about a key that does not exist, with the keys that were probably meant."""
+    """The error message for a key that does not exist, with the closest known keys."""
     known = list(known)
     meant = [other for other in known if _leaf(other) == _leaf(name)] or [nearest(name, known)]
     hint = f"did you mean {' or '.join(meant)}?" if any(meant) else "--config.help lists the keys"
@@ -96,9 +97,9 @@ def _leaf(name: str) -> str:
 
 
 def convert(value: Any, spec: Key) -> Any:
-    """`value` as the type of the key: an int may stand for a float, a list for a tuple, and nothing else.
+    """`value` in the type of the key. Accepts an int as a float and a list as a tuple.
 
-    Raises ValueError naming the key, the value and the type it must have.
+    Raises ValueError with the key, the value and the expected type for anything else.
     """
     element = _element(spec.type)
     if element and isinstance(value, list | tuple) and all(_is(element, v) for v in value):
@@ -114,47 +115,48 @@ def convert(value: Any, spec: Key) -> Any:
 
 
 def out_of_range(value: Any, spec: Key) -> list[str]:
-    """One line for every value of the key that its range or its names do not allow."""
-    problems = []
+    """One line per value of the key outside its range or choices."""
+    errors = []
     for one in value if isinstance(value, tuple) else (value,):
-        if spec.among and one not in spec.among:
-            guess = nearest(one, spec.among)
+        if spec.choices and one not in spec.choices:
+            guess = nearest(one, spec.choices)
             hint = f"did you mean {guess!r}? " if guess else ""
-            problems.append(
-                f"{spec.name}={one!r} is not known; {hint}set one of {', '.join(spec.among)}"
+            errors.append(
+                f"{spec.name}={one!r} is not known; {hint}set one of {', '.join(spec.choices)}"
             )
-        low = (spec.least is not None and not one >= spec.least) or (
-            spec.above is not None and not one > spec.above
+        low = (spec.ge is not None and not one >= spec.ge) or (
+            spec.gt is not None and not one > spec.gt
         )
-        if low or (spec.most is not None and not one <= spec.most):
-            problems.append(f"{spec.name}={one!r} is out of range; set a value {spec.range}")
-    return problems
+        if low or (spec.le is not None and not one <= spec.le):
+            errors.append(f"{spec.name}={one!r} is out of range; set a value {spec.range}")
+    return errors
 
 
 def build(schema: type, values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The dataclass that holds `values`, and one line per unknown key, missing key, wrong type or value out of range.
+    """The dataclass with `values`, and a list of errors.
 
-    A value that cannot be used is replaced by its default; the caller raises when there are problems.
+    There is one error per unknown key, missing key, wrong type and value out of range. Invalid
+    values are replaced by their defaults; the caller raises if there are errors.
     """
     known = keys(schema)
     flat = flatten(values)
-    problems = [unknown_key(name, known) for name in flat if name not in known]
+    errors = [unknown_key(name, known) for name in flat if name not in known]
     used = {}
     for name, spec in known.items():
         if name not in flat:
-            problems.append(f"the key {name} is missing; build the config from default_config()")
+            errors.append(f"the key {name} is missing; build the config from default_config()")
             continue
         try:
             used[name] = convert(flat[name], spec)
         except ValueError as wrong_type:
-            problems.append(str(wrong_type))
+            errors.append(str(wrong_type))
         else:
-            problems += out_of_range(used[name], spec)
-    return _fill(schema(), used, ""), problems
+            errors += out_of_range(used[name], spec)
+    return _fill(schema(), used, ""), errors
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> leaf of a nested mapping."""
+    """Dotted name -> leaf for a nested mapping."""
     flat = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -163,7 +165,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The nested dict of a schema's instance; tuples stay tuples."""
+    """A config dataclass as a nested dict; tuples stay tuples."""
     return {
         f.name: to_dict(value) if dataclasses.is_dataclass(value) else value
         for f in dataclasses.fields(config)
@@ -184,7 +186,7 @@ def _fill(instance: Any, flat: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _element(kind: Any) -> type | None:
-    """Element type of a tuple type, None for a plain type."""
+    """The element type of a tuple type; None for a plain type."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
 
 

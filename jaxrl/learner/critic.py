@@ -77,7 +77,7 @@ def make_critic(
 
     Raises ValueError where those sizes divide neither the devices nor the model.
     """
-    own = cfg.of_critic
+    own = cfg.critic_run
     backbone = model_config(folder) if backbone is None else backbone
     decoder = for_platform(own, backbone, target_platform())[1]
     decoder = dataclasses.replace(decoder, heads=("score",))
@@ -115,7 +115,7 @@ def reward_values(
 
     Raises ValueError as `make_critic`.
     """
-    own = cfg.of_reward_model
+    own = cfg.reward_model_run
     decoder = for_platform(own, backbone, target_platform())[1]
     decoder = dataclasses.replace(decoder, heads=("score",))
     return Values(own, role_layout(cfg, "reward_model", decoder, dtype)), decoder

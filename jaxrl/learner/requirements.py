@@ -1,6 +1,7 @@
 """Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
 
-from jaxrl.config.keys import FULL_KLS, AlgorithmConfig, RunConfig
+from jaxrl.config.choices import FULL_KLS
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
 
 
 def ratio_source(cfg: RunConfig) -> str:

@@ -274,7 +274,7 @@ def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
 
 
 def make_value_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
-    """The update of a critic of its own; `cfg` is `RunConfig.of_critic`."""
+    """The update of a critic of its own; `cfg` is `RunConfig.critic_run`."""
     return Update(cfg, optimizer, rules, _values_alone)
 
 

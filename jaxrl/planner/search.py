@@ -8,7 +8,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from jaxrl.config.keys import REMATS, MeshConfig, RunConfig
+from jaxrl.config.choices import REMATS
+from jaxrl.config.keys import MeshConfig, RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.models.config import DecoderConfig, for_platform

@@ -15,7 +15,7 @@ import jax
 import jaxrl
 import sharding
 from jaxrl.config.keys import DistributedConfig, RunConfig
-from jaxrl.config.resolve import differences
+from jaxrl.config.saved import differences
 from jaxrl.data.preferences import Pair
 from jaxrl.types import Prompt, Rollout
 from sharding import hosts

@@ -30,7 +30,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import default_config, raise_problems
+from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build
 from jaxrl.engine.engine import N_STOP
 from jaxrl.io.checkpoint.checkpointer import CheckpointError
@@ -105,7 +105,7 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     options.name = options.name or options.model
     run, problems = build(RunConfig, config.to_dict())
     try:
-        raise_problems(problems)
+        raise_errors(problems)
     except ValueError as problem:
         stop(str(problem))
     return options, run

@@ -55,30 +55,28 @@ class Body:
 
     model: str = key("", "name of the model served; '' = that one")
     max_tokens: int = key(
-        0, "tokens of a response; absent = to the end of the context, or 16", least=0
+        0, "tokens of a response; absent = to the end of the context, or 16", ge=0
     )
-    temperature: float = key(1.0, "the logits are divided by it; 0 = greedy", least=0)
-    top_p: float = key(
-        1.0, "only the likeliest tokens that reach this probability", above=0, most=1
-    )
-    n: int = key(1, "responses to each prompt", least=1)
+    temperature: float = key(1.0, "the logits are divided by it; 0 = greedy", ge=0)
+    top_p: float = key(1.0, "only the likeliest tokens that reach this probability", gt=0, le=1)
+    n: int = key(1, "responses to each prompt", ge=1)
     seed: int = key(0, "of the random numbers; absent = another one each time")
     stream: bool = key(False, "send the response piece by piece")
     stream_options: StreamOptions = dataclasses.field(default_factory=StreamOptions)
-    top_k: int = key(0, "only the k likeliest tokens; 0 or -1 = off", least=-1)
+    top_k: int = key(0, "only the k likeliest tokens; 0 or -1 = off", ge=-1)
     min_p: float = key(
-        0.0, "only tokens of this fraction of the likeliest one's probability", least=0, most=1
+        0.0, "only tokens of this fraction of the likeliest one's probability", ge=0, le=1
     )
-    stop_token_ids: tuple[int, ...] = key((), "tokens that end a response", least=0)
+    stop_token_ids: tuple[int, ...] = key((), "tokens that end a response", ge=0)
     ignore_eos: bool = key(False, "go on to max_tokens whatever is sampled")
     return_token_ids: bool = key(False, "the tokens of prompt and response come with the answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatBody(Body):
-    max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", least=0)
+    max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0)
     logprobs: bool = key(False, "the logprob of every token comes with the answer")
-    top_logprobs: int = key(0, "and those of this many likeliest", least=0, most=N_TOP)
+    top_logprobs: int = key(0, "and those of this many likeliest", ge=0, le=N_TOP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +84,8 @@ class CompletionBody(Body):
     logprobs: int = key(
         0,
         "the logprob of every token comes with the answer, and those of this many likeliest",
-        least=0,
-        most=N_TOP,
+        ge=0,
+        le=N_TOP,
     )
     echo: bool = key(False, "the text of the prompt comes before that of the response")
 

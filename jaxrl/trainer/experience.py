@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxrl.algorithms.covariance import covariances, pick_between, pick_largest
 from jaxrl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
-from jaxrl.config.keys import COV_LOSSES, AlgorithmConfig, RunConfig
+from jaxrl.config.choices import COV_LOSSES
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack, response_field
 from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.trainer.advantage import add_advantages

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import config_hash, differences, from_json, to_json
+from jaxrl.config.saved import config_hash, differences, from_json, to_json
 from sharding import hosts
 
 

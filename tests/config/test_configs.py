@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms import advantages, aggregation, importance, kl, policy_loss
-from jaxrl.config import keys
+from jaxrl.config import choices
 from jaxrl.config.command_line import load_config
 from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
 from jaxrl.config.resolve import resolve
@@ -99,7 +99,7 @@ def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name
 
 
 def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
-    run = run_of("ppo_7b").of_critic
+    run = run_of("ppo_7b").critic_run
     model = dataclasses.replace(model_shape(run.model.path), stacked=True, heads=("score",))
     specs = decoder_specs(model)
     # Qwen2.5-7B without its unembedding [152064, 3584], with a head of 3584 numbers
@@ -130,19 +130,22 @@ def assert_same_types(new: TrainState, old: TrainState) -> None:
 
 
 TABLES = {
-    "advantage": (keys.ADVANTAGES, advantages.ESTIMATORS),
-    "policy_loss": (keys.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
-    "aggregation": (keys.AGGREGATIONS, aggregation.AGGREGATIONS),
-    "kl": (keys.KLS, {*kl.ESTIMATORS, *keys.FULL_KLS}),  # full needs all logits: kernels/logprob
-    "correction": (keys.CORRECTIONS, {"none", *importance.WEIGHTS}),
-    "rejection": (keys.REJECTIONS, {"none", *importance.REJECTIONS}),
-    "remat": (keys.REMATS, decoder.REMAT_POLICIES),
-    "rewards": (keys.REWARDS, functions.BUILT_IN),
-    "environments": (keys.ENVIRONMENTS, api.BUILT_IN),
-    "attention": (keys.ATTENTIONS, {"auto", *attention.BUILT}),
-    "paged_attention": (keys.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
+    "advantage": (choices.ADVANTAGES, advantages.ESTIMATORS),
+    "policy_loss": (choices.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
+    "aggregation": (choices.AGGREGATIONS, aggregation.AGGREGATIONS),
+    "kl": (
+        choices.KLS,
+        {*kl.ESTIMATORS, *choices.FULL_KLS},
+    ),  # full needs all logits: kernels/logprob
+    "correction": (choices.CORRECTIONS, {"none", *importance.WEIGHTS}),
+    "rejection": (choices.REJECTIONS, {"none", *importance.REJECTIONS}),
+    "remat": (choices.REMATS, decoder.REMAT_POLICIES),
+    "rewards": (choices.REWARDS, functions.BUILT_IN),
+    "environments": (choices.ENVIRONMENTS, api.BUILT_IN),
+    "attention": (choices.ATTENTIONS, {"auto", *attention.BUILT}),
+    "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
     "grouped_matmul": (
-        keys.GROUPED_MATMULS,
+        choices.GROUPED_MATMULS,
         {"auto", *grouped_matmul.BUILT, *grouped_matmul.PLANNED},
     ),
 }
@@ -155,7 +158,7 @@ def test_a_key_knows_the_names_of_its_rooms_table(key):
 
 
 def test_every_kind_of_sequence_parallelism_is_a_preset_that_cuts_rows():
-    assert all(PRESETS[name].time == "sequence" for name in keys.SEQUENCE_PARALLELS)
+    assert all(PRESETS[name].time == "sequence" for name in choices.SEQUENCE_PARALLELS)
 
 
 def refused(make, *args) -> str:
@@ -169,6 +172,6 @@ def test_keys_know_the_names_that_loggers_and_optimizer_accept(tmp_path):
     loggers = refused(make_loggers, LogConfig(loggers=("no",)), tmp_path, run, None)
     optimizer = refused(make_optimizer, LearnerConfig(optimizer="no"), 10, {})
     schedule = refused(make_optimizer, LearnerConfig(lr_schedule="no"), 10, {})
-    assert loggers.endswith(", ".join(keys.LOGGERS))
-    assert optimizer.endswith(", ".join(map(repr, keys.OPTIMIZERS)))
-    assert schedule.endswith(", ".join(map(repr, keys.LR_SCHEDULES)))
+    assert loggers.endswith(", ".join(choices.LOGGERS))
+    assert optimizer.endswith(", ".join(map(repr, choices.OPTIMIZERS)))
+    assert schedule.endswith(", ".join(map(repr, choices.LR_SCHEDULES)))

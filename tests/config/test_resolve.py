@@ -9,7 +9,8 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl.config import RunConfig, default_config, resolve
 from jaxrl.config.command_line import override, parse, read_args
-from jaxrl.config.resolve import check_devices, config_hash, from_json, to_json
+from jaxrl.config.resolve import check_devices
+from jaxrl.config.saved import config_hash, from_json, to_json
 from jaxrl.config.schema import keys
 
 KEYS = keys(RunConfig)
@@ -75,10 +76,10 @@ WRONG = [
     (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
     (dict(algorithm__advantage="remax"), "rollout.n=8", "rollout.n=1", "rloo"),
     (dict(critic__lr=1e-6), "critic.lr=1e-06", "has no critic", "algorithm.advantage='gae'"),
-    (dict(critic__shared=True), "critic.shared=True", "has no critic", "leave the critic's"),
+    (dict(critic__shared=True), "critic.shared=True", "has no critic", "omit the critic's"),
     (
         dict(algorithm__advantage="gae", critic__shared=True, critic__warmup_steps=2),
-        "critic.warmup_steps are of a critic with a backbone of its own",
+        "critic.warmup_steps set up a separate critic",
         "critic.shared=False",
     ),
     (
@@ -130,7 +131,7 @@ WRONG = [
     (
         dict(algorithm__teacher="big", algorithm__kl_coef=1.0, algorithm__ref_refresh_every=2),
         "ref_refresh_every=2",
-        "leave one of them out",
+        "set only one of them",
     ),
     (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
     (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
@@ -157,12 +158,12 @@ WRONG = [
     (dict(env__name="calculater?x=1"), "did you mean 'calculator'?"),
     (dict(env__name="calculator"), "env.name='calculator'", "add 'environment'"),
     (dict(reward__functions=("environment",)), "env.name is empty"),
-    (dict(eval__k=(1, 2)), "eval.k=(1, 2) asks for pass@2", "eval.n=1", "at least 2"),
+    (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
     (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of k1, abs, k2, k3, full"),
     (dict(algorithm__kl="full+"), "kl='full+'", "kl_coef=0", "above 0"),
-    (dict(algorithm__kl_target=0.1), "kl_target=0.1", "kl_coef=0", "to start from"),
+    (dict(algorithm__kl_target=0.1), "kl_target=0.1", "kl_coef=0", "to the initial weight"),
     (
         dict(algorithm__correction="token_tis", algorithm__old_logp="rollout"),
         "correction='token_tis'",
@@ -216,7 +217,7 @@ WRONG = [
         "a multiple of 2048",
         "learner.halvings=0",
     ),
-    (dict(mesh__stage=2, mesh__sequence=2), "mesh.stage=2 does not go with mesh.sequence=2"),
+    (dict(mesh__stage=2, mesh__sequence=2), "mesh.stage=2 with mesh.sequence=2 is not supported"),
     (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
     (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),
@@ -240,7 +241,7 @@ def test_every_problem_is_reported_at_once():
 @pytest.mark.parametrize("name", [name for name, spec in KEYS.items() if spec.range], ids=str)
 def test_every_range_refuses_what_is_outside(name):
     spec = KEYS[name]
-    outside = "nonsense" if spec.among else (spec.most + 1 if spec.most is not None else -1000)
+    outside = "nonsense" if spec.choices else (spec.le + 1 if spec.le is not None else -1000)
     config = runnable()
     *sections, last = name.split(".")
     section = config

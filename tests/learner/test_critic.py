@@ -64,10 +64,10 @@ def value_numbers(packing: dict, sizes: dict, rules: Rules):
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     with jax.set_mesh(make_mesh(**sizes)):
         params = params_of(CRITIC, rules)
-        values = Values(cfg.of_critic, Layout(rules, None, None, np.dtype(np.float32)))
+        values = Values(cfg.critic_run, Layout(rules, None, None, np.dtype(np.float32)))
         found = gather(values.of(params, packed), packed)
-        optimizer = make_optimizer(cfg.of_critic.learner, 10, decoder_specs(CRITIC))
-        update = make_value_update(cfg.of_critic, optimizer, rules)
+        optimizer = make_optimizer(cfg.critic_run.learner, 10, decoder_specs(CRITIC))
+        update = make_value_update(cfg.critic_run, optimizer, rules)
         state = init_state(params, optimizer)
         total = update.zeros(state.params)
         for one in packed:
@@ -123,7 +123,7 @@ def test_a_value_is_of_the_state_before_its_token():
         dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, tokens=prompt)),
     ]
     with jax.set_mesh(make_mesh()):
-        values = Values(gae_config().of_critic, Layout(TRAIN, None, None, np.dtype(np.float32)))
+        values = Values(gae_config().critic_run, Layout(TRAIN, None, None, np.dtype(np.float32)))
         packed = pack(others, shapes=((1, 32),), align=8, n_ranks=1)
         first, same, other = gather(values.of(params_of(CRITIC, TRAIN), packed), packed)
     np.testing.assert_array_equal(first, same)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import POLICY_LOSSES
+from jaxrl.config.choices import POLICY_LOSSES
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import token_loss_sums
 from sharding import make_mesh

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import to_json
+from jaxrl.config.saved import to_json
 from jaxrl.report import write_report
 from jaxrl.report.__main__ import main
 from jaxrl.report.charts import chart_data

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from jaxrl.config.keys import CheckpointConfig, RunConfig, SamplingConfig
-from jaxrl.config.resolve import to_json
+from jaxrl.config.saved import to_json
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, model_config

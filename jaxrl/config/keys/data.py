@@ -1,0 +1,137 @@
+"""Keys of prompts, rewards and environments."""
+
+import dataclasses
+
+from jaxrl.config.choices import TRUNCATIONS
+from jaxrl.config.keys.devices import RoleConfig
+from jaxrl.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    train: tuple[str, ...] = key(
+        (),
+        "Training prompts: parquet or JSONL files, HF-dataset folders, or generated tasks such as "
+        "'task:addition?digits=1,2'",
+    )
+    val: tuple[str, ...] = key((), "Validation prompts, in the same forms; () = no validation")
+    prompts_per_step: int = key(64, "Prompts per training step (global)", ge=1)
+    val_prompts: int = key(
+        0, "Number of validation prompts, from the start of the set; 0 = all", ge=0
+    )
+    max_prompt_len: int = key(
+        512, "Maximum prompt length in tokens, including the chat template", ge=1
+    )
+    max_response_len: int = key(
+        512, "Maximum response length in tokens, including the end-of-sequence token", ge=1
+    )
+    filter_overlong_prompts: bool = key(
+        True, "Drop prompts longer than max_prompt_len before training"
+    )
+    truncation: str = key(
+        "error",
+        "How to handle an overlong prompt that was not filtered: fail, or truncate it at that side",
+        choices=TRUNCATIONS,
+    )
+    shuffle: bool = key(True, "Reshuffle the training prompts in every epoch")
+    skip_solved: float = key(
+        0.0,
+        "Curriculum: skip prompts whose samples have reached this mean reward, until too few for a "
+        "step remain; 0 = off",
+        ge=0,
+    )
+    system_prompt: str = key(
+        "", "System prompt added to every conversation that has none; '' = none"
+    )
+    chat_template: str = key(
+        "",
+        "Path of a Jinja file, or 'chatml', used instead of the checkpoint's chat template; '' = "
+        "the checkpoint's",
+    )
+
+    @property
+    def max_len(self) -> int:
+        """Maximum length of prompt and response together, in tokens."""
+        return self.max_prompt_len + self.max_response_len
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    functions: tuple[str, ...] = key(
+        ("math",),
+        "Reward functions: names in jaxrl/rewards or 'package.module:function', with options after "
+        "a '?'; the reward is their weighted sum",
+    )
+    weights: tuple[float, ...] = key((), "Weight of each function in the sum; () = 1 each")
+    workers: int = key(2, "Worker processes that run the functions", ge=1)
+    timeout_s: float = key(
+        10.0,
+        "Seconds that one call may take before its worker is killed; for a single function "
+        "'name?timeout_s=60'",
+        gt=0,
+    )
+    normalize: bool = key(
+        False,
+        "Normalize rewards to (reward - mean) / standard deviation, over all rewards of the run so "
+        "far",
+    )
+    clip: tuple[float, ...] = key(
+        (), "(low, high) range to which rewards are clipped, after normalize; () = off"
+    )
+    overlong_buffer: int = key(
+        0,
+        "DAPO soft overlong penalty: the reward falls linearly over this many tokens before "
+        "data.max_response_len; 0 = off",
+        ge=0,
+    )
+    overlong_penalty: float = key(
+        1.0,
+        "Reward subtracted from a response of data.max_response_len tokens, with overlong_buffer",
+        ge=0,
+    )
+    error_value: float = key(
+        0.0, "Reward of a response whose function raised, timed out or returned no finite number"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvConfig:
+    name: str = key(
+        "",
+        "Environment for multi-turn rollouts: a name in jaxrl/environments or "
+        "'package.module:Class', with options after a '?'; '' = none, single-turn responses",
+    )
+    max_turns: int = key(8, "Maximum model turns per episode", ge=1)
+    workers: int = key(
+        64,
+        "Concurrent episodes per process of the run; each uses one worker process",
+        ge=1,
+    )
+    timeout_s: float = key(
+        30.0,
+        "Seconds that the environment may take for a reset or a step before the episode is ended",
+        gt=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    """A model that scores responses, in addition to reward.functions."""
+
+    path: str = key(
+        "",
+        "Sequence classifier with one label, in any form that model.path accepts; '' = none",
+    )
+    weight: float = key(1.0, "Weight of the reward model's score in the total reward")
+    chat_template: str = key(
+        "",
+        "Chat template for the conversations that it scores, as data.chat_template; '' = that of "
+        "its tokenizer",
+    )
+    token_budget: int = key(
+        0,
+        "Tokens per batch and data-parallel rank; also the longest conversation that it can score; "
+        "0 = as the learner",
+        ge=0,
+    )
+    mesh: RoleConfig = dataclasses.field(default_factory=RoleConfig)

@@ -1,0 +1,167 @@
+"""Keys of the update, of the critic and of preference losses."""
+
+import dataclasses
+
+from jaxrl.config.choices import (
+    LR_SCHEDULES,
+    OFFLOADS,
+    OPTIMIZERS,
+    PREFERENCE_LOSSES,
+    REMATS,
+    SEQUENCE_PARALLELS,
+)
+from jaxrl.config.keys.devices import RoleConfig
+from jaxrl.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    mini_batch_prompts: int = key(
+        0, "Prompts per optimizer step (global); 0 = data.prompts_per_step", ge=0
+    )
+    epochs: int = key(1, "Passes over the rollouts of a step", ge=1)
+    token_budget: int = key(
+        8192, "Tokens per micro-batch and data-parallel rank, including padding", ge=1
+    )
+    buckets: tuple[int, ...] = key(
+        (),
+        "Allowed row lengths in tokens, ascending multiples of segment_align; () = token_budget "
+        "only",
+        ge=1,
+    )
+    halvings: int = key(
+        2,
+        "Number of smaller micro-batch shapes for the end of a mini-batch, each with half the rows "
+        "of the one before (or half the length of a single row). Each shape is compiled",
+        ge=0,
+    )
+    segment_align: int = key(64, "Packed sequences start at multiples of this many tokens", ge=1)
+    sequence_parallel: str = key(
+        "ulysses",
+        "Attention over rows sharded by mesh.sequence: ulysses = all-to-all between tokens and "
+        "heads, ring = keys and values pass from device to device",
+        choices=SEQUENCE_PARALLELS,
+    )
+    remat: str = key(
+        "full",
+        "Activations recomputed in backward: full = whole layers, dots = all but matmul results, "
+        "none",
+        choices=REMATS,
+    )
+    offload: tuple[str, ...] = key(
+        (),
+        "State kept in host memory between uses: optimizer (moments and master weights), reference "
+        "(the frozen model). Frees device memory at the cost of transfers in every use",
+        choices=OFFLOADS,
+    )
+    logprob_chunk: int = key(
+        0,
+        "Tokens whose logits are in memory at one time; 0 = 256 on CPU, 1024 elsewhere",
+        ge=0,
+    )
+    router_aux_coef: float = key(
+        0.0,
+        "Weight of the load-balancing loss of a mixture of experts; above 0, every update counts "
+        "expert loads in one more forward pass",
+        ge=0,
+    )
+    xla: tuple[str, ...] = key(
+        (),
+        "Compiler options for scoring and updates: named sets (overlap, prefetch, combine; see "
+        "docs/how_to/planner.md) and single options as 'xla_option=value'",
+    )
+    optimizer: str = key("adamw", "Optimizer", choices=OPTIMIZERS)
+    lr: float = key(1e-6, "Peak learning rate", ge=0)
+    lr_schedule: str = key("constant", "Learning rate schedule after warm-up", choices=LR_SCHEDULES)
+    warmup_steps: int = key(0, "Optimizer steps of linear warm-up", ge=0)
+    min_lr_ratio: float = key(0.0, "Final learning rate divided by the peak", ge=0, le=1)
+    b1: float = key(0.9, "AdamW beta 1", ge=0, le=1)
+    b2: float = key(0.999, "AdamW beta 2", ge=0, le=1)
+    eps: float = key(1e-8, "AdamW epsilon", gt=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay, for matrices only", ge=0)
+    clip_norm: float = key(1.0, "Maximum global gradient norm; 0 = no clipping", ge=0)
+    ema: float = key(
+        0.0,
+        "Decay per optimizer step of a float32 moving average of the weights, exported to hf_ema; "
+        "0 = none",
+        ge=0,
+        le=1,
+    )
+
+    @property
+    def row_lens(self) -> tuple[int, ...]:
+        """Row lengths a micro-batch may have, ascending."""
+        return self.buckets or (self.token_budget,)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows per data-parallel rank, row length) of the micro-batch shapes, the largest last."""
+        shapes = set()
+        for row_len in self.row_lens:
+            shape = max(self.token_budget // row_len, 1), row_len
+            for _ in range(self.halvings + 1):
+                shapes.add(shape)
+                rows, length = shape
+                if rows > 1:
+                    shape = rows // 2, length
+                elif len(self.row_lens) == 1 and length % (2 * self.segment_align) == 0:
+                    shape = 1, length // 2
+        return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The critic of algorithm.advantage = gae; all other settings are those of the learner."""
+
+    path: str = key(
+        "",
+        "Backbone, in any form that model.path accepts: a language model (its value head starts at "
+        "zero) or a sequence classifier with one label, with the policy's tokenizer; '' = "
+        "model.path",
+    )
+    shared: bool = key(
+        False,
+        "Put the value head on the policy's backbone and train it in the policy's update; then "
+        "only loss_coef and value_clip of this section may be set",
+    )
+    loss_coef: float = key(
+        0.1, "shared: weight of the value loss relative to the policy loss", gt=0
+    )
+    value_clip: float = key(
+        0.5,
+        "Maximum change of a value from that before the step; beyond it the gradient is zero; 0 = "
+        "no clipping",
+        ge=0,
+    )
+    warmup_steps: int = key(0, "First steps in which only the critic is trained", ge=0)
+    lr: float = key(1e-5, "Peak learning rate", ge=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay, for matrices only", ge=0)
+    epochs: int = key(0, "Passes over the rollouts of a step; 0 = learner.epochs", ge=0)
+    token_budget: int = key(
+        0,
+        "Tokens per micro-batch and data-parallel rank of the critic, in scoring and updates; 0 = "
+        "learner.token_budget",
+        ge=0,
+    )
+    mesh: RoleConfig = dataclasses.field(default_factory=RoleConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    loss: str = key("dpo", "Loss over preference pairs", choices=PREFERENCE_LOSSES)
+    beta: float = key(
+        0.1,
+        "Strength of the constraint to the reference model (ipo: tau)",
+        gt=0,
+    )
+    label_smoothing: float = key(
+        0.0, "dpo: assumed probability that a pair's labels are swapped (cDPO)", ge=0, le=0.5
+    )
+    chosen_weight: float = key(1.0, "kto: weight of chosen answers", gt=0)
+    rejected_weight: float = key(1.0, "kto: weight of rejected answers", gt=0)
+    margin_weight: float = key(
+        0.0,
+        "Reward models: factor of the column `margin`, by which the chosen answer's score must "
+        "exceed the other; 0 = the column is not read",
+        ge=0,
+    )

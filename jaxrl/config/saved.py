@@ -1,0 +1,61 @@
+"""The config that is saved with a run, and whether a resumed run may differ from it."""
+
+import hashlib
+import json
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.schema import build, flatten, to_dict
+
+# Keys and sections that a resumed run may change: they do not change its numbers.
+FREE_ON_RESUME = (
+    "name",
+    "run_dir",
+    "resume",
+    "assert_no_recompile",
+    "check_finite",
+    "plan_check",
+    "compilation_cache",
+    "log",
+    "checkpoint",
+    "distributed",
+    "mesh",  # sums are taken in another order
+    "score",
+    "ref",
+    "critic.mesh",
+    "reward_model.mesh",
+)
+# Also free if the learning rate does not decay towards the end.
+LENGTH = ("total_steps", "total_epochs")
+
+
+def to_json(run: RunConfig) -> str:
+    return json.dumps(to_dict(run), indent=2) + "\n"
+
+
+def from_json(text: str) -> RunConfig:
+    """The run that `to_json` wrote. Raises ValueError if the keys have changed since."""
+    run, errors = build(RunConfig, json.loads(text))
+    if errors:
+        raise ValueError(
+            "config.json was written by another version of jaxrl; set config.run_dir to a new "
+            "folder:\n" + "\n".join(f"  - {line}" for line in errors)
+        )
+    return run
+
+
+def config_hash(run: RunConfig) -> str:
+    """Hash of every key that can change the numbers of a run, as twelve hex digits.
+
+    The name, folders, logging, checkpoints and meshes are not part of it.
+    """
+    free = FREE_ON_RESUME + (LENGTH if run.learner.lr_schedule == "constant" else ())
+    inside = tuple(f"{name}." for name in free)
+    values = flatten(to_dict(run))
+    kept = {n: v for n, v in values.items() if n not in free and not n.startswith(inside)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """One line per key whose value differs, with both values."""
+    was, now = flatten(to_dict(old)), flatten(to_dict(new))
+    return [f"{key}: {was[key]!r} -> {now[key]!r}" for key in now if was.get(key) != now[key]]
