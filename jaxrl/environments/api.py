@@ -1,11 +1,12 @@
-"""What a model acts in: a tool, a game, a user. One object is one episode.
+"""The interface of an environment: a tool, a game or a simulated user. One object is one episode.
 
 class Echo:
     def reset(self, prompt):
         return prompt["messages"]
 
     def step(self, completion):
-        return f"You said {completion!r}. Go on.", float("done" in completion), "done" in completion
+        done = "done" in completion
+        return f"You wrote {completion!r}. Continue.", float(done), done
 """
 
 import dataclasses
@@ -13,7 +14,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 Message = dict[str, str]  # role, content
+Observation = str | list[Message]
+Number = float | int
+# (observation, reward, done) or (observation, reward, done, counts)
+StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool, dict[str, Number]]
 
+KEY = "env.name"
 BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
@@ -23,37 +29,40 @@ BUILT_IN = {
 
 
 class Environment(Protocol):
-    """Made anew for every episode, in a process of its own, with the options behind the '?' of env.name. One more is
-    made at the start: a wrong option is said then, and what it imports or loads is there for all."""
+    """One episode. Each gets a new object in a separate process, with the options of env.name.
+
+    One more object is created at startup: it reports wrong options early, and every episode shares
+    what it imports or loads.
+    """
 
     def reset(self, prompt: dict[str, Any]) -> list[Message] | None:
-        """The conversation that the model answers first; None = the prompt's own.
+        """The conversation that the model completes first; None = the prompt's messages.
 
-        `prompt` has messages, answer, source and extra, as data.train gives them, and a seed: the same for all
-        samples of a prompt in a step, and another in the next. Chance must come from it alone, so that a
-        resumed run sees the same.
+        `prompt` has messages, answer, source and extra, as in data.train, and a seed. The seed is
+        the same for all samples of a prompt in a step and changes every step. Take all randomness
+        from it, so that a resumed run repeats the same episodes.
         """
         ...
 
-    def step(self, completion: str) -> tuple:
-        """(observation, reward, done), or (observation, reward, done, counts), after a turn of the model.
+    def step(self, completion: str) -> StepResult:
+        """(observation, reward, done) or (observation, reward, done, counts) after a model turn.
 
-        The observation is what the model reads next: messages, or a text, which is one message of the user.
-        It does not count where the episode is done. Rewards are added up over the episode, and so are the
-        numbers in `counts`, {"calls": 1}, which are logged as env/calls.
+        The observation is what the model reads next: messages, or text, which becomes one user
+        message. It is ignored if the episode is done. Rewards are summed over the episode, and so
+        are the numbers in `counts`: {"calls": 1} is logged as env/calls.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What an environment answered, checked."""
+    """The validated result of `reset` or `step`."""
 
-    messages: list[Message] | None = None  # None: of reset, the prompt's own
+    messages: list[Message] | None = None  # None after reset: the prompt's messages
     reward: float = 0.0
     done: bool = False
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
-    error: str = ""  # why there is no answer
+    error: str = ""  # why there is no result
 
 
-Make = Callable[[], Environment]
+EnvironmentFactory = Callable[[], Environment]

@@ -1,4 +1,4 @@
-"""A tool for arithmetic: the model writes <calc>12 * 34</calc> and reads <result>408</result>."""
+"""A calculator tool: the model writes <calc>12 * 34</calc> and reads <result>408</result>."""
 
 import ast
 import operator
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.environments.api import Message, StepResult
 from jaxrl.rewards.verifiers.last_number import last_number
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -17,17 +18,17 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_LONGEST = 200  # characters of an expression
+_MAX_CHARS = 200  # of an expression
 _INSTRUCTIONS = (
     "First write what is to be calculated, as in <calc>12 * 34</calc>. You are told its result. Then "
     "answer with the result alone."
 )
 
 
-def _example(question: str, call: str, result: str) -> list[dict[str, str]]:
-    said = (question, f"<calc>{call}</calc>", f"<result>{result}</result>", result)
+def _example(question: str, call: str, result: str) -> list[Message]:
+    texts = (question, f"<calc>{call}</calc>", f"<result>{result}</result>", result)
     roles = ("user", "assistant", "user", "assistant")
-    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
 
 _EXAMPLES = (
@@ -38,9 +39,12 @@ _EXAMPLES = (
 
 
 class Calculator:
-    """A turn with a call is answered with its result, one without ends the episode: reward 1 if its last number is
-    the prompt's answer, else 0. `call_reward` is added for the first call that can be worked out, so that more of them pay
-    nothing. `examples` puts up to three worked examples before the question: a small model calls nothing without."""
+    """Evaluates calls of the tool; a turn without a call is the answer and ends the episode.
+
+    The reward is 1 if the last number of the answer is the prompt's answer, else 0. `call_reward`
+    is added for the first valid call only, so further calls do not pay. `examples` puts up to three
+    solved examples before the question: small models do not call the tool without them.
+    """
 
     def __init__(
         self, *, call_reward: float = 0.0, examples: int = 0, instructions: str = _INSTRUCTIONS
@@ -48,12 +52,12 @@ class Calculator:
         self.call_reward, self.instructions = call_reward, instructions
         self.examples = [message for example in _EXAMPLES[:examples] for message in example]
 
-    def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
+    def reset(self, prompt: dict[str, Any]) -> list[Message]:
         self.answer = prompt["answer"]
         system = {"role": "system", "content": self.instructions}
         return [system, *self.examples, *prompt["messages"]]
 
-    def step(self, completion: str) -> tuple:
+    def step(self, completion: str) -> StepResult:
         calls = _CALL.findall(completion)
         if not calls:
             return "", last_number("", completion, self.answer), True
@@ -66,9 +70,9 @@ class Calculator:
 
 
 def evaluate(expression: str) -> str:
-    """The value of +, -, *, /, //, % and brackets over numbers. Raises ValueError for anything else."""
-    if len(expression) > _LONGEST:
-        raise ValueError(f"an expression may have {_LONGEST} characters")
+    """The value of +, -, *, /, //, % and parentheses over numbers. Raises ValueError otherwise."""
+    if len(expression) > _MAX_CHARS:
+        raise ValueError(f"an expression may have {_MAX_CHARS} characters")
     value = _value(ast.parse(expression.strip(), mode="eval").body)
     return str(int(value)) if value == int(value) else f"{value:.10g}"
 

@@ -1,19 +1,21 @@
-"""A game of several turns: find a number by asking."""
+"""A game over several turns: guess a number from "higher" and "lower"."""
 
 import itertools
 import random
 import re
 from typing import Any
 
+from jaxrl.environments.api import Message, StepResult
+
 _NUMBER = re.compile(r"-?\d+")
 
 
 class GuessNumber:
-    """A number from 0 to `most` is to be found in `tries` turns; each wrong guess is answered with "higher" or "lower".
+    """Guess a number from 0 to `most` in `tries` turns; wrong guesses get "higher" or "lower".
 
-    The reward is 1 for the number, less `per_try` for each guess before it. The number is that of the prompt's answer
-    where it has one, else it is drawn from the seed. With `example` a game that is played well stands before it: a small model
-    only talks without.
+    The reward is 1 for the number, minus `per_try` for each guess before it. The number is the one
+    in the prompt's answer, or is drawn from the seed if the answer has none. `example` puts a
+    well-played game before the question: small models only chat without it.
     """
 
     def __init__(
@@ -21,7 +23,7 @@ class GuessNumber:
     ):
         self.most, self.tries, self.per_try, self.example = most, tries, per_try, example
 
-    def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
+    def reset(self, prompt: dict[str, Any]) -> list[Message]:
         answer = _NUMBER.search(prompt["answer"])
         drawn = random.Random(prompt["seed"]).randint(0, self.most)
         self.number = int(answer[0]) if answer else drawn
@@ -31,24 +33,24 @@ class GuessNumber:
             "I say higher or lower. Write only the number. Your first guess?"
         )
         question = {"role": "user", "content": text}
-        return [question, *self._played(), question] if self.example else [question]
+        return [question, *self._example_game(), question] if self.example else [question]
 
-    def _played(self) -> list[dict[str, str]]:
-        """The turns behind the question where the number is a third of the largest, by halving."""
+    def _example_game(self) -> list[Message]:
+        """The turns after the question: a third of `most` is found by bisection."""
         low, high, number = 0, self.most, self.most // 3
-        said = []
+        texts = []
         while (guess := (low + high) // 2) != number:
             low, high = (guess + 1, high) if guess < number else (low, guess - 1)
-            said += [str(guess), self._hint(guess, number)]
-        said += [str(number), "Right."]
+            texts += [str(guess), self._hint(guess, number)]
+        texts += [str(number), "Right."]
         roles = itertools.cycle(("assistant", "user"))
-        return [{"role": next(roles), "content": text} for text in said]
+        return [{"role": next(roles), "content": text} for text in texts]
 
     @staticmethod
     def _hint(guess: int, number: int) -> str:
         return f"{'Higher' if guess < number else 'Lower'}. Your next guess?"
 
-    def step(self, completion: str) -> tuple:
+    def step(self, completion: str) -> StepResult:
         guess = _NUMBER.search(completion)
         if guess and int(guess[0]) == self.number:
             return "", 1.0 - self.per_try * self.n_wrong, True, {"found": 1}

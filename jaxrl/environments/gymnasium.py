@@ -1,18 +1,21 @@
-"""Games of Gymnasium whose observations can be read and whose actions can be written."""
+"""Gymnasium games with observations that print as text and actions that can be written as text."""
 
 import importlib
 import re
 from typing import Any
 
+from jaxrl.environments.api import Message, StepResult
+
 _NUMBER = re.compile(r"-?\d+")
 
 
 class TextGame:
-    """gymnasium.make(id, **options): the model reads each observation as text and writes an action.
+    """gymnasium.make(id, **options): the model reads observations as text and writes an action.
 
-    Of Discrete actions it is the last number that the model wrote; anything else that is no action is said so, costs a turn
-    and counts as env/invalid. Of Text actions it is all that the model wrote. `imports` names a module that registers the
-    game. The prompt's messages come first, as the instructions.
+    Discrete actions: the last number in the turn is the action. An invalid one gets an explanation,
+    costs a turn and counts in env/invalid. Text actions: the full turn is the action. `imports`
+    names a module that registers the game. The prompt's messages come first, as instructions.
+    Raises ImportError without gymnasium, ValueError for other action spaces.
     """
 
     def __init__(self, id: str, *, imports: str = "", **options: Any):
@@ -26,22 +29,23 @@ class TextGame:
         self.actions = self.game.action_space
         if not isinstance(self.actions, gym.spaces.Discrete | gym.spaces.Text):
             raise ValueError(
-                f"the actions of {id} are {self.actions}, which no text says; they must be Discrete or Text"
+                f"the action space of {id} is {self.actions}, which text cannot express; use a "
+                "game with Discrete or Text actions"
             )
         self.discrete = isinstance(self.actions, gym.spaces.Discrete)
 
-    def reset(self, prompt: dict[str, Any]) -> list[dict[str, str]]:
+    def reset(self, prompt: dict[str, Any]) -> list[Message]:
         observation, _ = self.game.reset(seed=prompt["seed"])
         return [*prompt["messages"], {"role": "user", "content": str(observation)}]
 
-    def step(self, completion: str) -> tuple:
+    def step(self, completion: str) -> StepResult:
         action = completion
         if self.discrete:
             found = _NUMBER.findall(completion)
             first, last = int(self.actions.start), int(self.actions.start + self.actions.n) - 1
             if not found or not first <= int(found[-1]) <= last:
-                words = f"That is no action. Write a number from {first} to {last}."
-                return words, 0.0, False, {"invalid": 1}
+                hint = f"That is no action. Write a number from {first} to {last}."
+                return hint, 0.0, False, {"invalid": 1}
             action = int(found[-1])
-        observation, reward, ended, cut, _ = self.game.step(action)
-        return str(observation), float(reward), bool(ended or cut)
+        observation, reward, terminated, truncated, _ = self.game.step(action)
+        return str(observation), float(reward), bool(terminated or truncated)

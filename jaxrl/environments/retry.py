@@ -1,15 +1,17 @@
-"""Another try after a wrong answer, whatever the reward function is that judges it."""
+"""Several tries at one question, judged by any reward function."""
 
 from typing import Any
 
-from jaxrl.workers.functions import load_function
+from jaxrl.environments.api import StepResult
+from jaxrl.rewards.functions import load_reward
 
 
 class Retry:
-    """An answer whose reward is `enough` ends the episode; another is told `again`, up to `tries` answers.
+    """Repeats the question until an answer scores `enough` or `tries` answers were given.
 
-    The reward is that of the last answer, less `per_try` for each answer before it where it is good enough. `reward` is
-    a function as in reward.functions.
+    The reward is that of the last answer, minus `per_try` for each earlier answer if the last one
+    is good enough. `again` is the message after a wrong answer. `reward` is a function as in
+    reward.functions.
     """
 
     def __init__(
@@ -21,13 +23,13 @@ class Retry:
         per_try: float = 0.0,
         again: str = "That is not right. Try again.",
     ):
-        self.judge, self.tries, self.enough = load_function(reward), tries, enough
+        self.judge, self.tries, self.enough = load_reward(reward), tries, enough
         self.per_try, self.again = per_try, again
 
     def reset(self, prompt: dict[str, Any]) -> None:
         self.prompt, self.n_wrong = prompt, 0
 
-    def step(self, completion: str) -> tuple:
+    def step(self, completion: str) -> StepResult:
         prompt = self.prompt
         value = self.judge(
             data_source=prompt["source"],

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import RewardConfig
+from jaxrl.rewards.functions import TEXT_ARGUMENTS, CallSignature, metric_names, pool_option
 from jaxrl.rewards.worker import Result
 from jaxrl.types import Rollout
-from jaxrl.workers.functions import TEXTS, Takes, part_names, pool_option
-from jaxrl.workers.process import start_process
+from jaxrl.workers.process import START_TIMEOUT_S, start_process
 
-_START_S = 120.0  # imports of the reward functions
 _MAX_START_FAILURES = 3  # in a row
 _MAX_BATCH = 64  # calls per message
 
@@ -58,7 +57,7 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)  # it leads a process group
         return self.process.wait()
 
-    def bury(self) -> int:
+    def reap(self) -> int:
         """kill() of a process that closed its socket: lets it end by itself first, for its status."""
         deadline = time.monotonic() + 1.0
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -77,7 +76,7 @@ class RewardPool:
     """
 
     def __init__(self, cfg: RewardConfig, decode: Callable[[np.ndarray], str] | None = None):
-        self.names = part_names(cfg.functions)
+        self.names = metric_names(cfg.functions)
         self._weights = cfg.weights or (1.0,) * len(self.names)
         if len(self._weights) != len(self.names):
             raise ValueError(
@@ -88,7 +87,7 @@ class RewardPool:
         self._decode = decode
         self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
-        self._takes: list[Takes] = []  # as a worker reports it
+        self._signatures: list[CallSignature] = []  # as a worker reports it
         self._start_failures = 0
         self._workers: list[_Worker] = []
         try:
@@ -136,22 +135,22 @@ class RewardPool:
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
         """One of each function and response, or batch of them; batches come first, for they take longest."""
         calls = []
-        for function, takes in enumerate(self._takes):
+        for function, signature in enumerate(self._signatures):
             share = -(-len(rollouts) // self._cfg.workers)
-            size = max(1, min(self._batch_sizes[function], share)) if takes.batch else 1
+            size = max(1, min(self._batch_sizes[function], share)) if signature.batched else 1
             for items in itertools.batched(range(len(rollouts)), size):
-                found = [self._arguments(rollouts[item], takes) for item in items]
+                found = [self._arguments(rollouts[item], signature) for item in items]
                 n: int | None = None
                 arguments: dict[str, Any] = found[0]
-                if takes.batch:
+                if signature.batched:
                     n = len(items)
                     arguments = {f"{name}s": [one[name] for one in found] for name in found[0]}
-                if "timeout_s" in takes.more:
+                if "timeout_s" in signature.optional:
                     arguments["timeout_s"] = self._limits_s[function]
                 calls.append(_Call(items, function, n, arguments))
         return sorted(calls, key=lambda call: call.n is None)
 
-    def _arguments(self, rollout: Rollout, takes: Takes) -> dict[str, Any]:
+    def _arguments(self, rollout: Rollout, signature: CallSignature) -> dict[str, Any]:
         """verl's signature, and the texts that the function asks for."""
         prompt = rollout.prompt
         extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
@@ -163,7 +162,7 @@ class RewardPool:
             "ground_truth": prompt.answer,
             "extra_info": prompt.extra | extra,
         }
-        if texts := [name for name in TEXTS if name in takes.more]:
+        if texts := [name for name in TEXT_ARGUMENTS if name in signature.optional]:
             assert self._decode is not None, f"{texts} need a tokenizer"
             query = np.concatenate([prompt.tokens, rollout.tokens])
             known = {"prompt_str": prompt.tokens, "query_str": query}
@@ -201,14 +200,14 @@ class RewardPool:
         """Reads a starting worker's report; "" when it is ready or not heard of yet."""
         if not worker.connection.poll():
             late = time.monotonic() > worker.deadline
-            return f"importing the reward functions took over {_START_S:g} s" if late else ""
+            return f"importing the reward functions took over {START_TIMEOUT_S:g} s" if late else ""
         try:
             report = worker.connection.recv()
         except (EOFError, OSError):
-            return f"a reward worker died at start with status {worker.bury()}"
+            return f"a reward worker died at start with status {worker.reap()}"
         if isinstance(report, str):
             return report
-        worker.ready, self._takes, self._start_failures = True, report, 0
+        worker.ready, self._signatures, self._start_failures = True, report, 0
         return ""
 
     def _send(self, worker: _Worker, n_calls: int, queue: collections.deque[_Call]) -> None:
@@ -238,7 +237,7 @@ class RewardPool:
                     results[item, call.function] = Result(*result)
                 self._begin(worker)
         except (EOFError, OSError):
-            return f"the worker process died with status {worker.bury()}"
+            return f"the worker process died with status {worker.reap()}"
         if worker.pending and time.monotonic() > worker.deadline:
             return f"no answer within {self._limits_s[worker.pending[0].function]:g} s"
         return ""
@@ -285,4 +284,4 @@ class RewardPool:
 def _start(cfg: RewardConfig, limits_s: Sequence[float]) -> _Worker:
     ours, process = start_process("jaxrl.rewards.worker")
     ours.send((cfg.functions, limits_s))
-    return _Worker(process, ours, deadline=time.monotonic() + _START_S)
+    return _Worker(process, ours, deadline=time.monotonic() + START_TIMEOUT_S)

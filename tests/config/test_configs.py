@@ -26,8 +26,8 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.planner.model_shape import model_shape
+from jaxrl.rewards import functions
 from jaxrl.types import Batch, TrainState
-from jaxrl.workers import functions
 from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -191,11 +191,11 @@ def test_what_cannot_be_imported_is_said_at_once(hazards, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nos._exit(4)")
     for name, words in {
-        "calculate": r"env\.name has the unknown name 'calculate'; set it to a name of calculator",
-        f"{hazards}:Obeys": "has no function 'Obeys'; it has Obey",
+        "calculate": r"env\.name has the unknown name 'calculate'; set it to one of calculator, guess",
+        f"{hazards}:Obeys": "has no function or class 'Obeys'; set one that it has: Obey",
         "nowhere.module:Env": r"cannot be imported \(ModuleNotFoundError",
         f"{broken}:Env": "ended the process that imports it",
-        "calculator?call=1": r"cannot be made \(TypeError.*'call'.*change its options",
+        "calculator?call=1": r"cannot be created \(TypeError.*'call'.*change its options",
     }.items():
         with pytest.raises(ValueError, match=words):
             EnvironmentPool(EnvConfig(name=name))
@@ -341,5 +341,5 @@ def test_a_game_of_gymnasium(tmp_path, monkeypatch):
     assert game.step("I take 1") == ("2", 0.0, False)
     assert game.step("7")[3] == {"invalid": 1}
     assert game.step("1") == ("3", 1.0, True)
-    with pytest.raises(ValueError, match="no text says"):
+    with pytest.raises(ValueError, match="which text cannot express"):
         TextGame("Pendulum-v1")

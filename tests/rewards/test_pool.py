@@ -151,7 +151,7 @@ def test_function_sees_verls_arguments_in_a_process_without_jax(pool_of):
         ("nan", "obey: ValueError: the function returned nan"),
         ("none", "obey: TypeError: the function returned None; return a number"),
         ("text", "obey: TypeError: the function returned '0.5'; return a number"),
-        ("no score", "obey: TypeError: the function returned a dict without 'score'"),
+        ("no score", "obey: TypeError: the function returned a dict with the keys ['acc']; add"),
     ],
 )
 def test_a_failing_call_is_an_error_value_and_the_others_are_scored(pool_of, text, error):
@@ -173,7 +173,10 @@ def test_a_function_of_verls_batch_signature_gets_batches(pool_of):
     sizes = [r.reward_parts.get("batched/n") for r in scored]
     assert sizes == [3, 3, None, 2, 2]
     assert [r.reward for r in scored] == [2, 3, 0, 5 + 1, 2]
-    assert scored[2].reward_error == "batched: ValueError: the function returned nan"
+    assert (
+        scored[2].reward_error
+        == "batched: ValueError: the function returned nan; return a finite number"
+    )
 
 
 def test_batches_are_shared_out_over_the_workers(pool_of):
@@ -185,7 +188,11 @@ def test_batches_are_shared_out_over_the_workers(pool_of):
     "text, error",
     [
         ("raise", "batched: RuntimeError: out of cheese"),
-        ("short", "batched: ValueError: the function returned 1 scores for a batch of 2 responses"),
+        (
+            "short",
+            "batched: ValueError: the function returned 1 scores for a batch of 2 responses; "
+            "return one score per response",
+        ),
         ("sleep", "batched: no answer within 0.3 s"),
     ],
 )
@@ -311,14 +318,16 @@ def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
     with pytest.raises(ValueError, match=r"unknown name 'maths'; set .* by_source, code, env"):
         RewardPool(RewardConfig(functions=("maths",)))
     with pytest.raises(
-        ValueError, match=r"math\?timeout_s=soon': timeout_s='soon' is no number above 0"
+        ValueError, match=r"math\?timeout_s=soon': timeout_s='soon' is not a positive number"
     ):
         RewardPool(RewardConfig(functions=("math?timeout_s=soon",)))
     with pytest.raises(ValueError, match="2 reward functions and 1 weights"):
         RewardPool(RewardConfig(functions=("exact", "format"), weights=(1.0,)))
     with pytest.raises(ValueError, match=r"nowhere.* cannot be imported \(ModuleNotFoundError"):
         RewardPool(RewardConfig(functions=("nowhere.module:f",)))
-    with pytest.raises(ValueError, match=r"has no function 'lenght'; it has length, obey"):
+    with pytest.raises(
+        ValueError, match=r"has no function or class 'lenght'; set one that it has: length, obey"
+    ):
         RewardPool(RewardConfig(functions=(hazards + ":lenght",)))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nos._exit(4)")

@@ -1,4 +1,4 @@
-"""The process that runs a program nobody trusts: python -I jail.py JOB, started by rewards/sandbox/sandbox.py alone.
+"""The process that runs a program nobody trusts: python -I jail.py JOB, started by rewards/sandbox/runner.py alone.
 
 It shuts itself in, and only then runs the program in the same interpreter. That takes no privilege:
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from jaxrl.rewards.sandbox.sandbox import Limits, Outcome, run
+from jaxrl.rewards.sandbox.runner import Limits, Outcome, run
 
 _FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _MISTAKES = ("no_code", "error", "timeout", "output", "wrong")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxrl.rewards.sandbox import jail
-from jaxrl.rewards.sandbox.sandbox import Limits, run
+from jaxrl.rewards.sandbox.runner import Limits, run
 from jaxrl.rewards.verifiers.code import code as code_reward
 from jaxrl.rewards.verifiers.code import last_block, same_output
 

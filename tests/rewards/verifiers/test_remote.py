@@ -167,7 +167,10 @@ def test_the_pool_asks_in_batches_and_one_bad_score_is_an_error_of_its_own(serve
     with RewardPool(cfg, decode=lambda tokens: " ".join(map(str, tokens))) as pool:
         scored = pool.score(list(rollouts(10)))
     assert [r.reward for r in scored] == [0, 1, 2, -1, 4, 5, 6, 7, 8, 9]
-    assert scored[3].reward_error == "remote: ValueError: the function returned nan"
+    assert (
+        scored[3].reward_error
+        == "remote: ValueError: the function returned nan; return a finite number"
+    )
     assert not scored[4].reward_error
     assert sorted(len(body["query"]) for body in server.asked) == [2, 4, 4]
     assert {body["query"][0] for body in server.asked} == {"10 100 101", "14 100 101", "18 100 101"}

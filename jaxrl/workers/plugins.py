@@ -1,0 +1,87 @@
+"""Plug-ins named in a config: built-in ones by name, the user's own by import path.
+
+"math", "last_number?require_stop=false", "package.module:function", "path/to/file.py:function".
+Keyword arguments follow "?" and are joined by "&". true, false, numbers and quoted text are read as
+Python literals, everything else as text.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Container, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_plugin(
+    spec: str, *, built_in: Mapping[str, str], key: str, reserved: Container[str] = ()
+) -> Callable[..., Any]:
+    """Imports the function or class that `spec` names and binds its options.
+
+    `built_in` maps names to import paths, `key` is the config key for error messages, `reserved`
+    are options that belong to the caller and are not bound. Raises ValueError with the cause and
+    what to set `key` to.
+    """
+    module_name, _, name = import_path(spec, built_in=built_in, key=key).rpartition(":")
+    module = _import(module_name, spec, key)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ValueError(
+            f"{key} {spec!r}: {module_name} has no function or class {name!r}; set one that it "
+            f"has: {', '.join(found) or 'none'}"
+        )
+    bound = {name: value for name, value in options(spec).items() if name not in reserved}
+    return functools.partial(function, **bound) if bound else function
+
+
+def import_path(spec: str, *, built_in: Mapping[str, str], key: str) -> str:
+    """ "module:function" for a built-in name or an import path. Raises ValueError if unknown."""
+    name = spec.partition("?")[0]
+    if ":" in name:
+        return name
+    if name not in built_in:
+        raise ValueError(
+            f"{key} has the unknown name {name!r}; set it to one of {', '.join(built_in)}, to "
+            "'package.module:function' or to 'path/to/file.py:function'"
+        )
+    return built_in[name]
+
+
+def options(spec: str) -> dict[str, Any]:
+    """The keyword arguments after "?"."""
+    query = spec.partition("?")[2]
+    pairs = [option.partition("=") for option in query.split("&") if option]
+    return {name: _literal(value) for name, _, value in pairs}
+
+
+def _import(name: str, spec: str, key: str) -> ModuleType:
+    try:
+        return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"{key} {spec!r}: {name} cannot be imported ({type(error).__name__}: {error}); set it "
+            "to a module on the Python path or to a file"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"jaxrl_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
