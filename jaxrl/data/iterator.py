@@ -1,4 +1,4 @@
-"""Which items a step gets: shuffled anew in every epoch, restorable to the exact next batch."""
+"""Batches of a dataset: shuffled every epoch, resumable at the exact next batch."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -9,16 +9,18 @@ from jaxrl.types import Prompt
 
 
 class BatchIterator[T]:
-    """Endless batches of exactly `prompts_per_step` prompts (or what else is learnt), each at most once per epoch.
+    """Endless batches of exactly `prompts_per_step` items, each at most once per epoch.
 
-    An epoch is len(items) // prompts_per_step batches. What is left over (fewer prompts than a
-    batch) is dropped: with shuffle another part of the data in every epoch, without it always the tail.
+    Items are prompts, demonstrations or preference pairs. An epoch has
+    len(items) // prompts_per_step batches. The remainder is dropped: a different part of the data
+    every epoch with `shuffle`, always the last items without.
 
-    With `skip_solved` prompts that were marked as solved are passed over, the order goes on from one
-    epoch to the next without a rest, and once fewer than a batch are left unsolved all are asked again.
+    `skip_solved` skips prompts that were marked as solved. The order then runs from one epoch into
+    the next without dropping a remainder. When fewer than a batch are unsolved, the marks are
+    cleared.
 
-    The order is a pure function of (seed, epoch), by grain's index shuffle in this process, so the
-    state is the number of batches (or prompts) taken and what is solved, and a restore costs nothing.
+    The order is a pure function of (seed, epoch), by grain's index shuffle in this process. The
+    state is the number of batches (or prompts) consumed and the solved ids, so restoring is free.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class BatchIterator[T]:
         if len(items) < prompts_per_step:
             raise ValueError(
                 f"{len(items)} prompts do not fill one step of {prompts_per_step}; lower "
-                "data.prompts_per_step or give more data in data.train"
+                "data.prompts_per_step or add data to data.train"
             )
         self._items = items
         self._size, self._skip = prompts_per_step, skip_solved
@@ -49,23 +51,18 @@ class BatchIterator[T]:
         if shuffle:
             order = order.shuffle()
         self.steps_per_epoch = len(items) // prompts_per_step
-        # repeat() gives every epoch its own shuffle; batch comes first, so no batch spans two epochs
+        # repeat() reshuffles every epoch; batch() comes first, so no batch spans two epochs
         self._batches = order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).repeat()
         self._stream = order.repeat()
-        self._step = 0  # batches taken; with skip_solved prompts looked at
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
-        return self._step // (len(self._items) if self._skip else self.steps_per_epoch)
+        self._position = 0  # batches consumed; with skip_solved prompts consumed or skipped
 
     @property
     def n_solved(self) -> int:
-        """Prompts that are passed over."""
+        """Number of prompts that are skipped."""
         return len(self._solved)
 
     def mark_solved(self, ids: Iterable[int]) -> None:
-        """Prompts that need not be asked again. Has no effect without `skip_solved`."""
+        """Skips these prompts from now on. No effect without `skip_solved`."""
         if self._skip:
             self._solved.update(ids)
 
@@ -75,8 +72,8 @@ class BatchIterator[T]:
     def __next__(self) -> list[T]:
         if self._skip:
             return self._next_unsolved()
-        indices = cast(list[int], self._batches[self._step])
-        self._step += 1
+        indices = cast(list[int], self._batches[self._position])
+        self._position += 1
         return [self._items[index] for index in indices]
 
     def _next_unsolved(self) -> list[T]:
@@ -84,24 +81,24 @@ class BatchIterator[T]:
             self._solved.clear()
         batch: dict[int, T] = {}  # a batch that spans two epochs has no prompt twice
         while len(batch) < self._size:
-            item = self._items[cast(int, self._stream[self._step])]
-            self._step += 1
-            name = cast(Prompt, item).id
-            if name not in self._solved:
-                batch.setdefault(name, item)
+            item = self._items[cast(int, self._stream[self._position])]
+            self._position += 1
+            prompt_id = cast(Prompt, item).id
+            if prompt_id not in self._solved:
+                batch.setdefault(prompt_id, item)
         return list(batch.values())
 
-    def state(self) -> dict:
-        """What restore() needs, JSON-able."""
-        return {"step": self._step, "solved": sorted(self._solved), **self._identity}
+    def state(self) -> dict[str, int | bool | list[int]]:
+        """JSON-serializable state for restore()."""
+        return {"step": self._position, "solved": sorted(self._solved), **self._identity}
 
     def restore(self, state: dict) -> None:
-        """Continues after the batch that was the last one when `state` was taken."""
+        """Continues with the batch after `state` was taken. Raises ValueError for other data."""
         for name, value in self._identity.items():
             if state[name] != value:
                 raise ValueError(
                     f"the checkpoint's data iterator has {name} = {state[name]}, this run {value}; "
-                    "resume with the data, seed, data.shuffle, data.skip_solved and data.prompts_per_step it was "
-                    "saved with, or start in a new run_dir"
+                    "resume with the data, seed, data.shuffle, data.skip_solved and "
+                    "data.prompts_per_step it was saved with, or start in a new run_dir"
                 )
-        self._step, self._solved = int(state["step"]), set(state["solved"])
+        self._position, self._solved = int(state["step"]), set(state["solved"])

@@ -1,16 +1,16 @@
-"""From data sources to prompts: columns, chat template, length limit.
+"""Loads prompts from data sources: columns, chat template, length limit.
 
-A row, whatever file it comes from, has one of these forms; other columns are ignored.
+A row of any file type has one of these forms; other columns are ignored.
 
 verl's schema                                   plain
   prompt        list of {role, content}           prompt | messages | question | problem: the first
   reward_model  {style, ground_truth}               that the row has; a string is one user message
-  data_source   optional, names the metrics       answer: string, number, or any JSON value
+  data_source   optional, groups the metrics      answer: string, number, or any JSON value
   ability       optional                          data_source, ability, extra_info: optional
-  extra_info    optional, handed to the reward
+  extra_info    optional, passed to the reward
 
-Both may be mixed (question + reward_model, prompt + answer). An answer that is no string is written
-as JSON. A source may also be a task of jaxrl/data/tasks.py.
+Both may be mixed (question + reward_model, prompt + answer). An answer that is not a string becomes
+JSON. A source may also be a task in jaxrl/data/tasks.py.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Example:
-    """A row understood, before the chat template."""
+    """A parsed row, before the chat template."""
 
     messages: tuple[dict[str, str], ...]
     answer: str
@@ -48,11 +48,12 @@ class _Example:
 def load_prompts(
     sources: Sequence[str], *, renderer: ChatRenderer, data: DataConfig, limit: int = 0
 ) -> list[Prompt]:
-    """All prompts of the sources in order, at most `limit` (0 = all), none over data.max_prompt_len.
+    """All prompts of the sources in order, at most `limit` (0 = all).
 
-    A prompt's id is its row index over the concatenated sources, whether or not rows before it
-    were dropped. Raises ValueError for rows without the needed columns, for a prompt over the limit
-    when neither filtering nor truncation is on, and where no prompt is left.
+    A prompt's id is its row index over the concatenated sources, including dropped rows. Prompts
+    longer than data.max_prompt_len are dropped or truncated. Raises ValueError for rows without the
+    required columns, for an overlong prompt with both filtering and truncation off, and if no
+    prompt remains.
     """
     prompts: list[Prompt] = []
     dropped: list[int] = []  # lengths
@@ -78,13 +79,13 @@ def load_prompts(
             break
     if dropped:
         logger.warning(
-            "%d of %d prompts are longer than data.max_prompt_len = %d tokens and were left out",
+            "%d of %d prompts are longer than data.max_prompt_len = %d tokens and were dropped",
             len(dropped),
             len(dropped) + len(prompts),
             data.max_prompt_len,
         )
     if not prompts:
-        raise ValueError(_nothing_left(sources, dropped, data))
+        raise ValueError(_no_prompts(sources, dropped, data))
     return prompts[:limit] if limit else prompts
 
 
@@ -111,16 +112,17 @@ def _messages(row: dict[str, Any], place: str) -> tuple[dict[str, str], ...]:
 
 
 def as_messages(value: Any, column: str, place: str) -> tuple[dict[str, str], ...]:
-    """The messages of a column: those of its list, or its string as the user's.
+    """The messages in a column: a list of messages, or a string, which is one user message.
 
-    Raises ValueError, naming the place, for anything else.
+    Raises ValueError with the place for anything else.
     """
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         raise ValueError(
             f"{place}: {column} is neither a string nor a list of messages "
-            f"{{role, content}} with text contents, but {_shortened(value)}; jaxrl trains on text only"
+            f"{{role, content}} with text contents, but {_shortened(value)}; jaxrl trains on text "
+            "only"
         )
     return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
@@ -143,19 +145,19 @@ def _answer(row: dict[str, Any], place: str) -> str:
 
 def _missing(row: dict[str, Any], place: str) -> str:
     return (
-        f"{place} has the columns {columns(row)}; needed are a prompt ({', '.join(_PROMPT_COLUMNS)}) and an "
-        "answer (reward_model with ground_truth, or answer); rename the columns or convert the file "
-        "as scripts/prepare_gsm8k.py does"
+        f"{place} has the columns {columns(row)}; required are a prompt "
+        f"({', '.join(_PROMPT_COLUMNS)}) and an answer (reward_model with ground_truth, or answer); "
+        "rename the columns or convert the file as scripts/prepare_gsm8k.py does"
     )
 
 
 def columns(row: dict[str, Any]) -> str:
-    """The names of the columns in which a row has something."""
+    """Names of the non-empty columns of a row."""
     return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
 
 def source_of(row: dict[str, Any]) -> str:
-    """verl's data_source, which names the metrics of a row."""
+    """verl's data_source, which groups the metrics."""
     return str(row.get("data_source") or "default")
 
 
@@ -168,7 +170,10 @@ def _extra(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:
-    """At most max_prompt_len tokens: 'left' drops the first, 'right' the last, 'middle' the middle."""
+    """At most max_prompt_len tokens; data.truncation names the side that is dropped.
+
+    Raises ValueError for an overlong prompt if truncation is "error".
+    """
     limit, excess = data.max_prompt_len, len(tokens) - data.max_prompt_len
     if excess <= 0:
         return tokens
@@ -181,15 +186,15 @@ def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:
         return np.concatenate([tokens[:head], tokens[head + excess :]])
     raise ValueError(
         f"prompt {row} has {len(tokens)} tokens, data.max_prompt_len is {limit}; raise it, set "
-        "data.filter_overlong_prompts=True to leave such prompts out, or data.truncation to 'left', "
-        "'right' or 'middle' to cut them"
+        "data.filter_overlong_prompts=True to drop such prompts, or set data.truncation to 'left', "
+        "'right' or 'middle'"
     )
 
 
-def _nothing_left(sources: Sequence[str], dropped: list[int], data: DataConfig) -> str:
-    names = ", ".join(sources) or "no source at all"
+def _no_prompts(sources: Sequence[str], dropped: list[int], data: DataConfig) -> str:
+    names = ", ".join(sources) or "an empty list of sources"
     if not dropped:
-        return f"no prompts in {names}; set data.train (or data.val) to files that hold some"
+        return f"no prompts in {names}; set data.train (or data.val) to files that have some"
     return (
         f"all {len(dropped)} prompts of {names} are longer than data.max_prompt_len = "
         f"{data.max_prompt_len} tokens (the shortest has {min(dropped)}); raise it"

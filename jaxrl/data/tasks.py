@@ -1,8 +1,8 @@
-"""Questions made by a program: arithmetic of chosen digit counts, and reasoning-gym's data sets.
+"""Generated questions: arithmetic with given digit counts, and reasoning-gym datasets.
 
-A source reads "task:addition?digits=1,2&size=4096&split=train&seed=0" or
-"reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0"; reasoning-gym has no splits, so give validation
-a seed of its own.
+A source is "task:addition?digits=1,2&size=4096&split=train&seed=0" or
+"reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0". reasoning-gym has no splits, so use another
+seed for validation.
 """
 
 import dataclasses
@@ -15,25 +15,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
-_ENUMERABLE = 20_000  # questions; smaller pools are dealt like cards, larger ones drawn at random
-_HELD_OUT = 0.1  # share of all questions that belongs to the validation split
+_MAX_ENUMERATED = 20_000  # questions; larger pools are sampled instead of shuffled
+_VAL_FRACTION = 0.1  # of all questions
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One exercise, before the chat template."""
+    """One generated question, before the chat template."""
 
     text: str
     answer: str
-    source: str  # "addition/2": task and digit count; metrics are grouped by it
+    source: str  # "addition/2": task and digit count; groups the metrics
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    signs: Callable[[random.Random, int], tuple[str, ...]]  # of (rng, terms), one per gap
-    commutes: bool  # then a question and its mirror image are in the same split
+    signs: Callable[[random.Random, int], tuple[str, ...]]  # (rng, terms) -> terms - 1 operators
+    commutes: bool  # if so, a + b and b + a are in the same split
 
 
 _TASKS = {
@@ -47,9 +47,9 @@ _TASKS = {
 
 
 def make_questions(source: str) -> list[Question]:
-    """The questions that a "task:" or "reasoning_gym:" source stands for.
+    """The questions of a "task:" or "reasoning_gym:" source.
 
-    Raises ValueError for an unknown task or option, ImportError where reasoning-gym is missing.
+    Raises ValueError for an unknown task or option, ImportError if reasoning-gym is missing.
     """
     kind, _, rest = source.partition(":")
     name, _, query = rest.partition("?")
@@ -85,47 +85,48 @@ def arithmetic(
     split: str = "train",
     seed: int = 0,
 ) -> list[Question]:
-    """`size` questions "What is 12 + 34?", as many of each digit count, in random order.
+    """`size` questions "What is 12 + 34?", equally many per digit count, in random order.
 
     All terms of a question have the same number of digits (one digit: 0-9, two: 10-99, ...). A tenth
-    of all possible questions is held out for split="val"; the choice depends on the question alone,
-    so train and val are disjoint whatever their seeds, and a + b is never split from b + a.
-    Training questions repeat only after all have been used. Validation questions never repeat: there
-    are fewer than `size` of them where the digit counts do not offer as many.
+    of all possible questions is held out for split="val". The split depends only on the question, so
+    train and val are disjoint for all seeds, and a + b is in the same split as b + a.
+
+    Training questions repeat only after all have been used. Validation questions never repeat, so
+    there are fewer than `size` if the digit counts have fewer.
     """
     if split not in ("train", "val"):
-        raise ValueError(f"unknown split {split!r} of a task; write split=train or split=val")
+        raise ValueError(f"a task has no split {split!r}; write split=train or split=val")
     if min(digits) < 1 or terms < 2 or size < 1:
         raise ValueError(
-            f"digits={digits}, terms={terms}, size={size}: write at least one digit, two terms and "
-            "one question"
+            f"digits={digits}, terms={terms}, size={size} of a task; set at least one digit, two "
+            "terms and one question"
         )
     rng = random.Random(f"{name} {digits} {terms} {split} {seed}")
     questions: list[Question] = []
-    for place, n_digits in enumerate(digits):
-        share = size // len(digits) + (place < size % len(digits))
-        pool = _held_in(name, n_digits, terms, split, rng)
+    for i, n_digits in enumerate(digits):
+        share = size // len(digits) + (i < size % len(digits))
+        pool = _questions(name, n_digits, terms, split, rng)
         questions += itertools.islice(pool, share)
     rng.shuffle(questions)
     return questions
 
 
-def _held_in(
+def _questions(
     name: str, n_digits: int, terms: int, split: str, rng: random.Random
 ) -> Iterator[Question]:
-    """Questions of one digit count and split: without repetition, for train then over again."""
+    """Questions of one digit count and split; train starts over when all have been used."""
     low, high = (0 if n_digits == 1 else 10 ** (n_digits - 1)), 10**n_digits
     task = _TASKS[name]
 
     def in_split(numbers: tuple[int, ...]) -> bool:
         key = sorted(numbers) if task.commutes else numbers
-        held_out = zlib.crc32(f"{name} {key}".encode()) < _HELD_OUT * 2**32
-        return held_out == (split == "val")
+        is_val = zlib.crc32(f"{name} {key}".encode()) < _VAL_FRACTION * 2**32
+        return is_val == (split == "val")
 
     def question(numbers: tuple[int, ...]) -> Question:
         return _question(name, numbers, task.signs(rng, terms), n_digits)
 
-    if (high - low) ** terms <= _ENUMERABLE:
+    if (high - low) ** terms <= _MAX_ENUMERATED:
         pool = [n for n in itertools.product(range(low, high), repeat=terms) if in_split(n)]
         while pool:
             rng.shuffle(pool)
@@ -134,7 +135,7 @@ def _held_in(
                 break
         return
     seen = set()
-    while True:  # the pool is far larger than any data set made from it
+    while True:  # the pool is far larger than any dataset drawn from it
         numbers = tuple(rng.randrange(low, high) for _ in range(terms))
         if in_split(numbers) and numbers not in seen:
             seen.add(numbers)
@@ -151,12 +152,12 @@ def _question(
 
 
 def _reasoning_gym(name: str, options: dict[str, str]) -> list[Question]:
-    """A reasoning-gym data set; the entry travels in `extra`, where rewards/reasoning_gym finds it."""
+    """A reasoning-gym dataset; `extra` has the entry for rewards/verifiers/reasoning_gym.py."""
     try:
         gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ImportError(
-            f"the data set reasoning_gym:{name} needs reasoning-gym; install the extra "
+            f"the dataset reasoning_gym:{name} needs reasoning-gym; install the extra "
             "jaxrl[reasoning-gym]"
         ) from error
     settings = {key: _literal(value) for key, value in options.items()}
@@ -165,7 +166,7 @@ def _reasoning_gym(name: str, options: dict[str, str]) -> list[Question]:
         entries = list(gym.create_dataset(name, **settings))
     except Exception as error:  # foreign code
         raise ValueError(
-            f"reasoning_gym:{name} with {settings} cannot be made ({error}); see reasoning-gym's "
+            f"reasoning_gym:{name} with {settings} cannot be created ({error}); see reasoning-gym's "
             "gallery for names and options"
         ) from error
     return [
@@ -184,12 +185,12 @@ def _integers(text: str, option: str, source: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(
-            f"{option}={text!r} in {source!r} is no number; write for example {option}=2"
+            f"{option}={text!r} in {source!r} is not an integer or a list of integers; write for example {option}=2"
         ) from None
 
 
 def _literal(text: str) -> bool | int | float | str:
-    """An option's value: true, false, a number, or else the text."""
+    """The value of an option: true, false, a number, or else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import check_same_tokenizer
+from jaxrl.data.tokenizer import check_same_tokenizer
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_load import model_config

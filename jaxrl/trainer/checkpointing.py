@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from jaxrl.data.chat import padding_id
+from jaxrl.data.tokenizer import padding_id
 from jaxrl.learner.state import averaged
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.hf_save import save_model

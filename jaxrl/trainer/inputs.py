@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer
+from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.data.prompts import load_prompts
+from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Prompt

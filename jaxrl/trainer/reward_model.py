@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer, check_tokenizer, load_tokenizer, stop_ids
+from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.packing import gather
+from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import Values, reward_values
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config

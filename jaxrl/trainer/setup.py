@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.config.resolve import check_devices
-from jaxrl.data.chat import ChatRenderer, stop_ids
+from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.iterator import BatchIterator
+from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.checkpoint.checkpointer import Checkpointer

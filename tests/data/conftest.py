@@ -1,11 +1,12 @@
-"""A small byte-level tokenizer in a checkpoint folder."""
+"""Fixtures: a small byte-level tokenizer in a checkpoint folder, and a chat renderer."""
 
 import json
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxrl.data.chat import ChatRenderer, load_tokenizer
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

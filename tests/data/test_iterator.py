@@ -21,7 +21,7 @@ def take(iterator, n):
     return [[p.id for p in next(iterator)] for _ in range(n)]
 
 
-def test_each_epoch_uses_a_prompt_once_in_an_order_of_its_own():
+def test_each_epoch_has_every_prompt_once_in_a_new_order():
     iterator = iterate(n=12, per_step=4)
     epochs = [np.concatenate(take(iterator, 3)) for _ in range(4)]
     for epoch in epochs:
@@ -29,12 +29,12 @@ def test_each_epoch_uses_a_prompt_once_in_an_order_of_its_own():
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_left_over_prompts_are_dropped_and_differ_between_epochs():
+def test_the_dropped_remainder_differs_between_epochs():
     iterator = iterate(n=10, per_step=3)
     assert iterator.steps_per_epoch == 3
-    left_over = [set(range(10)) - set(np.concatenate(take(iterator, 3))) for _ in range(8)]
-    assert all(len(left) == 1 for left in left_over)
-    assert len(set.union(*left_over)) > 1
+    dropped = [set(range(10)) - set(np.concatenate(take(iterator, 3))) for _ in range(8)]
+    assert all(len(ids) == 1 for ids in dropped)
+    assert len(set.union(*dropped)) > 1
 
 
 def test_without_shuffle_the_order_is_that_of_the_data():
@@ -43,25 +43,16 @@ def test_without_shuffle_the_order_is_that_of_the_data():
 
 @pytest.mark.parametrize("steps_before", [0, 2, 3, 7])
 def test_restore_continues_identically(steps_before):
-    unbroken = iterate()
-    take(unbroken, steps_before)
-    state = json.loads(json.dumps(unbroken.state()))
+    uninterrupted = iterate()
+    take(uninterrupted, steps_before)
+    state = json.loads(json.dumps(uninterrupted.state()))
     resumed = iterate()
     resumed.restore(state)
-    assert take(unbroken, 8) == take(resumed, 8)
-    assert unbroken.epoch == resumed.epoch
+    assert take(uninterrupted, 8) == take(resumed, 8)
+    assert uninterrupted.state() == resumed.state()
 
 
-def test_epoch_is_that_of_the_next_batch():
-    iterator = iterate(n=6, per_step=3)
-    seen = []
-    for _ in range(5):
-        seen.append(iterator.epoch)
-        next(iterator)
-    assert seen == [0, 0, 1, 1, 2]
-
-
-def test_seed_changes_the_order():
+def test_the_seed_changes_the_order():
     assert take(iterate(seed=1), 3) != take(iterate(seed=2), 3)
 
 
@@ -70,20 +61,20 @@ def test_too_few_prompts_for_a_step_is_an_error():
         iterate(n=2, per_step=3)
 
 
-def test_state_of_other_data_is_refused():
+def test_the_state_of_other_data_is_rejected():
     with pytest.raises(ValueError, match="has n_prompts = 11, this run 10"):
         iterate(n=10).restore(iterate(n=11).state())
 
 
-def test_solved_prompts_are_passed_over_until_too_few_are_left():
+def test_solved_prompts_are_skipped_until_too_few_are_unsolved():
     iterator = iterate(n=6, per_step=2, shuffle=False, skip_solved=True)
     assert take(iterator, 1) == [[0, 1]]
     iterator.mark_solved([2, 5])
-    # 2 and 5 are passed over, and the order goes on into the next epoch
+    # 2 and 5 are skipped, and the order runs into the next epoch
     assert take(iterator, 3) == [[3, 4], [0, 1], [3, 4]]
     iterator.mark_solved([0, 1, 3])
     assert iterator.n_solved == 5
-    # only 4 is unsolved, fewer than a step: all are asked again
+    # only 4 is unsolved, fewer than a step: the marks are cleared
     assert take(iterator, 1) == [[5, 0]]
     assert iterator.n_solved == 0
 
@@ -94,17 +85,17 @@ def test_a_step_that_spans_two_epochs_has_no_prompt_twice():
         assert len(set(batch)) == 3
 
 
-def test_what_is_solved_is_part_of_the_state():
-    unbroken = iterate(n=10, per_step=2, skip_solved=True)
-    take(unbroken, 2)
-    unbroken.mark_solved([1, 2, 3, 4])
-    take(unbroken, 1)
+def test_solved_prompts_are_part_of_the_state():
+    uninterrupted = iterate(n=10, per_step=2, skip_solved=True)
+    take(uninterrupted, 2)
+    uninterrupted.mark_solved([1, 2, 3, 4])
+    take(uninterrupted, 1)
     resumed = iterate(n=10, per_step=2, skip_solved=True)
-    resumed.restore(json.loads(json.dumps(unbroken.state())))
-    assert take(unbroken, 6) == take(resumed, 6)
+    resumed.restore(json.loads(json.dumps(uninterrupted.state())))
+    assert take(uninterrupted, 6) == take(resumed, 6)
 
 
-def test_nothing_is_skipped_where_it_was_not_asked_for():
+def test_nothing_is_skipped_without_skip_solved():
     iterator = iterate(n=4, per_step=2, shuffle=False)
     iterator.mark_solved([0, 1])
     assert take(iterator, 3) == [[0, 1], [2, 3], [0, 1]]

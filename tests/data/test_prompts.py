@@ -1,3 +1,5 @@
+"""Tests of jaxrl/data/prompts.py and jaxrl/data/tables.py."""
+
 import json
 
 import numpy as np
@@ -55,7 +57,7 @@ def test_verl_schema_is_read_from_parquet_and_jsonl(load, renderer, tmp_path, wr
 
 
 @pytest.mark.parametrize("column", ["prompt", "question", "problem"])
-def test_plain_string_is_one_user_message(load, tmp_path, column):
+def test_a_plain_string_is_one_user_message(load, tmp_path, column):
     [prompt] = load(write_jsonl(tmp_path / "a.jsonl", [{column: "1 + 1?", "answer": 2}]))
     assert prompt.messages == ({"role": "user", "content": "1 + 1?"},)
     assert (prompt.answer, prompt.source, prompt.extra) == ("2", "default", {})
@@ -72,7 +74,7 @@ def test_messages_and_structured_answers_are_read(load, tmp_path):
     assert [json.loads(p.answer) for p in prompts] == [["x", "y"], {"inputs": [1]}]
 
 
-def test_json_list_is_read(load, tmp_path):
+def test_a_json_list_is_read(load, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(qa("a", "b")))
     assert questions(load(str(tmp_path / "a.json"))) == ["a", "b"]
 
@@ -82,17 +84,17 @@ def test_ids_count_over_all_sources_and_survive_filtering(load, tmp_path, caplog
     second = write_jsonl(tmp_path / "b.jsonl", qa("d"))
     prompts = load(first, second, max_prompt_len=100)
     assert [(p.id, p.messages[0]["content"]) for p in prompts] == [(0, "a"), (2, "c"), (3, "d")]
-    (said,) = caplog.messages  # a warning, so that the console shows it
-    assert said.startswith("1 of 4 prompts are longer than data.max_prompt_len = 100 tokens")
+    (message,) = caplog.messages  # a warning, so that the console shows it
+    assert message.startswith("1 of 4 prompts are longer than data.max_prompt_len = 100 tokens")
 
 
-def test_tasks_are_a_source_like_files(load):
+def test_a_task_is_a_source_like_a_file(load):
     prompts = load("task:addition?digits=1,2&size=30&split=val")
     assert {p.source for p in prompts} == {"addition/1", "addition/2"}
     assert [p.id for p in prompts] == list(range(len(prompts)))
 
 
-def test_limit_keeps_the_first(load):
+def test_limit_keeps_the_first_prompts(load):
     all_of_them = load("task:addition?size=1500")
     assert [p.id for p in load("task:addition?size=1500", limit=5)] == [0, 1, 2, 3, 4]
     assert len(all_of_them) == 1500
@@ -101,7 +103,7 @@ def test_limit_keeps_the_first(load):
 @pytest.mark.parametrize(
     "truncation, kept", [("left", slice(-10, None)), ("right", slice(None, 10)), ("middle", None)]
 )
-def test_truncation_keeps_the_named_part(load, tmp_path, truncation, kept):
+def test_truncation_drops_the_named_side(load, tmp_path, truncation, kept):
     path = write_jsonl(tmp_path / "a.jsonl", qa("What is longer than ten tokens, and why?"))
     [full] = load(path)
     [cut] = load(path, max_prompt_len=10, filter_overlong_prompts=False, truncation=truncation)
@@ -111,7 +113,7 @@ def test_truncation_keeps_the_named_part(load, tmp_path, truncation, kept):
     np.testing.assert_array_equal(cut.tokens, expected)
 
 
-def test_overlong_prompt_names_its_id_its_length_and_the_remedy(load, tmp_path):
+def test_an_overlong_prompt_error_has_id_length_and_remedy(load, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", qa("a", "b" * 300))
     [_, long] = load(path)
     message = (
@@ -121,16 +123,18 @@ def test_overlong_prompt_names_its_id_its_length_and_the_remedy(load, tmp_path):
         load(path, max_prompt_len=50, filter_overlong_prompts=False)
 
 
-def test_missing_columns_name_the_file_those_found_and_those_needed(load, tmp_path):
+def test_a_missing_column_error_has_place_found_and_required_columns(load, tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"text": "a", "label": 1}])
-    with pytest.raises(ValueError, match=r"a\.parquet:1 has the columns text, label; needed are"):
+    with pytest.raises(ValueError, match=r"a\.parquet:1 has the columns text, label; required are"):
         load(path)
     path = write_jsonl(tmp_path / "b.jsonl", [*qa("a"), {"question": "b"}])
-    with pytest.raises(ValueError, match=r"b\.jsonl:2 has the columns question; needed .* answer"):
+    with pytest.raises(
+        ValueError, match=r"b\.jsonl:2 has the columns question; required .* answer"
+    ):
         load(path)
 
 
-def test_prompt_of_images_is_refused(load, tmp_path):
+def test_image_prompts_are_rejected(load, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "x"}]
     with pytest.raises(ValueError, match=r"a\.jsonl:1: prompt is neither .* text only"):
         load(write_jsonl(tmp_path / "a.jsonl", rows))
@@ -139,18 +143,20 @@ def test_prompt_of_images_is_refused(load, tmp_path):
 def test_empty_data_is_an_error(load, tmp_path):
     with pytest.raises(ValueError, match=r"no prompts in .*a\.jsonl; set data\.train"):
         load(write_jsonl(tmp_path / "a.jsonl", []))
-    with pytest.raises(ValueError, match="no prompts in no source at all"):
+    with pytest.raises(ValueError, match="no prompts in an empty list of sources"):
         load()
 
 
-def test_filtering_everything_tells_the_shortest(load, tmp_path):
+def test_an_error_about_filtering_everything_has_the_shortest_length(load, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", qa("a" * 80, "b" * 90))
     with pytest.raises(ValueError, match=r"all 2 prompts .* = 20 tokens \(the shortest has \d+\)"):
         load(path, max_prompt_len=20)
 
 
 def test_missing_and_unreadable_files_are_clear_errors(load, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl is no file, folder or pattern"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere\.jsonl is not a file, a folder or a pattern"
+    ):
         load(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match=r"broken\.parquet cannot be read as \.parquet"):
@@ -163,25 +169,25 @@ def test_missing_and_unreadable_files_are_clear_errors(load, tmp_path):
         load(str(tmp_path / "a.csv"))
 
 
-def test_glob_takes_the_files_in_order(load, tmp_path):
+def test_a_glob_reads_the_files_in_order(load, tmp_path):
     for name in "ba":
         write_jsonl(tmp_path / f"{name}.jsonl", qa(name))
     assert questions(load(str(tmp_path / "*.jsonl"))) == ["a", "b"]
 
 
-def test_folder_of_the_hub_is_read_by_split(load, tmp_path):
+def test_a_hub_folder_is_read_by_split(load, tmp_path):
     for shard, question in [("train-00001-of-00002", "b"), ("train-00000-of-00002", "a")]:
         write_parquet(tmp_path / "data" / f"{shard}.parquet", qa(question))
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", qa("c"))
     assert questions(load(f"{tmp_path}?split=train")) == ["a", "b"]
     assert questions(load(f"{tmp_path}?split=test")) == ["c"]
-    with pytest.raises(ValueError, match="has the splits test, train, asked for none;"):
+    with pytest.raises(ValueError, match="has the splits test, train, requested is none;"):
         load(str(tmp_path))
-    with pytest.raises(ValueError, match="asked for 'dev'"):
+    with pytest.raises(ValueError, match="requested is 'dev'"):
         load(f"{tmp_path}?split=dev")
 
 
-def test_folder_without_splits_is_read_whole(load, tmp_path):
+def test_a_folder_without_splits_is_read_completely(load, tmp_path):
     for name in ("part-0", "part-1", "rest"):
         write_parquet(tmp_path / f"{name}.parquet", qa(name))
     assert questions(load(str(tmp_path))) == ["part-0", "part-1", "rest"]
@@ -200,23 +206,23 @@ def save_to_disk(folder, rows, n_shards=2):
     )
 
 
-def test_saved_hf_dataset_is_read_without_the_datasets_package(load, tmp_path):
+def test_a_saved_hf_dataset_is_read_without_the_datasets_package(load, tmp_path):
     save_to_disk(tmp_path / "one", qa("a", "b", "c"))
     assert questions(load(str(tmp_path / "one"))) == ["a", "c", "b"]
     save_to_disk(tmp_path / "dict" / "train", qa("t"), n_shards=1)
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert questions(load(str(tmp_path / "dict"))) == ["t"]
-    with pytest.raises(ValueError, match="has the splits train, asked for 'test'"):
+    with pytest.raises(ValueError, match="has the splits train, requested is 'test'"):
         load(f"{tmp_path / 'dict'}?split=test")
 
 
-def test_arrow_file_format_is_read_too(load, tmp_path):
+def test_the_arrow_file_format_is_read_too(load, tmp_path):
     table = pa.Table.from_pylist(qa("a"))
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
         file.write_table(table)
     assert questions(load(str(tmp_path / "a.arrow"))) == ["a"]
 
 
-def test_empty_folder_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no \.parquet"):
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no \.parquet"):
         find_files(str(tmp_path))

@@ -17,7 +17,7 @@ def test_train_and_val_share_no_question(name, digits):
     assert len(set(texts)) == len(texts) > 0
 
 
-def test_a_sum_is_not_split_from_its_mirror_image():
+def test_a_plus_b_is_in_the_split_of_b_plus_a():
     train = {q.text for q in arithmetic("addition", digits=(2,), size=20000)}
     mirrored = {f"What is {b[:-1]} + {a}?" for a, b in (t[8:].split(" + ") for t in train)}
     val = {q.text for q in arithmetic("addition", digits=(2,), size=20000, split="val")}
@@ -40,13 +40,13 @@ def test_digit_counts_are_mixed_evenly_and_name_the_source():
     assert all(int(q.answer) <= 18 for q in questions if q.source == "addition/1")
 
 
-def test_questions_depend_on_the_seed_alone():
+def test_questions_depend_only_on_the_seed():
     source = "task:addition?size=50&seed={}"
     assert make_questions(source.format(3)) == make_questions(source.format(3))
     assert make_questions(source.format(3)) != make_questions(source.format(4))
 
 
-def test_small_training_pool_repeats_only_when_used_up():
+def test_a_small_training_pool_repeats_only_when_used_up():
     texts = [q.text for q in arithmetic("addition", digits=(1,), size=188)]
     pool = len(set(texts))
     assert pool < 100 and all(texts.count(t) in (188 // pool, 188 // pool + 1) for t in texts)
@@ -57,12 +57,12 @@ def test_small_training_pool_repeats_only_when_used_up():
     [
         ("task:division", "unknown task 'division'.*choose one of addition"),
         ("task:addition?digit=2", "unknown option digit.*digits"),
-        ("task:addition?digits=two", "digits='two'.*is no number"),
+        ("task:addition?digits=two", "digits='two'.*is not an integer"),
         ("task:addition?split=test", "write split=train or split=val"),
         ("task:addition?size=0", "at least one digit"),
     ],
 )
-def test_a_wrong_task_says_what_to_write(source, message):
+def test_a_wrong_task_error_says_what_to_write(source, message):
     with pytest.raises(ValueError, match=message):
         make_questions(source)
 
@@ -73,7 +73,7 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch):
         make_questions("reasoning_gym:chain_sum?min_terms=2")
 
 
-def test_reasoning_gym_options_are_typed_and_entries_travel_to_the_reward(monkeypatch):
+def test_reasoning_gym_options_are_typed_and_entries_reach_the_reward(monkeypatch):
     calls = []
 
     class Gym:

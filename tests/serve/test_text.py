@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl.data.chat import load_tokenizer
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.serve.text import UNFINISHED, Detokenizer, StopStrings
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.data.chat import ChatRenderer, load_tokenizer
+from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.packing import pack
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engine.api import Engine, EngineStats, Generated
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
