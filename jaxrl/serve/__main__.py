@@ -33,7 +33,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build
 from jaxrl.engine.engine import N_STOP
-from jaxrl.io.checkpoint.checkpointer import CheckpointError
+from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import Follower
 from jaxrl.serve.checkpoints import first_step

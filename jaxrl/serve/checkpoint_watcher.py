@@ -4,8 +4,7 @@ import functools
 import logging
 import threading
 
-from jaxrl.io.checkpoint.checkpointer import CheckpointError
-from jaxrl.io.checkpoint.orbax_noise import OrbaxNoise
+from jaxrl.io.checkpoint.errors import CheckpointError, OrbaxLogFilter
 from jaxrl.serve.checkpoints import Checkpoints
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import Meters
@@ -31,18 +30,18 @@ class Follower:
         self._checkpoints, self._engine, self._meters = checkpoints, engine, meters
         self._look_s = look_s
         self._last = engine.step  # that was looked at
-        self._noise = OrbaxNoise()
+        self._log_filter = OrbaxLogFilter()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
     def start(self) -> None:
-        self._noise.silence()
+        self._log_filter.install()
         self._thread.start()
 
     def stop(self) -> None:
         """A checkpoint that is being read is read to its end, for nobody."""
         self._stopped.set()
-        self._noise.restore()
+        self._log_filter.remove()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._look_s):

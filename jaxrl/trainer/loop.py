@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.io.checkpoint.checkpointer import CheckpointError
+from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import explain
 from jaxrl.runtime.signals import Interrupted

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole training state and the host's state, saved while training goes on."""
+"""Checkpoints of the training state and the host state, saved asynchronously."""
 
 import contextlib
 import json
@@ -14,26 +14,20 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.io.checkpoint.orbax_noise import OrbaxNoise
+from jaxrl.io.checkpoint.errors import CheckpointError, OrbaxLogFilter, one_line
 from jaxrl.io.checkpoint.state_tree import Reader, StructureError, by_path, nested
 from jaxrl.types import TrainState
 from sharding import hosts
 
-UNFINISHED = (
-    ".orbax-checkpoint-tmp"  # part of the name of a step's folder until all of it is written
-)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says what to do."""
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step's folder until it is complete
 
 
 class Checkpointer:
-    """The checkpoints of one run: `directory`/<step>/.
+    """The checkpoints of one run, in `directory`/<step>/.
 
-    A step is a checkpoint only once all of it is on disk (its folder is renamed then), so a save that
-    fails or is killed leaves the earlier ones as they were. An older checkpoint is removed only after a
-    newer one is complete. The newest `cfg.keep` are kept, and the best by `cfg.best_metric`.
+    A step's folder gets its final name once all of it is on disk, so a save that fails or is killed
+    leaves the earlier checkpoints intact. An older checkpoint is removed only after a newer one is
+    complete. The newest `cfg.keep` are kept, and the best by `cfg.best_metric`.
     """
 
     def __init__(self, directory: str | Path, cfg: CheckpointConfig):
@@ -42,8 +36,8 @@ class Checkpointer:
         self.cfg = cfg
         self._saving: int | None = None
         self._cleaned = False
-        self._noise = OrbaxNoise()
-        self._noise.silence()
+        self._log_filter = OrbaxLogFilter()
+        self._log_filter.install()
         self._open()
 
     def save(
@@ -53,11 +47,11 @@ class Checkpointer:
         host: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts saving and returns once the arrays may be changed or donated again.
+        """Starts a save and returns once the arrays may be modified or donated.
 
-        `host` is JSON: data iterator, seeds, whatever else a resumed run needs. `metrics` are what
-        `cfg.best_metric` is looked up in. Saving a step again is a no-op. A failure of the save before,
-        which went on in the background, is raised here.
+        `host` is JSON: data iterator, seeds and whatever else a resumed run needs. `metrics` has
+        the value of `cfg.best_metric`. Saving a step again is a no-op. Raises CheckpointError if
+        this save cannot start or the previous one, which ran in the background, failed.
         """
         self.wait()
         steps = hosts.broadcast(self.all_steps())  # a process may see another's files late
@@ -65,7 +59,7 @@ class Checkpointer:
             return
         if steps and steps[-1] > step:
             raise CheckpointError(
-                f"cannot save step {step} in {self.directory}: it holds the later step {steps[-1]}; "
+                f"cannot save step {step} in {self.directory}: it has the later step {steps[-1]}; "
                 f"remove the later checkpoints or set another config.run_dir"
             )
         host = json_copy(host)
@@ -87,7 +81,7 @@ class Checkpointer:
             raise self._failed_save(error) from error
 
     def wait(self) -> None:
-        """Until the running save is complete; raises CheckpointError if it failed."""
+        """Blocks until the running save is complete; raises CheckpointError if it failed."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -97,56 +91,51 @@ class Checkpointer:
     def restore(
         self, abstract_state: TrainState, step: int | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The state and the host's state of `step` (default: the newest), laid out as asked for.
+        """(state, host state) of `step`, by default the newest.
 
-        `abstract_state` has arrays or ShapeDtypeStructs with shardings as leaves, on any mesh; layers
-        may be a list or stacked whatever they were when saved. Numbers come back bitwise.
+        The leaves of `abstract_state` are arrays or ShapeDtypeStructs with shardings, on any mesh;
+        the result has these shardings. Layers may be a list or stacked, whichever the checkpoint
+        has. Values are restored bitwise. Raises CheckpointError if the step is missing, unreadable
+        or from another architecture or optimizer.
         """
         self.wait()
         step = self.latest_step() if step is None else step
         if step is None or step not in self.all_steps():
-            there = f"it has {self.all_steps()}" if self.all_steps() else "it has none"
+            found = f"it has {self.all_steps()}" if self.all_steps() else "it has none"
             wanted = "a checkpoint" if step is None else f"step {step}"
             raise CheckpointError(
-                f"{wanted} to resume from is not in {self.directory}: {there}; "
+                f"{wanted} to resume from is not in {self.directory}: {found}; "
                 f"check config.run_dir, or set config.resume=False"
             )
         try:
-            saved = by_path(self._manager.item_metadata(step)["state"].tree)
-            reader = Reader(abstract_state, saved)
-            request = reader.request()
-            restore_args = ocp.checkpoint_utils.construct_restore_args(request)
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(request, restore_args=restore_args),
-                host=ocp.args.JsonRestore(),
-            )
-            read = self._manager.restore(step, args=args)
-            return reader.assemble(read["state"]), read["host"]
+            return self._read(abstract_state, step)
         except StructureError as error:
             raise CheckpointError(
-                f"the checkpoint {self.directory / str(step)} is of another model or optimizer: {error}; "
-                f"resume with the config.model and config.learner it was made with, or set another config.run_dir"
+                f"the checkpoint {self.directory / str(step)} is from another model or optimizer: "
+                f"{error}; resume with the config.model and config.learner of that run, or set "
+                f"another config.run_dir"
             ) from error
         except Exception as error:
             others = [other for other in self.all_steps() if other != step]
-            instead = (
-                f"remove that folder to go on from step {others[-1]}"
+            remedy = (
+                f"remove that folder to resume from step {others[-1]}"
                 if others
-                else "there is no other"
+                else "there is no other checkpoint"
             )
             raise CheckpointError(
-                f"the checkpoint {self.directory / str(step)} cannot be read: {reason(error)}; {instead}"
+                f"the checkpoint {self.directory / str(step)} cannot be read: {one_line(error)}; "
+                f"{remedy}"
             ) from error
 
     def all_steps(self) -> list[int]:
-        """Steps whose checkpoints are complete on disk, ascending."""
+        """Steps of the complete checkpoints on disk, ascending."""
         return complete_steps(self.directory)
 
     def latest_step(self) -> int | None:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Of the complete checkpoints, the best by `cfg.best_metric`; None where none was measured."""
+        """The complete checkpoint with the best `cfg.best_metric`; None if none was measured."""
         self.wait()
         values = {step: self._manager.metrics(step) for step in self.all_steps()}
         measured = {
@@ -156,12 +145,12 @@ class Checkpointer:
         return best(measured, key=measured.__getitem__) if measured else None
 
     def close(self) -> None:
-        """Waits for the running save, then ends the background threads."""
+        """Waits for the running save, then stops the background threads."""
         try:
             self.wait()
         finally:
             self._manager.close()
-            self._noise.restore()
+            self._log_filter.remove()
 
     def _open(self) -> None:
         worst = -math.inf if self.cfg.best_mode == "max" else math.inf
@@ -181,13 +170,13 @@ class Checkpointer:
                     keep_checkpoints_without_metrics=False,
                 )
             )
-            best = {"best_fn": value, "best_mode": self.cfg.best_mode}  # has the metrics saved
+            best = {"best_fn": value, "best_mode": self.cfg.best_mode}  # makes orbax save metrics
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation.AnyPreservationPolicy(kept),
             save_root_metadata=False,
             **best,
         )
-        # Uncompressed: float32 weights shrink by 8 % only, and zstd would double the CPU time of a save.
+        # Uncompressed: float32 weights shrink by only 8 %, and zstd doubles the CPU time of a save.
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(use_compression=False),
             "host": ocp.JsonCheckpointHandler(),
@@ -198,27 +187,40 @@ class Checkpointer:
             )
         except Exception as error:
             raise CheckpointError(
-                f"the folder of checkpoints {self.directory} cannot be opened: {reason(error)}; "
+                f"the checkpoint folder {self.directory} cannot be opened: {one_line(error)}; "
                 f"set config.run_dir to a folder you can write to"
             ) from error
 
+    def _read(self, abstract_state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
+        saved = by_path(self._manager.item_metadata(step)["state"].tree)
+        reader = Reader(abstract_state, saved)
+        request = reader.request()
+        restore_args = ocp.checkpoint_utils.construct_restore_args(request)
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeRestore(request, restore_args=restore_args),
+            host=ocp.args.JsonRestore(),
+        )
+        read = self._manager.restore(step, args=args)
+        return reader.assemble(read["state"]), read["host"]
+
     def _failed_save(self, error: Exception) -> CheckpointError:
-        """Puts the manager back in order after a failed save and says what happened."""
+        """Reopens the manager after a failed save and returns the error to raise."""
         step, self._saving = self._saving, None
         self._remove_leftovers()
-        self._cleaned = False  # writes that were under way may leave files behind even now
+        self._cleaned = False  # writes in flight may still leave files
         self._open()
         latest = self.latest_step()
-        good = (
+        intact = (
             "there is no earlier one" if latest is None else f"the one of step {latest} is intact"
         )
         return CheckpointError(
-            f"saving the checkpoint of step {step} in {self.directory} failed: {reason(error)}; {good}; "
-            f"free disk space or allow writing there, then run again with --config.resume=True"
+            f"saving the checkpoint of step {step} in {self.directory} failed: {one_line(error)}; "
+            f"{intact}; free disk space or make the folder writable, then run again with "
+            f"--config.resume=True"
         )
 
     def _remove_leftovers(self) -> None:
-        """Folders of saves that were killed or failed. Only a run that saves removes them."""
+        """Removes folders of saves that were killed or failed. Only runs that save call this."""
         if self._cleaned or not hosts.is_main_process():
             return
         for path in self.directory.iterdir():
@@ -228,44 +230,39 @@ class Checkpointer:
         self._cleaned = True
 
     def _check_space(self, state: TrainState) -> None:
-        """Refuses a save for which the disk has no room, before anything is written. Where processes
-        write to disks of their own, each is held to all of it; they share one as a rule."""
+        """Raises CheckpointError, before anything is written, if the disk lacks room for a save.
+
+        Each process's disk must have room for all processes: they usually share one.
+        """
         if "://" in str(self.directory):
             return
-        mine = sum(
+        local = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves(state)
             for shard in leaf.addressable_shards
             if shard.replica_id == 0
         )
-        found = hosts.gather((mine, shutil.disk_usage(self.directory).free))
+        found = hosts.gather((local, shutil.disk_usage(self.directory).free))
         needed, free = sum(n for n, _ in found), min(n for _, n in found)
         if needed > free:
             raise CheckpointError(
-                f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} GiB and "
-                f"{free / 2**30:.2f} GiB are free; free disk space, lower config.checkpoint.keep "
-                f"(now {self.cfg.keep}) or set another config.run_dir"
+                f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} GiB "
+                f"and {free / 2**30:.2f} GiB are free; free disk space, lower "
+                f"config.checkpoint.keep (now {self.cfg.keep}) or set another config.run_dir"
             )
 
 
 def complete_steps(directory: Path | epath.Path) -> list[int]:
-    """Steps whose checkpoints are complete on disk, ascending."""
+    """Steps of the complete checkpoints on disk, ascending."""
     return sorted(ocp.path.step.checkpoint_steps(directory))
 
 
 def json_copy(host: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON makes of `host`, so that later changes of it do not reach the running save."""
+    """A copy of `host` through JSON, so that later changes do not reach the running save."""
     try:
         return json.loads(json.dumps(dict(host)))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the host's state cannot be saved as JSON: {error}; give it plain numbers, strings, lists and dicts"
+            f"the host state cannot be saved as JSON: {error}; use only plain numbers, strings, "
+            f"lists and dicts"
         ) from error
-
-
-def reason(error: BaseException) -> str:
-    """The error's own words in one line; of a long one the beginning and the end."""
-    line = " ".join(str(error).split())
-    return (
-        f"{type(error).__name__}: {line if len(line) <= 300 else f'{line[:120]} ... {line[-160:]}'}"
-    )

@@ -1,7 +1,7 @@
-"""A state as checkpoints hold it: a plain nested dict by key path.
+"""A training state as stored in checkpoints: a plain nested dict by key path.
 
-Neither module classes nor the layout of layers show in it. Where a checkpoint holds layers as a list
-and the program wants them stacked on a leading axis, or the other way round, `Reader` translates.
+The stored form has no module classes. If a checkpoint has layers as a list and the program wants
+them stacked on a leading axis, or vice versa, `Reader` converts them.
 """
 
 import collections
@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxrl.types import Tree
 
+MAX_SHOWN = 4  # differences in one error message
+
 
 class StructureError(ValueError):
-    """The checkpoint is of another architecture or optimizer."""
+    """The checkpoint is from another architecture or optimizer."""
 
 
 def by_path(tree: Tree) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where a wanted leaf lies in the checkpoint: all of one leaf, one slice of it, or several leaves."""
+    """The saved leaves that make up one wanted leaf: one leaf, one slice of a leaf, or a stack."""
 
     paths: tuple[str, ...]
     kind: str = "whole"  # "whole" | "slice" | "stack"
@@ -48,19 +50,18 @@ class Piece:
 
 
 def find_piece(path: str, shape: tuple[int, ...], saved: Mapping[str, Any]) -> Piece | None:
-    """The part of the checkpoint that is the leaf `path`; None where there is none.
+    """Finds the leaf `path` in the checkpoint; None if it is not there.
 
-    A leaf of a list of layers, "layers/3/attn/q/w" [..], is slice 3 of "layers/attn/q/w" [L, ..].
+    A leaf in a list of layers, "layers/3/attn/q/w" [..], is slice 3 of "layers/attn/q/w" [L, ..].
     """
     if path in saved:
         return Piece((path,))
     parts = path.split("/")
     for at, part in enumerate(parts):
-        whole = "/".join(parts[:at] + parts[at + 1 :])
-        if part.isdigit() and whole in saved and saved[whole].shape[1:] == shape:
-            return (
-                Piece((whole,), "slice", int(part)) if int(part) < saved[whole].shape[0] else None
-            )
+        stacked = "/".join(parts[:at] + parts[at + 1 :])
+        if part.isdigit() and stacked in saved and saved[stacked].shape[1:] == shape:
+            index = int(part)
+            return Piece((stacked,), "slice", index) if index < saved[stacked].shape[0] else None
     for at in range(1, len(parts) if shape else 0):
         head, tail = "/".join(parts[:at]), "/".join(parts[at:])
         layers = tuple(f"{head}/{i}/{tail}" for i in range(shape[0]))
@@ -70,10 +71,11 @@ def find_piece(path: str, shape: tuple[int, ...], saved: Mapping[str, Any]) -> P
     return None
 
 
-def on_devices(leaf: Any) -> jax.sharding.Sharding:
-    """The leaf's sharding; one over an abstract mesh is put on the mesh that is set.
+def concrete_sharding(leaf: Any) -> jax.sharding.Sharding:
+    """The leaf's sharding, moved from an abstract mesh to the mesh that is set.
 
-    Scalars that eval_shape left without a sharding are replicated on that mesh.
+    Scalars that eval_shape left without a sharding are replicated on that mesh. Raises ValueError
+    for other leaves without a sharding.
     """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -83,30 +85,30 @@ def on_devices(leaf: Any) -> jax.sharding.Sharding:
         return NamedSharding(jax.sharding.get_mesh(), jax.P())
     if sharding is None:
         raise ValueError(
-            "restore needs to know where every array goes; give the abstract state shardings "
+            "restore needs the sharding of every array; pass an abstract state with shardings "
             "(jax.ShapeDtypeStruct(shape, dtype, sharding=...)), or the state itself"
         )
     return sharding
 
 
 class Reader:
-    """Matches the state a program wants with what a checkpoint holds.
+    """Maps the leaves of a checkpoint to those of the state that a program wants.
 
     `request` is the tree to read from the checkpoint, `assemble` turns it into the wanted state.
-    Raises StructureError naming the first leaves that do not fit.
+    Raises StructureError with the first leaves that do not match.
     """
 
     def __init__(self, wanted: Tree, saved: Mapping[str, Any]):
         self.treedef = jax.tree.structure(wanted)
         self.wanted = by_path(wanted)
-        self.shardings = {path: on_devices(leaf) for path, leaf in self.wanted.items()}
+        self.shardings = {path: concrete_sharding(leaf) for path, leaf in self.wanted.items()}
         found = {path: find_piece(path, leaf.shape, saved) for path, leaf in self.wanted.items()}
         check_structure(self.wanted, saved, found)
         self.pieces = {path: piece for path, piece in found.items() if piece is not None}
         self.saved = saved
 
     def request(self) -> dict[str, Any]:
-        """Abstract leaves of the checkpoint's own layout, laid out so that assembling moves nothing."""
+        """Abstract leaves in the checkpoint's structure, sharded so that assembling moves no data."""
         out: dict[str, Any] = {}
         for path, piece in self.pieces.items():
             leaf, sharding = self.wanted[path], self.shardings[path]
@@ -121,7 +123,7 @@ class Reader:
         return nested(out)
 
     def assemble(self, tree: Tree) -> Tree:
-        """The wanted state from what was read; a stack is freed as soon as it is taken apart."""
+        """The wanted state from the arrays that were read; a stack is freed once it is sliced."""
         read, leaves = by_path(tree), {}
         del tree
         for path, piece in self.pieces.items():
@@ -157,12 +159,12 @@ def with_layer_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 def check_structure(
     wanted: Mapping[str, Any], saved: Mapping[str, Any], found: Mapping[str, Piece | None]
 ) -> None:
-    """Raises StructureError with the first leaves that are missing, left over or of another kind."""
-    problems = [f"{path} is not in it" for path, piece in found.items() if piece is None]
+    """Raises StructureError with the first leaves that are missing, unexpected or different."""
+    errors = [f"{path} is not in it" for path, piece in found.items() if piece is None]
     used = {name for piece in found.values() if piece is not None for name in piece.paths}
-    problems += [f"{path} is in it but not in this run" for path in saved if path not in used]
+    errors += [f"{path} is in it but not in this run" for path in saved if path not in used]
     slices = collections.Counter(p.paths[0] for p in found.values() if p and p.kind == "slice")
-    problems += [
+    errors += [
         f"{path} has {saved[path].shape[0]} layers in it and {n} in this run"
         for path, n in slices.items()
         if saved[path].shape[0] != n
@@ -172,13 +174,11 @@ def check_structure(
             continue
         have, want = saved[piece.paths[0]], wanted[path]
         if piece.kind == "whole" and tuple(have.shape) != tuple(want.shape):
-            problems.append(
-                f"{path} is {list(have.shape)} in it and {list(want.shape)} in this run"
-            )
+            errors.append(f"{path} is {list(have.shape)} in it and {list(want.shape)} in this run")
         elif have.dtype != want.dtype:
-            problems.append(f"{path} is {have.dtype} in it and {want.dtype} in this run")
-    problems.sort(key=lambda problem: not problem.startswith("params/"))
-    if problems:
-        shown = "; ".join(problems[:4])
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            errors.append(f"{path} is {have.dtype} in it and {want.dtype} in this run")
+    errors.sort(key=lambda error: not error.startswith("params/"))
+    if errors:
+        shown = "; ".join(errors[:MAX_SHOWN])
+        more = f"; and {len(errors) - MAX_SHOWN} more" if len(errors) > MAX_SHOWN else ""
         raise StructureError(shown + more)

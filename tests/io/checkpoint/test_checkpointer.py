@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.io.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
+from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, partition_specs
@@ -188,7 +189,7 @@ def test_saving_a_step_again_is_a_no_op_and_an_earlier_one_an_error(open_checkpo
     checkpointer.save(5, numbers(5), HOST)
     checkpointer.save(5, numbers(6), HOST)
     assert int(checkpointer.restore(numbers(0))[0].step) == 5
-    with pytest.raises(CheckpointError, match="holds the later step 5"):
+    with pytest.raises(CheckpointError, match="has the later step 5"):
         checkpointer.save(4, numbers(4), HOST)
 
 
@@ -256,7 +257,7 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(open_checkpointer, tmp
     checkpointer.wait()
     for data in (tmp_path / "checkpoints" / "2" / "state").rglob("d/*"):
         data.unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read: .* go on from step 1"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: .* resume from step 1"):
         open_checkpointer().restore(numbers(0, shape=(64, 64)))
     assert int(open_checkpointer().restore(numbers(0, shape=(64, 64)), step=1)[0].step) == 1
 

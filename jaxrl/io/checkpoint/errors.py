@@ -1,0 +1,45 @@
+"""Checkpoint errors: one message per failure, without orbax's own log lines and tracebacks."""
+
+import logging
+import sys
+import traceback
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message has the remedy."""
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error in one line; a long message loses its middle."""
+    line = " ".join(str(error).split())
+    short = line if len(line) <= 300 else f"{line[:120]} ... {line[-160:]}"
+    return f"{type(error).__name__}: {short}"
+
+
+class OrbaxLogFilter:
+    """Hides orbax's log records and the errors of I/O that outlives a failed save or restore.
+
+    Every failure reaches the caller as an exception, so the log lines only repeat it. When one
+    array of a save fails, the event loop of its thread is closed while the other arrays are still
+    being written. Each of them then reports "Event loop is closed" through sys.unraisablehook:
+    hundreds of tracebacks around the one message that matters.
+    """
+
+    def install(self) -> None:
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+        self._previous = sys.unraisablehook
+        sys.unraisablehook = self._hook
+
+    def remove(self) -> None:
+        logging.getLogger("absl").removeFilter(_not_from_orbax)
+        if sys.unraisablehook == self._hook:
+            sys.unraisablehook = self._previous
+
+    def _hook(self, error: "sys.UnraisableHookArgs") -> None:
+        frames = [frame.name for frame in traceback.extract_tb(error.exc_traceback)]
+        if str(error.exc_value) != "Event loop is closed" or "call_soon_threadsafe" not in frames:
+            self._previous(error)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "/orbax/checkpoint/" not in record.pathname
