@@ -85,8 +85,8 @@ def bench(args: argparse.Namespace) -> dict:
                 seconds, stats = clock() - start, engine.take_stats()
                 if version:
                     rates[text].append(args.requests * args.response_len / seconds)
-                    drafts[text][0] += stats.n_accepted
-                    drafts[text][1] += stats.n_drafted
+                    drafts[text][0] += stats.n_accepted_tokens
+                    drafts[text][1] += stats.n_draft_tokens
                 pairs = zip(responses[text], responses[""], strict=True)
                 same[text] += [a == b for a, b in pairs]
     rate = {text: statistics.median(found) for text, found in rates.items()}

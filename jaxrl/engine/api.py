@@ -1,8 +1,8 @@
-"""What a rollout engine offers: JetStream's verbs, with the parameters passed in on every call.
+"""The interface of a rollout engine: JetStream's verbs, with the parameters passed on every call.
 
 JetStream (https://github.com/AI-Hypercomputer/JetStream) names the steps of a generation engine
-prefill, insert, generate, free. Here a Prefix is a handle on the host, a slot is the handle of a
-sequence, and one `generate` makes several tokens for every slot.
+prefill, insert, generate and free. Here a Prefix is a host-side handle, a slot identifies a
+sequence, and one `generate` call makes several tokens for every running slot.
 """
 
 import dataclasses
@@ -16,96 +16,114 @@ from jaxrl.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One response to sample. (seed, prompt_id, sample, position) alone decide its random numbers."""
+    """One response to sample; only (seed, prompt_id, sample, position) set its random numbers."""
 
     tokens: np.ndarray  # int32 [prompt_len], at least one
-    max_tokens: int  # of the response
+    max_tokens: int  # response length limit
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     prompt_id: int = 0
     sample: int = 0
     seed: int = 0
-    ignore_stop: bool = (
-        False  # go on to max_tokens whatever is sampled: forced lengths of benchmarks
-    )
+    ignore_stop: bool = False  # sample exactly max_tokens tokens: forced lengths in benchmarks
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prompt whose keys and values (of all tokens but the last) lie in the engine's pages."""
+    """A prefilled prompt: the pages with the KV of all its tokens except the last."""
 
     tokens: np.ndarray  # int32 [prompt_len]
     pages: tuple[int, ...]
-    version: int = 0  # of the weights that computed them
-    replica: int = 0  # of the engine, whose pages they are
+    version: int = 0  # policy version that computed the KV
+    replica: int = 0  # replica whose pool holds the pages
 
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What one dispatch made for one slot."""
+    """New tokens of one slot from one dispatch."""
 
     slot: int
     tokens: np.ndarray  # int32 [n_new], the stop token included
     logp: np.ndarray  # float32 [n_new], of softmax(logits / temperature), see engine/sampling.py
-    finish: str  # "stop" | "length" | "" while it goes on
+    finish: str  # "stop" | "length" | "" while the sequence is unfinished
 
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counted since the engine's last `take_stats`. Sums over decode steps, unless said otherwise."""
+    """Counters since the last `take_stats`: sums over decode steps, unless stated otherwise."""
 
     n_dispatches: int = 0
     n_steps: int = 0  # decode steps
-    n_tokens: int = 0  # sampled
-    n_rows: int = 0  # sequences in them, padding included
-    n_drafted: int = 0  # tokens drafted and checked (speculative decoding)
-    n_accepted: int = 0  # of them, those that were sampled
+    n_tokens: int = 0  # sampled tokens
+    n_batch_slots: int = 0  # decode batch size, padding included
+    n_draft_tokens: int = 0  # draft tokens verified (speculative decoding)
+    n_accepted_tokens: int = 0  # draft tokens accepted
     n_prefill_tokens: int = 0  # prompt tokens run through the model
-    n_shared_tokens: int = 0  # prompt tokens whose keys lay in the cache already
-    n_preempted: int = 0  # sequences sent back to the queue
+    n_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    n_preempted: int = 0  # preemptions
     running: float = 0.0
     waiting: float = 0.0
     cache_used: float = 0.0  # fraction of pages in use
-    cache_used_max: float = 0.0  # the largest, no sum
-    device_s: float = 0.0  # wall time of calls of compiled programs, their results included
-    host_s: float = 0.0  # wall time of `generate` beside that
+    cache_used_max: float = 0.0  # maximum, not a sum
+    device_s: float = 0.0  # wall time of compiled programs, fetching their results included
+    host_s: float = 0.0  # remaining wall time of `generate`
+
+    def add_dispatch(
+        self, *, n_steps: int, n_running: int, n_waiting: int, batch_size: int, cache_used: float
+    ) -> None:
+        """Adds the state of queues and pool during one dispatch of `n_steps` decode steps."""
+        self.n_dispatches += 1
+        self.n_steps += n_steps
+        self.n_batch_slots += batch_size * n_steps
+        self.running += n_running * n_steps
+        self.waiting += n_waiting * n_steps
+        self.cache_used += cache_used * n_steps
+        self.cache_used_max = max(self.cache_used_max, cache_used)
+
+    def add_tokens(self, *, n_tokens: int, n_draft_tokens: int, n_accepted_tokens: int) -> None:
+        """Adds the tokens that one dispatch sampled."""
+        self.n_tokens += n_tokens
+        self.n_draft_tokens += n_draft_tokens
+        self.n_accepted_tokens += n_accepted_tokens
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """A generation engine. It never keeps `params`, so it always samples from the weights of now."""
+    """A generation engine. It keeps no reference to `params`: each call uses the ones it gets."""
 
     def set_version(self, version: int) -> None:
-        """Says which weights the next calls bring. Keys of other versions are not used for new requests."""
+        """Sets the policy version of the next calls. A change invalidates the prefix cache."""
         ...
 
     def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
-        """Computes the keys of a prompt. The handle holds its pages until `release_prefix`."""
+        """Computes the KV of a prompt. The handle keeps its pages until `release_prefix`."""
         ...
 
     def release_prefix(self, prefix: Prefix) -> None: ...
 
     def insert(self, prefix: Prefix, request: Request) -> int:
-        """Starts one sequence behind a prefix; several may start behind the same. Returns its slot."""
+        """Starts a sequence from a prefix, which several sequences may share. Returns its slot."""
         ...
 
     def submit(self, request: Request) -> int:
-        """Queues a request: `generate` prefills and inserts it as soon as it fits. Returns its slot."""
+        """Queues a request; `generate` prefills it once there is capacity. Returns its slot."""
         ...
 
     def generate(self, params: Tree) -> list[Generated]:
-        """One dispatch: up to `steps_per_dispatch` tokens for every running slot. A slot whose
-        `finish` is set has ended and is freed."""
+        """Runs one dispatch: up to `steps_per_dispatch` tokens for every running slot.
+
+        A slot with `finish` set has ended and is freed.
+        """
         ...
 
     def free(self, slot: int) -> None:
-        """Ends a slot before its time."""
+        """Cancels a waiting or running slot."""
         ...
 
     @property
     def n_unfinished(self) -> int:
-        """Slots that wait or run."""
+        """Number of waiting and running slots."""
         ...
 
     def take_stats(self) -> EngineStats:
-        """The counters since the last call."""
+        """Returns the counters since the last call and resets them."""
         ...

@@ -1,55 +1,122 @@
-"""From plans to the arrays of a dispatch, of declared shapes, on the host."""
+"""The declared shapes of dispatches, and the host-side arrays that fill them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.api import Request
-from jaxrl.engine.rows import DecodeRows
+from jaxrl.engine.decode_loop import DecodeBatch
 from jaxrl.engine.sampling import SamplingParams
-from jaxrl.engine.scheduler import Fill
-from jaxrl.engine.scheduler import Sequence as Running
+from jaxrl.engine.scheduler import PrefillChunk
+from jaxrl.engine.scheduler import Sequence as RunningSequence
 
-N_STOP = 16  # stop token ids of one request
-UINT32 = 0xFFFFFFFF  # what a random key takes of a number
+MAX_STOP_IDS = 16  # stop token ids per request
+PREFILL_LEN = 64  # tokens of a prefill row; longer pages make longer rows
+UINT32 = 0xFFFFFFFF  # the bits of a number that a random key uses
 
 
-def cut(fills: list[Fill], row_len: int) -> list[Fill]:
-    """The fills in rows of `row_len` tokens."""
+@dataclasses.dataclass(frozen=True)
+class DispatchShapes:
+    """The shapes that programs are compiled for; no dispatch has any other."""
+
+    prefill_row_len: int  # tokens, a multiple of page_len
+    max_pages_per_seq: int  # columns of the page table
+    history_len: int  # tokens of a decode row's history; 0 without speculation
+    decode_buckets: tuple[int, ...]  # sequences of a decode batch, ascending
+    prefill_buckets: tuple[int, ...]  # rows of a prefill dispatch, ascending
+    mixed: bool  # whether prefill and a decode step may share a dispatch
+
+
+def dispatch_shapes(rollout: RolloutConfig, max_len: int) -> DispatchShapes:
+    """The shapes for `rollout` and sequences of up to `max_len` tokens.
+
+    Mixing prefill with decode needs prompts long enough to fill a dispatch (those of all slots
+    together), and the prefix cache, which holds the chunks of a prompt.
+    """
+    page_len = rollout.page_len
+    row_len = max(page_len, PREFILL_LEN // page_len * page_len)
+    max_pages = -(-max_len // page_len)
+    prefill = prefill_buckets(rollout.max_num_batched_tokens // row_len)
+    prompt_rows = rollout.max_num_seqs * -(-(max_len - 1) // row_len)
+    return DispatchShapes(
+        prefill_row_len=row_len,
+        max_pages_per_seq=max_pages,
+        history_len=max_pages * page_len if rollout.spec_tokens else 0,
+        decode_buckets=decode_buckets(rollout.max_num_seqs),
+        prefill_buckets=prefill,
+        mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
+    )
+
+
+def decode_buckets(largest: int) -> tuple[int, ...]:
+    """Decode batch sizes: doubling from 8 (4 if `largest` is at most 16), and 3/4 of `largest`.
+
+    A rollout whose sequences end one by one spends most of its time at three quarters. Smaller
+    batches are no faster, and a batch of one takes another path on CPU: slow, and rounded
+    differently.
+    """
+    sizes = {max(largest, 2)} | ({largest * 3 // 4} if largest >= 32 else set())
+    size = 4 if largest <= 16 else 8
+    while size < largest:
+        sizes.add(size)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def prefill_buckets(largest: int) -> tuple[int, ...]:
+    """Rows of a prefill dispatch: 2, 8, 32, ...; more rows take several dispatches."""
+    sizes = [2]
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
+    return tuple(sizes)
+
+
+def pad_replicas[T](by_replica: list[list[T]], bucket: int, n_replicas: int) -> list[T | None]:
+    """The rows of a dispatch: `bucket` rows per replica, padded with None."""
+    every = by_replica or [[]] * n_replicas
+    return [rows[i] if i < len(rows) else None for rows in every for i in range(bucket)]
+
+
+def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
+    """Splits the chunks into rows of `row_len` tokens."""
     return [
-        Fill(fill.tokens[i : i + row_len], fill.start + i, fill.pages)
-        for fill in fills
-        for i in range(0, len(fill.tokens), row_len)
+        PrefillChunk(chunk.tokens[i : i + row_len], chunk.start + i, chunk.pages)
+        for chunk in chunks
+        for i in range(0, len(chunk.tokens), row_len)
     ]
 
 
-def fill_arrays(
-    rows: list[Fill | None], row_len: int, n_columns: int
+def prefill_arrays(
+    rows: list[PrefillChunk | None], shapes: DispatchShapes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32 tokens and positions [R, row_len], and the page table [R, C]; position -1 is padding."""
-    tokens = np.zeros((len(rows), row_len), np.int32)
-    positions = np.full((len(rows), row_len), -1, np.int32)
+    """int32 tokens and positions [R, row_len], page table [R, C]; position -1 is padding."""
+    tokens = np.zeros((len(rows), shapes.prefill_row_len), np.int32)
+    positions = np.full((len(rows), shapes.prefill_row_len), -1, np.int32)
     for b, row in enumerate(rows):
         if row is not None:
             tokens[b, : len(row.tokens)] = row.tokens
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
-    return tokens, positions, _page_table(rows, n_columns)
+    return tokens, positions, _page_table(rows, shapes.max_pages_per_seq)
 
 
-def decode_arrays(
-    rows: list[Running | None], n_columns: int, eos_ids: tuple[int, ...], *, history_len: int
-) -> DecodeRows:
-    """The next step of each sequence; with all their tokens where `history_len` is above 0."""
+def decode_batch(
+    rows: list[RunningSequence | None], shapes: DispatchShapes, eos_ids: tuple[int, ...]
+) -> DecodeBatch:
+    """The arrays of the next decode step of each sequence, None being padding."""
 
-    def column(dtype: type, pad: int, value: Callable[[Running], int | float]) -> np.ndarray:
+    def column(
+        dtype: type, pad: int, value: Callable[[RunningSequence], int | float]
+    ) -> np.ndarray:
         return np.array([pad if row is None else value(row) for row in rows], dtype)
 
-    stops = np.full((len(rows), N_STOP), -1, np.int32)
+    stops = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
     for b, row in enumerate(rows):
         if row is not None and not row.request.ignore_stop:
             ids = stop_ids(row.request, eos_ids)
             stops[b, : len(ids)] = ids
-    return DecodeRows(
+    return DecodeBatch(
         token=column(np.int32, 0, lambda seq: seq.last_token),
         position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
         remaining=column(np.int32, 0, lambda seq: seq.remaining),
@@ -57,22 +124,23 @@ def decode_arrays(
         prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
         sample=column(np.uint32, 0, lambda seq: seq.request.sample),
         stop_ids=stops,
-        page_table=_page_table(rows, n_columns),
+        page_table=_page_table(rows, shapes.max_pages_per_seq),
         sampling=SamplingParams(
             temperature=column(np.float32, 0, lambda seq: seq.request.sampling.temperature),
             top_k=column(np.int32, 0, lambda seq: seq.request.sampling.top_k),
             top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
             min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
         ),
-        history=_history(rows, history_len) if history_len else None,
+        history=_history(rows, shapes.history_len) if shapes.history_len else None,
     )
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """All token ids that end the request."""
     return eos_ids + request.sampling.stop_token_ids
 
 
-def _history(rows: list[Running | None], length: int) -> np.ndarray:
+def _history(rows: list[RunningSequence | None], length: int) -> np.ndarray:
     tokens = np.zeros((len(rows), length), np.int32)
     for b, row in enumerate(rows):
         if row is not None:
@@ -80,7 +148,9 @@ def _history(rows: list[Running | None], length: int) -> np.ndarray:
     return tokens
 
 
-def _page_table(rows: Sequence[Fill | Running | None], n_columns: int) -> np.ndarray:
+def _page_table(
+    rows: Sequence[PrefillChunk | RunningSequence | None], n_columns: int
+) -> np.ndarray:
     table = np.zeros((len(rows), n_columns), np.int32)
     for b, row in enumerate(rows):
         if row is not None:

@@ -1,8 +1,8 @@
-"""The engine behind the verbs of JetStream 0.2.2, for programs written for its orchestrator.
+"""Adapter with the engine interface of JetStream 0.2.2, for programs that use its orchestrator.
 
-JetStream (https://github.com/AI-Hypercomputer/JetStream, archived in February 2026) prefills on one thread and
-generates on another; slots are numbered by the caller, sequences have no length of their own, and what
-`generate` returns is one array. The package itself is not needed here: its class of results is passed in.
+JetStream (https://github.com/AI-Hypercomputer/JetStream, archived in February 2026) prefills on one
+thread and generates on another. The caller numbers the slots, sequences have no length limit, and
+`generate` returns one array. The package itself is not a dependency: its result class is passed in.
 """
 
 import dataclasses
@@ -22,17 +22,20 @@ from jaxrl.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class SlotResult:
-    """The part of a result that belongs to a slot."""
+    """The part of a result for one slot."""
 
     tokens: np.ndarray  # int32 [1, n_new]
-    valid: np.ndarray  # int32 [1, n_new], 0 behind the end of the sequence
-    lengths: np.ndarray  # int32 [1], tokens made so far
+    valid: np.ndarray  # int32 [1, n_new], 0 after the end of the sequence
+    lengths: np.ndarray  # int32 [1], tokens generated so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `generate` made for all slots, in the layout of JetStream's ResultTokens: the columns of
-    `data` (int32 [n_slots, 2 * n_new + 1]) are tokens, their validity, and the length so far."""
+    """Tokens of all slots from one `generate`, in the layout of JetStream's ResultTokens.
+
+    The columns of `data` (int32 [n_slots, 2 * n_new + 1]) are tokens, their validity, and the
+    length so far.
+    """
 
     data: np.ndarray
     tokens_idx: tuple[int, int]
@@ -41,7 +44,7 @@ class Result:
     samples_per_slot: int
 
     def copy_to_host_async(self) -> None:
-        """It lies on the host."""
+        """Does nothing: the data is on the host."""
 
     def convert_to_numpy(self) -> "Result":
         return self
@@ -56,23 +59,23 @@ class Result:
 
 @dataclasses.dataclass
 class Slot:
-    """A sequence under way."""
+    """An active sequence."""
 
     engine_slot: int
-    made: list[int] = dataclasses.field(default_factory=list)  # tokens not returned yet
+    pending: list[int] = dataclasses.field(default_factory=list)  # tokens not returned yet
     n_returned: int = 0
-    ended: bool = False  # at the end of the engine's context
+    ended: bool = False  # reached the engine's maximum length
 
 
 class JetStreamEngine:
     """JetStream's `Engine`, over a paged engine.
 
-    `tokenizer` is what the orchestrator gets from `build_tokenizer`; `result` is the class to return
-    results in, jetstream.engine.engine_api.ResultTokens for the orchestrator of the package. Sampling
-    and seed hold for all sequences; the n-th to be inserted draws as prompt n.
+    `tokenizer` is what `build_tokenizer` returns to the orchestrator. `result` is the class of the
+    results, jetstream.engine.engine_api.ResultTokens for the package's orchestrator. Sampling and
+    seed apply to all sequences; the n-th inserted sequence uses prompt id n.
 
-    A sequence ends where the caller frees or refills its slot; until then it costs decode steps. Stop
-    tokens are the caller's affair, and tokens behind them are made in vain: a dispatch is
+    A sequence ends when the caller frees or refills its slot; until then it uses decode steps. The
+    caller handles stop tokens, and discards the tokens after them: a dispatch is up to
     `rollout.steps_per_dispatch` steps.
     """
 
@@ -94,14 +97,14 @@ class JetStreamEngine:
         self._n_inserted = 0
         self._lock = threading.Lock()  # prefill and generate are called by different threads
 
-    # The verbs
+    # Verbs of JetStream's Engine
 
     def load_params(self) -> Tree:
-        """The parameters that the engine was made with; any others may be passed to the other verbs."""
+        """The parameters given at construction; the other verbs accept any."""
         return self._params
 
     def init_decode_state(self) -> None:
-        """What lies on the device is the engine's; there is no state to pass along."""
+        """None: the engine owns the state on the device."""
 
     def prefill(
         self,
@@ -111,19 +114,22 @@ class JetStreamEngine:
         true_length: int,
         existing_prefix: Prefix | None = None,
     ) -> Prefix:
-        """A handle on the prompt's pages. It is to be inserted once."""
+        """Prefills a prompt. The returned handle must be inserted exactly once."""
         if existing_prefix is not None:
             raise NotImplementedError(
-                "a prefix cannot be continued; pass the whole prompt, what it shares with others is found"
+                "existing_prefix is unsupported; pass the whole prompt, the prefix cache finds the "
+                "shared part"
             )
         tokens = np.asarray(padded_tokens, np.int32)[:true_length]
         with self._lock, jax.set_mesh(self._mesh):
             return self._engine.prefill(params, tokens)
 
     def insert(self, prefix: Prefix, decode_state: None, slot: int) -> None:
-        """Starts a sequence in a slot; one that is still there ends."""
+        """Starts a sequence in a slot, and ends the one that was there."""
         if not 0 <= slot < self.max_concurrent_decodes:
-            raise ValueError(f"slot {slot} is none of the {self.max_concurrent_decodes}")
+            raise ValueError(
+                f"slot {slot} is out of range; slots are 0 to {self.max_concurrent_decodes - 1}"
+            )
         request = Request(
             tokens=prefix.tokens,
             max_tokens=self._engine.max_len - len(prefix.tokens),
@@ -139,18 +145,18 @@ class JetStreamEngine:
             self._n_inserted += 1
 
     def generate(self, params: Tree, decode_state: None) -> tuple[None, Any]:
-        """The next tokens of all slots: as many as there are of every sequence, one at least."""
+        """The next tokens of all slots: as many as every unfinished sequence has, at least one."""
         with self._lock, jax.set_mesh(self._mesh):
-            while any(not (slot.made or slot.ended) for slot in self._slots.values()):
-                self._take(params)
-            return None, self._next()
+            while any(not (slot.pending or slot.ended) for slot in self._slots.values()):
+                self._dispatch(params)
+            return None, self._next_result()
 
     def free_resource(self, slot: int) -> None:
-        """Ends the sequence of a slot, where it has one."""
+        """Ends the sequence of a slot, if it has one."""
         with self._lock:
             self._free(slot)
 
-    # What the orchestrator asks
+    # Properties that the orchestrator reads
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -162,7 +168,7 @@ class JetStreamEngine:
 
     @property
     def max_prefill_length(self) -> int:
-        """A power of two, as the package pads prompts to one."""
+        """The largest supported power of two: the package pads prompts to powers of two."""
         return 1 << (self._engine.max_len - 1).bit_length() - 1
 
     @property
@@ -174,34 +180,32 @@ class JetStreamEngine:
         return None
 
     def get_prefix_destination_sharding(self) -> None:
-        """A prefix is a handle on the host."""
+        """None: a prefix is a host-side handle."""
 
     def get_tokenizer(self) -> None:
-        """The tokenizer is not made from a description."""
+        """None: `build_tokenizer` returns the tokenizer itself."""
 
     def build_tokenizer(self, metadata: Any) -> Any:
         return self._tokenizer
-
-    # Inside
 
     def _free(self, slot: int) -> None:
         old = self._slots.pop(slot, None)
         if old is not None and not old.ended:
             self._engine.free(old.engine_slot)
 
-    def _take(self, params: Tree) -> None:
-        """One dispatch of the engine. A sequence that it sent back to its queue gets nothing."""
+    def _dispatch(self, params: Tree) -> None:
+        """Runs one dispatch of the engine. A preempted sequence gets no tokens."""
         owners = {slot.engine_slot: slot for slot in self._slots.values()}
-        for made in self._engine.generate(params):
-            slot = owners[made.slot]
-            slot.made += made.tokens.tolist()
-            slot.ended = bool(made.finish)
+        for new in self._engine.generate(params):
+            slot = owners[new.slot]
+            slot.pending += new.tokens.tolist()
+            slot.ended = bool(new.finish)
 
-    def _next(self) -> Any:
-        n_new = min((len(s.made) for s in self._slots.values() if s.made), default=1)
+    def _next_result(self) -> Any:
+        n_new = min((len(s.pending) for s in self._slots.values() if s.pending), default=1)
         data = np.zeros((self.max_concurrent_decodes, 2 * n_new + 1), np.int32)
         for row, slot in self._slots.items():
-            tokens, slot.made = slot.made[:n_new], slot.made[n_new:]
+            tokens, slot.pending = slot.pending[:n_new], slot.pending[n_new:]
             slot.n_returned += len(tokens)
             data[row, : len(tokens)] = tokens
             data[row, n_new : n_new + len(tokens)] = 1

@@ -1,9 +1,10 @@
-"""Sampling next tokens on device, every row by its own parameters, without sorting the vocabulary.
+"""Next-token sampling on device, with parameters per row and without sorting the vocabulary.
 
-A token costs one uniform number, drawn from (seed, prompt id, sample id, position) alone: it does
-not depend on what else is in the batch. B rows, V vocabulary.
+A token uses one uniform number, a function of (seed, prompt id, sample id, position) only, so it
+does not depend on the rest of the batch. B rows, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,14 +16,14 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from jaxrl import types
 from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.logprob import token_logp
-from sharding import target_platform
+from sharding import Rules, target_platform
 
-BLOCKS = 256, 128  # of the vocabulary: one level finds the block, the other the token in it
+BLOCKS = 256, 128  # vocabulary block sizes: one level finds the block, the other the token in it
 
 
 @struct.dataclass
 class SamplingParams:
-    """config.SamplingConfig of every row, as arrays."""
+    """The SamplingConfig of every row, as arrays."""
 
     temperature: types.Array  # float32 [B], 0 = greedy
     top_k: types.Array  # int32 [B], 0 = off
@@ -51,41 +52,41 @@ def sample(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Next tokens and their logprobs.
 
-    Filters apply in this order to softmax(logits / temperature): top-k, top-p of what is left
+    Filters apply to softmax(logits / temperature) in this order: top-k, top-p of the remaining mass
     (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082). Tokens that tie at
-    the border stay.
+    the cutoff are kept.
 
-    The logprob is that of the *unfiltered* softmax(logits / temperature), at temperature 1 for greedy
-    rows: the number that the trainer computes for the same token, so that the gap between the two is
-    the numerical one and the first ratio of a PPO update is 1. A filter samples from this
-    distribution cut down to its kept tokens, which adds one constant per position to the logprob.
+    The logprob is that of the *unfiltered* softmax(logits / temperature), at temperature 1 for
+    greedy rows. The trainer computes the same quantity for the token, so that the gap between the
+    two is purely numerical and the first ratio of a PPO update is 1. A filter samples from this
+    distribution restricted to the kept tokens, which adds one constant per position to the logprob.
     """
     greedy = params.temperature <= 0
     scaled = materialize(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
     blocks = _in_blocks(scaled)
     largest = jnp.max(blocks, axis=-1)
     top = materialize(jnp.max(largest, axis=-1))
-    written = None
+    shared = None
     if target_platform() == "cpu":
-        # Alone in its fusion: XLA on CPU has two exponentials, and a border is the weight of a token.
-        written = materialize(jnp.exp(blocks - top[:, None, None]))
+        # In its own fusion: XLA on CPU has two exponentials, and a cutoff is the weight of a token.
+        shared = materialize(jnp.exp(blocks - top[:, None, None]))
 
     def weights():
-        """On CPU read by all; elsewhere formed by each fusion that reads the logits, without room in memory."""
-        return jnp.exp(blocks - top[:, None, None]) if written is None else written
+        """On CPU one shared array; elsewhere fused into each reader, without memory for it."""
+        return jnp.exp(blocks - top[:, None, None]) if shared is None else shared
 
     filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-    least = jax.lax.cond(
+    cutoff = jax.lax.cond(
         jnp.any(filtered),
-        lambda: least_weight(weights(), params, logits.shape[1]),
+        lambda: cutoff_weight(weights(), params, logits.shape[1]),
         lambda: jnp.zeros_like(top),
     )
-    drawn, weight = _inverse_cdf(_from(least, weights()), uniform)
-    # Rounding in the sums could point between two tokens at one of weight zero.
+    drawn, weight = _inverse_cdf(_keep_from(cutoff, weights()), uniform)
+    # Rounding in the sums could select a token of weight zero between two others.
     token = jnp.where(greedy | (weight == 0), _argmax(blocks, largest), drawn)
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
     in_row = weights().reshape(logits.shape[0], -1)
-    if written is not None:  # padding adds nothing, but its sum has another order on CPU
+    if shared is not None:  # padding adds 0, but changes the summation order on CPU
         in_row = in_row[:, : logits.shape[1]]
     return token, token_logp(chosen, top, in_row)
 
@@ -93,12 +94,12 @@ def sample(
 def _inverse_cdf(
     weights: Float[Array, "B n block"], uniform: Float[Array, "B"]
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """The token at which the running sum of the weights passes uniform * total, and its weight."""
+    """The token at which the cumulative weight exceeds uniform * total, and its weight."""
     sums = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)
     target = uniform[:, None] * sums[:, -1:]
     block = jnp.minimum(jnp.sum(sums <= target, axis=-1), sums.shape[1] - 1)
     before = jnp.where(block > 0, jnp.take_along_axis(sums, block[:, None] - 1, axis=1)[:, 0], 0.0)
-    inside, size = _of_block(weights, block), weights.shape[2]
+    inside, size = _take_block(weights, block), weights.shape[2]
     rest = target - before[:, None]
     offset = jnp.minimum(jnp.sum(jnp.cumsum(inside, axis=-1) <= rest, axis=-1), size - 1)
     weight = jnp.take_along_axis(inside, offset[:, None], axis=1)[:, 0]
@@ -106,58 +107,69 @@ def _inverse_cdf(
 
 
 def _argmax(blocks: Float[Array, "B n block"], largest: Float[Array, "B n"]) -> Int[Array, "B"]:
-    """The first of the largest: argmax over a long row is slow on CPU."""
+    """The first maximum, in two levels: argmax over a long row is slow on CPU."""
     block = jnp.argmax(largest, axis=-1)
-    offset = jnp.argmax(_of_block(blocks, block), axis=-1)
+    offset = jnp.argmax(_take_block(blocks, block), axis=-1)
     return (block * blocks.shape[2] + offset).astype(jnp.int32)
 
 
-def _of_block(blocks: Float[Array, "B n block"], block: Int[Array, "B"]) -> Float[Array, "B block"]:
+def _take_block(
+    blocks: Float[Array, "B n block"], block: Int[Array, "B"]
+) -> Float[Array, "B block"]:
     return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
 def _in_blocks(logits: Float[Array, "B V"]) -> Float[Array, "B n block"]:
-    """All that follows reads this: a TPU lays it out anew, and padding would be a copy more."""
+    """Logits in blocks of the vocabulary.
+
+    Every later step reads them in this shape: a TPU changes the layout once here. The block size
+    divides V if possible, since padding costs another copy.
+    """
     B, V = logits.shape
     size = next((size for size in BLOCKS if V % size == 0), BLOCKS[0])
     padded = jnp.pad(logits, ((0, 0), (0, -V % size)), constant_values=-jnp.inf)
     return padded.reshape(B, -1, size)
 
 
-def least_weight(
+def cutoff_weight(
     weights: Float[Array, "B n block"], params: SamplingParams, V: int
 ) -> Float[Array, "B"]:
-    """Of the weights (1 at the most likely token, 0 in padding) the least that top-k, top-p and min-p leave."""
+    """The smallest weight that top-k, top-p and min-p keep.
+
+    Weights are relative to the most likely token, which has 1; padding has 0.
+    """
     B = weights.shape[0]
     k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)
 
-    def at_least_k(border):
-        return jnp.sum(weights >= border[:, None, None], axis=(1, 2)) >= k
+    def at_least_k(cutoff):
+        return jnp.sum(weights >= cutoff[:, None, None], axis=(1, 2)) >= k
 
-    first = _largest_border(at_least_k, B)
-    kept = _from(first, weights)
+    first = _largest_cutoff(at_least_k, B)
+    kept = _keep_from(first, weights)
     mass = params.top_p * jnp.sum(kept, axis=(1, 2))
 
-    def enough_mass(border):
-        return jnp.sum(_from(border, kept), axis=(1, 2)) >= mass
+    def enough_mass(cutoff):
+        return jnp.sum(_keep_from(cutoff, kept), axis=(1, 2)) >= mass
 
-    second = jnp.where(params.top_p < 1, _largest_border(enough_mass, B), 0.0)
+    second = jnp.where(params.top_p < 1, _largest_cutoff(enough_mass, B), 0.0)
     return jnp.maximum(jnp.maximum(first, second), params.min_p)
 
 
-def _from(
-    border: Float[Array, "B"], weights: Float[Array, "B n block"]
+def _keep_from(
+    cutoff: Float[Array, "B"], weights: Float[Array, "B n block"]
 ) -> Float[Array, "B n block"]:
-    """The weights of each row that reach its border, the others zero."""
-    return jnp.where(weights >= border[:, None, None], weights, 0.0)
+    """The weights with those below their row's cutoff set to 0."""
+    return jnp.where(weights >= cutoff[:, None, None], weights, 0.0)
 
 
-def _largest_border(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Float[Array, "B"]:
-    """The largest float32 b in [0, 1] of each row for which holds(b); it does at 0, and once it
-    does not, it does not beyond. Floats >= 0 order as their bits do, so 30 halvings find b exactly.
+def _largest_cutoff(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Float[Array, "B"]:
+    """The largest float32 c in [0, 1] of each row for which holds(c).
+
+    The condition holds at 0, and once false it stays false for larger values. Floats >= 0 have the
+    order of their bit patterns, so 30 bisections find c exactly.
     """
 
-    def halve(_, bounds):
+    def bisect(_, bounds):
         low, high = bounds
         middle = low + (high - low) // 2
         ok = holds(jax.lax.bitcast_convert_type(middle, jnp.float32))
@@ -165,5 +177,23 @@ def _largest_border(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Flo
 
     past_one = int(np.float32(1.0).view(np.int32)) + 1
     bounds = jnp.zeros(n_rows, jnp.int32), jnp.full(n_rows, past_one, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, 30, halve, bounds)
+    low, _ = jax.lax.fori_loop(0, 30, bisect, bounds)
     return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+def sample_sharded(
+    logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams, *, rules: Rules
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """`sample` with the rows sharded over the devices that hold shards of the vocabulary.
+
+    They exchange vocabulary shards for whole rows, which moves less data than an all-gather of all
+    logits.
+    """
+    axes = rules.mesh_axes("vocab")
+    if uniform.shape[0] % rules.n_shards("vocab"):
+        axes = ()  # too few rows to shard: every device samples all of them
+    by_row = jax.P(axes or None)
+    shard_rows = functools.partial(jax.reshard, out_shardings=by_row)
+    local = jax.shard_map(sample, in_specs=by_row, out_specs=by_row, check_vma=False)
+    sampled = local(shard_rows(logits), shard_rows(uniform), jax.tree.map(shard_rows, params))
+    return jax.tree.map(lambda a: jax.reshard(a, jax.P()), sampled)

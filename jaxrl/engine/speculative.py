@@ -1,158 +1,145 @@
-"""Decoding several tokens at a time: the sequence's own past suggests drafts, the model checks them.
+"""N-gram speculative decoding: the sequence's own tokens propose drafts, the model verifies them.
 
-Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding): a draft is what followed the last time that
-the sequence said what it says now. One pass of the model runs the last token and the drafts behind it, and the
-token of each of their positions is drawn as ever, by that position's own random number. It counts as far as the
-drafts before it are what was drawn. So tokens are those of decoding one by one, and what is drawn is drawn from the
-model's distribution, whatever the drafts are; https://arxiv.org/abs/2211.17192 has the case of random drafts.
+Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding): the draft tokens are those
+that followed the most recent earlier occurrence of the last n-gram. One forward pass runs the last
+token and the draft tokens after it, and every position is sampled as usual, with the random number
+of that position. A sampled token counts if all draft tokens before it equal the sampled ones. So
+the tokens are those of decoding one at a time, and have the model's distribution, whatever the
+drafts are. https://arxiv.org/abs/2211.17192 covers random drafts.
 
-Keys of drafts are written where those of the true tokens come to lie: in pages of the sequence's own, behind
-what it has. Those of wrong ones are written over before any query reaches them.
+The KV of draft tokens is written to the positions of the true tokens, in pages that only this
+sequence writes. The KV of rejected tokens is overwritten before any query attends to it.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
-from jaxrl.engine.rows import DecodeRows, going, sample_rows
-from jaxrl.engine.sampling import row_keys, uniforms
+from jaxrl.engine.decode_loop import DecodeBatch, decode_loop_condition
+from jaxrl.engine.sampling import row_keys, sample_sharded, uniforms
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
 
+OUT_OF_RANGE = jnp.iinfo(jnp.int32).max  # index of a write that is dropped
+
 
 @dataclasses.dataclass(frozen=True)
-class Drafts:
-    """How they are found."""
+class SpeculationConfig:
+    """Limits of the n-gram proposer."""
 
-    n_tokens: int  # of a draft, at most
-    n_gram: int  # last tokens that are looked up, at most
+    n_tokens: int  # draft tokens per step, at most
+    n_gram: int  # length of the n-gram that is looked up, at most
 
 
-def find_drafts(
-    history: Int[Array, "B S"], position: Int[Array, "B"], how: Drafts
+def propose_drafts(
+    history: Int[Array, "B S"], position: Int[Array, "B"], config: SpeculationConfig
 ) -> Int[Array, "B D"]:
-    """What may follow the tokens 0..position of each row: what followed the longest of the endings of up to
-    `n_gram` tokens that were there before, the last time. Where that leads up to the end it goes round.
-    -1 where there is nothing, and where the position is -1."""
-    here = jnp.arange(history.shape[1])
-    alike, length = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
-    for back in range(how.n_gram):
-        ending = jnp.take_along_axis(history, jnp.maximum(position - back, 0)[:, None], axis=1)
-        alike &= (jnp.roll(history, back, axis=1) == ending) & (here >= back)
-        length += alike
-    # One number to compare by: length first, then place.
-    found = jnp.where(here < position[:, None], length * len(here) + here, -1)
-    best = jnp.max(found, axis=1)
-    place = (best % len(here))[:, None]
-    behind = jnp.arange(how.n_tokens) % jnp.maximum(position[:, None] - place, 1)
-    drafts = jnp.take_along_axis(history, place + 1 + behind, axis=1)
-    return jnp.where((best >= len(here))[:, None], drafts, -1)
+    """Draft tokens to follow the tokens 0..position of each row.
+
+    They are the tokens after the most recent earlier occurrence of the longest matching suffix of
+    up to `n_gram` tokens. A draft that reaches the end of the history repeats from its start. -1 if
+    nothing matches, and for rows with position -1.
+    """
+    index = jnp.arange(history.shape[1])
+    matches, length = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
+    for back in range(config.n_gram):
+        suffix = jnp.take_along_axis(history, jnp.maximum(position - back, 0)[:, None], axis=1)
+        matches &= (jnp.roll(history, back, axis=1) == suffix) & (index >= back)
+        length += matches
+    # One number to compare: match length first, then position.
+    score = jnp.where(index < position[:, None], length * len(index) + index, -1)
+    best = jnp.max(score, axis=1)
+    match_end = (best % len(index))[:, None]
+    offset = jnp.arange(config.n_tokens) % jnp.maximum(position[:, None] - match_end, 1)
+    drafts = jnp.take_along_axis(history, match_end + 1 + offset, axis=1)
+    return jnp.where((best >= len(index))[:, None], drafts, -1)
 
 
-def speculate_rows(
+def speculative_steps(
     params: Decoder,
     cache: KVCache,
-    rows: DecodeRows,
+    batch: DecodeBatch,
     n_tokens: Int[Array, ""],
-    leave_at: Int[Array, ""],
+    exit_at: Int[Array, ""],
+    *,
     rules: Rules,
     implementation: str | None,
     max_steps: int,
-    how: Drafts,
+    config: SpeculationConfig,
 ) -> tuple[KVCache, Int[Array, "2 B S"]]:
-    """`decode` of one replica, up to `max_steps` passes and `n_tokens` tokens of each row.
+    """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
-    Tokens and the bits of their logprobs come row by row without gaps, -1 behind them; the last column is the
-    number of passes that the row took part in, and of drafts that were checked in them.
+    The output has, for every row, the sampled tokens and the bits of their logprobs without gaps,
+    followed by -1. Its last column has the number of passes that the row took part in, and of draft
+    tokens verified in them.
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
-    (B,), W = rows.token.shape, 1 + how.n_tokens
+    (B,), W = batch.token.shape, 1 + config.n_tokens
     ahead = jnp.arange(W)
-    each = jnp.repeat(jnp.arange(B), W)
-    keys = row_keys(rows.seed, rows.prompt_id, rows.sample)[each]
-    sampling = jax.tree.map(lambda column: column[each], rows.sampling)
+    expand = jnp.repeat(jnp.arange(B), W)
+    keys = row_keys(batch.seed, batch.prompt_id, batch.sample)[expand]
+    sampling = jax.tree.map(lambda column: column[expand], batch.sampling)
     row = jnp.arange(B)[:, None]
 
     def one_pass(state):
-        step, cache, position, room, history, n_made, out, counts = state
+        step, cache, position, remaining, history, n_sampled, out, counts = state
         active = position >= 0
-        drafts = find_drafts(history, position, how)
-        # A draft is of use where a token may still follow it.
-        live = active[:, None] & (drafts >= 0) & (ahead[1:] < room[:, None])
+        drafts = propose_drafts(history, position, config)
+        # A draft token is useful only if another token may still follow it.
+        live = active[:, None] & (drafts >= 0) & (ahead[1:] < remaining[:, None])
         last = jnp.take_along_axis(history, jnp.maximum(position, 0)[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.where(live, drafts, 0)], axis=1)
         fed = jnp.concatenate([active[:, None], live], axis=1)
-        places = position[:, None] + ahead
+        positions = position[:, None] + ahead
         hidden, cache = forward_paged(
             params,
             tokens.reshape(B * W, 1),
-            jnp.where(fed, places, -1).reshape(B * W, 1),
+            jnp.where(fed, positions, -1).reshape(B * W, 1),
             cache,
-            rows.page_table,
+            batch.page_table,
             rules=rules,
             implementation=implementation,
         )
         logits = params.logits(hidden, rules)[:, 0]
-        uniform = uniforms(keys, places.reshape(-1) + 1)
-        token, logp = sample_rows(logits, uniform, sampling, rules=rules)
+        uniform = uniforms(keys, positions.reshape(-1) + 1)
+        token, logp = sample_sharded(logits, uniform, sampling, rules=rules)
         token, logp = token.reshape(B, W), logp.reshape(B, W)
 
-        right = live & (token[:, :-1] == drafts)
-        stops = jnp.any(token[:, :, None] == rows.stop_ids[:, None], axis=2)
-        goes_on = jnp.cumprod(right & ~stops[:, :-1], axis=1)
-        made = jnp.concatenate([active[:, None], active[:, None] & (goes_on > 0)], axis=1)
-        n_new = jnp.sum(made, axis=1)
-        nowhere = jnp.iinfo(jnp.int32).max
-        column = jnp.where(made, n_made[:, None] + ahead, nowhere)
+        stops = jnp.any(token[:, :, None] == batch.stop_ids[:, None], axis=2)
+        counted = _counted(token, drafts, live, active, stops)
+        n_new = jnp.sum(counted, axis=1)
+        column = jnp.where(counted, n_sampled[:, None] + ahead, OUT_OF_RANGE)
         bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
         out = out.at[:, row, column].set(jnp.stack([token, bits]), mode="drop")
-        history = history.at[row, jnp.where(made, places + 1, nowhere)].set(token, mode="drop")
+        place = jnp.where(counted, positions + 1, OUT_OF_RANGE)
+        history = history.at[row, place].set(token, mode="drop")
         counts += jnp.stack([active, jnp.sum(live, axis=1)]).astype(jnp.int32)
-        ended = (n_new >= room) | jnp.any(stops & made, axis=1)
+        ended = (n_new >= remaining) | jnp.any(stops & counted, axis=1)
         position = jnp.where(active & ~ended, position + n_new, -1)
-        room, n_made = room - n_new, n_made + n_new
-        return step + 1, cache, position, room, history, n_made, out, counts
+        remaining, n_sampled = remaining - n_new, n_sampled + n_new
+        return step + 1, cache, position, remaining, history, n_sampled, out, counts
 
     start = (
         jnp.int32(0),
         cache,
-        rows.position,
-        jnp.minimum(rows.remaining, n_tokens),
-        rows.history,
+        batch.position,
+        jnp.minimum(batch.remaining, n_tokens),
+        batch.history,
         jnp.zeros(B, jnp.int32),
         jnp.full((2, B, max_steps * W), -1, jnp.int32),
         jnp.zeros((2, B), jnp.int32),
     )
-    enough = going(jnp.int32(max_steps), leave_at, replicas)
-    _, cache, *_, out, counts = jax.lax.while_loop(enough, one_pass, start)
+    condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
+    _, cache, *_, out, counts = jax.lax.while_loop(condition, one_pass, start)
     return cache, jnp.concatenate([out, counts[:, :, None]], axis=2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """What the rows of a dispatch made, read from the array that it returns."""
-
-    tokens: (
-        np.ndarray
-    )  # int32 [2, B, n]: tokens without gaps, -1 behind them, and the bits of their logprobs
-    n_steps: int  # passes of the model
-    n_drafted: int = 0
-    n_accepted: int = 0
-
-    @property
-    def n_tokens(self) -> int:
-        return int((self.tokens[0] >= 0).sum())
-
-
-def read_made(out: np.ndarray, drafts: Drafts | None) -> Made:
-    if drafts is None:
-        n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return Made(out[..., :n_steps], n_steps)
-    tokens, (passes, drafted) = out[..., :-1], out[..., -1]
-    n_accepted = int((tokens[0] >= 0).sum() - passes.sum())
-    return Made(tokens, int(passes.max()), int(drafted.sum()), n_accepted)
+def _counted(token, drafts, live, active, stops):
+    """bool [B, W]: sampled tokens up to the first rejected draft token or stop token, inclusive."""
+    accepted = live & (token[:, :-1] == drafts)
+    continues = jnp.cumprod(accepted & ~stops[:, :-1], axis=1)
+    return jnp.concatenate([active[:, None], active[:, None] & (continues > 0)], axis=1)

@@ -126,10 +126,10 @@ def add_up(
     pages = least = sequences = 0
     if engine is not None:
         room = left // page_bytes
-        wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.n_columns
+        wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.shapes.max_pages_per_seq
         pages = max(min(wanted, room), 0)
-        least = cfg.rollout.n_pages or engine.n_columns
-        sequences = min(cfg.rollout.max_num_seqs, pages // engine.n_columns)
+        least = cfg.rollout.n_pages or engine.shapes.max_pages_per_seq
+        sequences = min(cfg.rollout.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
     fits = left >= least * page_bytes
     calls = calls_per_step(cfg, parts, max(sequences, 1), lengths)
     phases = {}
@@ -243,15 +243,17 @@ def calls_per_step(
     if (engine := parts.engine) is not None:
         prompts = cfg.data.prompts_per_step / parts.n_replicas
         steps = math.ceil(total / (sequences * parts.n_replicas)) * lengths.response
-        rows, n = engine.prefill_buckets[-1], cfg.rollout.n
+        rows, n = engine.shapes.prefill_buckets[-1], cfg.rollout.n
         beside = 0
-        if engine.mixes:
-            of_prompt = math.ceil((lengths.prompt - 1) / engine.row_len)
+        if engine.shapes.mixed:
+            of_prompt = math.ceil((lengths.prompt - 1) / engine.shapes.prefill_row_len)
             beside = min(mixed_dispatches(prompts, n, sequences, of_prompt, rows), steps)
         of_engine = {
             "reshard": 1,
             "prefill": max(
-                math.ceil(prompts * lengths.prompt / (rows * engine.row_len)) - beside, 0
+                math.ceil(prompts * lengths.prompt / (rows * engine.shapes.prefill_row_len))
+                - beside,
+                0,
             ),
             "mixed": beside,
             "copy_pages": 0,

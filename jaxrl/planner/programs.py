@@ -215,20 +215,22 @@ def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int
     state = sum(parts.resident.values())
     half = (cfg.rollout.memory_utilization * memory_bytes - state - copy) / 2
     with jax.set_mesh(layout.mesh(mesh)):
-        page_bytes, n_replicas = engine.page_bytes_per_device, engine.n_replicas
-    room = max(int(half // page_bytes), engine.n_columns)
-    n_pages = cfg.rollout.n_pages or min(cfg.rollout.max_num_seqs * engine.n_columns, room)
+        page_bytes, n_replicas = engine.pool.page_bytes_per_device, engine.pool.n_replicas
+    room = max(int(half // page_bytes), engine.shapes.max_pages_per_seq)
+    n_pages = cfg.rollout.n_pages or min(
+        cfg.rollout.max_num_seqs * engine.shapes.max_pages_per_seq, room
+    )
 
     @functools.cache
     def engine_program(kind: str) -> jax.stages.Lowered:
         with jax.set_mesh(layout.mesh(mesh)):
-            return engine.lower(weights, n_pages, kind)
+            return engine.runner.lower(weights, n_pages, kind)
 
     lower, holds = dict(parts.lower), dict(parts.holds)
     if copied:
         lower["reshard"] = functools.partial(layout.lower, params)
         holds["reshard"] = ("rollout_copied",)
-    for name in ("prefill", *("mixed",) * engine.mixes, "copy_pages", "decode"):
+    for name in ("prefill", *("mixed",) * engine.shapes.mixed, "copy_pages", "decode"):
         lower[name] = functools.partial(engine_program, name)
         holds[name] = ("kv",) if name == "copy_pages" else ("rollout_aliased", "kv")
     return dataclasses.replace(

@@ -132,7 +132,7 @@ def metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float
     """The rollout/* metrics of one call, means over its decode steps. Tokens count as useful only in
     finished responses, wall time as a whole."""
     steps = max(stats.n_steps, 1)
-    n_prompt_tokens = stats.n_prefill_tokens + stats.n_shared_tokens
+    n_prompt_tokens = stats.n_prefill_tokens + stats.n_cached_tokens
     return {
         "rollout/tokens_per_s": n_tokens / max(wall_s, 1e-9),
         "rollout/cache_utilization": stats.cache_used / steps,
@@ -141,10 +141,10 @@ def metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float
         "rollout/waiting": stats.waiting / steps,
         "rollout/preempted": float(stats.n_preempted),
         "rollout/prefill_tokens": float(stats.n_prefill_tokens),
-        "rollout/shared_tokens": float(stats.n_shared_tokens),
-        "rollout/prefix_hit_rate": stats.n_shared_tokens / max(n_prompt_tokens, 1),
+        "rollout/shared_tokens": float(stats.n_cached_tokens),
+        "rollout/prefix_hit_rate": stats.n_cached_tokens / max(n_prompt_tokens, 1),
         "rollout/padding_fraction": 1.0
-        - (stats.n_tokens - stats.n_accepted) / max(stats.n_rows, 1),
-        "rollout/draft_acceptance": stats.n_accepted / max(stats.n_drafted, 1),
+        - (stats.n_tokens - stats.n_accepted_tokens) / max(stats.n_batch_slots, 1),
+        "rollout/draft_acceptance": stats.n_accepted_tokens / max(stats.n_draft_tokens, 1),
         "rollout/host_fraction": stats.host_s / max(stats.host_s + stats.device_s, 1e-9),
     }

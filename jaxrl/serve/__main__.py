@@ -32,7 +32,7 @@ from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build
-from jaxrl.engine.engine import N_STOP
+from jaxrl.engine.batches import MAX_STOP_IDS
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import Follower
@@ -166,7 +166,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         name=options.name,
         context=model.context,
         vocab=model.engine.cfg.V,
-        n_stop=N_STOP - len(model.engine.eos_ids),
+        n_stop=MAX_STOP_IDS - len(model.engine.eos_ids),
         n_choices=most_jobs,
     )
     engine = EngineThread(

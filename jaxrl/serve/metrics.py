@@ -37,10 +37,10 @@ class Meters:
         """Takes in the engine's state and its counters since the last call; on the engine's thread."""
         scheduler, stats = engine.scheduler, engine.take_stats()
         self.prefill_tokens.inc(stats.n_prefill_tokens)
-        self.shared_tokens.inc(stats.n_shared_tokens)
+        self.shared_tokens.inc(stats.n_cached_tokens)
         self.sampled_tokens.inc(stats.n_tokens)
-        self.drafted_tokens.inc(stats.n_drafted)
-        self.accepted_tokens.inc(stats.n_accepted)
+        self.drafted_tokens.inc(stats.n_draft_tokens)
+        self.accepted_tokens.inc(stats.n_accepted_tokens)
         self.preemptions.inc(stats.n_preempted)
         self.device_s.inc(stats.device_s)
         self.host_s.inc(stats.host_s)

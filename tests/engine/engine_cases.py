@@ -120,7 +120,7 @@ def run_one_by_one(
 
 def has_mixed(engine: PagedEngine) -> bool:
     """Whether it has computed prompts beside a decode step."""
-    return any(kind == "mixed" for kind, _ in engine._shapes)
+    return any(kind == "mixed" for kind, _ in engine.runner.dispatched)
 
 
 def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: float = 1.0):

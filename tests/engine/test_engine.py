@@ -124,7 +124,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(family, sizes):
         params = make_params(cfg)
         engine = make_engine(cfg)
         results = run_one_by_one(engine, params, requests[::-1])[::-1]
-        spec = jax.typeof(engine._cache.k[0]).sharding.spec
+        spec = jax.typeof(engine.runner.cache.k[0]).sharding.spec
     assert spec[1] == "tensor"  # each device holds its own heads' pages
     assert has_mixed(engine)
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(results, want, strict=True):
@@ -178,7 +178,7 @@ def test_samples_of_a_prompt_share_its_pages_and_its_prefill(llama):
     engine.generate(params)
     assert engine.scheduler.pool.n_used == 2 + 8
     stats = engine.take_stats()
-    assert (stats.n_prefill_tokens, stats.n_shared_tokens) == (129, 7 * 129)
+    assert (stats.n_prefill_tokens, stats.n_cached_tokens) == (129, 7 * 129)
 
 
 def test_the_device_reads_the_trainers_own_arrays(llama):
@@ -189,7 +189,7 @@ def test_the_device_reads_the_trainers_own_arrays(llama):
     with jax.transfer_guard_device_to_device("disallow"):
         run(engine, params, make_requests(4))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)] == pointers
-    held = [v for v in vars(engine).values() if v is params]
+    held = [v for v in [*vars(engine).values(), *vars(engine.runner).values()] if v is params]
     assert not held
 
 
@@ -199,11 +199,11 @@ def test_decode_copies_neither_weights_nor_pool(llama):
     params = make_params(engine.cfg)
     compiled = programs.decode.lower(
         params,
-        engine._pool(),
-        engine._rows([], 8),
+        engine.runner.allocated_cache(),
+        engine.runner.decode_batch([], 8),
         np.int32(8),
         np.int32(0),
-        rules=engine.rules,
+        rules=engine.pool.rules,
         implementation=None,
         max_steps=8,
     ).compile()
@@ -242,9 +242,9 @@ def test_release_frees_the_pool_and_the_next_call_allocates_it_anew(llama):
     cfg, params = llama
     engine = make_engine(cfg)
     want = run(engine, params, make_requests(2))
-    pool = engine._cache.k[0]
+    pool = engine.runner.cache.k[0]
     engine.release()
-    assert engine._cache is None and engine.n_unfinished == 0
+    assert engine.runner.cache is None and engine.n_unfinished == 0
     del pool
     assert run(engine, params, make_requests(2)) == want
 

@@ -72,7 +72,7 @@ def test_ten_thousand_requests_end_as_they_would_alone(one_device):
     assert not kind_of and len(ended) + n_cancelled == N_REQUESTS
     stats = engine.take_stats()
     assert stats.cache_used_max == 1.0  # pages of earlier requests had to go
-    assert stats.n_shared_tokens > stats.n_prefill_tokens > 0
+    assert stats.n_cached_tokens > stats.n_prefill_tokens > 0
     assert engine.scheduler.pool.n_used == 0
     alone = make_engine(max_num_seqs=2, prefix_cache=False)
     for kind in range(0, N_KINDS, 8):

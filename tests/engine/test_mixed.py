@@ -96,7 +96,7 @@ def test_sequences_get_a_token_in_every_part_of_a_long_prompt(long_llama):
         stats = engine.take_stats()
         last = i == N_PARTS - 1
         assert stats.n_prefill_tokens == (3 if last else PART)
-        assert stats.n_shared_tokens == 0  # the parts before are its own
+        assert stats.n_cached_tokens == 0  # the parts before are its own
         assert set(made) == ({short, long} if last else {short})
         assert len(made[short]) == (SMALL.steps_per_dispatch if last else 1)
         assert engine.n_unfinished == 2 - last
@@ -125,7 +125,7 @@ def test_a_cancelled_prompt_holds_nothing_and_its_parts_are_found_again(long_lla
             got += out.tokens.tolist() if out.slot == short else []
     stats = engine.take_stats()
     # 3 parts; of them the next request finds two full pages, and 43 keys in a third
-    assert (stats.n_prefill_tokens, stats.n_shared_tokens) == (3 * PART, 299)
+    assert (stats.n_prefill_tokens, stats.n_cached_tokens) == (3 * PART, 299)
     while engine.n_unfinished:
         for out in engine.generate(params):
             got += out.tokens.tolist() if out.slot == short else []

@@ -51,13 +51,13 @@ def test_a_conversation_is_bitwise_the_same_with_and_without_reuse(llama):
             np.testing.assert_array_equal(np.array(logps, np.float32), row)
     stats, plain = kept.take_stats(), alone.take_stats()
     n_tokens = sum(len(r.tokens) - 1 for requests, _ in turns for r in requests)
-    assert plain.n_prefill_tokens == n_tokens and plain.n_shared_tokens == 0
+    assert plain.n_prefill_tokens == n_tokens and plain.n_cached_tokens == 0
     # A turn computes its 5 or 6 new tokens and the last sampled one, unless the rest of a page held too
     # few keys to be copied; the first computes all.
     first = sum(len(r.tokens) - 1 for r in turns[0][0])
     new = sum(6 + turn for turn in range(2) for _ in range(3)) - 6
     assert first + new <= stats.n_prefill_tokens <= first + new + 6 * 16
-    assert stats.n_shared_tokens == n_tokens - stats.n_prefill_tokens
+    assert stats.n_cached_tokens == n_tokens - stats.n_prefill_tokens
     assert kept.scheduler.pool.n_used == 0
 
 
@@ -71,7 +71,7 @@ def test_windowed_layers_find_what_they_need(one_device):
         assert [r[0] for r in results] == [r[0] for r in plain]
         for (_, logps, _), (_, want, _) in zip(results, plain, strict=True):
             np.testing.assert_allclose(logps, want, atol=1e-5)
-    assert kept.take_stats().n_shared_tokens > 0
+    assert kept.take_stats().n_cached_tokens > 0
 
 
 def test_a_full_pool_evicts_and_preempts_and_changes_nothing(llama):
@@ -110,8 +110,8 @@ def test_new_weights_find_no_keys_of_the_old(llama):
     assert half_shared == 0.5  # two samples of each prompt
     again, metrics = answer(engine, old, 7)
     assert again == first and metrics["rollout/prefix_hit_rate"] == 1.0
-    pool = engine._cache.k[0].unsafe_buffer_pointer()
+    pool = engine.runner.cache.k[0].unsafe_buffer_pointer()
     renewed, metrics = answer(engine, new, 8)
     assert metrics["rollout/prefix_hit_rate"] == 0.5
     assert renewed == answer(make_engine(cfg), new, 8)[0] != first
-    assert engine._cache.k[0].unsafe_buffer_pointer() == pool  # allocated once
+    assert engine.runner.cache.k[0].unsafe_buffer_pointer() == pool  # allocated once

@@ -92,7 +92,7 @@ def test_a_page_has_the_same_bits_whether_it_was_shared_filled_or_decoded(llama,
     alone = make_engine(cfg, kv_dtype=kv_dtype, prefix_cache=False)
     tight.take_stats()
     assert run(tight, params, more) == run(alone, params, more)
-    assert tight.take_stats().n_shared_tokens > alone.take_stats().n_shared_tokens
+    assert tight.take_stats().n_cached_tokens > alone.take_stats().n_cached_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -105,7 +105,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(family):
         with jax.set_mesh(mesh):
             engine = make_engine(cfg, kv_dtype="int8")
             found.append(run(engine, quantize_int8(make_params(cfg), jnp.float32), requests))
-            spec = jax.typeof(engine._cache.k.scale[0]).sharding.spec
+            spec = jax.typeof(engine.runner.cache.k.scale[0]).sharding.spec
     assert spec[1] == "tensor"  # each device holds its own heads' scales
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(*found, strict=True):
         assert tokens == want_tokens
@@ -116,6 +116,6 @@ def test_pages_in_eight_bits_are_counted_with_their_scales(llama):
     cfg, _ = llama
     engine = make_engine(cfg, kv_dtype="fp8", n_pages=5)
     # keys and values, 2 layers, 2 heads, 64 tokens: 16 bytes and a float32
-    assert page_bytes(cfg, 64, engine.kv_dtype) == 2 * 2 * 2 * 64 * (16 + 4)
-    pool = engine._pool()
+    assert page_bytes(cfg, 64, engine.pool.dtype) == 2 * 2 * 2 * 64 * (16 + 4)
+    pool = engine.runner.allocated_cache()
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) == engine.pool_bytes == 5 * 10240

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.engine.sampling import SamplingParams, least_weight, row_keys, sample, uniforms
+from jaxrl.engine.sampling import SamplingParams, cutoff_weight, row_keys, sample, uniforms
 
 V = 700  # no multiple of the block
 jit_sample = jax.jit(sample)
@@ -57,7 +57,7 @@ FILTERS = [
 def test_filters_keep_exactly_the_tokens_of_the_numpy_twin(kw):
     logits = random_logits(8)
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    border = np.asarray(least_weight(weights[:, None], params(8, **kw), weights.shape[1]))
+    border = np.asarray(cutoff_weight(weights[:, None], params(8, **kw), weights.shape[1]))
     kept = np.asarray(weights) >= border[:, None]
     full = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
     want = np.stack([kept_twin(row, **full) for row in logits])
@@ -79,7 +79,7 @@ def test_tokens_that_tie_at_the_border_stay():
     logits = np.full((1, V), -5.0, np.float32)
     logits[0, :3] = 2.0, 1.0, 1.0
     weights = jnp.exp(logits - 2.0)
-    [border] = np.asarray(least_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
+    [border] = np.asarray(cutoff_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
     assert weights[0, 3] < border <= weights[0, 1] == weights[0, 2] < 1
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl.engine.api import Request
-from jaxrl.engine.pages import Found, OutOfPages, PagePool
+from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
 from jaxrl.engine.scheduler import Plan, Scheduler
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a row of fills
@@ -29,64 +29,66 @@ def scheduler(
 
 def test_taking_more_pages_than_are_free_takes_none():
     pool = PagePool(3, PAGE)
-    pages = pool.take(2)
-    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 3 are free"):
-        pool.take(2)
+    pages = pool.allocate(2)
+    with pytest.raises(OutOfPages, match="2 pages requested, 1 of 3 are free"):
+        pool.allocate(2)
     assert pool.n_used == 2
-    pool.give_back(pages)
+    pool.release(pages)
     assert pool.n_free == 3
 
 
 def test_a_shared_page_is_free_after_its_last_holder_only():
     pool = PagePool(2, PAGE)
-    pages = pool.share(pool.take(1))
-    pool.give_back(pages)
+    pages = pool.share(pool.allocate(1))
+    pool.release(pages)
     assert pool.n_used == 1
-    pool.give_back(pages)
+    pool.release(pages)
     assert pool.n_used == 0
     with pytest.raises(AssertionError, match="free already"):
-        pool.give_back(pages)
+        pool.release(pages)
 
 
 def test_pages_are_found_by_the_tokens_before_and_in_them():
     pool = PagePool(8, PAGE)
     tokens = np.arange(10, dtype=np.int32)
-    a, b, c = pages = pool.take(3)
-    assert pool.remember(tokens, pages) == pages
-    assert pool.find(tokens) == Found([a, b], c, 2)
-    assert pool.find(tokens[:8]) == Found([a, b])
-    assert pool.find(np.append(tokens[:9], [77, 78, 79])) == Found([a, b], c, 1)
-    assert pool.find(tokens[:6]) == Found([a], b, 2)  # the beginning of a full page
-    assert pool.find(tokens[4:]) == Found([])  # the same tokens behind nothing are others
+    a, b, c = pages = pool.allocate(3)
+    assert pool.add_prefix(tokens, pages) == pages
+    assert pool.match_prefix(tokens) == PrefixMatch([a, b], c, 2)
+    assert pool.match_prefix(tokens[:8]) == PrefixMatch([a, b])
+    assert pool.match_prefix(np.append(tokens[:9], [77, 78, 79])) == PrefixMatch([a, b], c, 1)
+    assert pool.match_prefix(tokens[:6]) == PrefixMatch([a], b, 2)  # the beginning of a full page
+    assert pool.match_prefix(tokens[4:]) == PrefixMatch(
+        []
+    )  # the same tokens behind nothing are others
 
 
 def known_pages(pool: PagePool, tokens) -> list[int]:
-    return pool.find(np.array(tokens, np.int32)).pages
+    return pool.match_prefix(np.array(tokens, np.int32)).pages
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_pages_without_a_holder_are_kept_until_they_are_needed_the_longest_unused_first(keep):
     pool = PagePool(4, PAGE, keep=keep)
     one, two = np.arange(8, dtype=np.int32), np.arange(10, 18, dtype=np.int32)
-    pages = [pool.remember(tokens, pool.take(2)) for tokens in (one, two)]
-    pool.give_back(pages[0])
-    pool.give_back(pages[1])
+    pages = [pool.add_prefix(tokens, pool.allocate(2)) for tokens in (one, two)]
+    pool.release(pages[0])
+    pool.release(pages[1])
     assert (pool.n_free, pool.n_used) == (4, 0)
     assert known_pages(pool, one) == (pages[0] if keep else [])
-    pool.give_back(pool.share(known_pages(pool, one)))  # `two` is now the longest unused
-    assert set(pool.take(1)) <= {pages[1][1]} or not keep  # and its last page goes first
+    pool.release(pool.share(known_pages(pool, one)))  # `two` is now the longest unused
+    assert set(pool.allocate(1)) <= {pages[1][1]} or not keep  # and its last page goes first
     assert known_pages(pool, two) == pages[1][:1] * keep
-    pool.take(2)
+    pool.allocate(2)
     assert (known_pages(pool, one), known_pages(pool, two)) == (pages[0][:1] * keep, [])
 
 
 def test_a_second_page_with_the_same_tokens_is_given_back_for_the_first():
     pool = PagePool(8, PAGE)
-    first, second = (pool.take(2) for _ in range(2))
-    pool.remember(np.arange(8, dtype=np.int32), first)
+    first, second = (pool.allocate(2) for _ in range(2))
+    pool.add_prefix(np.arange(8, dtype=np.int32), first)
     other_end = np.array([0, 1, 2, 3, 9, 9, 9, 9], np.int32)
-    assert pool.remember(other_end, second) == [first[0], second[1]]
-    assert (pool.holders(first[0]), pool.holders(second[0]), pool.n_used) == (2, 0, 3)
+    assert pool.add_prefix(other_end, second) == [first[0], second[1]]
+    assert (pool.ref_count(first[0]), pool.ref_count(second[0]), pool.n_used) == (2, 0, 3)
     assert known_pages(pool, other_end) == [first[0], second[1]]
 
 
@@ -96,12 +98,15 @@ def test_a_second_sample_copies_the_partly_filled_page_and_shares_the_full_ones(
     for i in range(3):
         s.submit(request(prompt, 4, sample=i))
     plan = s.plan()
-    [fill] = plan.fills
+    [fill] = plan.prefill
     assert (fill.start, fill.tokens.tolist()) == (0, [0, 1, 2, 3, 4, 5])
     first, second, third = plan.decode
     assert first.pages[0] == second.pages[0] == third.pages[0]
     copies = [(first.pages[1], second.pages[1]), (first.pages[1], third.pages[1])]
-    assert (plan.copies, plan.late_copies) == ([], copies)  # once the fill has written the page
+    assert (plan.copies, plan.post_prefill_copies) == (
+        [],
+        copies,
+    )  # once the fill has written the page
 
 
 def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
@@ -112,11 +117,11 @@ def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
     plan = s.plan()
     first, second = plan.decode
     assert first.pages[:2] == second.pages[:2]
-    assert [(fill.start, fill.tokens.tolist()) for fill in plan.fills] == [
+    assert [(fill.start, fill.tokens.tolist()) for fill in plan.prefill] == [
         (0, [*system, 20, 21]),
         (8, [30]),
     ]
-    assert plan.copies == plan.late_copies == []
+    assert plan.copies == plan.post_prefill_copies == []
 
 
 def run_alone(s: Scheduler, tokens, made) -> Plan:
@@ -132,20 +137,20 @@ def run_alone(s: Scheduler, tokens, made) -> Plan:
 def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
     s = scheduler(16)
     turn = [*range(6), 50, 51, 52, 53]  # 6 of the prompt, 4 sampled: all but the last have keys
-    [fill] = run_alone(s, turn[:6], turn[6:]).fills
+    [fill] = run_alone(s, turn[:6], turn[6:]).prefill
     assert (fill.start, len(fill.tokens)) == (0, 5)
     assert s.pool.n_used == 0
     plan = run_alone(s, [*turn, 60, 61], [70])  # 11 keys, of which 9 are known: 2 pages and a token
-    [fill] = plan.fills
+    [fill] = plan.prefill
     assert (fill.start, fill.tokens.tolist()) == (9, [53, 60])
     [(source, target)] = plan.copies
     assert fill.pages[2] == target != source
-    assert s.n_shared_tokens == 9
+    assert s.n_cached_tokens == 9
 
 
 def test_a_copy_of_few_keys_is_not_worth_it():
     s = scheduler(16)
-    s._least_copied = 2
+    s._min_copied_tokens = 2
     run_alone(s, [1, 2, 3], [4])
     assert run_alone(s, [1, 9, 9, 9], [4]).copies == []
     assert run_alone(s, [1, 2, 9, 9], [4]).copies != []
@@ -157,18 +162,18 @@ def test_new_weights_share_nothing_with_the_keys_of_old_ones():
     s.submit(request(range(9), 8))
     [old] = s.plan().decode  # it goes on while the weights change
     prefix, _ = s.prefill(np.arange(9, dtype=np.int32))
-    assert s.n_shared_tokens == 16
+    assert s.n_cached_tokens == 16
     s.set_version(0)
-    assert s.pool.find(np.arange(8, dtype=np.int32)).pages  # still the same weights
+    assert s.pool.match_prefix(np.arange(8, dtype=np.int32)).pages  # still the same weights
     s.set_version(1)
     s.submit(request(range(9), 8))
-    [fill] = s.plan().fills
-    assert (fill.start, len(fill.tokens), s.n_shared_tokens) == (0, 8, 16)
+    [fill] = s.plan().prefill
+    assert (fill.start, len(fill.tokens), s.n_cached_tokens) == (0, 8, 16)
     with pytest.raises(ValueError, match="version 0, the engine has version 1; prefill it again"):
         s.insert(prefix, request(range(9), 8))
     s.release_prefix(prefix)
     s.advance(old, [3] * 8, "length")
-    assert s.pool.find(np.array([*range(9), 3, 3, 3], np.int32)).pages == fill.pages[:2]
+    assert s.pool.match_prefix(np.array([*range(9), 3, 3, 3], np.int32)).pages == fill.pages[:2]
 
 
 def test_a_sequence_sent_back_takes_up_what_is_left_of_its_pages():
@@ -192,7 +197,7 @@ def test_a_sequence_sent_back_takes_up_what_is_left_of_its_pages():
         )
     plan = s.plan()
     assert plan.decode == [new]
-    assert plan.fills[0].start > 0
+    assert plan.prefill[0].start > 0
 
 
 def test_a_prompt_without_room_for_a_response_is_refused():
@@ -206,7 +211,7 @@ def test_the_pages_of_a_prompt_stay_for_samples_that_wait():
         s.submit(request(range(9), 4, sample=i))
     s.advance(s.plan().decode[0], [5, 5, 5, 5], "length")
     plan = s.plan()
-    assert plan.fills == [] and plan.decode[0].request.sample == 1
+    assert plan.prefill == [] and plan.decode[0].request.sample == 1
     s.advance(plan.decode[0], [5], "stop")
     assert s.pool.n_used == 0
 
@@ -236,7 +241,7 @@ def test_prefixes_that_hold_everything_are_an_error_and_no_endless_wait():
     assert len(s.plan().decode) == 1
 
 
-def test_a_long_prompt_is_computed_in_parts_while_others_wait():
+def test_a_long_prompt_is_computed_in_parts_while_limit_prefill():
     s = scheduler(16, n_rows=1)  # 8 tokens a plan, two pages
     s.submit(request(range(40, 43), 20))
     [other] = s.plan().decode
@@ -244,18 +249,18 @@ def test_a_long_prompt_is_computed_in_parts_while_others_wait():
     s.submit(request([30, 31], 4))  # nobody overtakes
     n_used = s.pool.n_used
     for start in (0, 8):
-        plan = s.plan(others_wait=True)
-        [fill] = plan.fills
+        plan = s.plan(limit_prefill=True)
+        [fill] = plan.prefill
         assert (fill.start, fill.tokens.tolist()) == (start, list(range(start, start + 8)))
-        assert plan.full and plan.going == plan.decode == [other]
+        assert plan.full and plan.previously_running == plan.decode == [other]
         assert len(s.waiting) == 2 and s.pool.n_used == n_used  # what is computed has no holder
-    plan = s.plan(others_wait=True)
-    [fill] = plan.fills
+    plan = s.plan(limit_prefill=True)
+    [fill] = plan.prefill
     assert (fill.start, fill.tokens.tolist()) == (16, [16, 17, 18, 19])
-    assert plan.full and plan.going == [other] and len(plan.decode) == 2
-    assert s.n_shared_tokens == 0
-    plan = s.plan(others_wait=True)  # the third has one key to compute
-    assert [len(fill.tokens) for fill in plan.fills] == [1] and len(plan.going) == 2
+    assert plan.full and plan.previously_running == [other] and len(plan.decode) == 2
+    assert s.n_cached_tokens == 0
+    plan = s.plan(limit_prefill=True)  # the third has one key to compute
+    assert [len(fill.tokens) for fill in plan.prefill] == [1] and len(plan.previously_running) == 2
     assert [seq.slot for seq in plan.decode] == [0, 1, 2]
 
 

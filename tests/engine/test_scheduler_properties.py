@@ -34,9 +34,9 @@ def test_the_tree_finds_the_longest_beginning_that_any_sequence_had(page_len, en
     pool = PagePool(100, page_len)
     for tokens in ended:
         row = np.array(tokens, np.int32)
-        pool.give_back(pool.remember(row, pool.take(pool.pages_of(len(tokens)))))
-    found = pool.find(np.array(wanted, np.int32))
-    n_found = len(found.pages) * page_len + found.n_tail
+        pool.release(pool.add_prefix(row, pool.allocate(pool.pages_for(len(tokens)))))
+    found = pool.match_prefix(np.array(wanted, np.int32))
+    n_found = len(found.pages) * page_len + found.n_partial
     assert n_found == max([n_alike(tokens, wanted) for tokens in ended], default=0)
     assert pool.n_used == 0
 
@@ -61,10 +61,10 @@ class Device:
         """As the engine does it: copies, fills, late copies."""
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        for fill in plan.fills:
+        for fill in plan.prefill:
             for i, token in enumerate(fill.tokens.tolist(), fill.start):
                 self.write(fill.pages, i, token, version)
-        for source, target in plan.late_copies:
+        for source, target in plan.post_prefill_copies:
             self.pages[target] = list(self.pages[source])
 
 
@@ -168,20 +168,20 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def dispatch(self, data):
-        others_wait = data.draw(st.sampled_from([True, True, True, False]))
+        limit_prefill = data.draw(st.sampled_from([True, True, True, False]))
         try:
-            plan = self.s.plan(others_wait=others_wait)
+            plan = self.s.plan(limit_prefill=limit_prefill)
         except OutOfPages:
             assert self.prefixes, "the pool is full of nothing"
             return
         self.device.prepare(plan, self.version)
         self.expect_keys(plan.decode)
-        self.check_rows(plan, bounded=others_wait and self.s.pool.keep)
+        self.check_rows(plan, bounded=limit_prefill and self.s.pool.keep)
         for seq in plan.decode:
             for i, key in enumerate(self.keys[seq.slot]):
                 assert self.device.read(seq.pages, i) == key
-        rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
-        if plan.going or not plan.full:
+        rows, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
+        if plan.previously_running or not plan.full:
             self.check_progress(rows)
         for seq in rows:
             made = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps))[: seq.remaining]
@@ -216,11 +216,13 @@ class Machine(RuleBasedStateMachine):
 
     def check_rows(self, plan: Plan, *, bounded: bool) -> None:
         """What is computed while others wait is a dispatch at most, full or not; new sequences are no part of it."""
-        n_rows = sum(-(-len(fill.tokens) // self.s.row_len) for fill in plan.fills)
+        n_rows = sum(-(-len(fill.tokens) // self.s.row_len) for fill in plan.prefill)
         assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
         assert not bounded or n_rows <= self.s.rows_per_dispatch
-        begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.going}
-        assert begun.isdisjoint(self.ran) and {seq.slot for seq in plan.going} <= self.ran
+        begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.previously_running}
+        assert (
+            begun.isdisjoint(self.ran) and {seq.slot for seq in plan.previously_running} <= self.ran
+        )
         self.ran = {seq.slot for seq in plan.decode}
 
     def check_progress(self, rows: list[Sequence]) -> None:
@@ -250,14 +252,14 @@ class Machine(RuleBasedStateMachine):
         for pages in [q.pages for q in self.s.running] + [p.pages for p in self.prefixes]:
             assert len(set(pages)) == len(pages)
             np.add.at(held, np.array(pages, int), 1)
-        assert [pool.holders(p) for p in range(pool.n_pages)] == held.tolist()
+        assert [pool.ref_count(p) for p in range(pool.n_pages)] == held.tolist()
         assert pool.n_used == int((held > 0).sum())
         assert all(not q.pages for q in self.s.waiting)
-        free = [*pool._empty, *pool._kept]
+        free = [*pool._empty, *pool._cached]
         assert sorted(free) == np.flatnonzero(held == 0).tolist()
         assert all(page not in pool._tree for page in pool._empty)
         if not pool.keep:
-            assert not pool._kept
+            assert not pool._cached
 
     @invariant()
     def nobody_writes_where_another_reads(self):
@@ -276,7 +278,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "s"):
             return
         pool = self.s.pool
-        place = pool._tree._place
+        place = pool._tree._nodes
         for page in place:
             tokens, path = [], [page]
             while path[0] != ROOT:
@@ -286,8 +288,8 @@ class Machine(RuleBasedStateMachine):
             for i in range(len(tokens)):
                 want = frozenset({self.version}), tuple(tokens[: i + 1])
                 assert self.device.read(path[1:], i) == want
-            if pool.holders(page):
-                assert all(pool.holders(p) for p in path[1:])
+            if pool.ref_count(page):
+                assert all(pool.ref_count(p) for p in path[1:])
 
     def teardown(self):
         """Left to itself, everything ends, and every page can be taken again."""
@@ -298,15 +300,17 @@ class Machine(RuleBasedStateMachine):
         self.prefixes = []
         most = sum(request.max_tokens for request in self.unfinished.values())
         for _ in range(most):
-            plan = self.s.plan(others_wait=bool(self.s.running))
+            plan = self.s.plan(limit_prefill=bool(self.s.running))
             self.device.prepare(plan, self.version)
             self.expect_keys(plan.decode)
-            rows, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+            rows, n_steps = (
+                (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
+            )
             for seq in rows:
                 self.decode(seq, [1] * min(n_steps, seq.remaining), n_steps, stops=False)
         assert self.s.n_unfinished == 0
         assert self.s.pool.n_used == 0
-        assert sorted(self.s.pool.take(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
+        assert sorted(self.s.pool.allocate(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
 
 
 def test_pages_and_queues_hold_their_promises_whatever_happens():

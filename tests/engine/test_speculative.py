@@ -1,4 +1,4 @@
-"""Drafts that the model checks: the tokens and logprobs of decoding one by one, in fewer passes."""
+"""SpeculationConfig that the model checks: the tokens and logprobs of decoding one by one, in fewer passes."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.engine.speculative import Drafts, find_drafts
+from jaxrl.engine.speculative import SpeculationConfig, propose_drafts
 from jaxrl.models.decoder import forward_packed
 from sharding import make_mesh
 from sharding.rules import DECODE, REPLICAS, TRAIN
@@ -76,11 +76,15 @@ def test_drafts_follow_the_longest_and_latest_ending_that_was_there_before(n_gra
     history = rng.integers(0, 3, (200, 24)).astype(np.int32)
     history[:20] = np.arange(24)  # nothing comes again
     position = rng.integers(0, 24, 200).astype(np.int32)
-    found = np.asarray(find_drafts(jnp.array(history), jnp.array(position), Drafts(5, n_gram)))
+    found = np.asarray(
+        propose_drafts(jnp.array(history), jnp.array(position), SpeculationConfig(5, n_gram))
+    )
     want = [draft_by_hand(row[: p + 1].tolist(), 5, n_gram) for row, p in zip(history, position, strict=True)]  # fmt: skip
     np.testing.assert_array_equal(found, want)
     assert np.all(found[:20] == -1) and np.mean(found[20:] >= 0) > 0.8
-    assert np.all(find_drafts(jnp.array(history), jnp.full(200, -1), Drafts(5, n_gram)) == -1)
+    assert np.all(
+        propose_drafts(jnp.array(history), jnp.full(200, -1), SpeculationConfig(5, n_gram)) == -1
+    )
 
 
 def test_tokens_and_logprobs_are_bitwise_those_of_decoding_one_by_one(one_device):
@@ -90,7 +94,7 @@ def test_tokens_and_logprobs_are_bitwise_those_of_decoding_one_by_one(one_device
     want = run(plain, params, requests)
     assert run(ours, params, requests) == want
     stats, before = ours.take_stats(), plain.take_stats()
-    assert 0 < stats.n_accepted < stats.n_drafted
+    assert 0 < stats.n_accepted_tokens < stats.n_draft_tokens
     assert stats.n_tokens == before.n_tokens and stats.n_steps < 0.8 * before.n_steps
 
 
@@ -101,7 +105,7 @@ def test_what_repeats_itself_takes_a_pass_for_several_tokens(one_device):
     engine = speculating(cfg)
     assert run(engine, params, requests) == run(one_by_one(cfg), params, requests)
     stats = engine.take_stats()
-    assert stats.n_steps < 0.5 * 100 and stats.n_accepted > 0.6 * stats.n_drafted
+    assert stats.n_steps < 0.5 * 100 and stats.n_accepted_tokens > 0.6 * stats.n_draft_tokens
 
 
 def test_logprobs_of_accepted_drafts_are_bitwise_the_trainers(llama):
@@ -109,7 +113,7 @@ def test_logprobs_of_accepted_drafts_are_bitwise_the_trainers(llama):
     requests = make_requests(4, sampling=GREEDY, ignore_stop=True, max_tokens=100)
     engine = speculating(cfg)
     results = run(engine, params, requests)
-    assert engine.take_stats().n_accepted > 100
+    assert engine.take_stats().n_accepted_tokens > 100
     for (_, logps, _), row in zip(
         results, trainer_logps(cfg, params, requests, results), strict=True
     ):
@@ -130,7 +134,7 @@ def test_full_pools_and_conversations_change_nothing(one_device, kv_dtype):
     ]
     more = [dataclasses.replace(r, max_tokens=30) for r in more]
     assert run(tight, params, more) == run(one_by_one(cfg, kv_dtype=kv_dtype), params, more)
-    assert tight.take_stats().n_shared_tokens > 0
+    assert tight.take_stats().n_cached_tokens > 0
 
 
 def test_a_stop_token_within_a_right_draft_ends_the_response(one_device):
@@ -188,7 +192,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(rules, sizes):
     with jax.set_mesh(make_mesh(**sizes)):
         engine = speculating(cfg, rules=rules)
         ours = run(engine, small("llama")[1], requests)
-    assert engine.take_stats().n_accepted > 0
+    assert engine.take_stats().n_accepted_tokens > 0
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(ours, want, strict=True):
         assert tokens == want_tokens
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)
@@ -223,7 +227,7 @@ def test_what_is_sampled_has_the_distribution_of_the_model(one_device):
     engine = speculating(cfg, max_num_seqs=64)
     pairs = np.array([made for made, _, _ in run(engine, params, requests)])
     stats = engine.take_stats()
-    assert 0.02 * n < stats.n_accepted < 0.98 * stats.n_drafted
+    assert 0.02 * n < stats.n_accepted_tokens < 0.98 * stats.n_draft_tokens
 
     rows = np.array([[*prompt, a] for a in range(8)], np.int32)
     rows = np.pad(rows, ((0, 0), (0, 64 - rows.shape[1])))

@@ -117,9 +117,9 @@ def test_an_engine_with_pages_in_eight_bits_compiles(chips, kv_dtype):
     with jax.set_mesh(mesh):
         params = abstract_params(decoder_specs(cfg), DECODE, jnp.bfloat16, mesh)
         engine = PagedEngine(cfg, rollout, rules=DECODE, dtype=jnp.bfloat16, max_len=512)
-        pool = n_pages * engine.page_bytes_per_device
+        pool = n_pages * engine.pool.page_bytes_per_device
         for kind in ("prefill", "decode"):
-            compiled = engine.lower(params, n_pages, kind).compile()
+            compiled = engine.runner.lower(params, n_pages, kind).compile()
             text = compiled.as_text()
             assert "paged_attention" in text and "ragged" not in text
             # keys and values of 4 layers, 2 heads: 128 bytes and a scale

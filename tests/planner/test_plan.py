@@ -367,9 +367,9 @@ def test_as_many_dispatches_mix_as_the_scheduler_fills(n, slots, prompt_len, row
             scheduler.submit(Request(tokens, 1 + int(rng.exponential(300)), prompt_id=i))
     mixed = 0
     while scheduler.n_unfinished:
-        plan = scheduler.plan(others_wait=bool(scheduler.running))
+        plan = scheduler.plan(limit_prefill=bool(scheduler.running))
         mixed += plan.full
-        seqs, n_steps = (plan.going, 1) if plan.full else (plan.decode, plan.n_steps)
+        seqs, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
         left = sorted(seq.remaining for seq in seqs)
         if not plan.full and scheduler.waiting:  # until a 32nd has ended
             n_steps = min(n_steps, left[max(1, len(left) // 32) - 1])

@@ -1,0 +1,147 @@
+"""The decode loop of one replica: its batch, its loop condition, its steps, and its output."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+
+from jaxrl import types
+from jaxrl.engine.sampling import SamplingParams, row_keys, sample_sharded, uniforms
+from jaxrl.models.cache import KVCache
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.paged import forward_paged
+from sharding import Rules
+
+
+@struct.dataclass
+class DecodeBatch:
+    """The sequences of one dispatch, B rows. A row with position -1 is padding."""
+
+    token: types.Array  # int32 [B], last token of the sequence
+    position: types.Array  # int32 [B], position of that token
+    remaining: types.Array  # int32 [B], tokens that may still be sampled
+    seed: types.Array  # uint32 [B]
+    prompt_id: types.Array  # uint32 [B]
+    sample: types.Array  # uint32 [B]
+    stop_ids: types.Array  # int32 [B, n_stop], -1 = none
+    page_table: types.Array  # int32 [B, C]
+    sampling: SamplingParams
+    history: types.Array = None  # int32 [B, S], all tokens so far; None without speculation
+
+
+def decode_loop_condition(
+    n_steps: Int[Array, ""], exit_at: Int[Array, ""], replicas: tuple[str, ...]
+) -> Callable[[tuple], jax.Array]:
+    """The condition of a decode loop whose state begins with (step, cache, position).
+
+    The loop continues for up to `n_steps` steps while a replica has more than `exit_at` running
+    sequences. All replicas make the same number of steps.
+    """
+
+    def condition(state: tuple) -> jax.Array:
+        step, _, position, *_ = state
+        n_running = jnp.sum(position >= 0)
+        if replicas:
+            n_running = jax.lax.pmax(n_running, replicas)
+        return (step < n_steps) & (n_running > exit_at)
+
+    return condition
+
+
+def decode_steps(
+    params: Decoder,
+    cache: KVCache,
+    batch: DecodeBatch,
+    n_steps: Int[Array, ""],
+    exit_at: Int[Array, ""],
+    *,
+    rules: Rules,
+    implementation: str | None,
+    max_steps: int,
+) -> tuple[KVCache, Int[Array, "2 B S"]]:
+    """Up to `n_steps` decode steps of one replica.
+
+    Returns the cache and, for every step, the sampled token (-1 once the sequence has ended) and
+    the bits of its float32 logprob.
+    """
+    replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
+    keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
+    B = batch.token.shape[0]
+
+    def one_step(state):
+        step, cache, position, token, remaining, out = state
+        active = position >= 0
+        hidden, cache = forward_paged(
+            params,
+            token[:, None],
+            position[:, None],
+            cache,
+            batch.page_table,
+            rules=rules,
+            implementation=implementation,
+        )
+        sampled, token = sample_tokens(params, hidden, keys, position, batch.sampling, rules)
+        out = jax.lax.dynamic_update_slice(out, sampled[:, :, None], (0, 0, step))
+        ended = (remaining <= 1) | jnp.any(token[:, None] == batch.stop_ids, axis=1)
+        position = jnp.where(active & ~ended, position + 1, -1)
+        return step + 1, cache, position, token, remaining - 1, out
+
+    start = (
+        jnp.int32(0),
+        cache,
+        batch.position,
+        batch.token,
+        batch.remaining,
+        jnp.full((2, B, max_steps), -1, jnp.int32),
+    )
+    condition = decode_loop_condition(n_steps, exit_at, replicas)
+    _, cache, _, _, _, out = jax.lax.while_loop(condition, one_step, start)
+    return cache, out
+
+
+def sample_tokens(
+    params: Decoder,
+    hidden: Float[Array, "B 1 D"],
+    keys: Key[Array, "B"],
+    position: Int[Array, "B"],
+    sampling: SamplingParams,
+    rules: Rules,
+) -> tuple[Int[Array, "2 B"], Int[Array, "B"]]:
+    """Samples the token after each `position`.
+
+    Returns the output columns (the token, -1 for padding rows, and the bits of its logprob), and
+    the token as sampled.
+    """
+    logits = params.logits(hidden, rules)[:, 0]
+    token, logp = sample_sharded(logits, uniforms(keys, position + 1), sampling, rules=rules)
+    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
+    return jnp.stack([jnp.where(position >= 0, token, -1), bits]), token
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    """Sampled tokens of one dispatch, on the host."""
+
+    # int32 [2, B, n]: tokens without gaps, then -1; and the bits of their float32 logprobs.
+    tokens: np.ndarray
+    n_steps: int  # forward passes
+    n_draft_tokens: int = 0
+    n_accepted_tokens: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return int((self.tokens[0] >= 0).sum())
+
+
+def read_decode_output(out: np.ndarray, *, speculative: bool = False) -> DecodeOutput:
+    """Reads the array that `decode_steps` or, if `speculative`, `speculative_steps` returned."""
+    if not speculative:
+        n_steps = int((out[0] >= 0).any(axis=0).sum())
+        return DecodeOutput(out[..., :n_steps], n_steps)
+    tokens, (n_passes, n_draft_tokens) = out[..., :-1], out[..., -1]
+    n_accepted_tokens = int((tokens[0] >= 0).sum() - n_passes.sum())
+    return DecodeOutput(tokens, int(n_passes.max()), int(n_draft_tokens.sum()), n_accepted_tokens)

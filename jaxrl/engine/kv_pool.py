@@ -1,0 +1,77 @@
+"""Size and allocation of the KV page pool in device memory."""
+
+import dataclasses
+import logging
+
+import jax
+from jax.typing import DTypeLike
+
+from jaxrl.config.keys import RolloutConfig
+from jaxrl.models.cache import KVCache, init_cache, page_bytes
+from jaxrl.models.config import DecoderConfig
+from sharding import Rules, hosts
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVPoolSpec:
+    """What the pages of a pool hold, and how they are sharded over the current mesh."""
+
+    cfg: DecoderConfig
+    page_len: int
+    dtype: DTypeLike
+    rules: Rules
+
+    @property
+    def n_replicas(self) -> int:
+        """Replicas on the current mesh, each with a pool of the same number of pages."""
+        return self.rules.n_shards("batch")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, summed over devices."""
+        return page_bytes(self.cfg, self.page_len, self.dtype)
+
+    @property
+    def page_bytes_per_device(self) -> int:
+        """Bytes of one page on one device of the current mesh."""
+        return self.page_bytes // self.rules.n_shards("kv_heads")
+
+    def allocate(self, n_pages: int) -> KVCache:
+        """A zeroed cache with `n_pages` pages per replica."""
+        return init_cache(self.cfg, n_pages, self.page_len, self.dtype, self.rules)
+
+    def n_pages(self, rollout: RolloutConfig, *, max_len: int, max_pages_per_seq: int) -> int:
+        """Pages per replica.
+
+        `rollout.n_pages` if set, otherwise enough for max_num_seqs sequences of maximum length,
+        limited by the device memory that `memory_utilization` leaves. Raises ValueError if one
+        sequence of `max_len` tokens does not fit.
+        """
+        if rollout.n_pages:
+            return rollout.n_pages
+        wanted = rollout.max_num_seqs * max_pages_per_seq
+        n_pages = min(wanted, self._n_pages_that_fit(rollout.memory_utilization, wanted))
+        if n_pages < max_pages_per_seq:
+            raise ValueError(
+                f"device memory has room for {max(n_pages, 0)} KV pages, one sequence of "
+                f"{max_len} tokens needs {max_pages_per_seq}; raise "
+                f"config.rollout.memory_utilization ({rollout.memory_utilization}) or lower the "
+                "maximum lengths"
+            )
+        if n_pages < wanted:
+            log.info("KV pool: %d pages of the %d that max_num_seqs could fill", n_pages, wanted)
+        return n_pages
+
+    def _n_pages_that_fit(self, memory_utilization: float, default: int) -> int:
+        """Pages that fit in the memory of the fullest local device, or `default` if unknown."""
+        page, fits = self.page_bytes_per_device, default
+        for device in jax.local_devices():
+            memory = device.memory_stats()
+            if memory and "bytes_limit" in memory:
+                left = memory_utilization * memory["bytes_limit"] - memory["bytes_in_use"]
+                fits = min(fits, int(left // page))
+        if jax.sharding.get_mesh().is_multi_process:  # all processes schedule the same pages
+            fits = min(hosts.gather(fits))
+        return fits
