@@ -235,7 +235,7 @@ def test_nothing_compiles_after_warmup(llama):
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
-    assert engine.n_programs == n_programs
+    assert engine.runner.n_programs == n_programs
 
 
 def test_release_frees_the_pool_and_the_next_call_allocates_it_anew(llama):
