@@ -99,7 +99,7 @@ def converse(args, n_vocab: int, engine, params, rng, clock) -> tuple[list[tuple
         start = clock()
         responses = answer(args, engine, params, prompts)
         seconds, stats = clock() - start, engine.take_stats()
-        turns.append((stats.n_prefill_tokens, stats.n_shared_tokens, seconds))
+        turns.append((stats.n_prefill_tokens, stats.n_cached_tokens, seconds))
         said = [np.append(p, r).astype(np.int32) for p, r in zip(prompts, responses, strict=True)]
     return turns, [row.tolist() for row in said]
 
