@@ -5,6 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.kernels.attention_spec import AttentionSpec
+from sharding import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,9 @@ class DecoderConfig:
     @property
     def scale(self) -> float:
         return self.H**-0.5 if self.attn_scale is None else self.attn_scale
+
+    def attention_spec(self, rules: Rules) -> AttentionSpec:
+        return AttentionSpec(self.scale, self.attn_softcap, rules)
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

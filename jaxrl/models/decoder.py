@@ -347,16 +347,16 @@ def forward_routed(
     attend_rows = ring_attention if rules.ring else attention
 
     def attend_to(segments, rules: Rules) -> Attend:
+        spec = cfg.attention_spec(rules)
+
         def attend(q, k, v, window, number, state):
             out = attend_rows(
                 q,
                 k,
                 v,
+                spec=spec,
                 segments=segments,
                 window=window,
-                softcap=cfg.attn_softcap,
-                scale=cfg.scale,
-                rules=rules,
                 implementation=implementation,
             )
             return out, state

@@ -70,7 +70,7 @@ def _attend_pages(
 ) -> Attend:
     """Attention of the tokens of all `groups`, one behind the other, each a page table [n, C] and positions [n, t]:
     in every layer the keys of all of them are written before any attends."""
-    cfg = model.cfg
+    spec = model.cfg.attention_spec(rules)
     ends = [sum(p.size for _, p in groups[: i + 1]) for i in range(len(groups) - 1)]
 
     def lay(x: jax.Array, shape: tuple[int, ...], heads: str) -> jax.Array:
@@ -98,12 +98,10 @@ def _attend_pages(
                     own,
                     k_pages,
                     v_pages,
+                    spec=spec,
                     page_table=table + first,
                     positions=places,
                     window=window,
-                    softcap=cfg.attn_softcap,
-                    scale=cfg.scale,
-                    rules=rules,
                     implementation=implementation,
                 )
             outs.append(out)

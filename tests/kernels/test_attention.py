@@ -11,6 +11,7 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.splash import _visits, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
+from jaxrl.kernels.attention_spec import AttentionSpec
 from sharding import Rules, make_mesh
 
 RULES = Rules()
@@ -36,13 +37,13 @@ def problem(N, K, H, *, T=220, lengths=LENGTHS, dtype=jnp.float32):
     return arrays, jnp.asarray(segments)
 
 
-def value_and_grad(attend, arrays, segments, **options):
+def value_and_grad(attend, arrays, segments, *, window=0, softcap=None):
     """Output and the gradients of its weighted sum into q, k, v."""
     *qkv, weight = arrays
-    options = dict(segments=segments, window=0, softcap=None, rules=RULES) | options
+    spec = AttentionSpec(arrays[0].shape[-1] ** -0.5, softcap, RULES)
 
     def loss(q, k, v):
-        out = attend(q, k, v, scale=q.shape[-1] ** -0.5, **options)
+        out = attend(q, k, v, spec=spec, segments=segments, window=window)
         return jnp.sum((out * weight).astype(jnp.float32)), out
 
     grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
@@ -113,7 +114,7 @@ def test_splash_visits_the_blocks_that_are_seen():
 @pytest.mark.parametrize("query_block", [64, 192])
 def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
     arrays, segments = problem(6, 2, 32)
-    options = dict(segments=segments, window=0, softcap=None, scale=0.2, rules=RULES)
+    options = dict(spec=AttentionSpec(0.2), segments=segments, window=0)
     attend = functools.partial(attention_blockwise, **options)
     want = jax.jit(attend)(*arrays[:3])
     got = jax.jit(functools.partial(attend, query_block=query_block))(*arrays[:3])
@@ -123,7 +124,7 @@ def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
 def test_a_segment_has_the_bits_it_has_alone(one_device):
     """Behind other segments of its row, which end on multiples of 64, and in a row of its own."""
     arrays, segments = problem(6, 2, 32, lengths=[[70, 64, 28]])
-    attend = jax.jit(functools.partial(attention, window=0, softcap=None, scale=0.2, rules=RULES))
+    attend = jax.jit(functools.partial(attention, spec=AttentionSpec(0.2), window=0))
     q, k, v = arrays[:3]
     packed = attend(q, k, v, segments=segments)
     for start, length in ((0, 70), (128, 64), (192, 28)):
@@ -167,8 +168,8 @@ def test_temporaries_grow_with_the_row_not_with_its_square(one_device):
 
         def loss(q, k, v):
             segments = jnp.ones((1, T), jnp.int32)
-            options = dict(window=0, softcap=None, scale=0.1, rules=RULES)
-            return jnp.sum(blockwise(q, k, v, segments=segments, **options))
+            out = blockwise(q, k, v, spec=AttentionSpec(0.1), segments=segments, window=0)
+            return jnp.sum(out)
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(array, array, array).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -184,7 +185,7 @@ def test_splash_says_where_it_runs_and_how_far(one_device):
         value_and_grad(named, arrays, segments)
     q = jax.ShapeDtypeStruct((1, 2**16 + 1, 2, 32), jnp.float32)
     rows = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
-    attend = functools.partial(splash, window=0, softcap=None, scale=1.0, rules=RULES)
+    attend = functools.partial(splash, spec=AttentionSpec(1.0), window=0)
     with pytest.raises(NotImplementedError, match="up to 65536 tokens, this one has 65537"):
         jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, rows)
 

@@ -15,7 +15,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 from jaxrl.kernels.attention import attention, cudnn
-from jaxrl.kernels.attention.cudnn import How, attention_cudnn
+from jaxrl.kernels.attention.cudnn import CudnnConfig, attention_cudnn
+from jaxrl.kernels.attention_spec import AttentionSpec
 from sharding import Rules
 
 RULES = Rules()
@@ -53,36 +54,36 @@ def tokens(x, piece):
     return x.reshape(-1)[piece].reshape(-1, *x.shape[2:])
 
 
-def weights(how: How, q, k, norm=None):
+def weights(config: CudnnConfig, q, k, norm=None):
     """(softmax [N, L, L] of one segment, the logs of its sums [N, L])."""
     L, G = len(q), q.shape[1] // k.shape[1]
-    scores = np.einsum("TNH,SNH->NTS", q, np.repeat(k, G, 1)) * how.scale
+    scores = np.einsum("TNH,SNH->NTS", q, np.repeat(k, G, 1)) * config.scale
     ago = np.arange(L)[:, None] - np.arange(L)
-    scores = np.where((ago >= 0) & (ago < (how.window or L)), scores, -np.inf)
+    scores = np.where((ago >= 0) & (ago < (config.window or L)), scores, -np.inf)
     norm = np.log(np.sum(np.exp(scores), axis=-1)) if norm is None else norm
     return np.exp(scores - norm[..., None]), norm
 
 
-def twin_forward(how: How, q, k, v, places):
+def twin_forward(config: CudnnConfig, q, k, v, places):
     out = np.full(q.shape, np.nan, q.dtype)
     norm = np.full((places[0].size, q.shape[2], T), np.nan, np.float32)
     for slot, own, seen in pieces(q, k, places):
-        p, norms = weights(how, tokens(q, own), tokens(k, seen))
+        p, norms = weights(config, tokens(q, own), tokens(k, seen))
         G = q.shape[2] // k.shape[2]
         mixed = np.einsum("NTS,SNH->TNH", p, np.repeat(tokens(v, seen), G, 1))
         out.reshape(-1)[own], norm[slot, :, : norms.shape[1]] = mixed.reshape(-1), norms
     return out, norm
 
 
-def twin_backward(how: How, q, k, v, norm, do, out, places):
+def twin_backward(config: CudnnConfig, q, k, v, norm, do, out, places):
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     G = q.shape[2] // k.shape[2]
     for slot, own, seen in pieces(q, k, places):
         one_q, one_do, one_out = (tokens(x, own) for x in (q, do, out))
         one_k, one_v = (tokens(x, seen) for x in (k, v))
-        p, _ = weights(how, one_q, one_k, norm[slot, :, : len(one_q)])
+        p, _ = weights(config, one_q, one_k, norm[slot, :, : len(one_q)])
         dp = np.einsum("TNH,SNH->NTS", one_do, np.repeat(one_v, G, 1))
-        ds = p * (dp - np.einsum("TNH,TNH->NT", one_do, one_out)[..., None]) * how.scale
+        ds = p * (dp - np.einsum("TNH,TNH->NT", one_do, one_out)[..., None]) * config.scale
         dq.reshape(-1)[own] = np.einsum("NTS,SNH->TNH", ds, np.repeat(one_k, G, 1)).reshape(-1)
         for to, by, x in ((dk, ds, one_q), (dv, p, one_do)):
             shared = np.einsum("NTS,TNH->SNH", by, x).reshape(len(x), -1, G, x.shape[-1])
@@ -94,20 +95,20 @@ def twin_backward(how: How, q, k, v, norm, do, out, places):
 def twins(monkeypatch):
     """cuDNN's calls by numpy; room for two segments of a row in each."""
 
-    def call(twin, how, like, *args):
+    def call(twin, config, like, *args):
         def in_numpy(*args):
-            return twin(how, *jax.tree.map(np.asarray, args))
+            return twin(config, *jax.tree.map(np.asarray, args))
 
         return list(jax.pure_callback(in_numpy, like, *args))
 
-    def forward(how, q, k, v, slots, *, with_norm=False):
+    def forward(config, q, k, v, slots, *, with_norm=False):
         norm = jax.ShapeDtypeStruct((len(slots.starts), q.shape[2], T), jnp.float32)
-        made = call(twin_forward, how, (q, norm), q, k, v, cudnn._places(q, k, slots))
+        made = call(twin_forward, config, (q, norm), q, k, v, cudnn._places(q, k, slots))
         return made[: 1 + with_norm]
 
-    def backward(how, q, k, v, norm, do, out, slots):
+    def backward(config, q, k, v, norm, do, out, slots):
         places = cudnn._places(q, k, slots)
-        return call(twin_backward, how, (q, k, v), q, k, v, norm, do, out, places)
+        return call(twin_backward, config, (q, k, v), q, k, v, norm, do, out, places)
 
     monkeypatch.setattr(cudnn, "forward_call", forward)
     monkeypatch.setattr(cudnn, "backward_call", backward)
@@ -118,8 +119,8 @@ def value_and_grads(attend, window: int, scale: float):
     """f(q, k, v, weight of every output, segments)"""
 
     def loss(q, k, v, weight, segments):
-        options = dict(softcap=None, scale=scale, rules=RULES)
-        out = attend(q, k, v, segments=segments, window=window, **options)
+        spec = AttentionSpec(scale, rules=RULES)
+        out = attend(q, k, v, spec=spec, segments=segments, window=window)
         return jnp.sum((out * weight).astype(jnp.float32)), out
 
     def run(*args):
@@ -141,8 +142,8 @@ def arrays(N, K, H, dtype=jnp.float32, shape=(B, T)):
 def test_values_and_gradients_equal_the_reference(one_device, twins, heads, window):
     """Also at padding, of which cuDNN knows nothing: its twin leaves NaN there and wherever a call has no segment."""
 
-    def ours(q, k, v, *, segments, window, scale, **_):
-        return cudnn._local_attention(How(scale, window), q, k, v, segments)
+    def ours(q, k, v, *, spec, segments, window):
+        return cudnn._local_attention(CudnnConfig(spec.scale, window), q, k, v, segments)
 
     reference = functools.partial(attention, implementation="reference")
     want, got = (value_and_grads(f, window, 0.3) for f in (reference, ours))
@@ -193,16 +194,16 @@ def test_the_calls_are_those_that_jax_makes_of_packed_rows(monkeypatch, heads, w
     N, K, H = heads
     q, k = (jax.ShapeDtypeStruct((2, 256, n, H), jnp.bfloat16) for n in (N, K))
     segments, lengths, starts = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (256, 5, 6))
-    how = How(0.125, window)
+    config = CudnnConfig(0.125, window)
 
     def theirs(q, k, v, lengths, starts):
         return private.dot_product_attention(
-            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, scale=how.scale,
-            mask_type=private.MaskType.PADDING_CAUSAL, sliding_window_length=how.window or None,
+            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts, kv_offsets=starts, scale=config.scale,
+            mask_type=private.MaskType.PADDING_CAUSAL, sliding_window_length=config.window or None,
         )  # fmt: skip
 
     def ours(q, k, v, segments):
-        return cudnn._local_attention(how, q, k, v, segments)
+        return cudnn._local_attention(config, q, k, v, segments)
 
     def calls(attend, *args):
         def loss(*args):
@@ -237,15 +238,16 @@ def test_the_calls_are_those_that_jax_makes_of_packed_rows(monkeypatch, heads, w
 def test_what_it_does_not_take_says_what_to_set(one_device, monkeypatch, dtype, H, options, said):
     monkeypatch.setattr(cudnn, "check_platform", lambda *_: None)
     q = jax.ShapeDtypeStruct((1, 64, 2, H), dtype)
-    how = dict(window=0, softcap=None, scale=1.0, rules=RULES) | options
+    spec = AttentionSpec(1.0, options.get("softcap"))
+    config = dict(spec=spec, window=options.get("window", 0))
     with pytest.raises(NotImplementedError, match=f"attention='cudnn' does not take .*{said}"):
-        jax.eval_shape(lambda q, s: attention_cudnn(q, q, q, segments=s, **how), q, segments_of(q))
+        jax.eval_shape(lambda q, s: attention_cudnn(q, q, q, segments=s, **config), q, segments_of(q))
 
 
 def test_it_counts_in_32_bits(one_device, monkeypatch):
     monkeypatch.setattr(cudnn, "check_platform", lambda *_: None)
     q = jax.ShapeDtypeStruct((4, 2**16, 64, 128), jnp.bfloat16)  # 2^31 numbers
-    attend = functools.partial(attention_cudnn, window=0, softcap=None, scale=1.0, rules=RULES)
+    attend = functools.partial(attention_cudnn, spec=AttentionSpec(1.0), window=0)
     with pytest.raises(
         NotImplementedError, match=r"2147483648 numbers .*lower config.learner.token"
     ):
@@ -254,9 +256,10 @@ def test_it_counts_in_32_bits(one_device, monkeypatch):
 
 def test_it_runs_on_gpus_alone(one_device):
     q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
-    attend = functools.partial(attention, implementation="cudnn", window=0, softcap=None, scale=1.0)
+    spec = AttentionSpec(1.0)
+    attend = functools.partial(attention, implementation="cudnn", spec=spec, window=0)
     with pytest.raises(NotImplementedError, match="runs on gpu and these devices are cpu"):
-        jax.eval_shape(lambda q, s: attend(q, q, q, segments=s, rules=RULES), q, segments_of(q))
+        jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, segments_of(q))
 
 
 def segments_of(q):

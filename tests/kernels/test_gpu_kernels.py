@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.planner.cost import program_cost
@@ -33,18 +34,19 @@ pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not instal
 def test_paged_attention_compiles(heads, page_len, T, dtype, options):
     N, K, H = heads
     B, C = 64, 4096 // page_len
+    spec = AttentionSpec(0.1, options.get("softcap"), DECODE)
     mesh = make_mesh(topology("h100:8").devices, fsdp=8)
     with jax.set_mesh(mesh):
         q = abstract(mesh, (B, T, N, H), jnp.bfloat16, DECODE.spec(None, None, "heads"))
-        spec = DECODE.spec(None, "kv_heads")
-        pool = abstract(mesh, (2048, K, page_len, H), dtype, spec)
+        heads = DECODE.spec(None, "kv_heads")
+        pool = abstract(mesh, (2048, K, page_len, H), dtype, heads)
         if dtype.dtype.itemsize == 1:
-            pool = Quantized(pool, abstract(mesh, pool.shape[:3], jnp.float32, spec))
+            pool = Quantized(pool, abstract(mesh, pool.shape[:3], jnp.float32, heads))
         table, places = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (C, T))
 
         def attend(q, k_pages, v_pages, table, places, window):
-            how = dict(page_table=table, positions=places, window=window, softcap=None)
-            return paged_attention(q, k_pages, v_pages, scale=0.1, rules=DECODE, **how | options)
+            where = dict(page_table=table, positions=places, window=window)
+            return paged_attention(q, k_pages, v_pages, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
         compiled = jax.jit(attend).lower(q, pool, pool, table, places, window).compile()
@@ -78,8 +80,8 @@ def test_training_attention_compiles(sizes, heads, options):
         rows = abstract(mesh, (B, T), jnp.int32, TRAIN.spec("batch"))
 
         def loss(q, k, v, segments, window):
-            how = dict(softcap=None, scale=H**-0.5, rules=TRAIN) | options
-            out = attention(q, k, v, segments=segments, window=window, **how)
+            spec = AttentionSpec(H**-0.5, options.get("softcap"))
+            out = attention(q, k, v, spec=spec, segments=segments, window=window)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
@@ -107,8 +109,8 @@ def test_training_attention_of_cudnn_compiles(sizes, heads, window):
         rows = abstract(mesh, (B, T), jnp.int32, TRAIN.spec("batch"))
 
         def loss(q, k, v, segments):
-            how = dict(implementation="cudnn", window=window, softcap=None, scale=H**-0.5)
-            out = attention(q, k, v, segments=segments, rules=TRAIN, **how)
+            how = dict(implementation="cudnn", spec=AttentionSpec(H**-0.5), window=window)
+            out = attention(q, k, v, segments=segments, **how)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows).compile()

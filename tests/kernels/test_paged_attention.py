@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.kernels.paged_attention.columns import _block_rows
 from jaxrl.kernels.paged_attention.pages import _write_rows
@@ -42,12 +43,10 @@ def paged(pools, *, implementation=None, window=0, softcap=None):
         return paged_attention(
             q,
             *pools,
+            spec=AttentionSpec(0.15, softcap, DECODE),
             page_table=table,
             positions=positions,
             window=window,
-            softcap=softcap,
-            scale=0.15,
-            rules=DECODE,
             implementation=implementation,
         )
 
@@ -83,11 +82,11 @@ def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, option
     (q, _, _), pools, table = paged_problem(*heads, B=4, S=640, page_len=page_len)
     chunk = np.stack([np.arange(540, 588), np.arange(48), np.full(48, -1), np.arange(500, 548)])
     chunk[1, 40:] = -1  # padding
-    options = dict(window=0, softcap=None) | options
+    spec, window = AttentionSpec(0.15, options.get("softcap"), DECODE), options.get("window", 0)
     for queries, positions in [(q[:, :48], chunk), (q[:, :1], [[639], [64], [-1], [511]])]:
-        how = dict(page_table=table, positions=jnp.asarray(positions, jnp.int32), rules=DECODE)
+        how = dict(page_table=table, positions=jnp.asarray(positions, jnp.int32), window=window)
         want, got = (
-            jax.jit(functools.partial(attend, scale=0.15, **how, **options))(queries, *pools)
+            jax.jit(functools.partial(attend, spec=spec, **how))(queries, *pools)
             for attend in (
                 functools.partial(paged_attention, implementation="reference"),
                 functools.partial(kernel, interpret=True),
@@ -109,9 +108,11 @@ def test_kernels_read_pages_in_eight_bits(one_device, kernel, kv_dtype):
         (q[:, :1], [[639], [64], [-1], [511]]),
     ]:
         positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (4, queries.shape[1]))
-        how = dict(page_table=table, positions=positions, rules=DECODE, window=jnp.int32(0))
+        how = dict(page_table=table, positions=positions, window=jnp.int32(0))
         want, got = (
-            jax.jit(functools.partial(attend, scale=0.15, softcap=None, **how))(queries, *pools)
+            jax.jit(functools.partial(attend, spec=AttentionSpec(0.15, rules=DECODE), **how))(
+                queries, *pools
+            )
             for attend in (
                 functools.partial(paged_attention, implementation="reference"),
                 functools.partial(kernel, interpret=True),
@@ -136,8 +137,8 @@ def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_le
     B, S = q.shape[:2]
     packed = [x.reshape(1, B * S, *x.shape[2:]) for x in (q, k, v)]
     segments = jnp.repeat(jnp.arange(1, B + 1), S)[None]
-    options = dict(window=0, softcap=None) | options
-    train = jax.jit(functools.partial(attention, scale=0.15, rules=DECODE, **options))
+    spec = AttentionSpec(0.15, options.get("softcap"), DECODE)
+    train = jax.jit(functools.partial(attention, spec=spec, window=options.get("window", 0)))
     trained = np.asarray(train(*packed, segments=segments)).reshape(q.shape)
     attend = paged(pools, **options)
     size = 48 if n == 3 else 64
@@ -152,8 +153,8 @@ def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_le
 
 def test_bfloat16_pages_give_the_bits_of_a_packed_row(one_device):
     (q, k, v), pools, table = paged_problem(6, 2, 32, dtype=jnp.bfloat16)
-    options = dict(window=0, softcap=None, scale=0.15, rules=DECODE)
-    trained = attention(q, k, v, segments=jnp.ones(q.shape[:2], jnp.int32), **options)
+    spec = AttentionSpec(0.15, rules=DECODE)
+    trained = attention(q, k, v, spec=spec, segments=jnp.ones(q.shape[:2], jnp.int32), window=0)
     token = paged(pools)(q[:, 150:151], table, np.full((3, 1), 150))
     np.testing.assert_array_equal(token[:, 0], trained[:, 150])
 
@@ -191,8 +192,9 @@ def test_writes_are_in_place_inside_a_loop(one_device):
             places = jnp.full((B, 1), i)
             new = q[:, :, :K]
             k_pages, v_pages = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
-            options = dict(window=0, softcap=None, scale=0.1, rules=DECODE)
-            q = paged_attention(q, k_pages, v_pages, page_table=table, positions=places, **options)
+            where = dict(page_table=table, positions=places, window=0)
+            spec = AttentionSpec(0.1, rules=DECODE)
+            q = paged_attention(q, k_pages, v_pages, spec=spec, **where)
             return k_pages, v_pages, q
 
         return jax.lax.fori_loop(0, n, step, (k_pages, v_pages, q))
@@ -231,7 +233,7 @@ def test_a_kernel_of_another_platform_says_what_to_set(one_device, name, platfor
 @pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
 def test_pages_that_a_kernel_cannot_take_say_what_to_set(one_device, kernel):
     (q, _, _), pools, table = paged_problem(4, 2, 128, S=64)
-    how = dict(window=0, softcap=None, scale=0.1, rules=DECODE, interpret=True)
+    how = dict(spec=AttentionSpec(0.1, rules=DECODE), window=0, interpret=True)
     how |= dict(page_table=table, positions=jnp.zeros((3, 1), jnp.int32))
     halves = [pool.astype(jnp.float16) for pool in pools]
     with pytest.raises(NotImplementedError, match=r"set config\.rollout\.kv_dtype to 'auto'"):

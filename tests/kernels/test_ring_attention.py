@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.ring_attention import ring_attention
 from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh, mesh_order, row_order
 
@@ -32,13 +33,12 @@ def problem(N, K, H, *, dtype=jnp.float32, lengths=LENGTHS, T=T):
     return [np.asarray(a) for a in arrays], segments
 
 
-def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, **options):
+def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, *, window=0, softcap=None):
     """Output and the gradients of its weighted sum into q, k, v, in the rows' own order."""
-    options = dict(window=0, softcap=None) | options
+    spec = AttentionSpec(arrays[0].shape[-1] ** -0.5, softcap, rules)
 
     def loss(q, k, v, weight, segments):
-        scale = q.shape[-1] ** -0.5
-        out = attend(q, k, v, segments=segments, scale=scale, rules=rules, **options)
+        out = attend(q, k, v, spec=spec, segments=segments, window=window)
         return jnp.sum((out * weight).astype(jnp.float32)), out
 
     with jax.set_mesh(make_mesh(**mesh)):
@@ -159,7 +159,7 @@ def test_ulysses_moves_heads_by_all_to_all_alone():
         spec = [ULYSSES.spec("batch", "time", h, None) for h in ("heads", "kv_heads", "kv_heads")]
         q, k, v = (jax.device_put(a, s) for a, s in zip(arrays, spec, strict=False))
         rows = jax.device_put(segments, ULYSSES.spec("batch", "time"))
-        attend = functools.partial(attention, window=0, softcap=None, scale=0.2, rules=ULYSSES)
+        attend = functools.partial(attention, spec=AttentionSpec(0.2, rules=ULYSSES), window=0)
         text = jax.jit(attend).lower(q, k, v, segments=rows).compile().as_text()
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
     assert all("s32" in line for line in gathered), gathered  # the segments' numbers

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
@@ -44,8 +45,8 @@ def test_training_attention_compiles(chips, rules, sizes, heads, options):
         rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
 
         def loss(q, k, v, segments, window):
-            how = dict(softcap=None, scale=H**-0.5, rules=rules) | options
-            out = attention(q, k, v, segments=segments, window=window, **how)
+            spec = AttentionSpec(H**-0.5, options.get("softcap"), rules)
+            out = attention(q, k, v, spec=spec, segments=segments, window=window)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
@@ -72,6 +73,7 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
     B, C = 64, 4096 // page_len
     mesh = make_mesh(topology(chips).devices, fsdp=8 // tensor, tensor=tensor)
     pool_shape = (2048, K, page_len, H)
+    spec = AttentionSpec(0.1, options.get("softcap"), DECODE)
     with jax.set_mesh(mesh):
         q = abstract(mesh, (B, T, N, H), jnp.bfloat16, DECODE.spec(None, None, "heads"))
         pool = abstract(mesh, pool_shape, jnp.bfloat16, DECODE.spec(None, "kv_heads"))
@@ -80,8 +82,8 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
         def step(k_pages, v_pages, q, table, places, window):
             new = q[:, :, :: (N // K)]
             pools = write_pages(k_pages, v_pages, new, new, table, places, rules=DECODE)
-            how = dict(page_table=table, positions=places, window=window, softcap=None)
-            return pools, paged_attention(q, *pools, scale=0.1, rules=DECODE, **how | options)
+            where = dict(page_table=table, positions=places, window=window)
+            return pools, paged_attention(q, *pools, spec=spec, **where)
 
         window = jax.ShapeDtypeStruct((), jnp.int32)
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, q, table, places, window)
@@ -135,7 +137,7 @@ def test_rows_that_are_too_long_for_splash_are_attended_in_blocks():
         for T, kernels in ((2**16, 1), (2**16 + 64, 0)):
             q = abstract(mesh, (4, T, 2, 64), jnp.bfloat16, TRAIN.spec("batch", "time"))
             rows = abstract(mesh, (4, T), jnp.int32, TRAIN.spec("batch", "time"))
-            how = dict(window=0, softcap=None, scale=1.0, rules=TRAIN)
+            how = dict(spec=AttentionSpec(1.0), window=0)
             made = jax.make_jaxpr(lambda q, s, how=how: attention(q, q, q, segments=s, **how))(
                 q, rows
             )

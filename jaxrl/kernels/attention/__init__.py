@@ -1,5 +1,6 @@
 """Causal attention over packed rows: one signature, one implementation per backend."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,6 +12,7 @@ from jaxrl.kernels.attention.cudnn import attention_cudnn
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton, why_not_triton
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from sharding import Rules
 
@@ -33,11 +35,9 @@ def attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Each query attends to the keys of its own segment at or before it; `window` > 0 keeps the last
@@ -59,15 +59,14 @@ def attention(
     attend = choose(
         "config.model.attention", implementation, built=BUILT, planned={}, defaults=defaults
     )
-    inside = rules.whole_rows()
+    rules, inside = spec.rules, spec.rules.whole_rows()
     k, v = (_one_for_each(x, q.shape[2], rules) for x in (k, v))
-    spec = inside.spec("batch", "time", "heads", None)
-    q, k, v = (jax.reshard(x, spec) for x in (q, k, v))
+    whole = inside.spec("batch", "time", "heads", None)
+    q, k, v = (jax.reshard(x, whole) for x in (q, k, v))
     segments = jax.reshard(segments, inside.spec("batch", "time"))
     with jax.named_scope("attention"):
-        out = attend(
-            q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=inside
-        )
+        inner = dataclasses.replace(spec, rules=inside)
+        out = attend(q, k, v, spec=inner, segments=segments, window=window)
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 

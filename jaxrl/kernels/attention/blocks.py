@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.bits import materialize, row_sum
 
 BLOCK = 64  # keys
@@ -45,12 +46,10 @@ def add_block(
     k: Float[Array, "*B S H"],
     v: Float[Array, "*B S W"],
     seen: Bool[Array, "*#B M S"],
-    *,
-    scale: float,
-    softcap: float | None,
+    spec: AttentionSpec,
 ) -> Softmax:
     """Takes one block of keys into the mean."""
-    scores = block_scores(q, k, scale=scale, softcap=softcap)
+    scores = block_scores(q, k, spec)
     scores = materialize(jnp.where(seen, scores, MASKED))
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     weights = materialize(jnp.exp(scores - top[..., None]))
@@ -70,14 +69,9 @@ def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
     return mean, jnp.where(seen, state.top + jnp.log(total), MASKED)
 
 
-def block_scores(q, k, *, scale: float, softcap: float | None):
+def block_scores(q, k, spec: AttentionSpec):
     """cap(q kᵀ * scale), [*B, M, S]."""
-    return scaled(product(q, k, transpose_b=True), scale=scale, softcap=softcap)
-
-
-def scaled(products: jax.Array, *, scale: float, softcap: float | None) -> jax.Array:
-    scores = products * scale
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    return spec.scores(product(q, k, transpose_b=True))
 
 
 def product(a, b, *, transpose_a: bool = False, transpose_b: bool = False):

@@ -5,7 +5,6 @@ a block of queries visits only the keys from its earliest segment start (or wind
 Forward and backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,18 +25,10 @@ from jaxrl.kernels.attention.blocks import (
     product,
     start,
 )
-from jaxrl.kernels.attention.each_device import on_each_device
-from sharding import Rules
+from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.shard_attention import shard_attention
 
 QUERY_BLOCK = 128  # query positions; each brings G rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """How scores come about."""
-
-    scale: float
-    softcap: float | None
 
 
 @struct.dataclass
@@ -62,25 +53,23 @@ def attention_blockwise(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads."""
-    attend = functools.partial(_local_attention, Scores(scale, softcap), query_block)
-    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
+    attend = functools.partial(_local_attention, spec, query_block)
+    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
 
 
-def _local_attention(how: Scores, query_block: int, q, k, v, segments, window):
+def _local_attention(spec: AttentionSpec, query_block: int, q, k, v, segments, window):
     B, T, N, H = q.shape
     G = N // k.shape[2]
     block = min(query_block, T + -T % BLOCK)
     cut = [blocks_of(a, block) for a in visible(segments, window)]
     span = Span.of(*(jnp.repeat(a, G, -1) for a in cut))
-    out = _flash(how, query_rows(q, G, block), key_rows(k), _value_rows(v), span)
+    out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), span)
     return from_query_rows(out, B, G, block)[:, :T, :, :H].astype(q.dtype)
 
 
@@ -125,35 +114,33 @@ def _value_rows(v):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(how: Scores, q, k, v, span: Span):
+def _flash(spec: AttentionSpec, q, k, v, span: Span):
     """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B query blocks a row."""
-    return _flash_forward(how, q, k, v, span)[0]
+    return _flash_forward(spec, q, k, v, span)[0]
 
 
-def _flash_forward(how: Scores, q, k, v, span: Span):
+def _flash_forward(spec: AttentionSpec, q, k, v, span: Span):
     per_row = q.shape[0] // k.shape[0]
 
     def query_block(i):
         state = start(q.shape[1:3], v.shape[-1])
-        return finish(mix_keys(how, state, q[i], k, v, i // per_row, span, i))
+        return finish(mix_keys(spec, state, q[i], k, v, i // per_row, span, i))
 
     out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
     return out, (q, k, v, span, out, norm)
 
 
-def mix_keys(how: Scores, state: Softmax, q_i, k, v, row, span: Span, i) -> Softmax:
+def mix_keys(spec: AttentionSpec, state: Softmax, q_i, k, v, row, span: Span, i) -> Softmax:
     """Takes the keys of `row` that query block i sees into its softmax."""
 
     def key_block(j, state):
         k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
-        return add_block(
-            state, q_i, k_j, v_j, _seen(span, i, j), scale=how.scale, softcap=how.softcap
-        )
+        return add_block(state, q_i, k_j, v_j, _seen(span, i, j), spec)
 
     return lax.fori_loop(span.low[i], span.high[i], key_block, state)
 
 
-def _flash_backward(how: Scores, saved, d_out):
+def _flash_backward(spec: AttentionSpec, saved, d_out):
     q, k, v, span, out, norm = saved
     per_row = q.shape[0] // k.shape[0]
     delta = jnp.sum(out * d_out, axis=-1)
@@ -161,7 +148,7 @@ def _flash_backward(how: Scores, saved, d_out):
     def query_block(grads, i):
         dq, dk, dv = jnp.zeros_like(q[i]), *grads
         rows = q[i], d_out[i], norm[i], delta[i]
-        dq, dk, dv = mix_gradients(how, (dq, dk, dv), rows, k, v, i // per_row, span, i)
+        dq, dk, dv = mix_gradients(spec, (dq, dk, dv), rows, k, v, i // per_row, span, i)
         return (dk, dv), dq
 
     grads = jnp.zeros_like(k), jnp.zeros_like(v)
@@ -169,7 +156,7 @@ def _flash_backward(how: Scores, saved, d_out):
     return dq, dk, dv, None
 
 
-def mix_gradients(how: Scores, grads, rows, k, v, row, span: Span, i):
+def mix_gradients(spec: AttentionSpec, grads, rows, k, v, row, span: Span, i):
     """Adds to (dq of query block i, dk, dv) what the keys of `row` that it sees bring.
 
     `rows` is (q, d_out, log of the softmax's sum, Σ out d_out) of the query block.
@@ -179,12 +166,12 @@ def mix_gradients(how: Scores, grads, rows, k, v, row, span: Span, i):
     def key_block(j, carry):
         dq, dk, dv = carry
         k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
-        scores = block_scores(q_i, k_j, scale=how.scale, softcap=how.softcap)
+        scores = block_scores(q_i, k_j, spec)
         seen = _seen(span, i, j)
         p = jnp.exp(jnp.where(seen, scores - norm_i[..., None], MASKED))
-        ds = p * (product(do_i, v_j, transpose_b=True) - delta_i[..., None]) * how.scale
-        if how.softcap is not None:
-            ds *= 1.0 - (scores / how.softcap) ** 2
+        ds = p * (product(do_i, v_j, transpose_b=True) - delta_i[..., None]) * spec.scale
+        if spec.softcap is not None:
+            ds *= 1.0 - (scores / spec.softcap) ** 2
         dv = _add_block(dv, product(p, do_i, transpose_a=True), row, j)
         dk = _add_block(dk, product(ds, q_i, transpose_a=True), row, j)
         return dq + product(ds, k_j), dk, dv

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.each_device import on_each_device
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from sharding import Rules
+from jaxrl.kernels.shard_attention import shard_attention
 
 SLOT_BYTES = 2**29  # of what cuDNN keeps for the slots of a call while it works
 WIDEST = 256  # head
@@ -39,7 +39,9 @@ BACKWARD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class CudnnConfig:
+    """Static parameters of the calls."""
+
     scale: float
     window: int  # 0 = none
 
@@ -72,11 +74,9 @@ def attention_cudnn(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """softmax(q kᵀ * scale) v; each device takes its rows and heads.
 
@@ -84,37 +84,37 @@ def attention_cudnn(
     heads and sizes of rows that cuDNN has no kernels for.
     """
     check_platform("config.model.attention", "cudnn", "gpu")
-    if why := why_not_cudnn(q, window, softcap):
+    if why := why_not_cudnn(q, window, spec.softcap):
         raise NotImplementedError(
             f"config.model.attention='cudnn' does not take {why}; or set it to 'auto' or 'blockwise'"
         )
-    how = How(scale, int(window))
+    config = CudnnConfig(spec.scale, int(window))
 
     def attend(q, k, v, segments, _):
-        return _local_attention(how, q, k, v, segments)
+        return _local_attention(config, q, k, v, segments)
 
-    return on_each_device(attend, q, k, v, segments=segments, window=0, rules=rules)
+    return shard_attention(attend, q, k, v, segments=segments, window=0, rules=spec.rules)
 
 
-def _local_attention(how: How, q, k, v, segments):
+def _local_attention(config: CudnnConfig, q, k, v, segments):
     if q.size >= 2**31:
         raise NotImplementedError(
             f"config.model.attention='cudnn' does not take {q.size} numbers of queries on a device "
             f"({' x '.join(map(str, q.shape))}): it counts them in int32; lower config.learner.token_budget, or set "
             "it to 'auto' or 'blockwise'"
         )
-    return _attend(how, q, k, v, segments)
+    return _attend(config, q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, q, k, v, segments):
+def _attend(config: CudnnConfig, q, k, v, segments):
     """q [B, T, N, H], k and v [B, T, K, H], segments [B, T] -> [B, T, N, H]"""
-    return _in_turn(lambda slots: forward_call(how, q, k, v, slots)[:1], q, k, segments, [q])[0]
+    return _in_turn(lambda slots: forward_call(config, q, k, v, slots)[:1], q, k, segments, [q])[0]
 
 
-def _forward(how: How, q, k, v, segments):
+def _forward(config: CudnnConfig, q, k, v, segments):
     def call(slots):
-        out, norm = forward_call(how, q, k, v, slots, with_norm=True)
+        out, norm = forward_call(config, q, k, v, slots, with_norm=True)
         return out, _by_token(norm, slots)
 
     norm = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
@@ -122,12 +122,12 @@ def _forward(how: How, q, k, v, segments):
     return out, (q, k, v, segments, out, norm)
 
 
-def _backward(how: How, saved, do):
+def _backward(config: CudnnConfig, saved, do):
     q, k, v, segments, out, norm = saved
     do = jnp.where(segments[:, :, None, None] > 0, do, 0)  # blocks of cuDNN's reach beyond segments
 
     def call(slots):
-        return backward_call(how, q, k, v, _by_slot(norm, slots), do, out, slots)
+        return backward_call(config, q, k, v, _by_slot(norm, slots), do, out, slots)
 
     return *_in_turn(call, q, k, segments, [q, k, v]), None
 
@@ -169,7 +169,7 @@ def slot_bytes(q: tuple[int, ...], k: tuple[int, ...]) -> int:
 
 
 def _numbers(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, ""]]:
-    """(of each token the number of its segment among those of all rows, -1 at padding; how many there are)."""
+    """(of each token the number of its segment among those of all rows, -1 at padding; config many there are)."""
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
     begins = (segments > 0) & (segments != before)
     number = jnp.cumsum(begins.reshape(-1), dtype=jnp.int32).reshape(segments.shape)
@@ -196,24 +196,36 @@ def _by_slot(norm: Float[Array, "B T N"], slots: Slots) -> Float[Array, "S N T"]
     return jnp.swapaxes(norm.reshape(B * T, N).at[at].get(mode="clip"), 1, 2)
 
 
-def forward_call(how: How, q, k, v, slots: Slots, *, with_norm: bool = False) -> list[jax.Array]:
+def forward_call(
+    config: CudnnConfig, q, k, v, slots: Slots, *, with_norm: bool = False
+) -> list[jax.Array]:
     """[output [B, T, N, H], with_norm the logs of the sums [S, N, T]]; undefined where no slot has a token."""
     _, T, N, _ = q.shape
     norm = [jax.ShapeDtypeStruct((len(slots.starts), N, T), jnp.float32)] if with_norm else []
     with jax.named_scope("cudnn_attention_fwd"):
-        return _call("Softmax", how, FORWARD, [q, k, v], slots, made=[q], more=norm)
+        return _call("Softmax", config, FORWARD, [q, k, v], slots, made=[q], more=norm)
 
 
-def backward_call(how: How, q, k, v, norm, do, out, slots: Slots) -> list[jax.Array]:
+def backward_call(config: CudnnConfig, q, k, v, norm, do, out, slots: Slots) -> list[jax.Array]:
     """Gradients into q, k and v; undefined where no slot has a token."""
     kept = len(slots.starts) * slot_bytes(q.shape, k.shape)
     given = [q, k, v, norm, do, out]
     with jax.named_scope("cudnn_attention_bwd"):
-        return _call("SoftmaxBackward", how, BACKWARD, given, slots, made=[q, k, v], workspace=kept)
+        return _call(
+            "SoftmaxBackward", config, BACKWARD, given, slots, made=[q, k, v], workspace=kept
+        )
 
 
 def _call(
-    name: str, how: How, products, given, slots: Slots, *, made, more=(), workspace: int = 0
+    name: str,
+    config: CudnnConfig,
+    products,
+    given,
+    slots: Slots,
+    *,
+    made,
+    more=(),
+    workspace: int = 0,
 ) -> list[jax.Array]:
     """Arrays [B, T, heads, H] as those in `made`, then `more`, of the operands `given`, of which q is the first.
 
@@ -231,7 +243,7 @@ def _call(
         ],
         output_layouts=[*[(0, 2, 1, 3)] * len(made), *[None] * len(more), None],
         custom_call_api_version=2,
-        legacy_backend_config=_backend_config(how, q, products, len(slots.starts) // len(q)),
+        legacy_backend_config=_backend_config(config, q, products, len(slots.starts) // len(q)),
     )(*given, *_places(q, k, slots))
     return [*(jnp.swapaxes(x, 1, 2) for x in results[: len(made)]), *results[len(made) : -1]]
 
@@ -244,7 +256,7 @@ def _places(q, k, slots: Slots) -> list[jax.Array]:
     return [lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))]
 
 
-def _backend_config(how: How, q, products, slots_per_row: int) -> str:
+def _backend_config(config: CudnnConfig, q, products, slots_per_row: int) -> str:
     """What XLA's CudnnfMHABackendConfig says of a call."""
     B, T, N, _ = q.shape
     layout = {
@@ -252,12 +264,12 @@ def _backend_config(how: How, q, products, slots_per_row: int) -> str:
         "element_size_in_bits": "0", "memory_space": "0", "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
         "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID", "dynamic_shape_metadata_prefix_bytes": "0",
     }  # fmt: skip
-    config = {
+    backend_config = {
         "algorithm": {
             "algo_id": "0", "math_type": "TENSOR_OP_MATH", "tuning_knobs": {"17": "1", "24": "0"},
             "is_cudnn_frontend": True, "workspace_size": "0",
         },
-        "fmha_scale": how.scale,
+        "fmha_scale": config.scale,
         "intermediate_tensor_shape": {
             "element_type": "BF16", "dimensions": [str(n) for n in (B, N, T, T)], "tuple_shapes": [], "layout": layout,
             "is_dynamic_dimension": [False] * 4,
@@ -266,7 +278,7 @@ def _backend_config(how: How, q, products, slots_per_row: int) -> str:
         "mask_type": "PADDING_CAUSAL",
         "dropout_rate": 0.0,
         "seed": 42,
-        "sliding_window_length": how.window,
+        "sliding_window_length": config.window,
         "max_seg_per_batch": slots_per_row,
         "is_paged_attention": False,
     }  # fmt: skip
@@ -275,5 +287,5 @@ def _backend_config(how: How, q, products, slots_per_row: int) -> str:
         for side, axis, axes in zip(("lhs", "rhs"), contracted, batch, strict=True):
             sides[f"{side}_contracting_dimensions"] = [str(axis)]
             sides[f"{side}_batch_dimensions"] = [str(n) for n in axes]
-        config[f"{name}_dot_dimension_numbers"] = sides
-    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": config})
+        backend_config[f"{name}_dot_dimension_numbers"] = sides
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": backend_config})

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
-from sharding import Rules
+from jaxrl.kernels.attention_spec import AttentionSpec
 
 
 def attention_reference(
@@ -13,13 +13,12 @@ def attention_reference(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys that causality, segment and window leave; zeros at padding, segment 0."""
+    rules = spec.rules
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = rules.spec("batch", None, "kv_heads", None, None)
@@ -28,9 +27,7 @@ def attention_reference(
     scores = jnp.einsum(
         "BTKGH,BSKH->BKGTS", qg.astype(jnp.float32), k.astype(jnp.float32), out_sharding=out
     )
-    scores = scores * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = spec.scores(scores)
     row = jnp.arange(T)
     seen = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
     seen &= (row[:, None] - row[None, :] < window) | (window <= 0)

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import pad_axis
 from jaxrl.kernels.attention.blockwise import visible
-from jaxrl.kernels.attention.each_device import on_each_device
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from sharding import Rules
+from jaxrl.kernels.shard_attention import shard_attention
 
 BLOCKS = (512, 256, 128)  # tokens of a block of queries, and of keys: the largest that fits
 BITS = 16  # of a position, so that two of them fit an int32
@@ -31,11 +31,9 @@ def attention_splash(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
@@ -50,24 +48,24 @@ def attention_splash(
             f"config.model.attention='splash' takes rows of up to {MAX_LEN} tokens, this one has {q.shape[1]}; "
             "set it to 'auto' or 'blockwise', or lower config.learner.buckets"
         )
-    attend = functools.partial(_local_attention, scale, softcap, interpret)
-    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
+    attend = functools.partial(_local_attention, spec, interpret)
+    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
 
 
-def _local_attention(scale, softcap, interpret, q, k, v, segments, window):
+def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window):
     T = q.shape[1]
     first, last = visible(segments, window)
     here = jnp.arange(T, dtype=jnp.int32)
     # Padding sees itself: a softmax over nothing is not finite.
     first = jnp.where(last >= 0, first, here)
     first = jnp.pad(first, ((0, 0), (0, -T % BLOCKS[-1])), constant_values=T)
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     rows = (pad_axis(x, 1, BLOCKS[-1]).swapaxes(1, 2) for x in (q, k, v))
-    out = lax.map(functools.partial(_row, softcap, interpret), (*rows, first))
+    out = lax.map(functools.partial(_row, spec, interpret), (*rows, first))
     return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
 
 
-def _row(softcap, interpret, row):
+def _row(spec: AttentionSpec, interpret: bool, row):
     """(q [N, T, H], k and v [K, T, H], first [T]) -> [N, T, H]"""
     q, k, v, first = row
     T = q.shape[1]
@@ -94,7 +92,7 @@ def _row(softcap, interpret, row):
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=spec.softcap,
         residual_checkpoint_name=None,
         mask_function=_sees,
         interpret=interpret,

@@ -17,27 +17,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED, pad_axis, scaled
+from jaxrl.kernels.attention.blocks import MASKED, pad_axis
 from jaxrl.kernels.attention.blockwise import visible
-from jaxrl.kernels.attention.each_device import on_each_device
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from sharding import Rules
+from jaxrl.kernels.shard_attention import shard_attention
 
 BLOCK = 64  # tokens of a block of queries, and of keys
 LEAST = 16  # rows of a product of tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """How scores come about, and where they are computed."""
+class Kernels:
+    """The static parameters of the kernels; `interpret` emulates them with XLA."""
 
-    scale: float
-    softcap: float | None
+    spec: AttentionSpec
     interpret: bool
 
     def scores(self, q, k, first, at_q, at_k):
         """[queries, keys] of the blocks at these positions; MASKED where a query does not see the key."""
-        scores = scaled(plgpu.dot(q, k, trans_b=True), scale=self.scale, softcap=self.softcap)
+        scores = self.spec.scores(plgpu.dot(q, k, trans_b=True))
         own = at_q + jnp.arange(len(q))
         key = at_k + jnp.arange(len(k))
         seen = (key[None] >= first[:, None]) & (key[None] <= own[:, None])
@@ -47,9 +46,9 @@ class How:
         """(the softmax's weights, gradients into q kᵀ)."""
         scores = self.scores(q, k, first, at_q, at_k)
         p = jnp.exp(scores - norm[:, None])
-        ds = p * (plgpu.dot(do, v, trans_b=True) - delta[:, None]) * self.scale
-        if self.softcap is not None:
-            ds *= jnp.where(p > 0, 1.0 - (scores / self.softcap) ** 2, 0.0)
+        ds = p * (plgpu.dot(do, v, trans_b=True) - delta[:, None]) * self.spec.scale
+        if self.spec.softcap is not None:
+            ds *= jnp.where(p > 0, 1.0 - (scores / self.spec.softcap) ** 2, 0.0)
         return p, ds
 
     def call(self, kernel, name: str, **options):
@@ -75,11 +74,9 @@ def attention_triton(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
@@ -93,31 +90,31 @@ def attention_triton(
         raise NotImplementedError(
             f"config.model.attention='triton' does not take {why}; set it to 'auto' or 'blockwise'"
         )
-    attend = functools.partial(_local_attention, How(scale, softcap, interpret))
-    return on_each_device(attend, q, k, v, segments=segments, window=window, rules=rules)
+    attend = functools.partial(_local_attention, Kernels(spec, interpret))
+    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
 
 
-def _local_attention(how: How, q, k, v, segments, window):
+def _local_attention(kernels: Kernels, q, k, v, segments, window):
     T = q.shape[1]
     first, last = visible(segments, window)
     # Padding sees itself: a softmax over nothing is not finite.
     first = jnp.where(last >= 0, first, jnp.arange(T))
     first = jnp.pad(first, ((0, 0), (0, -T % BLOCK)), constant_values=T)
-    out = _flash(how, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), first)
+    out = _flash(kernels, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), first)
     return jnp.where(segments[:, :, None, None] > 0, out[:, :T], 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(how: How, q, k, v, first):
+def _flash(kernels: Kernels, q, k, v, first):
     """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H], T a multiple of the block"""
-    return _forward(how, q, k, v, first)[0]
+    return _forward(kernels, q, k, v, first)[0]
 
 
-def _forward(how: How, q, k, v, first):
+def _forward(kernels: Kernels, q, k, v, first):
     B, T, N, H = q.shape
     G = N // k.shape[2]
     by_block, keys, numbers, starts = _specs(T, H, G)
-    out, norm = how.call(
+    out, norm = kernels.call(
         _forward_kernel,
         "packed_attention_fwd",
         grid=(T // BLOCK, N, B),
@@ -131,7 +128,7 @@ def _forward(how: How, q, k, v, first):
     return out, (q, k, v, first, out, norm)
 
 
-def _backward(how: How, saved, do):
+def _backward(kernels: Kernels, saved, do):
     q, k, v, first, out, norm = saved
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -139,7 +136,7 @@ def _backward(how: How, saved, do):
     delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), do.astype(jnp.float32))
     low = _lowest(first)
     by_block, keys, numbers, starts = _specs(T, H, G)
-    dq = how.call(
+    dq = kernels.call(
         _dq_kernel,
         "packed_attention_dq",
         grid=(T // BLOCK, N, B),
@@ -154,7 +151,7 @@ def _backward(how: How, saved, do):
     queries = pl.BlockSpec((None, T, G, H), lambda j, h, b: (b, 0, h, 0))
     of_heads = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
     key_block = pl.BlockSpec((None, BLOCK, None, H), lambda j, h, b: (b, j, h, 0))
-    dk, dv = how.call(
+    dk, dv = kernels.call(
         _dkv_kernel,
         "packed_attention_dkv",
         grid=(T // BLOCK, K, B),
@@ -186,14 +183,14 @@ def _specs(T: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
     )
 
 
-def _forward_kernel(how: How, low, q_ref, k_ref, v_ref, first_ref, out_ref, norm_ref):
+def _forward_kernel(kernels: Kernels, low, q_ref, k_ref, v_ref, first_ref, out_ref, norm_ref):
     i, b = pl.program_id(0), pl.program_id(2)
     q, first = q_ref[...], first_ref[...]
 
     def block(j, state):
         top, total, mixed = state
         at = pl.ds(j * BLOCK, BLOCK)
-        scores = how.scores(q, k_ref[at, :], first, i * BLOCK, j * BLOCK)
+        scores = kernels.scores(q, k_ref[at, :], first, i * BLOCK, j * BLOCK)
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
         v = v_ref[at, :]
@@ -206,7 +203,9 @@ def _forward_kernel(how: How, low, q_ref, k_ref, v_ref, first_ref, out_ref, norm
     norm_ref[...] = top + jnp.log(total)
 
 
-def _dq_kernel(how: How, low, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, first_ref, dq_ref):
+def _dq_kernel(
+    kernels: Kernels, low, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, first_ref, dq_ref
+):
     i, b = pl.program_id(0), pl.program_id(2)
     q, do, norm, delta, first = (
         ref[...] for ref in (q_ref, do_ref, norm_ref, delta_ref, first_ref)
@@ -215,7 +214,7 @@ def _dq_kernel(how: How, low, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, 
     def block(j, dq):
         at = pl.ds(j * BLOCK, BLOCK)
         k = k_ref[at, :]
-        _, ds = how.gradients(q, k, v_ref[at, :], do, norm, delta, first, i * BLOCK, j * BLOCK)
+        _, ds = kernels.gradients(q, k, v_ref[at, :], do, norm, delta, first, i * BLOCK, j * BLOCK)
         return dq + plgpu.dot(ds.astype(k.dtype), k)
 
     dq = lax.fori_loop(low[b, i], i + 1, block, jnp.zeros(q.shape))
@@ -223,7 +222,17 @@ def _dq_kernel(how: How, low, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, 
 
 
 def _dkv_kernel(
-    how: How, high, q_ref, k_ref, v_ref, do_ref, norm_ref, delta_ref, first_ref, dk_ref, dv_ref
+    kernels: Kernels,
+    high,
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    norm_ref,
+    delta_ref,
+    first_ref,
+    dk_ref,
+    dv_ref,
 ):
     j, b = pl.program_id(0), pl.program_id(2)
     k, v = k_ref[...], v_ref[...]
@@ -234,7 +243,7 @@ def _dkv_kernel(
             dk, dv = grads
             at = pl.ds(i * BLOCK, BLOCK)
             q, do = q_ref[at, g, :], do_ref[at, g, :]
-            p, ds = how.gradients(
+            p, ds = kernels.gradients(
                 q, k, v, do, norm_ref[g, at], delta_ref[g, at], first_ref[at], i * BLOCK, j * BLOCK
             )
             dv += plgpu.dot(p.astype(do.dtype), do, trans_a=True)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxrl.kernels.attention.blocks import BLOCK, Softmax, add_block, pad_axis, start
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.quantized import Quantized
 from sharding import target_platform
 
@@ -175,7 +176,7 @@ def _pages_agree(M: int, H: int) -> bool:
                 jax.lax.dynamic_slice_in_dim(x, j * BLOCK, BLOCK, 2) for x in (k, v)
             )
             seen = j * BLOCK + np.arange(BLOCK) <= last[:, None, :, None]
-            return add_block(state, q, k_block, v_block, seen, scale=scale, softcap=None)
+            return add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
 
         state = start(q.shape[:3], H + -H % BLOCK)
         state = jax.lax.fori_loop(0, n_keys // BLOCK, add, state)

@@ -4,13 +4,13 @@ chunked prefill, one implementation per backend."""
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
 from jaxrl.kernels.paged_attention.pages import Pages, write_pages
 from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged, why_not_ragged
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
 from jaxrl.kernels.paged_attention.triton import paged_attention_triton, why_not_triton
-from sharding import Rules
 
 __all__ = ["paged_attention", "write_pages"]
 
@@ -32,12 +32,10 @@ def paged_attention(
     k_pages: Pages,
     v_pages: Pages,
     *,
+    spec: AttentionSpec,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """The query at position p attends to the row's keys at positions 0..p (the last `window` of them
@@ -63,10 +61,8 @@ def paged_attention(
             q,
             k_pages,
             v_pages,
+            spec=spec,
             page_table=page_table,
             positions=positions,
             window=window,
-            softcap=softcap,
-            scale=scale,
-            rules=rules,
         )

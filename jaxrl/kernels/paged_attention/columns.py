@@ -13,11 +13,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native
-from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize
-from sharding import Rules, target_platform
+from jaxrl.kernels.shard_attention import shard_paged_attention
+from sharding import target_platform
 
 
 def paged_attention_columns(
@@ -25,12 +26,10 @@ def paged_attention_columns(
     k_pages: Pages,
     v_pages: Pages,
     *,
+    spec: AttentionSpec,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
@@ -42,13 +41,13 @@ def paged_attention_columns(
             f"pages of {k_pages.shape[2]} tokens do not divide into blocks of {BLOCK} keys; "
             f"set config.rollout.page_len to a multiple of {BLOCK}"
         )
-    attend = functools.partial(_local_attention, scale, softcap)
-    return on_each_device(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=rules
+    attend = functools.partial(_local_attention, spec)
+    return shard_paged_attention(
+        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
     )
 
 
-def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions, window):
+def _local_attention(spec: AttentionSpec, q, k_pages, v_pages, page_table, positions, window):
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     G = N // K
@@ -60,8 +59,8 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
 
     last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
     first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
-    if softcap is None and native.reads_pages(rows, k_pages):
-        state = native.paged_attention(rows, k_pages, v_pages, page_table, first, last, scale)
+    if spec.softcap is None and native.reads_pages(rows, k_pages):
+        state = native.paged_attention(rows, k_pages, v_pages, page_table, first, last, spec.scale)
     else:
         low = jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK
         high = jnp.max(last) // BLOCK + 1
@@ -73,7 +72,7 @@ def _local_attention(scale, softcap, q, k_pages, v_pages, page_table, positions,
             seen = (key >= first[..., None]) & (key <= last[..., None])
             k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
             v = pad_axis(v, 3, BLOCK)
-            return add_block(state, rows, k, v, seen[:, None], scale=scale, softcap=softcap)
+            return add_block(state, rows, k, v, seen[:, None], spec)
 
         state = lax.fori_loop(low, high, column, start((B, K, M), H + -H % BLOCK))
     out, _ = finish(state)

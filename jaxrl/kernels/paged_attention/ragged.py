@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED, scaled
+from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
-from sharding import Rules
+from jaxrl.kernels.shard_attention import shard_paged_attention
 
 KEYS = 512  # of a group of pages, as long as they take no more than
 GROUP_BYTES = 2**20  # of keys; two groups of keys and of values lie in 16 MiB of fast memory
@@ -50,12 +50,10 @@ def paged_attention_ragged(
     k_pages: Pages,
     v_pages: Pages,
     *,
+    spec: AttentionSpec,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -69,13 +67,15 @@ def paged_attention_ragged(
         raise NotImplementedError(
             f"config.model.paged_attention='ragged' does not take {why}; or set it to 'auto' or 'columns'"
         )
-    attend = functools.partial(_local_attention, scale, softcap, interpret)
-    return on_each_device(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=rules
+    attend = functools.partial(_local_attention, spec, interpret)
+    return shard_paged_attention(
+        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
     )
 
 
-def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, positions, window):
+def _local_attention(
+    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window
+):
     K, page_len, H = k_pages.shape[1:]
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
@@ -91,7 +91,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
     pool = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(
-            _kernel, n_columns=table.shape[1], n_pieces=n_rows // len(table), scale=scale, softcap=softcap
+            _kernel, n_columns=table.shape[1], n_pieces=n_rows // len(table), spec=spec
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -119,7 +119,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
 def _kernel(
     table, low, high, reach, q_ref, last_ref, k_pages, v_pages, out_ref,
     k_buffer, v_buffer, arrived, slot_ref, top_ref, total_ref, mixed_ref,
-    *, n_columns, n_pieces, scale, softcap,
+    *, n_columns, n_pieces, spec: AttentionSpec,
 ):  # fmt: skip
     """One row. The buffers, and what is on its way into them, stay from one row to the next."""
     b = pl.program_id(0)
@@ -168,7 +168,7 @@ def _kernel(
             products = lax.dot_general(
                 q_ref[h], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            scores = jnp.where(seen, scaled(products, scale=scale, softcap=softcap), MASKED)
+            scores = jnp.where(seen, spec.scores(products), MASKED)
             top = jnp.maximum(top_ref[h], jnp.max(scores, axis=1, keepdims=True))
             weights, keep = jnp.exp(scores - top), jnp.exp(top_ref[h] - top)
             mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

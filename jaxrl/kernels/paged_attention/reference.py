@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize
-from sharding import Rules
 
 
 def paged_attention_reference(
@@ -15,14 +15,13 @@ def paged_attention_reference(
     k_pages: Pages,
     v_pages: Pages,
     *,
+    spec: AttentionSpec,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages; zeros where p is -1."""
+    rules = spec.rules
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     S = page_table.shape[1] * page_len
@@ -33,15 +32,13 @@ def paged_attention_reference(
 
     def keys(pages):  # [P, K, page, H] -> [B, K, S, H]
         rows = dequantize(jax.tree.map(gather, pages))
-        spec = rules.spec("batch", "kv_heads", None, None)
-        return jnp.reshape(jnp.swapaxes(rows, 1, 2), (B, K, S, H), out_sharding=spec)
+        heads = rules.spec("batch", "kv_heads", None, None)
+        return jnp.reshape(jnp.swapaxes(rows, 1, 2), (B, K, S, H), out_sharding=heads)
 
     grouped = rules.spec("batch", None, "kv_heads", None, None)
     qg = jnp.reshape(q, (B, T, K, N // K, H), out_sharding=grouped).astype(jnp.float32)
     out = rules.spec("batch", "kv_heads", None, None, None)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = spec.scores(jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out))
     distance = positions[:, :, None] - jnp.arange(S)
     seen = (distance >= 0) & ((distance < window) | (window <= 0))
     probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED, scaled
+from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.paged_attention.each_device import on_each_device
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized
-from sharding import Rules
+from jaxrl.kernels.shard_attention import shard_paged_attention
 
 QUERIES = 64  # rows of queries and their heads that a program takes
 LEAST = 16  # rows of a product of tensor cores
@@ -48,12 +48,10 @@ def paged_attention_triton(
     k_pages: Pages,
     v_pages: Pages,
     *,
+    spec: AttentionSpec,
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
@@ -67,13 +65,15 @@ def paged_attention_triton(
         raise NotImplementedError(
             f"config.model.paged_attention='triton' does not take {why}; or set it to 'auto' or 'columns'"
         )
-    attend = functools.partial(_local_attention, scale, softcap, interpret)
-    return on_each_device(
-        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=rules
+    attend = functools.partial(_local_attention, spec, interpret)
+    return shard_paged_attention(
+        attend, q, k_pages, v_pages, page_table, positions, window=window, rules=spec.rules
     )
 
 
-def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, positions, window):
+def _local_attention(
+    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window
+):
     K, page_len, H = k_pages.shape[1:]
     pools, dtype = [k_pages, v_pages], k_pages.dtype
     if isinstance(k_pages, Quantized):
@@ -89,7 +89,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
     mean, norm = pl.pallas_call(
         functools.partial(
             _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts,
-            scale=scale, softcap=softcap,
+            spec=spec,
         ),
         grid=(n_rows, K, n_parts),
         in_specs=[
@@ -118,7 +118,7 @@ def _local_attention(scale, softcap, interpret, q, k_pages, v_pages, table, posi
 
 def _kernel(
     table, low, high, reach, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
-    n_columns, n_pieces, n_parts, scale, softcap,
+    n_columns, n_pieces, n_parts, spec: AttentionSpec,
 ):  # fmt: skip
     """One part of the pages of a row and a kv head: the mean of what it sees, and the log of its sum."""
     *scales, mean_ref, norm_ref = scales_and_results  # no scales where pages are no 8 bits
@@ -140,7 +140,7 @@ def _kernel(
         key = column * page_len + offset + jnp.arange(keys)
         seen = (key[None] <= last[:, None]) & (key[None] > last[:, None] - reach[0])
         products = plgpu.dot(q, k, trans_b=True) * k_scale
-        scores = jnp.where(seen, scaled(products, scale=scale, softcap=softcap), MASKED)
+        scores = jnp.where(seen, spec.scores(products), MASKED)
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
         mixed = mixed * keep[:, None] + plgpu.dot((weights * v_scale).astype(v.dtype), v)

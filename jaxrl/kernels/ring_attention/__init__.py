@@ -3,10 +3,10 @@
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
-from sharding import Rules
 
 BUILT = {"blockwise": ring_blockwise, "reference": ring_reference}
 PLANNED = {name: "as a step of the ring" for name in ("splash", "triton", "cudnn")}
@@ -18,11 +18,9 @@ def ring_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """What `attention` computes, of rows that lie cut over `rules.time` in zig-zag order (sharding/order.py).
@@ -35,6 +33,4 @@ def ring_attention(
         "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
     )
     with jax.named_scope("ring_attention"):
-        return attend(
-            q, k, v, segments=segments, window=window, softcap=softcap, scale=scale, rules=rules
-        )
+        return attend(q, k, v, spec=spec, segments=segments, window=window)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blocks import BLOCK, Softmax, finish, start
 from jaxrl.kernels.attention.blockwise import (
     QUERY_BLOCK,
-    Scores,
     Span,
     blocks_of,
     from_query_rows,
@@ -28,14 +27,15 @@ from jaxrl.kernels.attention.blockwise import (
     query_rows,
     visible,
 )
-from sharding import Rules, zigzag
+from jaxrl.kernels.attention_spec import AttentionSpec
+from sharding import zigzag
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """How scores come about, and the devices that share a row."""
 
-    scores: Scores
+    spec: AttentionSpec
     axes: tuple[str, ...]
     chunk: int  # tokens
 
@@ -60,19 +60,18 @@ def ring_blockwise(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
+    rules = spec.rules
     heads, kv_heads = (rules.spec("batch", "time", h, None) for h in ("heads", "kv_heads"))
     rows = rules.spec("batch", "time")
     axes = rules.mesh_axes("time")
     n = rules.n_shards("time")
     zigzag(q.shape[1], n)  # says what is wrong with a length that cannot be cut
-    ring = Ring(Scores(scale, softcap), axes, q.shape[1] // (2 * n))
+    ring = Ring(spec, axes, q.shape[1] // (2 * n))
     local = jax.shard_map(
         functools.partial(_local_ring, ring),
         in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
@@ -128,7 +127,7 @@ def _ring_forward(ring: Ring, q, k, v, first, last):
         def query_block(i):
             state = jax.tree.map(lambda a: a[i], states)
             for k, v, span in chunks:
-                state = mix_keys(ring.scores, state, q[i], k, v, i // per_row, span, i)
+                state = mix_keys(ring.spec, state, q[i], k, v, i // per_row, span, i)
             return state
 
         return lax.map(query_block, jnp.arange(q.shape[0]))
@@ -155,7 +154,7 @@ def _ring_backward(ring: Ring, saved, d_out):
             dq_i, rows, added = dq[i], (q[i], d_out[i], norm[i], delta[i]), []
             for (k, v, span), (dk, dv) in zip(chunks, key_grads, strict=True):
                 some = dq_i, dk, dv
-                dq_i, *some = mix_gradients(ring.scores, some, rows, k, v, i // per_row, span, i)
+                dq_i, *some = mix_gradients(ring.spec, some, rows, k, v, i // per_row, span, i)
                 added.append(tuple(some))
             return added, dq_i
 

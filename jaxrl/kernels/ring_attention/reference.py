@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.reference import attention_reference
-from sharding import Rules, zigzag
+from jaxrl.kernels.attention_spec import AttentionSpec
+from sharding import zigzag
 
 
 def ring_reference(
@@ -15,29 +16,26 @@ def ring_reference(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
+    spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    softcap: float | None,
-    scale: float,
-    rules: Rules,
 ) -> Float[Array, "B T N H"]:
     """Attention over whole rows on every device of the ring."""
+    rules = spec.rules
     whole = dataclasses.replace(rules, time=None, ring=False)
     order = zigzag(q.shape[1], rules.n_shards("time"))
 
     def take(x, places, *logical):
-        spec = whole.spec("batch", None, *logical)
-        return jax.reshard(x, spec).at[:, places].get(out_sharding=spec)
+        sharding = whole.spec("batch", None, *logical)
+        return jax.reshard(x, sharding).at[:, places].get(out_sharding=sharding)
 
     back = np.argsort(order)
     out = attention_reference(
         take(q, back, "heads", None),
         take(k, back, "kv_heads", None),
         take(v, back, "kv_heads", None),
+        spec=dataclasses.replace(spec, rules=whole),
         segments=take(segments, back),
         window=window,
-        softcap=softcap,
-        scale=scale,
-        rules=whole,
     )
     return jax.reshard(take(out, order, "heads", None), rules.spec("batch", "time", "heads", None))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import blocks
+from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native
 from jaxrl.kernels.cpu.skinny_matmul import product, products
 from sharding import make_mesh
@@ -124,7 +125,7 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
             k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * 64, 64, 2) for x in (k, v))
             key = j * 64 + np.arange(64)
             seen = ((key >= first[..., None]) & (key <= last[..., None]))[:, None]
-            return blocks.add_block(state, q, k_block, v_block, seen, scale=scale, softcap=None)
+            return blocks.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
 
         state = jax.lax.fori_loop(
             0, k.shape[2] // 64, add, blocks.start(q.shape[:3], H + -H % blocks.BLOCK)

@@ -1,0 +1,28 @@
+"""Static parameters of attention, shared by the packed, ring and paged kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sharding import TRAIN, Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Score computation and sharding of one attention call.
+
+    Hashable, so it is static under `jax.jit`, `shard_map` and `custom_vjp`. The sliding window is a
+    separate argument: it differs between layers, and scanned layers pass it as a traced value.
+    """
+
+    scale: float  # of q kᵀ, usually head_dim ** -0.5
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    rules: Rules = TRAIN
+
+    def scores(self, products: jax.Array) -> jax.Array:
+        """cap(products * scale), with products = q kᵀ."""
+        scores = products * self.scale
+        if self.softcap is None:
+            return scores
+        return self.softcap * jnp.tanh(scores / self.softcap)

@@ -1,0 +1,62 @@
+"""Attention as a shard_map: each device computes its rows and heads, without communication."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.quantized import Quantized
+from sharding import Rules
+
+
+def shard_attention(
+    attend: Callable[..., jax.Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """`attend(q, k, v, segments, window)` on each device's shard of packed rows."""
+    heads, kv_heads = (rules.spec("batch", None, h, None) for h in ("heads", "kv_heads"))
+    rows = rules.spec("batch", None)
+    local = jax.shard_map(
+        attend,
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
+    window = jnp.asarray(window, jnp.int32)
+    out = local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+    return jax.reshard(out, rules.spec("batch", "time", "heads", None))
+
+
+def shard_paged_attention(
+    attend: Callable[..., jax.Array],
+    q: Float[Array, "B T N H"],
+    k_pages: jax.Array | Quantized,
+    v_pages: jax.Array | Quantized,
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    *,
+    window: int | Int[Array, ""],
+    rules: Rules,
+) -> Float[Array, "B T N H"]:
+    """`attend(q, k_pages, v_pages, page_table, positions, window)` on each device's rows and heads."""
+    heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
+    pool = rules.spec(None, "kv_heads")
+    local = jax.shard_map(
+        attend,
+        in_specs=(heads, pool, pool, rows, rows, jax.P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+    q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
+    table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)
+    k_pages, v_pages = jax.reshard(k_pages, pool), jax.reshard(v_pages, pool)
+    out = local(q, k_pages, v_pages, table, positions, window)
+    return jax.reshard(out, rules.spec("batch", "time", "heads", None))
