@@ -1,9 +1,9 @@
-"""Arithmetic on CPU whose bits depend on the numbers alone, not on the shapes or programs around them.
+"""Shape-independent arithmetic on CPU: the same bits in any batch and any program.
 
-Trainer and engine compute the same token among other rows and in other programs. XLA on CPU would
-round differently in the two: it contracts a product and a sum in one fusion, and it adds up a row in
-an order that depends on the size of the array and on what it fuses with. Elsewhere these functions
-are what they look like.
+Trainer and engine compute the same token in different batches and programs. XLA on CPU rounds
+differently in the two: it contracts a product and a sum inside a fusion, and the summation order of
+a row depends on the array's size and on the fusion. On other platforms these functions are the
+plain operations.
 """
 
 import jax
@@ -12,19 +12,19 @@ from jaxtyping import Array, Float
 
 from sharding import target_platform
 
-MIN_SIZE = 4096  # elements; below, sums are added in another order
+MIN_SIZE = 4096  # elements; XLA sums smaller arrays in another order
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """`x`, rounded to its type before anything is computed from it."""
+    """`x` rounded to its dtype; on CPU a barrier that XLA cannot fuse or contract across."""
     return jax.lax.optimization_barrier(x) if target_platform() == "cpu" else x
 
 
 def row_sum(x: Float[Array, "*B M S"]) -> Float[Array, "*B M"]:
-    """Σ over the last axis; a row gives the same bits among any number of other rows."""
+    """Σ over the last axis. On CPU a row's bits do not depend on the number of other rows."""
     if target_platform() != "cpu":
         return jnp.sum(x, axis=-1)
     rows, copies = x.shape[-2], -(-MIN_SIZE // max(x.size, 1))
-    if copies > 1:  # a multiple of the rows keeps a sharded axis even
+    if copies > 1:  # a multiple of the rows keeps a sharded axis divisible
         x = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows * (copies - 1)), (0, 0)))
     return jnp.sum(materialize(x), axis=-1)[..., :rows]

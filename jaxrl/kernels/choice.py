@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: the named one, or the backend's default, said once."""
+"""Choice of an operation's implementation: the named one, or the backend's default, logged once."""
 
 import functools
 import logging
@@ -13,33 +13,33 @@ def choose(
     key: str,
     name: str | None,
     *,
-    built: Mapping[str, Callable],
+    implementations: Mapping[str, Callable],
     planned: Mapping[str, str],
     defaults: Mapping[str, tuple[str, str]],
 ) -> Callable:
-    """The function of `built` that `name` names; None and "auto" mean the default of this backend.
+    """The function in `built` called `name`; None and "auto" select the backend's default.
 
-    `key` is the config key that sets the name, `planned` says of names without a function what they
-    will be, `defaults` gives each backend's name and the reason for it. Raises ValueError for an
+    `key` is the config key that sets the name. `planned` describes the implementations that do not
+    exist yet. `defaults` holds each backend's name and the reason for it. Raises ValueError for an
     unknown name and NotImplementedError for a planned one.
     """
     if name is None or name == "auto":
         backend = target_platform()
         name, reason = defaults[backend]
-        _say(key, name, backend, reason)
+        _log_choice(key, name, backend, reason)
     if name in planned:
         raise NotImplementedError(
             f"{key}={name!r} ({planned[name]}) is not built yet; set it to 'auto' or one of "
-            f"{', '.join(built)}"
+            f"{', '.join(implementations)}"
         )
-    if name not in built:
-        known = ", ".join(["auto", *built, *planned])
+    if name not in implementations:
+        known = ", ".join(["auto", *implementations, *planned])
         raise ValueError(f"{key}={name!r} is not known; set one of {known}")
-    return built[name]
+    return implementations[name]
 
 
 def check_platform(key: str, name: str, platform: str) -> None:
-    """Raises NotImplementedError where programs are compiled for devices that `name` cannot run on."""
+    """Raises NotImplementedError unless programs are compiled for `platform`."""
     if (here := target_platform()) != platform:
         raise NotImplementedError(
             f"{key}={name!r} runs on {platform} and these devices are {here}; set it to 'auto'"
@@ -47,5 +47,5 @@ def check_platform(key: str, name: str, platform: str) -> None:
 
 
 @functools.cache
-def _say(key: str, name: str, backend: str, reason: str) -> None:
+def _log_choice(key: str, name: str, backend: str, reason: str) -> None:
     log.info("%s: %r on %s, %s", key, name, backend, reason)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from jaxrl.kernels.quantized import LARGEST, Quantized
+from jaxrl.kernels.quantized import MAX_VALUE, Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.types import Tree
 from sharding import Rules
@@ -83,7 +83,7 @@ SCALE = jnp.float32  # of the scales of pages
 
 
 def is_quantized_dtype(dtype: DTypeLike) -> bool:
-    return jnp.dtype(dtype).name in LARGEST
+    return jnp.dtype(dtype).name in MAX_VALUE
 
 
 def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:

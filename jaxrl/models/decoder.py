@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
-from jaxrl.kernels.cpu.skinny_matmul import product
+from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, each, make_spec
@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
         """float32 logits, soft-capped where the family does."""
         w = jax.reshard(self.unembed, rules.gathered("vocab", "w_embed"))
         out = rules.spec("batch", "time", "vocab")
-        logits = product(hidden, w, out_sharding=out, dtype=jnp.float32)
+        logits = matmul(hidden, w, out_sharding=out, dtype=jnp.float32)
         cap = self.cfg.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -190,7 +190,7 @@ class Decoder(nnx.Module):
             )
         w = gather_matrix(self.score, rules, (None, "w_embed"), 1)
         out = rules.spec("batch", "time", None)
-        return product(hidden, w, out_sharding=out, dtype=jnp.float32)[..., 0]
+        return matmul(hidden, w, out_sharding=out, dtype=jnp.float32)[..., 0]
 
 
 def decoder_specs(cfg: DecoderConfig) -> Decoder:

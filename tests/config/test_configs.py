@@ -142,11 +142,11 @@ TABLES = {
     "remat": (choices.REMATS, decoder.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),
-    "attention": (choices.ATTENTIONS, {"auto", *attention.BUILT}),
-    "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.BUILT}),
+    "attention": (choices.ATTENTIONS, {"auto", *attention.IMPLEMENTATIONS}),
+    "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.IMPLEMENTATIONS}),
     "grouped_matmul": (
         choices.GROUPED_MATMULS,
-        {"auto", *grouped_matmul.BUILT, *grouped_matmul.PLANNED},
+        {"auto", *grouped_matmul.IMPLEMENTATIONS, *grouped_matmul.PLANNED},
     ),
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
-from jaxrl.kernels.attention.splash import _visits, attention_splash
+from jaxrl.kernels.attention.splash import _block_schedule, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
 from sharding import Rules, make_mesh
@@ -104,7 +104,7 @@ def test_triton_equals_the_reference(one_device, heads, options):
 
 def test_splash_visits_the_blocks_that_are_seen():
     # Blocks 0 and 1 are a segment, 2 begins in 1's block, 3 is alone.
-    seen, keys, queries = _visits(jnp.array([0, 0, 1, 3]))
+    seen, keys, queries = _block_schedule(jnp.array([0, 0, 1, 3]))
     np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
     # Behind its last block a row of queries fetches what the next row begins with.
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])

@@ -103,11 +103,11 @@ def twins(monkeypatch):
 
     def forward(config, q, k, v, slots, *, with_norm=False):
         norm = jax.ShapeDtypeStruct((len(slots.starts), q.shape[2], T), jnp.float32)
-        made = call(twin_forward, config, (q, norm), q, k, v, cudnn._places(q, k, slots))
+        made = call(twin_forward, config, (q, norm), q, k, v, cudnn._offsets(q, k, slots))
         return made[: 1 + with_norm]
 
     def backward(config, q, k, v, norm, do, out, slots):
-        places = cudnn._places(q, k, slots)
+        places = cudnn._offsets(q, k, slots)
         return call(twin_backward, config, (q, k, v), q, k, v, norm, do, out, places)
 
     monkeypatch.setattr(cudnn, "forward_call", forward)
@@ -157,10 +157,10 @@ def test_a_device_may_have_more_segments_than_a_call(one_device, twins):
     """Of three rows of 40 single tokens, two a row to a call: 120 segments in 20 turns of 6."""
     q = jnp.zeros((B, T, 1, 8))
     segments = jnp.tile(jnp.arange(1, T + 1), (B, 1))
-    number, n = cudnn._numbers(segments)
+    number, n = cudnn._number_segments(segments)
     assert n == 120 and cudnn.slots_per_row(q.shape, q.shape) == 2
     np.testing.assert_array_equal(number.reshape(-1), np.arange(120))
-    (slots,) = cudnn._in_turn(lambda slots: [slots.of_token], q, q, segments, [segments])
+    (slots,) = cudnn._call_in_turn(lambda slots: [slots.of_token], q, q, segments, [segments])
     np.testing.assert_array_equal(slots.reshape(-1), np.arange(120) % 6)
 
 
@@ -240,8 +240,10 @@ def test_what_it_does_not_take_says_what_to_set(one_device, monkeypatch, dtype, 
     q = jax.ShapeDtypeStruct((1, 64, 2, H), dtype)
     spec = AttentionSpec(1.0, options.get("softcap"))
     config = dict(spec=spec, window=options.get("window", 0))
-    with pytest.raises(NotImplementedError, match=f"attention='cudnn' does not take .*{said}"):
-        jax.eval_shape(lambda q, s: attention_cudnn(q, q, q, segments=s, **config), q, segments_of(q))
+    with pytest.raises(NotImplementedError, match=f"attention='cudnn' does not support .*{said}"):
+        jax.eval_shape(
+            lambda q, s: attention_cudnn(q, q, q, segments=s, **config), q, segments_of(q)
+        )
 
 
 def test_it_counts_in_32_bits(one_device, monkeypatch):
@@ -249,7 +251,7 @@ def test_it_counts_in_32_bits(one_device, monkeypatch):
     q = jax.ShapeDtypeStruct((4, 2**16, 64, 128), jnp.bfloat16)  # 2^31 numbers
     attend = functools.partial(attention_cudnn, spec=AttentionSpec(1.0), window=0)
     with pytest.raises(
-        NotImplementedError, match=r"2147483648 numbers .*lower config.learner.token"
+        NotImplementedError, match=r"2147483648 query elements .*lower config.learner.token"
     ):
         jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, segments_of(q))
 

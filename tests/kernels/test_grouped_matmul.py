@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.grouped_matmul import BUILT, grouped_matmul
+from jaxrl.kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
 from jaxrl.kernels.grouped_matmul.blocks import block_rows
 
 M, D, F, E = 100, 24, 40, 6
@@ -37,7 +37,7 @@ def test_each_row_meets_the_matrix_of_its_group():
     w = jnp.array([[[1.0, 0.0]], [[9.0, 9.0]], [[1.0, 10.0]]])  # one row each
     sizes = jnp.array([1, 0, 2])
     # row 0 meets [1, 0]: 1; rows 1 and 2 meet [1, 10]: 3 + 40, 5 + 60; row 3 is in no group
-    for name in BUILT:
+    for name in IMPLEMENTATIONS:
         y = grouped_matmul(x, w, sizes, implementation=name)
         np.testing.assert_array_equal(y, [[1.0], [43.0], [65.0], [0.0]])
 

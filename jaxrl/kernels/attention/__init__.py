@@ -11,12 +11,12 @@ from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.cudnn import attention_cudnn
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
-from jaxrl.kernels.attention.triton import attention_triton, why_not_triton
+from jaxrl.kernels.attention.triton import attention_triton, unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from sharding import Rules
 
-BUILT = {
+IMPLEMENTATIONS = {
     "blockwise": attention_blockwise,
     "cudnn": attention_cudnn,
     "reference": attention_reference,
@@ -25,8 +25,8 @@ BUILT = {
 }
 DEFAULTS = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),
-    "gpu": ("triton", "the Pallas kernels that keep scores on the chip"),
-    "tpu": ("splash", "the Pallas kernel that keeps scores on the chip"),
+    "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
+    "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
 
 
@@ -40,27 +40,33 @@ def attention(
     window: int | Int[Array, ""],
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Each query attends to the keys of its own segment at or before it; `window` > 0 keeps the last
-    `window` of them, itself included. Scores are scaled, then soft-capped, in float32.
+    """Causal attention within each segment of packed rows.
 
-    A segment is one run of equal numbers in its row; padding, segment 0, gives zeros.
-    Rows that lie cut over `rules.time` are exchanged for heads before, and back after (Ulysses,
-    https://arxiv.org/abs/2309.14509); implementations see whole rows.
-    `implementation` is config.model.attention: None or "auto" picks for the backend and the shapes.
-    Raises ValueError where the devices that share the heads do not divide their number.
+    A query attends to the keys of its segment up to its own position; `window` > 0 keeps the last
+    `window` of them, the query's own included. Scores are scaled, then soft-capped, in float32. A
+    segment is one run of equal numbers in its row. Padding (segment 0) gives zeros.
+
+    Rows sharded over `rules.time` are resharded over heads before attention and back after it
+    (Ulysses, https://arxiv.org/abs/2309.14509), so implementations see whole rows. `implementation`
+    is config.model.attention; None or "auto" selects by backend and shapes. Raises ValueError if
+    the number of query heads does not divide over the devices that share them.
     """
     defaults = DEFAULTS
     if q.shape[1] > MAX_LEN:
-        reason = f"plain XLA, because rows of {q.shape[1]} tokens are too long for 'splash'"
+        reason = f"plain XLA, because 'splash' does not support rows of {q.shape[1]} tokens"
         defaults = defaults | {"tpu": ("blockwise", reason)}
-    if why := why_not_triton(q):
-        reason = f"plain XLA, because 'triton' does not take {why}"
+    if why := unsupported_by_triton(q):
+        reason = f"plain XLA, because 'triton' does not support {why}"
         defaults = defaults | {"gpu": ("blockwise", reason)}
     attend = choose(
-        "config.model.attention", implementation, built=BUILT, planned={}, defaults=defaults
+        "config.model.attention",
+        implementation,
+        implementations=IMPLEMENTATIONS,
+        planned={},
+        defaults=defaults,
     )
     rules, inside = spec.rules, spec.rules.whole_rows()
-    k, v = (_one_for_each(x, q.shape[2], rules) for x in (k, v))
+    k, v = (_repeat_kv_heads(x, q.shape[2], rules) for x in (k, v))
     whole = inside.spec("batch", "time", "heads", None)
     q, k, v = (jax.reshard(x, whole) for x in (q, k, v))
     segments = jax.reshard(segments, inside.spec("batch", "time"))
@@ -70,17 +76,18 @@ def attention(
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 
-def _one_for_each(
+def _repeat_kv_heads(
     x: Float[Array, "B T K H"], n_heads: int, rules: Rules
 ) -> Float[Array, "B T K2 H"]:
-    """Keys or values with as few copies of each head as give every device of `attn_heads` its own."""
+    """Keys or values with each head repeated as little as sharding over `attn_heads` requires."""
     B, T, K, H = x.shape
     n = rules.n_shards("attn_heads")
     if n_heads % n:
         shown = " x ".join(rules.mesh_axes("attn_heads"))
         raise ValueError(
             f"{n_heads} query heads cannot be shared by {n} devices ({shown}) in attention; set "
-            f"config.mesh sizes whose product divides {n_heads}, or config.learner.sequence_parallel='ring'"
+            f"config.mesh sizes whose product divides {n_heads}, or "
+            "config.learner.sequence_parallel='ring'"
         )
     copies = math.lcm(K, n) // K
     if copies == 1:

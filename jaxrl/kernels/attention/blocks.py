@@ -1,15 +1,16 @@
 """Online softmax over blocks of 64 keys: the arithmetic that training and decode share.
 
-A row of queries sees the same blocks in the same order by the same operations, whether its keys lie
-in a packed row or in pages, so that both give the same bits on CPU. What that takes:
-- `row_sum`, whose order of addition is fixed;
-- at least two query rows in a product (one row is another algorithm), and a value width that is a
-  multiple of 64 (else the algorithm depends on the number of rows);
-- a block with nothing to see changes nothing: exp(0) = 1 scales what is there, exp(MASKED - max) = 0
-  is added. Blocks before the first visible key leave finite numbers that the first visible key
-  multiplies by 0.
+Queries visit the same key blocks in the same order with the same operations, whether keys come from
+a packed row or from pages, so both give the same bits on CPU. That requires:
+- `row_sum`, whose summation order is fixed;
+- at least two query rows in a matrix product (XLA uses another algorithm for one row), and a value
+  width that is a multiple of 64 (otherwise the algorithm depends on the number of rows);
+- that a fully masked block changes nothing: the state is scaled by exp(0) = 1 and exp(MASKED - max)
+  = 0 is added. Blocks before the first visible key leave finite numbers, which the first visible
+  key multiplies by 0.
 
-Flash attention, https://arxiv.org/abs/2205.14135, algorithm 1. M query rows, H head dim, W value width.
+Flash attention, https://arxiv.org/abs/2205.14135, algorithm 1. M query rows, H head dim, W value
+width.
 """
 
 from typing import Any
@@ -23,19 +24,20 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.bits import materialize, row_sum
 
 BLOCK = 64  # keys
-MASKED = -1e30  # not -inf: a row with every key masked must stay finite
+MASKED = -1e30  # not -inf: a fully masked row must stay finite
 
 
 @struct.dataclass
 class Softmax:
-    """A softmax-weighted mean under way."""
+    """State of an online softmax-weighted mean."""
 
-    top: Any  # float32 [*B, M], largest score so far
-    total: Any  # float32 [*B, M], Σ exp(score - top)
-    mixed: Any  # float32 [*B, M, W], Σ exp(score - top) value
+    max_score: Any  # float32 [*B, M], largest score so far
+    denominator: Any  # float32 [*B, M], Σ exp(score - max_score)
+    numerator: Any  # float32 [*B, M, W], Σ exp(score - max_score) value
 
 
-def start(shape: tuple[int, ...], width: int) -> Softmax:
+def init_softmax(shape: tuple[int, ...], width: int) -> Softmax:
+    """The state before the first key block."""
     zeros = jnp.zeros(shape, jnp.float32)
     return Softmax(jnp.full(shape, MASKED), zeros, jnp.zeros((*shape, width), jnp.float32))
 
@@ -45,36 +47,36 @@ def add_block(
     q: Float[Array, "*B M H"],
     k: Float[Array, "*B S H"],
     v: Float[Array, "*B S W"],
-    seen: Bool[Array, "*#B M S"],
+    visible: Bool[Array, "*#B M S"],
     spec: AttentionSpec,
 ) -> Softmax:
-    """Takes one block of keys into the mean."""
+    """The state after one more block of keys."""
     scores = block_scores(q, k, spec)
-    scores = materialize(jnp.where(seen, scores, MASKED))
-    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-    weights = materialize(jnp.exp(scores - top[..., None]))
-    keep = jnp.exp(state.top - top)
+    scores = materialize(jnp.where(visible, scores, MASKED))
+    max_score = jnp.maximum(state.max_score, jnp.max(scores, axis=-1))
+    weights = materialize(jnp.exp(scores - max_score[..., None]))
+    correction = jnp.exp(state.max_score - max_score)
     return Softmax(
-        top=top,
-        total=materialize(state.total * keep) + row_sum(weights),
-        mixed=materialize(state.mixed * keep[..., None]) + product(weights, v),
+        max_score=max_score,
+        denominator=materialize(state.denominator * correction) + row_sum(weights),
+        numerator=materialize(state.numerator * correction[..., None]) + matmul(weights, v),
     )
 
 
-def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
-    """(mean [*B, M, W], log Σ exp(score) [*B, M]); zeros and MASKED where nothing was seen."""
-    seen = state.top > MASKED
-    total = jnp.where(seen, state.total, 1.0)
-    mean = jnp.where(seen[..., None], state.mixed, 0.0) / total[..., None]
-    return mean, jnp.where(seen, state.top + jnp.log(total), MASKED)
+def normalize(state: Softmax) -> tuple[jax.Array, jax.Array]:
+    """(mean [*B, M, W], log Σ exp(score) [*B, M]); zeros and MASKED for rows without a visible key."""
+    visible = state.max_score > MASKED
+    denominator = jnp.where(visible, state.denominator, 1.0)
+    mean = jnp.where(visible[..., None], state.numerator, 0.0) / denominator[..., None]
+    return mean, jnp.where(visible, state.max_score + jnp.log(denominator), MASKED)
 
 
 def block_scores(q, k, spec: AttentionSpec):
     """cap(q kᵀ * scale), [*B, M, S]."""
-    return spec.scores(product(q, k, transpose_b=True))
+    return spec.scores(matmul(q, k, transpose_b=True))
 
 
-def product(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
+def matmul(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
     """Matrix product over the last two axes of both, in float32."""
     n = a.ndim - 2
     batch = tuple(range(n))
@@ -84,7 +86,7 @@ def product(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
 
 
 def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Zeros behind `x` up to the next multiple."""
+    """`x` padded with zeros at the end of `axis` to the next multiple of `multiple`."""
     missing = -x.shape[axis] % multiple
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)

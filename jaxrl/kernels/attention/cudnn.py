@@ -1,12 +1,13 @@
 """Packed attention on NVIDIA GPUs by cuDNN's fused kernels, forward and backward.
 
-cuDNN reads segments where they lie: a call is given the first token and the length of each ("slots"). Of every slot it
-keeps the logs of the sums of a whole row's softmax and, backward, float32 gradients into q of a whole row. So a call
-has as many slots as fit into SLOT_BYTES, and where a device has more segments than that, further calls follow. Between
-the calls the logs lie once a token.
+cuDNN reads segments in place: a call takes the first token and the length of each ("slots"). For
+every slot cuDNN stores the softmax log-sums of a whole row and, in the backward pass, float32
+gradients of q for a whole row. So a call has as many slots as fit into SLOT_BYTES, and a loop makes
+further calls for further segments. Between calls the log-sums are stored once per token.
 
-The calls are XLA's `__cudnn$fmhaSoftmax` as JAX makes them for jax.nn.dot_product_attention(implementation="cudnn"),
-which knows no packed rows: its private function does, and the tests compare ours with the calls of that one.
+The calls are XLA's `__cudnn$fmhaSoftmax`, as JAX makes them for
+jax.nn.dot_product_attention(implementation="cudnn"). That function does not support packed rows;
+its private counterpart does, and the tests compare our calls with its calls.
 """
 
 import dataclasses
@@ -22,10 +23,10 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
-SLOT_BYTES = 2**29  # of what cuDNN keeps for the slots of a call while it works
-WIDEST = 256  # head
+SLOT_BYTES = 2**29  # cuDNN's working memory for the slots of one call
+MAX_HEAD_DIM = 256
 
-# The products that a call stands for: contracted axes and batch axes, of the left and the right side.
+# Matrix products inside a call: contracted axes and batch axes of the left and the right operand.
 FORWARD = {
     "bmm1": ((3, 3), ((0, 2), (0, 2))),
     "bmm2": ((3, 1), ((0, 1), (0, 2))),
@@ -40,7 +41,7 @@ BACKWARD = {
 
 @dataclasses.dataclass(frozen=True)
 class CudnnConfig:
-    """Static parameters of the calls."""
+    """Static parameters of the cuDNN calls."""
 
     scale: float
     window: int  # 0 = none
@@ -48,20 +49,22 @@ class CudnnConfig:
 
 @struct.dataclass
 class Slots:
-    """The segments of one call. Tokens are counted through all rows of the device."""
+    """The segments of one call. Token numbers count through all rows of the device."""
 
-    starts: jax.Array  # int32 [S], the number of all tokens where a slot is empty
-    lengths: jax.Array  # int32 [S], 0 where it is empty
-    of_token: jax.Array  # int32 [B, T], outside of 0 .. S - 1 for tokens that no slot has
+    starts: jax.Array  # int32 [S], first token; the number of all tokens for an empty slot
+    lengths: jax.Array  # int32 [S], tokens; 0 for an empty slot
+    of_token: jax.Array  # int32 [B, T], slot of each token; outside 0 .. S - 1 for none
 
 
-def why_not_cudnn(q: jax.Array, window: int | jax.Array, softcap: float | None) -> str | None:
-    """What keeps cuDNN from these queries, and what to set."""
+def unsupported_by_cudnn(
+    q: jax.Array, window: int | jax.Array, softcap: float | None
+) -> str | None:
+    """What cuDNN does not support about these queries and what to set; None if it does."""
     H = q.shape[-1]
     if q.dtype != jnp.bfloat16:
         return f"queries of {q.dtype} (set config.model.dtype to 'bfloat16')"
-    if H > WIDEST or H % 8:
-        return f"heads of width {H}, no multiple of 8 up to {WIDEST}"
+    if H > MAX_HEAD_DIM or H % 8:
+        return f"heads of width {H}, no multiple of 8 up to {MAX_HEAD_DIM}"
     if softcap is not None:
         return f"soft caps ({softcap:g})"
     if not isinstance(window, int):
@@ -78,15 +81,16 @@ def attention_cudnn(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """softmax(q kᵀ * scale) v; each device takes its rows and heads.
+    """softmax(q kᵀ * scale) v on each device's rows and heads.
 
-    Raises NotImplementedError without a GPU, for other types than bfloat16, soft caps, traced windows, and widths of
-    heads and sizes of rows that cuDNN has no kernels for.
+    Raises NotImplementedError without a GPU, for dtypes other than bfloat16, soft caps, traced
+    windows, and head widths and row sizes without a cuDNN kernel.
     """
     check_platform("config.model.attention", "cudnn", "gpu")
-    if why := why_not_cudnn(q, window, spec.softcap):
+    if why := unsupported_by_cudnn(q, window, spec.softcap):
         raise NotImplementedError(
-            f"config.model.attention='cudnn' does not take {why}; or set it to 'auto' or 'blockwise'"
+            f"config.model.attention='cudnn' does not support {why}; or set it to 'auto' or "
+            "'blockwise'"
         )
     config = CudnnConfig(spec.scale, int(window))
 
@@ -99,9 +103,9 @@ def attention_cudnn(
 def _local_attention(config: CudnnConfig, q, k, v, segments):
     if q.size >= 2**31:
         raise NotImplementedError(
-            f"config.model.attention='cudnn' does not take {q.size} numbers of queries on a device "
-            f"({' x '.join(map(str, q.shape))}): it counts them in int32; lower config.learner.token_budget, or set "
-            "it to 'auto' or 'blockwise'"
+            f"config.model.attention='cudnn' does not support {q.size} query elements per device "
+            f"({' x '.join(map(str, q.shape))}), because it counts them in int32; lower "
+            "config.learner.token_budget, or set it to 'auto' or 'blockwise'"
         )
     return _attend(config, q, k, v, segments)
 
@@ -109,7 +113,9 @@ def _local_attention(config: CudnnConfig, q, k, v, segments):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(config: CudnnConfig, q, k, v, segments):
     """q [B, T, N, H], k and v [B, T, K, H], segments [B, T] -> [B, T, N, H]"""
-    return _in_turn(lambda slots: forward_call(config, q, k, v, slots)[:1], q, k, segments, [q])[0]
+    return _call_in_turn(
+        lambda slots: forward_call(config, q, k, v, slots)[:1], q, k, segments, [q]
+    )[0]
 
 
 def _forward(config: CudnnConfig, q, k, v, segments):
@@ -118,58 +124,68 @@ def _forward(config: CudnnConfig, q, k, v, segments):
         return out, _by_token(norm, slots)
 
     norm = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    out, norm = _in_turn(call, q, k, segments, [q, norm])
+    out, norm = _call_in_turn(call, q, k, segments, [q, norm])
     return out, (q, k, v, segments, out, norm)
 
 
 def _backward(config: CudnnConfig, saved, do):
     q, k, v, segments, out, norm = saved
-    do = jnp.where(segments[:, :, None, None] > 0, do, 0)  # blocks of cuDNN's reach beyond segments
+    do = jnp.where(segments[:, :, None, None] > 0, do, 0)  # cuDNN's blocks read past segments
 
     def call(slots):
         return backward_call(config, q, k, v, _by_slot(norm, slots), do, out, slots)
 
-    return *_in_turn(call, q, k, segments, [q, k, v]), None
+    return *_call_in_turn(call, q, k, segments, [q, k, v]), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _in_turn(call, q, k, segments, like) -> list[jax.Array]:
-    """The results of `call(slots)`, arrays [B, T, ...] as those in `like`, of the tokens that its slots have; zeros
-    at padding. cuDNN leaves undefined what is of no slot of a call."""
+def _call_in_turn(call, q, k, segments, like) -> list[jax.Array]:
+    """Combined results of `call(slots)` over all slots: arrays [B, T, ...] shaped as those in
+    `like`.
+
+    Padding gives zeros. cuDNN leaves tokens outside a call's slots undefined, so each call fills
+    only its own tokens.
+    """
     n_slots = q.shape[0] * slots_per_row(q.shape, k.shape)
-    number, n_segments = _numbers(segments)
+    number, n_segments = _number_segments(segments)
 
     def turn(i, results):
         slots = _slots(number - i * n_slots, n_slots)
-        own = (slots.of_token >= 0) & (slots.of_token < n_slots)
+        covered = (slots.of_token >= 0) & (slots.of_token < n_slots)
         return [
-            jnp.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), new, x)
+            jnp.where(covered.reshape(*covered.shape, *[1] * (x.ndim - 2)), new, x)
             for x, new in zip(results, call(slots), strict=True)
         ]
 
     with jax.named_scope("cudnn_attention"):
-        # The first turn is no part of the loop: XLA would make the zeros of all layers' loops ahead of their time.
+        # The first call stays outside the loop: otherwise XLA would allocate the zeros of all
+        # layers' loops in advance.
         first = turn(0, [jnp.zeros(x.shape, x.dtype) for x in like])
         return jax.lax.fori_loop(1, -(-n_segments // n_slots), turn, first)
 
 
 def slots_per_row(q: tuple[int, ...], k: tuple[int, ...]) -> int:
-    """Segments of a call for each row of the device, of queries [B, T, N, H] and keys [B, T, K, H]."""
+    """Segments per call and row of the device, for queries [B, T, N, H] and keys [B, T, K, H]."""
     fit = SLOT_BYTES // (q[0] * slot_bytes(q, k))
-    return max(min(fit, q[1]), 2)  # XLA takes 1 for rows that are not packed
+    return max(min(fit, q[1]), 2)  # XLA treats 1 as an unpacked row
 
 
 def slot_bytes(q: tuple[int, ...], k: tuple[int, ...]) -> int:
-    """What cuDNN keeps for a slot, backward: gradients into q in float32, a sum of each query and, where heads share
-    their keys, gradients into k and v of each head. As the source of its front end 1.23 has it."""
+    """Bytes that cuDNN stores per slot in the backward pass.
+
+    Float32 gradients of q, one sum per query and, if heads share keys, gradients of k and v per
+    head, as in the source of cuDNN's front end 1.23.
+    """
     _, T, N, H = q
     return T * N * (4 * H + 4 + (2 * 2 * H if k[2] < N else 0))
 
 
-def _numbers(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, ""]]:
-    """(of each token the number of its segment among those of all rows, -1 at padding; config many there are)."""
+def _number_segments(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, ""]]:
+    """(number of each token's segment counted over all rows, -1 at padding; how many segments there
+    are).
+    """
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
     begins = (segments > 0) & (segments != before)
     number = jnp.cumsum(begins.reshape(-1), dtype=jnp.int32).reshape(segments.shape)
@@ -177,9 +193,9 @@ def _numbers(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array,
 
 
 def _slots(of_token: Int[Array, "B T"], n_slots: int) -> Slots:
-    mine = of_token.reshape(1, -1) == jnp.arange(n_slots)[:, None]
-    lengths = jnp.sum(mine, axis=1, dtype=jnp.int32)
-    first = jnp.argmax(mine, axis=1).astype(jnp.int32)
+    is_member = of_token.reshape(1, -1) == jnp.arange(n_slots)[:, None]
+    lengths = jnp.sum(is_member, axis=1, dtype=jnp.int32)
+    first = jnp.argmax(is_member, axis=1).astype(jnp.int32)
     return Slots(jnp.where(lengths > 0, first, of_token.size), lengths, of_token)
 
 
@@ -190,7 +206,7 @@ def _by_token(norm: Float[Array, "S N T"], slots: Slots) -> Float[Array, "B T N"
 
 
 def _by_slot(norm: Float[Array, "B T N"], slots: Slots) -> Float[Array, "S N T"]:
-    """Behind a slot's tokens stand numbers of others: finite, and of no meaning."""
+    """[B, T, N] -> [S, N, T]. Values after a slot's tokens are finite but meaningless."""
     B, T, N = norm.shape
     at = slots.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
     return jnp.swapaxes(norm.reshape(B * T, N).at[at].get(mode="clip"), 1, 2)
@@ -199,20 +215,20 @@ def _by_slot(norm: Float[Array, "B T N"], slots: Slots) -> Float[Array, "S N T"]
 def forward_call(
     config: CudnnConfig, q, k, v, slots: Slots, *, with_norm: bool = False
 ) -> list[jax.Array]:
-    """[output [B, T, N, H], with_norm the logs of the sums [S, N, T]]; undefined where no slot has a token."""
+    """[output [B, T, N, H], log-sums [S, N, T] if `with_norm`]; undefined outside the slots."""
     _, T, N, _ = q.shape
     norm = [jax.ShapeDtypeStruct((len(slots.starts), N, T), jnp.float32)] if with_norm else []
     with jax.named_scope("cudnn_attention_fwd"):
-        return _call("Softmax", config, FORWARD, [q, k, v], slots, made=[q], more=norm)
+        return _call("Softmax", config, FORWARD, [q, k, v], slots, outputs=[q], extra=norm)
 
 
 def backward_call(config: CudnnConfig, q, k, v, norm, do, out, slots: Slots) -> list[jax.Array]:
-    """Gradients into q, k and v; undefined where no slot has a token."""
+    """Gradients of q, k and v; undefined outside the slots."""
     kept = len(slots.starts) * slot_bytes(q.shape, k.shape)
-    given = [q, k, v, norm, do, out]
+    operands = [q, k, v, norm, do, out]
     with jax.named_scope("cudnn_attention_bwd"):
         return _call(
-            "SoftmaxBackward", config, BACKWARD, given, slots, made=[q, k, v], workspace=kept
+            "SoftmaxBackward", config, BACKWARD, operands, slots, outputs=[q, k, v], workspace=kept
         )
 
 
@@ -220,36 +236,36 @@ def _call(
     name: str,
     config: CudnnConfig,
     products,
-    given,
+    operands,
     slots: Slots,
     *,
-    made,
-    more=(),
+    outputs,
+    extra=(),
     workspace: int = 0,
 ) -> list[jax.Array]:
-    """Arrays [B, T, heads, H] as those in `made`, then `more`, of the operands `given`, of which q is the first.
+    """Arrays [B, T, heads, H] shaped as those in `outputs`, then `extra`; the first operand is q.
 
-    XLA replaces the size of the workspace by the one that cuDNN asks for. Where there is no cuDNN to ask, as in a plan, it
-    counts as it is given here.
+    XLA replaces the workspace size by the one that cuDNN requests. Without cuDNN, as in a plan, the
+    given size counts.
     """
-    q, k = given[:2]
-    heads_first = [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in made]
+    q, k = operands[:2]
+    heads_first = [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in outputs]
     results = jax.ffi.ffi_call(
         f"__cudnn$fmha{name}",
         [
             *(jax.ShapeDtypeStruct(shape, q.dtype) for shape in heads_first),
-            *more,
+            *extra,
             jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ],
-        output_layouts=[*[(0, 2, 1, 3)] * len(made), *[None] * len(more), None],
+        output_layouts=[*[(0, 2, 1, 3)] * len(outputs), *[None] * len(extra), None],
         custom_call_api_version=2,
         legacy_backend_config=_backend_config(config, q, products, len(slots.starts) // len(q)),
-    )(*given, *_places(q, k, slots))
-    return [*(jnp.swapaxes(x, 1, 2) for x in results[: len(made)]), *results[len(made) : -1]]
+    )(*operands, *_offsets(q, k, slots))
+    return [*(jnp.swapaxes(x, 1, 2) for x in results[: len(outputs)]), *results[len(outputs) : -1]]
 
 
-def _places(q, k, slots: Slots) -> list[jax.Array]:
-    """Lengths of the slots in queries and in keys, and their first numbers among those of q and of k."""
+def _offsets(q, k, slots: Slots) -> list[jax.Array]:
+    """Lengths of the slots in queries and keys, and the index of their first element in q and in k."""
     B, T = q.shape[:2]
     lengths = slots.lengths.reshape(B, -1)
     starts = jnp.pad(slots.starts, (0, B), constant_values=B * T).reshape(B, -1)
@@ -257,7 +273,7 @@ def _places(q, k, slots: Slots) -> list[jax.Array]:
 
 
 def _backend_config(config: CudnnConfig, q, products, slots_per_row: int) -> str:
-    """What XLA's CudnnfMHABackendConfig says of a call."""
+    """The call's CudnnfMHABackendConfig, XLA's backend configuration, as JSON."""
     B, T, N, _ = q.shape
     layout = {
         "dim_level_types": [], "dim_unique": [], "dim_ordered": [], "minor_to_major": ["3", "2", "1", "0"], "tiles": [],

@@ -1,4 +1,4 @@
-"""Packed attention as one would write it on paper: the whole [T, T] score matrix, in float32."""
+"""Reference packed attention: the full [T, T] score matrix in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,24 @@ def attention_reference(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the keys that causality, segment and window leave; zeros at padding, segment 0."""
+    """softmax(cap(q kᵀ * scale)) v over the visible keys of each query; zeros at padding (segment
+    0).
+    """
     rules = spec.rules
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = rules.spec("batch", None, "kv_heads", None, None)
     qg = jnp.reshape(q, (B, T, K, N // K, H), out_sharding=grouped)
-    out = rules.spec("batch", "kv_heads", None, None, None)
+    by_head = rules.spec("batch", "kv_heads", None, None, None)
     scores = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", qg.astype(jnp.float32), k.astype(jnp.float32), out_sharding=out
+        "BTKGH,BSKH->BKGTS", qg.astype(jnp.float32), k.astype(jnp.float32), out_sharding=by_head
     )
     scores = spec.scores(scores)
     row = jnp.arange(T)
-    seen = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
-    seen &= (row[:, None] - row[None, :] < window) | (window <= 0)
-    probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-    mixed = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
-    mixed = jnp.where(segments[:, :, None, None, None] > 0, mixed, 0.0)
+    visible = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
+    visible &= (row[:, None] - row[None, :] < window) | (window <= 0)
+    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
+    out = jnp.where(segments[:, :, None, None, None] > 0, out, 0.0)
     heads = rules.spec("batch", None, "heads", None)
-    return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)
+    return jnp.reshape(out, (B, T, N, H), out_sharding=heads).astype(q.dtype)

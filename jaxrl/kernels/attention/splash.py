@@ -1,9 +1,9 @@
-"""Splash attention, the Pallas kernel that JAX ships for TPU, over packed rows.
+"""Splash attention, JAX's Pallas kernel for TPU, on packed rows.
 
-What a query sees is one range of keys, from the first that segment and window leave to its own. Both
-ends travel in one int32 a query, and blocks of keys that no query of a block sees are neither read nor
-computed. Sliding windows may be traced; key heads are shared by their queries, never repeated.
-Scores, softmax and sums are float32; products take the operands' own type on the matrix unit.
+The keys visible to a query are one range, from the first that segment and window allow to its own
+position. Both ends are packed into one int32 per query. Key blocks without a visible key are
+neither read nor computed. Sliding windows may be traced; query heads share their kv head without
+repeating it. Scores, softmax and sums are float32; matrix products use the operands' dtype.
 """
 
 import functools
@@ -16,13 +16,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import pad_axis
-from jaxrl.kernels.attention.blockwise import visible
+from jaxrl.kernels.attention.blockwise import visible_range
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
-BLOCKS = (512, 256, 128)  # tokens of a block of queries, and of keys: the largest that fits
-BITS = 16  # of a position, so that two of them fit an int32
+BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
+BITS = 16  # per position, so that two fit an int32
 MAX_LEN = 2**BITS
 
 
@@ -36,17 +36,17 @@ def attention_splash(
     window: int | Int[Array, ""],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
+    """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
 
-    `interpret` runs the kernel's steps by XLA, on any backend. Raises NotImplementedError without a TPU, and for
-    rows of more than 65,536 tokens.
+    `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
+    TPU and for rows of more than 65,536 tokens.
     """
     if not interpret:
         check_platform("config.model.attention", "splash", "tpu")
     if q.shape[1] > MAX_LEN:
         raise NotImplementedError(
-            f"config.model.attention='splash' takes rows of up to {MAX_LEN} tokens, this one has {q.shape[1]}; "
-            "set it to 'auto' or 'blockwise', or lower config.learner.buckets"
+            f"config.model.attention='splash' supports rows of up to {MAX_LEN} tokens, this one "
+            f"has {q.shape[1]}; set it to 'auto' or 'blockwise', or lower config.learner.buckets"
         )
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
@@ -54,9 +54,9 @@ def attention_splash(
 
 def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window):
     T = q.shape[1]
-    first, last = visible(segments, window)
+    first, last = visible_range(segments, window)
     here = jnp.arange(T, dtype=jnp.int32)
-    # Padding sees itself: a softmax over nothing is not finite.
+    # Padding attends to itself: a softmax over no key is not finite.
     first = jnp.where(last >= 0, first, here)
     first = jnp.pad(first, ((0, 0), (0, -T % BLOCKS[-1])), constant_values=T)
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
@@ -70,11 +70,13 @@ def _row(spec: AttentionSpec, interpret: bool, row):
     q, k, v, first = row
     T = q.shape[1]
     block = next(b for b in BLOCKS if T % b == 0)
-    seen, next_keys, next_queries = _visits(jnp.min(first.reshape(-1, block), axis=1) // block)
+    visible, next_keys, next_queries = _block_schedule(
+        jnp.min(first.reshape(-1, block), axis=1) // block
+    )
     ranges = first << BITS | jnp.arange(T, dtype=jnp.int32)
 
     def mask(following):
-        return MaskInfo(following[None], None, seen[None], None, ranges)  # one for all heads
+        return MaskInfo(following[None], None, visible[None], None, ranges)  # shared by all heads
 
     sizes = splash.BlockSizes(
         block_q=block,
@@ -94,24 +96,29 @@ def _row(spec: AttentionSpec, interpret: bool, row):
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=spec.softcap,
         residual_checkpoint_name=None,
-        mask_function=_sees,
+        mask_function=_is_visible,
         interpret=interpret,
     )
     return kernel(q, k, v)
 
 
-def _visits(low: Int[Array, "n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which blocks of keys each block of queries visits, from `low` to its own, int32 [n, n]; and what to
-    fetch meanwhile: the block of keys that the next visit of a row needs, and that of queries of a column."""
+def _block_schedule(low: Int[Array, "n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(visited, next_keys, next_queries), each int32 [n, n]: the schedule of query blocks x key
+    blocks.
+
+    Query block i visits the key blocks from `low[i]` to i. `next_keys` and `next_queries` name the
+    block to prefetch meanwhile: the key block of the next visit in a row, and the query block of a
+    column.
+    """
     n = low.shape[0]
     i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
     lows = low[:, None]
-    seen = (lows <= j) & (j <= i)
+    visible = (lows <= j) & (j <= i)
     next_keys = jnp.where(j > i, jnp.roll(lows, -1, axis=0), jnp.maximum(lows, j))
-    return seen.astype(jnp.int32), next_keys, jnp.where(seen, i, j)
+    return visible.astype(jnp.int32), next_keys, jnp.where(visible, i, j)
 
 
-def _sees(ranges: jax.Array, key: jax.Array) -> jax.Array:
-    """Whether each query's range holds the key."""
+def _is_visible(ranges: jax.Array, key: jax.Array) -> jax.Array:
+    """Whether each query's range contains the key."""
     first = lax.shift_right_logical(ranges, jnp.full_like(ranges, BITS))
     return (key >= first) & (key <= (ranges & (MAX_LEN - 1)))

@@ -1,10 +1,10 @@
 """Packed attention on NVIDIA GPUs: Pallas kernels in Triton, forward and backward.
 
-What a query sees is one range of keys, from the first that segment and window leave to its own. A block of queries
-visits the blocks of keys from the first that one of its queries sees; backward, a block of keys visits the queries up
-to the last that sees it, of all heads that share its kv head. Forward and backward follow
-https://arxiv.org/abs/2307.08691, algorithms 1 and 2. Scores, softmax and sums are float32, products take the
-operands' own type.
+The keys visible to a query are one range, from the first that segment and window allow to its own
+position. A query block visits the key blocks from the first that one of its queries can see. In the
+backward pass, a key block visits the queries up to the last that can see it, over all heads that
+share its kv head. Forward and backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+Scores, softmax and sums are float32; matrix products use the operands' dtype.
 """
 
 import dataclasses
@@ -18,32 +18,32 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
-from jaxrl.kernels.attention.blockwise import visible
+from jaxrl.kernels.attention.blockwise import visible_range
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
-BLOCK = 64  # tokens of a block of queries, and of keys
-LEAST = 16  # rows of a product of tensor cores
+BLOCK = 64  # tokens per query block and key block
+MIN_ROWS = 16  # of a tensor-core matrix product
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The static parameters of the kernels; `interpret` emulates them with XLA."""
+    """Static parameters of the kernels; `interpret` emulates them with XLA."""
 
     spec: AttentionSpec
     interpret: bool
 
     def scores(self, q, k, first, at_q, at_k):
-        """[queries, keys] of the blocks at these positions; MASKED where a query does not see the key."""
+        """[queries, keys] of the blocks that start at these positions; MASKED for invisible keys."""
         scores = self.spec.scores(plgpu.dot(q, k, trans_b=True))
-        own = at_q + jnp.arange(len(q))
+        query = at_q + jnp.arange(len(q))
         key = at_k + jnp.arange(len(k))
-        seen = (key[None] >= first[:, None]) & (key[None] <= own[:, None])
-        return jnp.where(seen, scores, MASKED)
+        visible = (key[None] >= first[:, None]) & (key[None] <= query[:, None])
+        return jnp.where(visible, scores, MASKED)
 
     def gradients(self, q, k, v, do, norm, delta, first, at_q, at_k):
-        """(the softmax's weights, gradients into q kᵀ)."""
+        """(softmax weights, gradients with respect to q kᵀ)."""
         scores = self.scores(q, k, first, at_q, at_k)
         p = jnp.exp(scores - norm[:, None])
         ds = p * (plgpu.dot(do, v, trans_b=True) - delta[:, None]) * self.spec.scale
@@ -61,10 +61,10 @@ class Kernels:
         )
 
 
-def why_not_triton(q: jax.Array) -> str | None:
-    """What keeps the kernels from these queries."""
+def unsupported_by_triton(q: jax.Array) -> str | None:
+    """What the kernels do not support about these queries; None if they do."""
     H = q.shape[-1]
-    if H < LEAST or H & (H - 1):
+    if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
     return None
 
@@ -79,16 +79,17 @@ def attention_triton(
     window: int | Int[Array, ""],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v; each device takes its rows and heads.
+    """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
 
-    `interpret` runs the kernels' steps by XLA, on any backend. Raises NotImplementedError without a GPU, and for
-    widths of heads that Triton has no blocks for.
+    `interpret` emulates the kernels with XLA on any backend. Raises NotImplementedError without a
+    GPU and for head widths that are not a power of two.
     """
     if not interpret:
         check_platform("config.model.attention", "triton", "gpu")
-    if why := why_not_triton(q):
+    if why := unsupported_by_triton(q):
         raise NotImplementedError(
-            f"config.model.attention='triton' does not take {why}; set it to 'auto' or 'blockwise'"
+            f"config.model.attention='triton' does not support {why}; set it to 'auto' or "
+            "'blockwise'"
         )
     attend = functools.partial(_local_attention, Kernels(spec, interpret))
     return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
@@ -96,8 +97,8 @@ def attention_triton(
 
 def _local_attention(kernels: Kernels, q, k, v, segments, window):
     T = q.shape[1]
-    first, last = visible(segments, window)
-    # Padding sees itself: a softmax over nothing is not finite.
+    first, last = visible_range(segments, window)
+    # Padding attends to itself: a softmax over no key is not finite.
     first = jnp.where(last >= 0, first, jnp.arange(T))
     first = jnp.pad(first, ((0, 0), (0, -T % BLOCK)), constant_values=T)
     out = _flash(kernels, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), first)
@@ -106,7 +107,7 @@ def _local_attention(kernels: Kernels, q, k, v, segments, window):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(kernels: Kernels, q, k, v, first):
-    """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H], T a multiple of the block"""
+    """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H]; T is a multiple of BLOCK."""
     return _forward(kernels, q, k, v, first)[0]
 
 
@@ -124,7 +125,7 @@ def _forward(kernels: Kernels, q, k, v, first):
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-    )(_lowest(first), q, k, v, first)
+    )(_first_key_blocks(first), q, k, v, first)
     return out, (q, k, v, first, out, norm)
 
 
@@ -134,7 +135,7 @@ def _backward(kernels: Kernels, saved, do):
     K = k.shape[2]
     G = N // K
     delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), do.astype(jnp.float32))
-    low = _lowest(first)
+    low = _first_key_blocks(first)
     by_block, keys, numbers, starts = _specs(T, H, G)
     dq = kernels.call(
         _dq_kernel,
@@ -145,18 +146,18 @@ def _backward(kernels: Kernels, saved, do):
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )(low, q, k, v, do, norm, delta, first)
 
-    # Blocks of queries that see the block of keys j: from j on, as `low` never falls.
+    # Key block j is visible to the query blocks from j to high: `low` never decreases.
     j = jnp.arange(T // BLOCK)
     high = jnp.sum(low[:, None, :] <= j[:, None], axis=-1, dtype=jnp.int32)
     queries = pl.BlockSpec((None, T, G, H), lambda j, h, b: (b, 0, h, 0))
-    of_heads = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
+    per_head = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
     key_block = pl.BlockSpec((None, BLOCK, None, H), lambda j, h, b: (b, j, h, 0))
     dk, dv = kernels.call(
         _dkv_kernel,
         "packed_attention_dkv",
         grid=(T // BLOCK, K, B),
         in_specs=[
-            pl.no_block_spec, queries, key_block, key_block, queries, of_heads, of_heads,
+            pl.no_block_spec, queries, key_block, key_block, queries, per_head, per_head,
             pl.BlockSpec((None, T), lambda j, h, b: (b, 0)),
         ],
         out_specs=[key_block, key_block],
@@ -168,13 +169,15 @@ def _backward(kernels: Kernels, saved, do):
 _flash.defvjp(_forward, _backward)
 
 
-def _lowest(first: Int[Array, "B T"]) -> Int[Array, "B n"]:
-    """The first block of keys that each block of queries sees."""
+def _first_key_blocks(first: Int[Array, "B T"]) -> Int[Array, "B n"]:
+    """First visible key block of each query block."""
     return jnp.min(first.reshape(first.shape[0], -1, BLOCK), axis=-1) // BLOCK
 
 
 def _specs(T: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
-    """What a program of (block of queries, head, row) is given of queries, of keys, of numbers and of starts."""
+    """Block specs of queries, keys, numbers per query and starts, for grid (query block, head,
+    row).
+    """
     return (
         pl.BlockSpec((None, BLOCK, None, H), lambda i, n, b: (b, i, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, lax.div(n, G), 0)),
@@ -188,19 +191,19 @@ def _forward_kernel(kernels: Kernels, low, q_ref, k_ref, v_ref, first_ref, out_r
     q, first = q_ref[...], first_ref[...]
 
     def block(j, state):
-        top, total, mixed = state
+        max_score, denominator, numerator = state
         at = pl.ds(j * BLOCK, BLOCK)
         scores = kernels.scores(q, k_ref[at, :], first, i * BLOCK, j * BLOCK)
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
+        new_max = jnp.maximum(max_score, jnp.max(scores, axis=1))
+        weights, correction = jnp.exp(scores - new_max[:, None]), jnp.exp(max_score - new_max)
         v = v_ref[at, :]
-        mixed = mixed * keep[:, None] + plgpu.dot(weights.astype(v.dtype), v)
-        return new, total * keep + jnp.sum(weights, axis=1), mixed
+        numerator = numerator * correction[:, None] + plgpu.dot(weights.astype(v.dtype), v)
+        return new_max, denominator * correction + jnp.sum(weights, axis=1), numerator
 
     empty = jnp.full(BLOCK, MASKED), jnp.zeros(BLOCK), jnp.zeros(q.shape)
-    top, total, mixed = lax.fori_loop(low[b, i], i + 1, block, empty)
-    out_ref[...] = (mixed / total[:, None]).astype(out_ref.dtype)
-    norm_ref[...] = top + jnp.log(total)
+    max_score, denominator, numerator = lax.fori_loop(low[b, i], i + 1, block, empty)
+    out_ref[...] = (numerator / denominator[:, None]).astype(out_ref.dtype)
+    norm_ref[...] = max_score + jnp.log(denominator)
 
 
 def _dq_kernel(

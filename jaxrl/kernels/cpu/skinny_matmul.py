@@ -7,41 +7,41 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
-from jaxrl.kernels.cpu import native
+from jaxrl.kernels.cpu import ops
 
 Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
 
 
-def product(
+def matmul(
     x: Float[Array, "B T I"], w: Weight, *, out_sharding: jax.P, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T _"]:
     """x wᵀ [B, T, out], accumulated in and returned as `dtype` where it is given."""
-    return products(x, [w], out_shardings=[out_sharding], dtype=dtype)[0]
+    return matmuls(x, [w], out_shardings=[out_sharding], dtype=dtype)[0]
 
 
-def products(
+def matmuls(
     x: Float[Array, "B T I"],
     weights: Sequence[Weight],
     *,
     out_shardings: Sequence[jax.P],
     dtype: DTypeLike | None = None,
 ) -> list[Float[Array, "B T _"]]:
-    """`product` with each of the weights.
+    """`matmul` with each of the weights.
 
-    One token a row (T = 1) is decoding: it has no gradient, and on one CPU device float32 products of up to
-    64 rows then run at the speed of memory, up to four in one call, with the bits of XLA's product. int8 weights are
+    One token a row (T = 1) is decoding: it has no gradient, and on one CPU device float32 matmuls of up to
+    64 rows then run at the speed of memory, up to four in one call, with the bits of XLA's matmul. int8 weights are
     multiplied as numbers of the type of `x`.
     """
-    taken = [native.takes_rows(x, w) for w in weights]
-    if all(taken) and len(weights) <= native.MAX_WEIGHTS:
-        return _native_products(x, weights, out_shardings)
+    supported = [ops.supports_skinny_matmul(x, w) for w in weights]
+    if all(supported) and len(weights) <= ops.MAX_WEIGHTS:
+        return _native_matmuls(x, weights, out_shardings)
     return [
-        _native_products(x, [w], [out])[0] if native_takes else _xla_product(x, w, out, dtype)
-        for w, out, native_takes in zip(weights, out_shardings, taken, strict=True)
+        _native_matmuls(x, [w], [out])[0] if native else _xla_matmul(x, w, out, dtype)
+        for w, out, native in zip(weights, out_shardings, supported, strict=True)
     ]
 
 
-def _xla_product(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.Array:
+def _xla_matmul(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.Array:
     if w.dtype == jnp.int8:
         # Of this step's x: alone, the conversion would be done before a loop and its result kept.
         x, w = jax.lax.optimization_barrier((x, w))
@@ -50,9 +50,9 @@ def _xla_product(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.
     return jnp.einsum(eq, x, w, out_sharding=out_sharding, preferred_element_type=dtype)
 
 
-def _native_products(x: jax.Array, weights: Sequence[jax.Array], out_shardings) -> list[jax.Array]:
+def _native_matmuls(x: jax.Array, weights: Sequence[jax.Array], out_shardings) -> list[jax.Array]:
     local = jax.shard_map(
-        lambda x, *weights: [y[:, None] for y in native.skinny_matmul(x[:, 0], *weights)],
+        lambda x, *weights: [y[:, None] for y in ops.skinny_matmul(x[:, 0], *weights)],
         in_specs=jax.P(),
         out_specs=jax.P(),
         check_vma=False,

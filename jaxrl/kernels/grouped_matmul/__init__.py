@@ -8,7 +8,7 @@ from jaxrl.kernels.grouped_matmul.blocks import grouped_matmul_blocks
 from jaxrl.kernels.grouped_matmul.ragged import grouped_matmul_ragged
 from jaxrl.kernels.grouped_matmul.reference import grouped_matmul_reference
 
-BUILT = {
+IMPLEMENTATIONS = {
     "blocks": grouped_matmul_blocks,
     "ragged_dot": grouped_matmul_ragged,
     "reference": grouped_matmul_reference,
@@ -43,7 +43,7 @@ def grouped_matmul(
     multiply = choose(
         "config.model.grouped_matmul",
         implementation,
-        built=BUILT,
+        implementations=IMPLEMENTATIONS,
         planned=PLANNED,
         defaults=DEFAULTS,
     )

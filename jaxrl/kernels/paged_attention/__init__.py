@@ -1,5 +1,6 @@
-"""Attention of new tokens over keys that lie in the pages of a pool: one signature for decode and
-chunked prefill, one implementation per backend."""
+"""Attention over a paged KV cache: one signature for decode and chunked prefill, one implementation
+per backend.
+"""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -8,13 +9,13 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
 from jaxrl.kernels.paged_attention.pages import Pages, write_pages
-from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged, why_not_ragged
+from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged, unsupported_by_ragged
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
-from jaxrl.kernels.paged_attention.triton import paged_attention_triton, why_not_triton
+from jaxrl.kernels.paged_attention.triton import paged_attention_triton, unsupported_by_triton
 
 __all__ = ["paged_attention", "write_pages"]
 
-BUILT = {
+IMPLEMENTATIONS = {
     "columns": paged_attention_columns,
     "reference": paged_attention_reference,
     "ragged": paged_attention_ragged,
@@ -22,8 +23,8 @@ BUILT = {
 }
 DEFAULTS = {
     "cpu": ("columns", "bitwise equal to training attention"),
-    "gpu": ("triton", "the Pallas kernel that reads each row's own pages"),
-    "tpu": ("ragged", "the Pallas kernel that reads each row's own pages"),
+    "gpu": ("triton", "a Pallas kernel that reads only each row's pages"),
+    "tpu": ("ragged", "a Pallas kernel that reads only each row's pages"),
 }
 
 
@@ -38,23 +39,27 @@ def paged_attention(
     window: int | Int[Array, ""],
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """The query at position p attends to the row's keys at positions 0..p (the last `window` of them
-    where it is > 0), which lie in the pages of `page_table`; its own key has been written already.
+    """Attention of the query at position p over the row's keys at positions 0..p.
 
-    A position of -1 is padding and gives zeros. `implementation` is config.model.paged_attention:
-    None or "auto" picks for the backend and the pages.
+    `window` > 0 keeps the last `window` keys. Row b's keys are in the pages of `page_table[b]`; the
+    query's own key has been written before. A position of -1 is padding and gives zeros.
+    `implementation` is config.model.paged_attention; None or "auto" selects by backend and pages.
     """
     defaults = DEFAULTS
-    if why := why_not_ragged(k_pages, page_table):
+    if why := unsupported_by_ragged(k_pages, page_table):
         defaults = defaults | {
-            "tpu": ("columns", f"plain XLA, because 'ragged' does not take {why}")
+            "tpu": ("columns", f"plain XLA, because 'ragged' does not support {why}")
         }
-    if why := why_not_triton(k_pages):
+    if why := unsupported_by_triton(k_pages):
         defaults = defaults | {
-            "gpu": ("columns", f"plain XLA, because 'triton' does not take {why}")
+            "gpu": ("columns", f"plain XLA, because 'triton' does not support {why}")
         }
     attend = choose(
-        "config.model.paged_attention", implementation, built=BUILT, planned={}, defaults=defaults
+        "config.model.paged_attention",
+        implementation,
+        implementations=IMPLEMENTATIONS,
+        planned={},
+        defaults=defaults,
     )
     with jax.named_scope("paged_attention"):
         return attend(

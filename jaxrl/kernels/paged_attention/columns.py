@@ -1,8 +1,8 @@
-"""Paged attention column by column of the page table: 64 keys of every row at a time.
+"""Paged attention by columns of the page table: 64 keys of every row at a time.
 
-The blocks and their arithmetic are those of training attention (kernels/attention/blocks.py), so a
-token gets the same bits from pages as from a packed row whose segment starts on a multiple of 64.
-On CPU, decoding reads the pages where they lie (kernels/cpu); elsewhere a block is gathered first.
+Blocks and arithmetic are those of training attention (kernels/attention/blocks.py). A token gets
+the same bits from pages as from a packed row whose segment starts on a multiple of 64. On CPU,
+decode reads the pages in place (kernels/cpu); other platforms gather a block first.
 """
 
 import functools
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, add_block, finish, pad_axis, start
+from jaxrl.kernels.attention.blocks import BLOCK, add_block, init_softmax, normalize, pad_axis
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.cpu import native
+from jaxrl.kernels.cpu import ops
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize
 from jaxrl.kernels.shard_attention import shard_paged_attention
@@ -33,8 +33,8 @@ def paged_attention_columns(
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
-    The loop ends at the largest position present and starts at the earliest key that a window leaves.
-    Raises ValueError if the page length is not a multiple of 64.
+    The loop runs from the earliest key inside a window to the largest position. Raises ValueError
+    if the page length is not a multiple of 64.
     """
     if k_pages.shape[2] % BLOCK:
         raise ValueError(
@@ -53,14 +53,14 @@ def _local_attention(spec: AttentionSpec, q, k_pages, v_pages, page_table, posit
     G = N // K
     rows = q.astype(jnp.float32).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4)
     rows = rows.reshape(B, K, T * G, H)
-    if T * G == 1:  # a product with one row takes another path on CPU
+    if T * G == 1:  # XLA on CPU uses another algorithm for a product with one row
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
     M = rows.shape[2]
 
     last = jnp.pad(jnp.repeat(positions, G, axis=1), ((0, 0), (0, M - T * G)), constant_values=-1)
     first = jnp.where(window > 0, jnp.maximum(last - window + 1, 0), 0)
-    if spec.softcap is None and native.reads_pages(rows, k_pages):
-        state = native.paged_attention(rows, k_pages, v_pages, page_table, first, last, spec.scale)
+    if spec.softcap is None and ops.supports_paged_attention(rows, k_pages):
+        state = ops.paged_attention(rows, k_pages, v_pages, page_table, first, last, spec.scale)
     else:
         low = jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // BLOCK
         high = jnp.max(last) // BLOCK + 1
@@ -69,38 +69,41 @@ def _local_attention(spec: AttentionSpec, q, k_pages, v_pages, page_table, posit
             page, offset = j * BLOCK // page_len, j * BLOCK % page_len
             pages = lax.dynamic_index_in_dim(page_table, page, axis=1, keepdims=False)
             key = j * BLOCK + jnp.arange(BLOCK)
-            seen = (key >= first[..., None]) & (key <= last[..., None])
+            visible = (key >= first[..., None]) & (key <= last[..., None])
             k, v = (_key_block(pool, pages, offset) for pool in (k_pages, v_pages))
             v = pad_axis(v, 3, BLOCK)
-            return add_block(state, rows, k, v, seen[:, None], spec)
+            return add_block(state, rows, k, v, visible[:, None], spec)
 
-        state = lax.fori_loop(low, high, column, start((B, K, M), H + -H % BLOCK))
-    out, _ = finish(state)
+        state = lax.fori_loop(low, high, column, init_softmax((B, K, M), H + -H % BLOCK))
+    out, _ = normalize(state)
     out = out[:, :, : T * G, :H].reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)
     return out.reshape(B, T, N, H).astype(q.dtype)
 
 
 def _key_block(pool, pages, offset):
-    """float32 [B, K, 64, H]: 64 keys from `offset` on of one page per row."""
+    """float32 [B, K, 64, H]: 64 keys from `offset` on, of one page per row."""
 
-    def block(numbers):
+    def block(array):
         if target_platform() == "tpu":
-            return _block_rows(numbers, pages, offset)
-        size = (1, numbers.shape[1], BLOCK, *numbers.shape[3:])
-        at = (0, offset, *(0,) * (numbers.ndim - 3))
-        return jax.vmap(lambda page: lax.dynamic_slice(numbers, (page, *at), size)[0])(pages)
+            return _block_rows(array, pages, offset)
+        size = (1, array.shape[1], BLOCK, *array.shape[3:])
+        at = (0, offset, *(0,) * (array.ndim - 3))
+        return jax.vmap(lambda page: lax.dynamic_slice(array, (page, *at), size)[0])(pages)
 
     return dequantize(jax.tree.map(block, pool))
 
 
 def _block_rows(
-    numbers: jax.Array, pages: Int[Array, "B"], offset: Int[Array, ""] | int
+    array: jax.Array, pages: Int[Array, "B"], offset: Int[Array, ""] | int
 ) -> jax.Array:
-    """[B, K, 64, ...]: the same, head by head out of the pool as a list of blocks. XLA would lay the pool out otherwise
-    for parts of pages, and copy it. Scales, which are no rows, come a page at a time."""
-    P, K, page_len, *rest = numbers.shape
+    """[B, K, 64, ...]: the same keys, gathered head by head from the pool as a list of blocks.
+
+    For parts of pages, XLA would choose another layout of the pool and copy it. Scales, which have
+    no head dimension, are gathered by page.
+    """
+    P, K, page_len, *rest = array.shape
     if not rest:
-        return lax.dynamic_slice_in_dim(numbers[pages], offset, BLOCK, axis=2)
+        return lax.dynamic_slice_in_dim(array[pages], offset, BLOCK, axis=2)
     n = page_len // BLOCK
-    blocks = numbers.reshape(P * K * n, BLOCK, *rest)
+    blocks = array.reshape(P * K * n, BLOCK, *rest)
     return blocks[(pages[:, None] * K + jnp.arange(K)) * n + offset // BLOCK]

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the pages of a pool."""
+"""Writes of new keys and values into the page pool."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ def write_pages(
     *,
     rules: Rules,
 ) -> tuple[Pages, Pages]:
-    """Writes the key of (b, t) to its page; position -1 is padding and writes nothing. Pages in 8 bits get a
-    scale for every head of a token."""
+    """The pools after writing the keys and values of (b, t) to their pages.
+
+    Position -1 is padding and writes nothing. Quantized pages get one scale per head and token.
+    """
     n_pages, _, page_len, _ = k_pages.shape
     column = jnp.maximum(positions, 0) // page_len
     page = jnp.take_along_axis(page_table, column, axis=1)
@@ -50,8 +52,11 @@ def write_pages(
 
 
 def _write_rows(pages: jax.Array, new: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Head by head into the pool as a list of rows: XLA would lay the pool out otherwise for all heads at once,
-    and copy it before and after. Scales stay in the rows of their pages."""
+    """Writes head by head into the pool as a list of rows.
+
+    Writing all heads at once, XLA would choose another layout of the pool and copy it before and
+    after. Scales are written within the rows of their pages.
+    """
     _, K, page_len, *rest = pages.shape
     if not rest:
         rows = pages.reshape(-1, page_len)

@@ -1,8 +1,9 @@
-"""Ragged paged attention on TPU: a Pallas kernel that reads each row's own pages, and no others.
+"""Ragged paged attention on TPU: a Pallas kernel that reads only each row's own pages.
 
-A row of queries (one token in decode, a piece of a prompt in prefill) goes through its pages some at a time.
-While one group of pages is computed with, the next is on its way, be it the next row's first. Online softmax as in
-kernels/attention/blocks.py; scores, softmax and sums are float32, products take the pages' type.
+A row of queries (one token in decode, part of a prompt in prefill) visits its pages in groups. The
+next group, also of the next row, is copied while the present one is processed. Online softmax as in
+kernels/attention/blocks.py; scores, softmax and sums are float32, matrix products use the pages'
+dtype.
 """
 
 import functools
@@ -21,20 +22,23 @@ from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.shard_attention import shard_paged_attention
 
-KEYS = 512  # of a group of pages, as long as they take no more than
-GROUP_BYTES = 2**20  # of keys; two groups of keys and of values lie in 16 MiB of fast memory
-QUERIES = 512  # rows of queries and their heads that go through the pages together
-TABLE_BYTES = 7 * 2**17  # of the page tables of a call, in 1 MiB of scalar memory
-SUBLANES, LANES = 16, 128  # of a tile of bfloat16
+MAX_KEYS = 512  # per group of pages
+GROUP_BYTES = 2**20  # keys per group; VMEM (16 MiB) holds two groups of keys and of values
+MAX_QUERIES = 512  # tokens x query heads per kv head in one row
+TABLE_BYTES = 7 * 2**17  # page tables of a call, in 1 MiB of scalar memory
+SUBLANES, LANES = 16, 128  # of a bfloat16 tile
 
 
-def why_not_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
-    """What keeps the kernel from these pages."""
+def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
+    """What the kernel does not support about these pages; None if it does."""
     if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
     if k_pages.shape[2] % SUBLANES:
-        return f"pages of {k_pages.shape[2]} tokens (set config.rollout.page_len to a multiple of {SUBLANES})"
-    if k_pages.shape[3] % LANES:  # the compiler lays such pools out otherwise, and would copy them
+        return (
+            f"pages of {k_pages.shape[2]} tokens (set config.rollout.page_len to a multiple of "
+            f"{SUBLANES})"
+        )
+    if k_pages.shape[3] % LANES:  # the compiler uses another layout, and would copy the pool
         return f"heads of width {k_pages.shape[3]}, no multiple of {LANES}"
     if page_table.size * 4 > TABLE_BYTES:
         rows, columns = page_table.shape
@@ -58,14 +62,15 @@ def paged_attention_ragged(
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
-    `interpret` runs the kernel's steps by XLA, on any backend. Raises NotImplementedError without a TPU, and for
-    pages and tables that it cannot take.
+    `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
+    TPU and for unsupported pages and page tables.
     """
     if not interpret:
         check_platform("config.model.paged_attention", "ragged", "tpu")
-    if why := why_not_ragged(k_pages, page_table):
+    if why := unsupported_by_ragged(k_pages, page_table):
         raise NotImplementedError(
-            f"config.model.paged_attention='ragged' does not take {why}; or set it to 'auto' or 'columns'"
+            f"config.model.paged_attention='ragged' does not support {why}; or set it to 'auto' or "
+            "'columns'"
         )
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_paged_attention(
@@ -79,13 +84,13 @@ def _local_attention(
     K, page_len, H = k_pages.shape[1:]
     rows = split_rows(
         q.astype(k_pages.dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, most=QUERIES,
+        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES,
         size=lambda M: M + -M % SUBLANES,
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
-    scalars = table.reshape(-1), rows.low, rows.high, rows.reach[None]
+    scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
     fits = GROUP_BYTES // (K * page_len * H * k_pages.dtype.itemsize)
-    n = max(min(KEYS // page_len, fits, table.shape[1]), 1)
+    n = max(min(MAX_KEYS // page_len, fits, table.shape[1]), 1)
     buffer = pltpu.VMEM((2, n, K, page_len, H), k_pages.dtype)
     by_row = pl.BlockSpec((None, K, M, H), lambda r, *_: (r, 0, 0, 0))
     pool = pl.BlockSpec(memory_space=pl.ANY)
@@ -117,16 +122,16 @@ def _local_attention(
 
 
 def _kernel(
-    table, low, high, reach, q_ref, last_ref, k_pages, v_pages, out_ref,
-    k_buffer, v_buffer, arrived, slot_ref, top_ref, total_ref, mixed_ref,
+    table, low, high, window, q_ref, last_ref, k_pages, v_pages, out_ref,
+    k_buffer, v_buffer, copies_done, slot_ref, max_ref, denominator_ref, numerator_ref,
     *, n_columns, n_pieces, spec: AttentionSpec,
 ):  # fmt: skip
-    """One row. The buffers, and what is on its way into them, stay from one row to the next."""
+    """One row. The buffers and the copies under way persist from one row to the next."""
     b = pl.program_id(0)
     _, n, K, page_len, H = k_buffer.shape
 
     def each_page(row, group, slot, act):
-        """`act` on the copies of the pages of a row's group."""
+        """Calls `act` with the copies of the pages in a row's group."""
         for i in range(n):
             column = low[row] + group * n + i
 
@@ -134,19 +139,22 @@ def _kernel(
             def _(i=i, column=column):
                 page = table[row // n_pieces * n_columns + column]
                 for pages, buffer in ((k_pages, k_buffer), (v_pages, v_buffer)):
-                    act(pltpu.make_async_copy(pages.at[page], buffer.at[slot, i], arrived.at[slot]))
+                    act(
+                        pltpu.make_async_copy(
+                            pages.at[page], buffer.at[slot, i], copies_done.at[slot]
+                        )
+                    )
 
     @pl.when(b == 0)
     def _():
-        v_buffer[...] = jnp.zeros_like(
-            v_buffer
-        )  # what has not come yet is not seen, but multiplied
+        # Entries that were never copied are masked, but still multiplied.
+        v_buffer[...] = jnp.zeros_like(v_buffer)
         slot_ref[0] = 0
         each_page(0, 0, 0, lambda copy: copy.start())
 
-    top_ref[...] = jnp.full_like(top_ref, MASKED)
-    total_ref[...] = jnp.zeros_like(total_ref)
-    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+    max_ref[...] = jnp.full_like(max_ref, MASKED)
+    denominator_ref[...] = jnp.zeros_like(denominator_ref)
+    numerator_ref[...] = jnp.zeros_like(numerator_ref)
     n_groups = pl.cdiv(high[b] - low[b], n)
     last = last_ref[...]
 
@@ -162,20 +170,22 @@ def _kernel(
         each_page(b, group, slot, lambda copy: copy.wait())
         at = (low[b] + group * n) * page_len
         key = at + lax.broadcasted_iota(jnp.int32, (last.shape[0], n * page_len), 1)
-        seen = (key <= last) & (key > last - reach[0])
+        visible = (key <= last) & (key > last - window[0])
         for h in range(K):
             k, v = (buffer[slot, :, h].reshape(n * page_len, H) for buffer in (k_buffer, v_buffer))
             products = lax.dot_general(
                 q_ref[h], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            scores = jnp.where(seen, spec.scores(products), MASKED)
-            top = jnp.maximum(top_ref[h], jnp.max(scores, axis=1, keepdims=True))
-            weights, keep = jnp.exp(scores - top), jnp.exp(top_ref[h] - top)
-            mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            top_ref[h] = top
-            total_ref[h] = total_ref[h] * keep + jnp.sum(weights, axis=1, keepdims=True)
-            mixed_ref[h] = mixed_ref[h] * keep + mixed
+            scores = jnp.where(visible, spec.scores(products), MASKED)
+            max_score = jnp.maximum(max_ref[h], jnp.max(scores, axis=1, keepdims=True))
+            weights, correction = jnp.exp(scores - max_score), jnp.exp(max_ref[h] - max_score)
+            new_values = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            max_ref[h] = max_score
+            denominator_ref[h] = denominator_ref[h] * correction + jnp.sum(
+                weights, axis=1, keepdims=True
+            )
+            numerator_ref[h] = numerator_ref[h] * correction + new_values
         slot_ref[0] = 1 - slot
 
     lax.fori_loop(0, n_groups, one_group, None)
-    out_ref[...] = jnp.where(last >= 0, mixed_ref[...] / total_ref[...], 0.0)
+    out_ref[...] = jnp.where(last >= 0, numerator_ref[...] / denominator_ref[...], 0.0)

@@ -1,4 +1,4 @@
-"""Paged attention as one would write it on paper: gather the pages, then attend."""
+"""Reference paged attention: gather the pages, then attend."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,17 @@ def paged_attention_reference(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages; zeros where p is -1."""
+    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages; zeros for p
+    = -1.
+    """
     rules = spec.rules
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]
     S = page_table.shape[1] * page_len
 
-    def gather(numbers):
-        out = rules.spec("batch", None, "kv_heads", *(None,) * (numbers.ndim - 2))
-        return numbers.at[page_table].get(out_sharding=out)
+    def gather(array):
+        out = rules.spec("batch", None, "kv_heads", *(None,) * (array.ndim - 2))
+        return array.at[page_table].get(out_sharding=out)
 
     def keys(pages):  # [P, K, page, H] -> [B, K, S, H]
         rows = dequantize(jax.tree.map(gather, pages))
@@ -40,9 +42,9 @@ def paged_attention_reference(
     out = rules.spec("batch", "kv_heads", None, None, None)
     scores = spec.scores(jnp.einsum("BTKGH,BKSH->BKGTS", qg, keys(k_pages), out_sharding=out))
     distance = positions[:, :, None] - jnp.arange(S)
-    seen = (distance >= 0) & ((distance < window) | (window <= 0))
-    probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-    mixed = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
-    mixed = jnp.where(positions[:, :, None, None, None] >= 0, mixed, 0.0)
+    visible = (distance >= 0) & ((distance < window) | (window <= 0))
+    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    result = jnp.einsum("BKGTS,BKSH->BTKGH", probs, keys(v_pages), out_sharding=grouped)
+    result = jnp.where(positions[:, :, None, None, None] >= 0, result, 0.0)
     heads = rules.spec("batch", None, "heads", None)
-    return jnp.reshape(mixed, (B, T, N, H), out_sharding=heads).astype(q.dtype)
+    return jnp.reshape(result, (B, T, N, H), out_sharding=heads).astype(q.dtype)

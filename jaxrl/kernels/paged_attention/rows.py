@@ -1,5 +1,4 @@
-"""Queries as rows: the tokens of a piece of a sequence and the heads that share a kv head, for kernels that take each
-row's own pages."""
+"""Query rows for kernels that read each row's own pages: tokens x heads that share a kv head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,14 @@ from jaxtyping import Array, Float, Int
 
 
 @struct.dataclass
-class Rows:
-    """R rows of M queries, R a multiple of the B sequences: the pieces of one lie side by side."""
+class QueryRows:
+    """R rows of M queries; R is a multiple of the B sequences, whose parts are adjacent."""
 
     q: Any  # [R, K, M, H]
-    last: Any  # int32 [R, M], the last position that a query sees; -1 at padding
-    low: Any  # int32 [R], the columns of the page table that the row sees: low..high, at least one
-    high: Any  # int32 [R], exclusive
-    reach: Any  # int32 [], keys that a query sees
+    last: Any  # int32 [R, M], last visible position of a query; -1 at padding
+    low: Any  # int32 [R], first page-table column of the row
+    high: Any  # int32 [R], last column, exclusive; low < high
+    window: Any  # int32 [], number of visible keys
 
 
 def split_rows(
@@ -28,31 +27,33 @@ def split_rows(
     *,
     n_kv_heads: int,
     page_len: int,
-    most: int,
+    max_queries: int,
     size: Callable[[int], int],
-) -> Rows:
-    """Pieces of as many tokens as divide T and make at most `most` queries a kv head, padded to the
-    `size` of so many."""
+) -> QueryRows:
+    """Splits queries into parts of t tokens, t dividing T, with at most `max_queries` per kv head.
+
+    M is padded to `size(t * G)`.
+    """
     _, T, N, H = q.shape
     K, G = n_kv_heads, N // n_kv_heads
-    t = next(t for t in range(T, 0, -1) if T % t == 0 and (t * G <= most or t == 1))
+    t = next(t for t in range(T, 0, -1) if T % t == 0 and (t * G <= max_queries or t == 1))
     rows = q.reshape(-1, t, K, G, H).transpose(0, 2, 1, 3, 4).reshape(-1, K, t * G, H)
     last = positions.reshape(-1, t)
     far = jnp.iinfo(jnp.int32).max
-    reach = jnp.where(window > 0, window, far)
-    first = jnp.where(last >= 0, jnp.maximum(last - reach + 1, 0), far)
+    window = jnp.where(window > 0, window, far)
+    first = jnp.where(last >= 0, jnp.maximum(last - window + 1, 0), far)
     high = jnp.maximum(jnp.max(last, axis=1) // page_len + 1, 1)
     low = jnp.minimum(jnp.min(first, axis=1) // page_len, high - 1)
     missing = size(t * G) - t * G
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, missing), (0, 0)))
     last = jnp.pad(jnp.repeat(last, G, axis=1), ((0, 0), (0, missing)), constant_values=-1)
-    return Rows(q=rows, last=last, low=low, high=high, reach=reach)
+    return QueryRows(q=rows, last=last, low=low, high=high, window=window)
 
 
 def join_rows(
     out: Float[Array, "R K M H"], shape: tuple[int, int, int, int]
 ) -> Float[Array, "B T N H"]:
-    """The results of `split_rows` of queries of this shape."""
+    """The inverse of `split_rows` for the results of queries of this shape."""
     B, T, N, H = shape
     R, K = out.shape[:2]
     t, G = B * T // R, N // K

@@ -1,9 +1,10 @@
-"""Paged attention on NVIDIA GPUs: a Pallas kernel in Triton that reads each row's own pages.
+"""Paged attention on NVIDIA GPUs: a Pallas kernel in Triton that reads only each row's own pages.
 
-A program takes a row of queries (one token in decode, a piece of a prompt in prefill), a kv head and a part of the
-row's pages; the parts are joined by the logs of their sums (flash decoding, https://arxiv.org/abs/2311.01282).
-Scores, softmax and sums are float32, products take the pages' type. Pages in 8 bits are read as they are: they become
-the queries' type on the way into a product, and their scales meet the scores, or the weights of the values.
+A program handles a row of queries (one token in decode, part of a prompt in prefill), a kv head and
+a part of the row's pages. The parts are combined by their log-sums (flash decoding,
+https://arxiv.org/abs/2311.01282). Scores, softmax and sums are float32; matrix products use the
+pages' dtype. Quantized pages are converted to the queries' dtype on load; their scales multiply the
+scores, or the softmax weights of the values.
 """
 
 import functools
@@ -23,22 +24,20 @@ from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.shard_attention import shard_paged_attention
 
-QUERIES = 64  # rows of queries and their heads that a program takes
-LEAST = 16  # rows of a product of tensor cores
-KEYS = 64  # of a page that are computed with at a time
-PROGRAMS = (
-    528  # that fill a GPU of 132 multiprocessors: with fewer rows and heads, pages are parted
-)
+MAX_QUERIES = 64  # tokens x query heads per kv head in one program
+MIN_ROWS = 16  # of a tensor-core matrix product
+KEY_BLOCK = 64  # keys of a page processed at a time
+TARGET_PROGRAMS = 528  # fill a GPU of 132 multiprocessors; fewer rows x heads split their pages
 
 
-def why_not_triton(k_pages: Pages) -> str | None:
-    """What keeps the kernel from these pages."""
+def unsupported_by_triton(k_pages: Pages) -> str | None:
+    """What the kernel does not support about these pages; None if it does."""
     page_len, H = k_pages.shape[2:]
     if not isinstance(k_pages, Quantized) and k_pages.dtype not in (jnp.bfloat16, jnp.float32):
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
-    if page_len % LEAST or page_len & (page_len - 1):
+    if page_len % MIN_ROWS or page_len & (page_len - 1):
         return f"pages of {page_len} tokens (set config.rollout.page_len to 16, 32, 64, ...)"
-    if H < LEAST or H & (H - 1):
+    if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
     return None
 
@@ -56,14 +55,15 @@ def paged_attention_triton(
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
-    `interpret` runs the kernel's steps by XLA, on any backend. Raises NotImplementedError without a GPU, and for
-    pages that it cannot take.
+    `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
+    GPU and for unsupported pages.
     """
     if not interpret:
         check_platform("config.model.paged_attention", "triton", "gpu")
-    if why := why_not_triton(k_pages):
+    if why := unsupported_by_triton(k_pages):
         raise NotImplementedError(
-            f"config.model.paged_attention='triton' does not take {why}; or set it to 'auto' or 'columns'"
+            f"config.model.paged_attention='triton' does not support {why}; or set it to 'auto' or "
+            "'columns'"
         )
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_paged_attention(
@@ -80,12 +80,12 @@ def _local_attention(
         pools, dtype = [k_pages.values, v_pages.values, k_pages.scale, v_pages.scale], q.dtype
     rows = split_rows(
         q.astype(dtype), positions, window,
-        n_kv_heads=K, page_len=page_len, most=QUERIES,
-        size=lambda M: max(pl.next_power_of_2(M), LEAST),
+        n_kv_heads=K, page_len=page_len, max_queries=MAX_QUERIES,
+        size=lambda M: max(pl.next_power_of_2(M), MIN_ROWS),
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
     n_columns = table.shape[1]
-    n_parts = min(pl.cdiv(PROGRAMS, n_rows * K), n_columns)
+    n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns)
     mean, norm = pl.pallas_call(
         functools.partial(
             _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts,
@@ -109,7 +109,7 @@ def _local_attention(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_triton",
         interpret=interpret,
-    )(table.reshape(-1), rows.low, rows.high, rows.reach[None], rows.q, rows.last, *pools)  # fmt: skip
+    )(table.reshape(-1), rows.low, rows.high, rows.window[None], rows.q, rows.last, *pools)  # fmt: skip
     share = jnp.exp(norm - jnp.max(norm, axis=0))
     share /= jnp.sum(share, axis=0)
     out = jnp.sum(mean * share[..., None], axis=0)
@@ -117,40 +117,42 @@ def _local_attention(
 
 
 def _kernel(
-    table, low, high, reach, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
+    table, low, high, window, q_ref, last_ref, k_pages, v_pages, *scales_and_results,
     n_columns, n_pieces, n_parts, spec: AttentionSpec,
 ):  # fmt: skip
-    """One part of the pages of a row and a kv head: the mean of what it sees, and the log of its sum."""
-    *scales, mean_ref, norm_ref = scales_and_results  # no scales where pages are no 8 bits
+    """Mean over the visible keys and its log-sum, for one part of a row's pages and one kv head."""
+    *scales, mean_ref, norm_ref = scales_and_results  # scales of quantized pages only
     row, head, part = (pl.program_id(axis) for axis in range(3))
     page_len = k_pages.shape[2]
-    keys = min(KEYS, page_len)
+    keys = min(KEY_BLOCK, page_len)
     q, last = q_ref[...], last_ref[...]
     size = lax.div(high[row] - low[row] + n_parts - 1, n_parts)
     start = low[row] + part * size
     end = jnp.minimum(start + size, high[row])
 
     def block(i, state):
-        top, total, mixed = state
+        max_score, denominator, numerator = state
         column, offset = start + lax.div(i * keys, page_len), lax.rem(i * keys, page_len)
         page = table[lax.div(row, n_pieces) * n_columns + column]
-        own = page, head, pl.ds(offset, keys)
-        k, v = (pages[*own, :].astype(q.dtype) for pages in (k_pages, v_pages))
-        k_scale, v_scale = (scale[own][None] for scale in scales) if scales else (1.0, 1.0)
+        location = page, head, pl.ds(offset, keys)
+        k, v = (pages[*location, :].astype(q.dtype) for pages in (k_pages, v_pages))
+        k_scale, v_scale = (scale[location][None] for scale in scales) if scales else (1.0, 1.0)
         key = column * page_len + offset + jnp.arange(keys)
-        seen = (key[None] <= last[:, None]) & (key[None] > last[:, None] - reach[0])
+        visible = (key[None] <= last[:, None]) & (key[None] > last[:, None] - window[0])
         products = plgpu.dot(q, k, trans_b=True) * k_scale
-        scores = jnp.where(seen, spec.scores(products), MASKED)
-        new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights, keep = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
-        mixed = mixed * keep[:, None] + plgpu.dot((weights * v_scale).astype(v.dtype), v)
-        return new, total * keep + jnp.sum(weights, axis=1), mixed
+        scores = jnp.where(visible, spec.scores(products), MASKED)
+        new = jnp.maximum(max_score, jnp.max(scores, axis=1))
+        weights, correction = jnp.exp(scores - new[:, None]), jnp.exp(max_score - new)
+        numerator = numerator * correction[:, None] + plgpu.dot(
+            (weights * v_scale).astype(v.dtype), v
+        )
+        return new, denominator * correction + jnp.sum(weights, axis=1), numerator
 
     M, H = q.shape
     empty = jnp.full(M, MASKED), jnp.zeros(M), jnp.zeros((M, H))
     n_blocks = jnp.maximum(end - start, 0) * (page_len // keys)
-    top, total, mixed = lax.fori_loop(0, n_blocks, block, empty)
-    some = top > MASKED
-    total = jnp.where(some, total, 1.0)
-    mean_ref[...] = jnp.where(some[:, None], mixed, 0.0) / total[:, None]
-    norm_ref[...] = jnp.where(some, top + jnp.log(total), MASKED)
+    max_score, denominator, numerator = lax.fori_loop(0, n_blocks, block, empty)
+    any_visible = max_score > MASKED
+    denominator = jnp.where(any_visible, denominator, 1.0)
+    mean_ref[...] = jnp.where(any_visible[:, None], numerator, 0.0) / denominator[:, None]
+    norm_ref[...] = jnp.where(any_visible, max_score + jnp.log(denominator), MASKED)

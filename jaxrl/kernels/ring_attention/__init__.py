@@ -1,4 +1,4 @@
-"""Causal attention over packed rows that stay cut over the mesh: keys travel, queries do not."""
+"""Causal attention over packed rows that stay sharded along time: keys travel, queries do not."""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -8,9 +8,9 @@ from jaxrl.kernels.choice import choose
 from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
 
-BUILT = {"blockwise": ring_blockwise, "reference": ring_reference}
-PLANNED = {name: "as a step of the ring" for name in ("splash", "triton", "cudnn")}
-DEFAULTS = {name: ("blockwise", "the one ring that is built") for name in ("cpu", "gpu", "tpu")}
+IMPLEMENTATIONS = {"blockwise": ring_blockwise, "reference": ring_reference}
+PLANNED = {name: "as a ring step" for name in ("splash", "triton", "cudnn")}
+DEFAULTS = {name: ("blockwise", "the only ring kernel") for name in ("cpu", "gpu", "tpu")}
 
 
 def ring_attention(
@@ -23,14 +23,18 @@ def ring_attention(
     window: int | Int[Array, ""],
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """What `attention` computes, of rows that lie cut over `rules.time` in zig-zag order (sharding/order.py).
+    """`attention` on rows sharded over `rules.time` in zig-zag order (sharding/order.py).
 
-    Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device pass
-    by all others. Causality, segments and windows follow the tokens' own order in the row.
-    `implementation` is config.model.attention: None or "auto" picks for the backend.
+    Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device
+    visit all others. Causality, segments and windows follow the original token order of the row.
+    `implementation` is config.model.attention; None or "auto" selects by backend.
     """
     attend = choose(
-        "config.model.attention", implementation, built=BUILT, planned=PLANNED, defaults=DEFAULTS
+        "config.model.attention",
+        implementation,
+        implementations=IMPLEMENTATIONS,
+        planned=PLANNED,
+        defaults=DEFAULTS,
     )
     with jax.named_scope("ring_attention"):
         return attend(q, k, v, spec=spec, segments=segments, window=window)

@@ -1,10 +1,10 @@
-"""A ring of block-wise attention: n steps, in each of which the keys of one device meet all queries.
+"""Block-wise ring attention: n steps, in each of which one device's keys meet all queries.
 
-A device holds two chunks of c tokens of each row, one from either half (sharding/order.py), and so do
-the keys that pass by. The online softmax of its queries goes on from step to step; loop bounds are read
-from the segments, so that keys of other segments, or behind the query, cost nothing but their passage.
-Backward sends keys around again, and with them the sums of their gradients, which are home after n steps.
-The next keys are on their way while the present ones are worked on.
+A device holds two chunks of c tokens of each row, one from either half (sharding/order.py), and so
+do the travelling keys. The online softmax of its queries continues from step to step. Loop bounds
+are read from the segments, so invisible keys cost only their transfer. The backward pass sends keys
+around again together with the sums of their gradients, which return home after n steps. The next
+keys are transferred while the present ones are processed.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, Softmax, finish, start
+from jaxrl.kernels.attention.blocks import BLOCK, Softmax, init_softmax, normalize
 from jaxrl.kernels.attention.blockwise import (
     QUERY_BLOCK,
     Span,
+    accumulate_gradients,
+    accumulate_keys,
     blocks_of,
     from_query_rows,
     key_rows,
-    mix_gradients,
-    mix_keys,
     query_rows,
-    visible,
+    visible_range,
 )
 from jaxrl.kernels.attention_spec import AttentionSpec
 from sharding import zigzag
@@ -33,7 +33,7 @@ from sharding import zigzag
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How scores come about, and the devices that share a row."""
+    """Static parameters of the ring: scores, the mesh axes that share a row, and the chunk length."""
 
     spec: AttentionSpec
     axes: tuple[str, ...]
@@ -44,13 +44,13 @@ class Ring:
         return lax.axis_size(self.axes)
 
     def bases(self, step):
-        """First row position of the two chunks that are here after `step` steps."""
+        """First row positions of the two key chunks that are on this device after `step` steps."""
         n = self.size
         source = (lax.axis_index(self.axes) - step) % n
         return source * self.chunk, (2 * n - 1 - source) * self.chunk
 
     def pass_on(self, tree):
-        """Everything to the next device."""
+        """Sends `tree` to the next device."""
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, to_next), tree)
 
@@ -70,7 +70,7 @@ def ring_blockwise(
     rows = rules.spec("batch", "time")
     axes = rules.mesh_axes("time")
     n = rules.n_shards("time")
-    zigzag(q.shape[1], n)  # says what is wrong with a length that cannot be cut
+    zigzag(q.shape[1], n)  # raises ValueError for a length that does not divide
     ring = Ring(spec, axes, q.shape[1] // (2 * n))
     local = jax.shard_map(
         functools.partial(_local_ring, ring),
@@ -87,7 +87,9 @@ def _local_ring(ring: Ring, q, k, v, segments, window):
     B, N, H = q.shape[0], *q.shape[2:]
     G = N // k.shape[2]
     block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
-    cut = [blocks_of(a.reshape(2 * B, -1), block) for a in _visible_here(ring, segments, window)]
+    cut = [
+        blocks_of(a.reshape(2 * B, -1), block) for a in _local_visible_range(ring, segments, window)
+    ]
     first, last = (jnp.repeat(a, G, -1) for a in cut)
     keys = [_key_chunks(x) for x in (k, v)]
     q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
@@ -96,18 +98,21 @@ def _local_ring(ring: Ring, q, k, v, segments, window):
 
 
 def _key_chunks(k):
-    """[B, 2 c, K, H] -> [2, B, K, c, H], c and a multiple of 64; float32 only while it is worked on"""
+    """[B, 2 c, K, H] -> [2, B, K, c, H], with c padded to a multiple of 64.
+
+    Chunks keep their dtype for the transfer; they are float32 only during computation.
+    """
     B, T, K, H = k.shape
     rows = key_rows(k.reshape(2 * B, T // 2, K, H)).astype(k.dtype)
     return rows.reshape(B, 2, *rows.shape[1:]).swapaxes(0, 1)
 
 
-def _visible_here(ring: Ring, segments, window):
-    """First and last key of this device's queries, as positions in the row."""
+def _local_visible_range(ring: Ring, segments, window):
+    """First and last visible key of this device's queries, as positions in the row."""
     T = segments.shape[1]
     segments = lax.all_gather(segments, ring.axes, axis=1, tiled=True)
     order = zigzag(segments.shape[1], ring.size)
-    bounds = visible(segments[:, order.argsort()], window)
+    bounds = visible_range(segments[:, order.argsort()], window)
     begin = lax.axis_index(ring.axes) * T
     return [lax.dynamic_slice_in_dim(a[:, order], begin, T, axis=1) for a in bounds]
 
@@ -121,24 +126,24 @@ def _ring(ring: Ring, q, k, v, first, last):
 def _ring_forward(ring: Ring, q, k, v, first, last):
     per_row = q.shape[0] // k.shape[1]
 
-    def meet(step, keys, states: Softmax) -> Softmax:
+    def attend_to(step, keys, states: Softmax) -> Softmax:
         chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
 
         def query_block(i):
             state = jax.tree.map(lambda a: a[i], states)
             for k, v, span in chunks:
-                state = mix_keys(ring.spec, state, q[i], k, v, i // per_row, span, i)
+                state = accumulate_keys(ring.spec, state, q[i], k, v, i // per_row, span, i)
             return state
 
         return lax.map(query_block, jnp.arange(q.shape[0]))
 
     def step(s, carry):
         keys, states = carry
-        return ring.pass_on(keys), meet(s, keys, states)
+        return ring.pass_on(keys), attend_to(s, keys, states)
 
-    states = start(q.shape[:3], v.shape[-1])
+    states = init_softmax(q.shape[:3], v.shape[-1])
     keys, states = lax.fori_loop(0, ring.size - 1, step, ((k, v), states))
-    out, norm = finish(meet(ring.size - 1, keys, states))
+    out, norm = normalize(attend_to(ring.size - 1, keys, states))
     return out, (q, k, v, first, last, out, norm)
 
 
@@ -147,14 +152,16 @@ def _ring_backward(ring: Ring, saved, d_out):
     per_row = q.shape[0] // k.shape[1]
     delta = jnp.sum(out * d_out, axis=-1)
 
-    def meet(step, keys, dq, key_grads):
+    def attend_to(step, keys, dq, key_grads):
         chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
 
         def query_block(key_grads, i):
             dq_i, rows, added = dq[i], (q[i], d_out[i], norm[i], delta[i]), []
             for (k, v, span), (dk, dv) in zip(chunks, key_grads, strict=True):
                 some = dq_i, dk, dv
-                dq_i, *some = mix_gradients(ring.spec, some, rows, k, v, i // per_row, span, i)
+                dq_i, *some = accumulate_gradients(
+                    ring.spec, some, rows, k, v, i // per_row, span, i
+                )
                 added.append(tuple(some))
             return added, dq_i
 
@@ -162,13 +169,13 @@ def _ring_backward(ring: Ring, saved, d_out):
 
     def step(s, carry):
         keys, dq, key_grads = carry
-        key_grads, dq = meet(s, keys, dq, key_grads)
+        key_grads, dq = attend_to(s, keys, dq, key_grads)
         return ring.pass_on(keys), dq, ring.pass_on(key_grads)
 
     zeros = tuple(jnp.zeros(x.shape[1:], jnp.float32) for x in (k, v))
     carry = (k, v), jnp.zeros_like(q), [zeros] * 2
     keys, dq, key_grads = lax.fori_loop(0, ring.size - 1, step, carry)
-    key_grads, dq = meet(ring.size - 1, keys, dq, key_grads)
+    key_grads, dq = attend_to(ring.size - 1, keys, dq, key_grads)
     dk, dv = (jnp.stack(chunks) for chunks in zip(*ring.pass_on(key_grads), strict=True))
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
@@ -177,13 +184,13 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _chunks(keys) -> tuple[list, list]:
-    """(keys of either chunk, values of either chunk), float32 [B, K, c, H]."""
+    """(keys of both chunks, values of both chunks), float32 [B, K, c, H]."""
     k, v = ([x[i].astype(jnp.float32) for i in range(2)] for x in keys)
     return k, v
 
 
 def _spans(ring: Ring, step, first, last) -> list[Span]:
-    """What every query sees of either chunk that is here, counted from its start."""
+    """Visible keys of every query in both local chunks, relative to the chunk's start."""
     return [
         Span.of(jnp.maximum(first - base, 0), jnp.minimum(last - base, ring.chunk - 1))
         for base in ring.bases(step)

@@ -1,4 +1,4 @@
-"""Ring attention as one would write it on paper: rows brought together, in their own order."""
+"""Reference ring attention: rows gathered on every device, in their original order."""
 
 import dataclasses
 
@@ -25,9 +25,9 @@ def ring_reference(
     whole = dataclasses.replace(rules, time=None, ring=False)
     order = zigzag(q.shape[1], rules.n_shards("time"))
 
-    def take(x, places, *logical):
+    def take(x, order_of_row, *logical):
         sharding = whole.spec("batch", None, *logical)
-        return jax.reshard(x, sharding).at[:, places].get(out_sharding=sharding)
+        return jax.reshard(x, sharding).at[:, order_of_row].get(out_sharding=sharding)
 
     back = np.argsort(order)
     out = attention_reference(

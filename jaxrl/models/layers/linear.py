@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.cpu.skinny_matmul import Weight, products
+from jaxrl.kernels.cpu.skinny_matmul import Weight, matmuls
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
@@ -89,7 +89,7 @@ def each(
     x_spec = rules.spec("batch", "time", linears[0].in_axis)
     x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
     outs = [rules.spec("batch", "time", linear.out_axes[0]) for linear in linears]
-    ys = products(x, weights, out_shardings=outs)
+    ys = matmuls(x, weights, out_shardings=outs)
     return [linear.finish(y, rules) for linear, y in zip(linears, ys, strict=True)]
 
 

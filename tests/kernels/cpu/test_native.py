@@ -13,8 +13,8 @@ import pytest
 
 from jaxrl.kernels.attention import blocks
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.cpu import native
-from jaxrl.kernels.cpu.skinny_matmul import product, products
+from jaxrl.kernels.cpu import native, ops
+from jaxrl.kernels.cpu.skinny_matmul import matmul, matmuls
 from sharding import make_mesh
 
 CALL = 'custom_call_target="jaxrl_skinny_matmul"'
@@ -25,7 +25,7 @@ def kernels(one_device):
     """They must be there where a compiler is; without one there is nothing to test."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    assert native.ready()
+    assert native.is_available()
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def test_skinny_matmul_gives_the_bits_of_many(kernels, n_in, n_out):
     x, w = normal(256, n_in), normal(n_out, n_in)
     many = jax.jit(lambda x, w: jnp.einsum("BI,OI->BO", x, w))(x, w)
     for n_rows in (1, 2, 8, 17, 40, 64):
-        (few,) = jax.jit(native.skinny_matmul)(x[:n_rows], w)
+        (few,) = jax.jit(ops.skinny_matmul)(x[:n_rows], w)
         np.testing.assert_array_equal(few, many[:n_rows])
 
 
@@ -74,7 +74,7 @@ def test_products_for_other_processors_have_the_same_bits(kernels, tmp_path, nee
     for n_in, n_out in ((576, 96), (1536, 31), (65, 40)):
         x, w = normal(64, n_in), normal(n_out, n_in)
         for n_rows in (1, 4, 5, 8, 16, 40):
-            (want,) = jax.jit(native.skinny_matmul)(x[:n_rows], w)
+            (want,) = jax.jit(ops.skinny_matmul)(x[:n_rows], w)
             y, own = np.zeros((n_rows, n_out), np.float32), np.zeros((n_in + 1, 64), np.float32)
             run(*(a.ctypes.data for a in (x, w, y)), n_rows, n_in, n_out, own.ctypes.data)
             np.testing.assert_array_equal(y, want)
@@ -98,15 +98,15 @@ def test_which_processors_compute_whole_vectors(processor, wide):
 def test_weights_of_one_input_are_read_in_one_call(kernels):
     """Of sizes that end at and within what a thread takes at a time."""
     x, weights = normal(8, 1, 64), [normal(n, 64) for n in (192, 200, 576)]
-    together = jax.jit(lambda x, *ws: products(x, ws, out_shardings=[jax.P()] * len(ws)))
+    together = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert together.lower(x, *weights).compile().as_text().count(CALL) == 1
     for y, w in zip(together(x, *weights), weights, strict=True):
-        np.testing.assert_array_equal(y, jax.jit(native.skinny_matmul)(x[:, 0], w)[0][:, None])
+        np.testing.assert_array_equal(y, jax.jit(ops.skinny_matmul)(x[:, 0], w)[0][:, None])
 
 
 def test_a_weight_that_the_kernel_does_not_take_leaves_it_the_others(kernels):
     x, weights = normal(8, 1, 64), [normal(200, 64), normal(192, 64).astype(jnp.bfloat16)]
-    mixed = jax.jit(lambda x, *ws: products(x, ws, out_shardings=[jax.P()] * len(ws)))
+    mixed = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert mixed.lower(x, *weights).compile().as_text().count(CALL) == 1
     for y, w in zip(mixed(x, *weights), weights, strict=True):
         np.testing.assert_allclose(y[:, 0], x[:, 0] @ np.float32(w).T, rtol=1e-4, atol=1e-4)
@@ -128,9 +128,9 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
             return blocks.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
 
         state = jax.lax.fori_loop(
-            0, k.shape[2] // 64, add, blocks.start(q.shape[:3], H + -H % blocks.BLOCK)
+            0, k.shape[2] // 64, add, blocks.init_softmax(q.shape[:3], H + -H % blocks.BLOCK)
         )
-        return state.replace(mixed=state.mixed[..., :H])
+        return state.replace(numerator=state.numerator[..., :H])
 
     return run(q, k, v)
 
@@ -146,14 +146,18 @@ def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, 
     first = np.array([0, 0, 0, 70, 129])[:, None] * np.ones((1, M), np.int32)  # windows
     first = np.minimum(first, np.maximum(last, 0)).astype(np.int32)
     where = (table, first, last, 0.3)
-    got = jax.jit(native.paged_attention, static_argnums=6)(q, k_pages, v_pages, *where)
+    got = jax.jit(ops.paged_attention, static_argnums=6)(q, k_pages, v_pages, *where)
     want = state_by_xla(q, k_pages, v_pages, *where)
     live = last >= 0
-    for mine, xla in ((got.top, want.top), (got.total, want.total), (got.mixed, want.mixed)):
+    for mine, xla in (
+        (got.max_score, want.max_score),
+        (got.denominator, want.denominator),
+        (got.numerator, want.numerator),
+    ):
         mine, xla = (np.moveaxis(np.asarray(x), 1, 2) for x in (mine, xla))  # [B, M, K, ...]
         np.testing.assert_array_equal(mine[live], xla[live])
-    assert np.all(np.asarray(got.top).swapaxes(1, 2)[~live] == np.float32(blocks.MASKED))
-    assert not np.asarray(got.total).swapaxes(1, 2)[~live].any()
+    assert np.all(np.asarray(got.max_score).swapaxes(1, 2)[~live] == np.float32(blocks.MASKED))
+    assert not np.asarray(got.denominator).swapaxes(1, 2)[~live].any()
 
 
 def test_the_exponential_is_that_of_xla(kernels):
@@ -168,8 +172,8 @@ def test_the_exponential_is_that_of_xla(kernels):
     values = np.broadcast_to(np.eye(64, dtype=np.float32), (B, 1, 64, H))
     table = np.arange(B, dtype=np.int32)[:, None]
     last, first = np.full((B, 1), 63, np.int32), np.zeros((B, 1), np.int32)
-    attend = jax.jit(native.paged_attention, static_argnums=6)
-    got = attend(q, keys, values, table, first, last, 1.0).mixed[:, 0, 0]
+    attend = jax.jit(ops.paged_attention, static_argnums=6)
+    got = attend(q, keys, values, table, first, last, 1.0).numerator[:, 0, 0]
     scores = keys[:, 0, :, 0]
     want = jax.jit(jnp.exp)(scores - scores.max(axis=-1, keepdims=True))
     np.testing.assert_array_equal(got, want)
@@ -179,12 +183,12 @@ def test_the_exponential_is_that_of_xla(kernels):
 def test_where_xla_adds_up_otherwise_it_keeps_the_product(kernels):
     """XLA cuts the sums of some narrow products elsewhere; which ones is its own affair."""
     x, w = normal(64, 1, 576), normal(96, 576)
-    f = jax.jit(lambda x, w: product(x, w, out_sharding=jax.P()))
+    f = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
     np.testing.assert_array_equal(f(x[:8], w)[:, 0], f(x.swapaxes(0, 1), w)[0, :8])
 
 
 def compiled(x, w) -> str:
-    f = jax.jit(lambda x, w: product(x, w, out_sharding=jax.P()))
+    f = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
     return f.lower(x, w).compile().as_text()
 
 
@@ -207,5 +211,5 @@ def test_without_a_compiler_xla_does_the_products_and_the_log_says_why(
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO):
-        assert not native.ready.__wrapped__()
+        assert not native.is_available.__wrapped__()
     assert "no-such-compiler" in caplog.text
