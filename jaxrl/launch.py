@@ -1,7 +1,9 @@
-"""python -m jaxrl.launch --config=... --num-hosts=4 --accelerator=gpu:8: one training process a host of a Ray cluster.
+"""Starts one training process per host of a Ray cluster.
 
-Ray finds the hosts, starts the processes and starts them anew from the newest checkpoint when a host dies. It is
-not in the inner loop: the processes talk to each other through jax.distributed alone.
+    python -m jaxrl.launch --config=FILE.py --num-hosts=4 --accelerator=gpu:8
+
+Ray finds the hosts, starts the processes, and restarts them from the newest checkpoint when a host
+dies. It is not in the inner loop: the processes communicate only through jax.distributed.
 """
 
 import argparse
@@ -23,42 +25,41 @@ from typing import Any
 
 from jaxrl.config.command_line import parse
 
-PASSED_ON = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
-TAIL = 40  # last lines of a process that failed, shown where it is not the first
-GONE = 137  # status of a process that vanished with its host: as if killed
-MISTAKE, INTERRUPTED = 1, 130  # statuses of jaxrl.train
+FORWARDED_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
+TAIL_LINES = 40  # last lines shown of a failed process other than process 0
+LOST = 137  # status of a process that vanished with its host, as if killed
+USER_ERROR, INTERRUPTED = 1, 130  # statuses of jaxrl.train
 PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """The last word of a process."""
+class ProcessResult:
+    """Exit status and last lines of a process."""
 
     status: int
     tail: tuple[str, ...] = ()
 
 
 class Host:
-    """The Ray actor of one host: runs the training process there and hands on what it prints."""
+    """The Ray actor of one host: runs the training process and forwards its output."""
 
     def __init__(self, environment: dict[str, str], folder: str):
         self._environment, self._folder = environment, folder
         self._process: subprocess.Popen | None = None
 
     def address(self) -> str:
-        """host:port, free now, at which this host can be reached."""
+        """A host:port of this host that is free now."""
+        node_ip = importlib.import_module("ray.util").get_node_ip_address()
         with socket.socket() as s:
             s.bind(("", 0))
-            return (
-                f"{importlib.import_module('ray.util').get_node_ip_address()}:{s.getsockname()[1]}"
-            )
+            return f"{node_ip}:{s.getsockname()[1]}"
 
     def run(self, arguments: list[str]) -> Iterator[str | int]:
         """The lines that `python -m jaxrl.train` prints, then its exit status."""
 
         def die_with_actor() -> None:  # a process without its actor would hold the accelerator
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # Threads of an actor have it blocked.
+            # The threads of an actor block SIGINT.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
         self._process = subprocess.Popen(
@@ -85,141 +86,146 @@ class Host:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: that of the run, see jaxrl.train; 1 where it failed more than --max-failures times."""
+    """Runs the launcher. Returns the exit status of the run (see jaxrl.train).
+
+    The status is 1 if the run failed more than --max-failures times.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     args, config_arguments = read_arguments(argv)
-    parse(
-        config_arguments
-    )  # a mistake in the config is answered here, before any host is asked for
+    parse(config_arguments)  # reports config errors before any host is reserved
     try:
-        ray = need_ray()
+        ray = import_ray()
         ray.init(address=args.address, log_to_driver=False, configure_logging=False)
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray's own would end all without a save
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray's handlers would end without a save
             signal.signal(number, signal.default_int_handler)
-        return keep_running(ray, args, config_arguments)
-    except (ValueError, ConnectionError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return MISTAKE
+        return run_with_restarts(ray, args, config_arguments)
+    except (ValueError, ConnectionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:  # before the processes started
         return INTERRUPTED
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own arguments, and those of the run."""
+    """The launcher's arguments, and those for the run."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.launch",
-        description="Trains on several hosts of a Ray cluster. All other arguments are those of jaxrl.train.",
+        description="Trains on several hosts of a Ray cluster. "
+        "All other arguments are those of jaxrl.train.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--num-hosts", type=int, required=True, help="hosts, each with one process")
-    add("--accelerator", default="cpu", help="cpu, or gpu:8, tpu:4: what every host must offer")
+    add("--num-hosts", type=int, required=True, help="hosts; each runs one process")
+    add("--accelerator", default="cpu", help="resources of each host: cpu, gpu:8 or tpu:4")
     add("--max-failures", type=int, default=3, help="restarts before giving up")
-    add("--address", default="auto", help="of the Ray cluster")
-    add("--wait-s", type=float, default=600.0, help="seconds to wait for the hosts to be free")
+    add("--address", default="auto", help="address of the Ray cluster")
+    add("--wait-s", type=float, default=600.0, help="seconds to wait until the hosts are free")
     return parser.parse_known_args(argv)
 
 
-def need_ray() -> ModuleType:
+def import_ray() -> ModuleType:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ValueError(
-            f"jaxrl.launch needs Ray, which cannot be imported ({error}); install it on all hosts with "
-            "`uv sync --extra ray` or pip install 'jaxrl[ray]', or start the processes yourself (docs/how_to/multihost.md)"
+            f"jaxrl.launch needs Ray, which cannot be imported ({error}); install it on all hosts "
+            "with `uv sync --extra ray` or pip install 'jaxrl[ray]', or start the processes "
+            "yourself (docs/how_to/multihost.md)"
         ) from error
 
 
 def resources(accelerator: str) -> dict[str, int]:
-    """What Ray reserves on each host for "cpu", "gpu:8" or "tpu:4"."""
+    """The resources that Ray reserves on each host for "cpu", "gpu:8" or "tpu:4"."""
     kind, _, count = accelerator.partition(":")
     if kind == "cpu" and not count:
         return {"CPU": 1}
     if kind not in ("gpu", "tpu") or not count.isdigit() or int(count) < 1:
         raise ValueError(
-            f"--accelerator={accelerator} is not known; give cpu, or gpu:N or tpu:N with the number a host has"
+            f"--accelerator={accelerator} is not known; give cpu, or gpu:N or tpu:N with the "
+            "number per host"
         )
     return {"CPU": 1, kind.upper(): int(count)}
 
 
-def keep_running(ray: Any, args: argparse.Namespace, arguments: list[str]) -> int:
-    """Runs the group, and again from its last checkpoint where a process was lost."""
+def run_with_restarts(ray: Any, args: argparse.Namespace, arguments: list[str]) -> int:
+    """Runs the group, and restarts it from its newest checkpoint after a process was lost."""
     if args.num_hosts < 1:
         raise ValueError(f"--num-hosts={args.num_hosts}; give 1 or more")
     failures = 0
     while True:
-        ended = run_group(ray, args, arguments)
-        statuses = [one.status for one in ended]
+        results = run_group(ray, args, arguments)
+        statuses = [result.status for result in results]
         if not any(statuses):
             return 0
         if INTERRUPTED in statuses:
             return INTERRUPTED
-        for rank, one in enumerate(ended):
-            if rank and one.status:
-                say(
-                    f"process {rank} ended with status {one.status}; its last lines:",
-                    *(f"  {line}" for line in one.tail),
+        for rank, result in enumerate(results):
+            if rank and result.status:
+                log(
+                    f"process {rank} ended with status {result.status}; its last lines:",
+                    *(f"  {line}" for line in result.tail),
                 )
-        if all(status == MISTAKE for status in statuses):
-            return MISTAKE  # all of them know why, and would stop there again
+        if all(status == USER_ERROR for status in statuses):
+            return USER_ERROR  # every process reported it; a restart would fail the same way
         failures += 1
         if failures > args.max_failures:
-            say(f"failed {failures} times, statuses {statuses}; --max-failures={args.max_failures}")
+            log(f"failed {failures} times, statuses {statuses}; --max-failures={args.max_failures}")
             return 1
-        say(f"failure {failures} of at most {args.max_failures}, statuses {statuses}; restarting")
+        log(f"failure {failures} of at most {args.max_failures}, statuses {statuses}; restarting")
 
 
-def run_group(ray: Any, args: argparse.Namespace, arguments: list[str]) -> list[Ended]:
-    """One life of the group: its processes run until all have ended, or one is lost and the rest is ended."""
+def run_group(ray: Any, args: argparse.Namespace, arguments: list[str]) -> list[ProcessResult]:
+    """Runs the processes until all have ended; ends the others if one is lost."""
     group = importlib.import_module("ray.util.placement_group")
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     bundle = resources(args.accelerator)
-    places = group.placement_group([bundle] * args.num_hosts, strategy="STRICT_SPREAD")
+    placement = group.placement_group([bundle] * args.num_hosts, strategy="STRICT_SPREAD")
     actors: list[Any] = []
     try:
-        wait_for_hosts(ray, places, args, bundle)
+        wait_for_hosts(ray, placement, args, bundle)
         make = ray.remote(Host).options
         for rank in range(args.num_hosts):
-            strategy = strategies.PlacementGroupSchedulingStrategy(places, rank)
+            strategy = strategies.PlacementGroupSchedulingStrategy(placement, rank)
             actors.append(
                 make(
                     num_cpus=bundle["CPU"],
                     num_gpus=bundle.get("GPU", 0),
                     resources={"TPU": bundle["TPU"]} if "TPU" in bundle else {},
                     scheduling_strategy=strategy,
-                    max_concurrency=2,  # `send` while `run` goes on
-                ).remote(passed_on(), os.getcwd())
+                    max_concurrency=2,  # `send` during `run`
+                ).remote(forwarded_environment(), os.getcwd())
             )
-        return follow(ray, actors, joined_arguments(ray, actors, args, arguments))
+        return wait_for_processes(ray, actors, process_arguments(ray, actors, args, arguments))
     except ray.exceptions.RayError as error:
-        return [Ended(GONE, (f"{type(error).__name__}: {error}",))] * args.num_hosts
+        return [ProcessResult(LOST, (f"{type(error).__name__}: {error}",))] * args.num_hosts
     finally:
         for actor in actors:
             ray.kill(actor)
-        group.remove_placement_group(places)
+        group.remove_placement_group(placement)
 
 
-def wait_for_hosts(ray: Any, places: Any, args: argparse.Namespace, bundle: dict) -> None:
-    """Until the hosts are there. Raises ValueError with what the cluster has when they do not come."""
-    if places.wait(min(args.wait_s, 5.0)):
+def wait_for_hosts(ray: Any, placement: Any, args: argparse.Namespace, bundle: dict) -> None:
+    """Waits until the hosts are free. Raises ValueError with the cluster's resources on timeout."""
+    if placement.wait(min(args.wait_s, 5.0)):
         return
-    say(f"waiting for {args.num_hosts} hosts with {bundle} each")
-    if not places.wait(args.wait_s):
+    log(f"waiting for {args.num_hosts} hosts with {bundle} each")
+    if not placement.wait(args.wait_s):
         have = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         shown = [{k: v for k, v in one.items() if k in ("CPU", "GPU", "TPU")} for one in have]
         raise ValueError(
-            f"no {args.num_hosts} free hosts with {bundle} each within {args.wait_s:g} s; the cluster has {shown}; "
-            "lower --num-hosts or --accelerator, or add hosts with `ray start`"
+            f"no {args.num_hosts} free hosts with {bundle} each within {args.wait_s:g} s; the "
+            f"cluster has {shown}; lower --num-hosts or --accelerator, or add hosts with "
+            "`ray start`"
         )
 
 
-def joined_arguments(
+def process_arguments(
     ray: Any, actors: list[Any], args: argparse.Namespace, arguments: list[str]
 ) -> list[list[str]]:
-    """The arguments of each process, with how it finds the others."""
+    """The arguments of each process, including how it joins the others."""
     if args.num_hosts == 1:
         return [arguments]
-    if args.accelerator.startswith("tpu"):  # the order of a slice's hosts is the TPU runtime's
+    if args.accelerator.startswith("tpu"):  # the TPU runtime orders the hosts of a slice
         return [[*arguments, "--config.distributed.start=on"]] * args.num_hosts
     address = ray.get(actors[0].address.remote())
     return [
@@ -233,55 +239,61 @@ def joined_arguments(
     ]
 
 
-def follow(ray: Any, actors: list[Any], arguments: list[list[str]]) -> list[Ended]:
-    """Prints what the first process prints, until all have ended. Once one has failed, the others get
-    some time to end by themselves. Ctrl-C and SIGTERM go to the processes, which then save and stop."""
-    news: queue.Queue[tuple[int, Ended]] = queue.Queue()
+def wait_for_processes(
+    ray: Any, actors: list[Any], arguments: list[list[str]]
+) -> list[ProcessResult]:
+    """Runs the processes and prints the output of process 0 until all have ended.
 
-    def listen(rank: int) -> None:
-        news.put((rank, heard(ray, actors[rank], arguments[rank], show=rank == 0)))
+    After a failure the others get 60 s to end by themselves. Ctrl-C and SIGTERM are forwarded to
+    the processes, which then save and stop.
+    """
+    finished: queue.Queue[tuple[int, ProcessResult]] = queue.Queue()
+
+    def run(rank: int) -> None:
+        finished.put((rank, stream_output(ray, actors[rank], arguments[rank], show=rank == 0)))
 
     for rank in range(len(actors)):
-        threading.Thread(target=listen, args=(rank,), daemon=True).start()
-    ended: dict[int, Ended] = {}
+        threading.Thread(target=run, args=(rank,), daemon=True).start()
+    results: dict[int, ProcessResult] = {}
     deadline = float("inf")
-    while len(ended) < len(actors) and time.monotonic() < deadline:
+    while len(results) < len(actors) and time.monotonic() < deadline:
         try:
-            rank, last = news.get(timeout=1.0)
+            rank, result = finished.get(timeout=1.0)
         except queue.Empty:
             continue
         except KeyboardInterrupt:
             for actor in actors:
                 actor.send.remote(signal.SIGINT)
             continue
-        ended[rank] = last
-        if last.status:
+        results[rank] = result
+        if result.status:
             deadline = min(deadline, time.monotonic() + 60.0)
-    return [ended.get(rank, Ended(GONE, ("ended by the launcher",))) for rank in range(len(actors))]
+    ended = ProcessResult(LOST, ("ended by the launcher",))
+    return [results.get(rank, ended) for rank in range(len(actors))]
 
 
-def heard(ray: Any, actor: Any, arguments: list[str], *, show: bool) -> Ended:
-    """Listens to one process to its end."""
-    tail: deque[str] = deque(maxlen=TAIL)
+def stream_output(ray: Any, actor: Any, arguments: list[str], *, show: bool) -> ProcessResult:
+    """Runs one process to its end, and prints its lines if `show`."""
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
     try:
-        for one in actor.run.options(num_returns="streaming").remote(arguments):
-            value = ray.get(one)
+        for reference in actor.run.options(num_returns="streaming").remote(arguments):
+            value = ray.get(reference)
             if isinstance(value, int):
-                return Ended(value, tuple(tail))
+                return ProcessResult(value, tuple(tail))
             tail.append(value)
             if show:
                 print(value, flush=True)
     except ray.exceptions.RayError as error:
         tail.append(f"its host is lost: {type(error).__name__}")
-    return Ended(GONE, tuple(tail))
+    return ProcessResult(LOST, tuple(tail))
 
 
-def passed_on() -> dict[str, str]:
-    """Environment variables that the processes on all hosts get from here."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+def forwarded_environment() -> dict[str, str]:
+    """Environment variables of this process that the processes on all hosts get."""
+    return {name: v for name, v in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
-def say(*lines: str) -> None:
+def log(*lines: str) -> None:
     for line in lines:
         print(f"launch: {line}", flush=True)
 

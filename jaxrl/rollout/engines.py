@@ -59,7 +59,7 @@ class Engines:
         """
         of_process = self.layout.of_process
         mine = prompts[hosts.local_slice(len(prompts))] if of_process else prompts
-        check = self.stop.check_here if of_process else self.stop.check
+        check = self.stop.check_local if of_process else self.stop.check
         rollouts, metrics = [], {}
         with (
             # of one process: the check below raises it everywhere

@@ -1,4 +1,4 @@
-"""Watches compilation: tells which programs compile, and stops a run that compiles after warm-up."""
+"""Counts compiled programs and stops a run that compiles one after warm-up."""
 
 import collections
 import contextlib
@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-SHAPES_LOGGER = (
-    "jax._src.interpreters.pxla"  # says "Compiling jit(f) with global shapes and types ..."
-)
+SHAPES_LOGGER = "jax._src.interpreters.pxla"  # logs "Compiling jit(f) with global shapes and types"
 
 
 class RecompileError(RuntimeError):
@@ -18,7 +16,7 @@ class RecompileError(RuntimeError):
 
 
 class CompileWatch(logging.Handler):
-    """Counts compiled programs by phase. One per process; `detach` takes it off JAX again."""
+    """Counts compiled programs. One per process; `detach` removes its listeners from JAX."""
 
     def __init__(self, on_compiled: Callable[[str, float], None] | None = None):
         super().__init__(logging.DEBUG)
@@ -46,15 +44,16 @@ class CompileWatch(logging.Handler):
 
     @contextlib.contextmanager
     def no_compile(self, phase: str, *, step: int, armed: bool) -> Iterator[None]:
-        """Raises RecompileError if the block compiles anything while `armed`."""
+        """Raises RecompileError if the block compiles a program while `armed`."""
         before = self.n_compiled
         yield
         if armed and (n := self.n_compiled - before):
             programs = "\n  ".join(list(self._shapes)[-n:])
             raise RecompileError(
-                f"{n} program(s) compiled in phase {phase!r} of step {step}, after warm-up:\n  {programs}\n"
+                f"{n} program(s) compiled in phase {phase!r} of step {step}, after warm-up:\n"
+                f"  {programs}\n"
                 "a shape is not among the declared buckets; add it to config.learner.buckets or "
-                "config.rollout, or set config.assert_no_recompile=False to go on"
+                "config.rollout, or set config.assert_no_recompile=False to continue"
             )
 
     def detach(self) -> None:

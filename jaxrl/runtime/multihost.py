@@ -1,4 +1,4 @@
-"""One run in several processes, one a host: how they find each other, and that they run the same thing."""
+"""Several processes of one run, one per host: joining them, and checking that they run the same."""
 
 import dataclasses
 import hashlib
@@ -20,29 +20,29 @@ from jaxrl.data.preferences import Pair
 from jaxrl.types import Prompt, Rollout
 from sharding import hosts
 
-Item = Prompt | Rollout | Pair  # what a run learns from
+Item = Prompt | Rollout | Pair  # one training item
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
-GONE = 30  # seconds that a process waits for the others at its normal end
+SHUTDOWN_TIMEOUT_S = 30  # how long a process waits for the others at a normal exit
 
 
 def join(cfg: RunConfig) -> None:
-    """Makes this process one of the run's, before any device is opened, where there are several.
+    """Joins the other processes of the run, if there are any, before any device is opened.
 
-    Raises ValueError where the others cannot be found, or where they run something else.
+    Raises ValueError if the others cannot be reached, or if they run something else.
     """
     distributed = cfg.distributed
     if not jax.distributed.is_initialized():
-        if not is_one_of_several(distributed, os.environ):
+        if not is_multi_process(distributed, os.environ):
             return
         _initialize(distributed)
     hosts.exit_immediately_on_errors()
     hosts.warm_up()
-    check_same(hosts.gather(identity(cfg)))
+    check_same_identity(hosts.gather(process_identity(cfg)))
 
 
-def is_one_of_several(distributed: DistributedConfig, env: Mapping[str, str]) -> bool:
-    """Whether the config or the environment says that other processes belong to this run."""
+def is_multi_process(distributed: DistributedConfig, env: Mapping[str, str]) -> bool:
+    """Whether the config or the environment shows that the run has several processes."""
     if distributed.start != "auto":
         return distributed.start == "on"
     counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
@@ -54,7 +54,7 @@ def is_one_of_several(distributed: DistributedConfig, env: Mapping[str, str]) ->
 
 
 def slurm_devices(env: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the node where Slurm started one task on it: JAX by itself would take the first alone."""
+    """All GPUs of the node if Slurm runs one task per node; JAX by default takes only the first."""
     n_tasks, n_nodes = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NUM_NODES")
     if n_tasks is None or n_tasks != n_nodes or "SLURM_GPUS_ON_NODE" not in env:
         return None
@@ -62,48 +62,48 @@ def slurm_devices(env: Mapping[str, str]) -> list[int] | None:
 
 
 def _initialize(distributed: DistributedConfig) -> None:
-    given = distributed.coordinator and distributed.num_processes and distributed.process_id >= 0
+    explicit = distributed.coordinator and distributed.num_processes and distributed.process_id >= 0
     try:
         jax.distributed.initialize(
             distributed.coordinator or None,
             distributed.num_processes or None,
             distributed.process_id if distributed.process_id >= 0 else None,
-            local_device_ids=None if given else slurm_devices(os.environ),
-            # a cluster would else pick the devices even where it is not asked who the others are
-            cluster_detection_method="deactivate" if given else None,
+            local_device_ids=None if explicit else slurm_devices(os.environ),
+            # cluster detection would select devices even if all processes are given explicitly
+            cluster_detection_method="deactivate" if explicit else None,
             initialization_timeout=distributed.start_timeout_s,
             heartbeat_timeout_seconds=distributed.heartbeat_timeout_s,
-            shutdown_timeout_seconds=GONE,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
     except (ValueError, RuntimeError) as error:
-        words = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"this process cannot join the others of the run ({words[:300]}); set config.distributed.coordinator, "
-            "num_processes and process_id, the first two alike on all hosts, or distributed.start='off' for a run of "
-            "one process"
+            f"this process cannot join the others of the run ({reason[:300]}); set "
+            "config.distributed.coordinator, num_processes and process_id, the first two alike on "
+            "all hosts, or distributed.start='off' for a run of one process"
         ) from error
 
 
 def check_all_joined() -> None:
-    """Raises ValueError where the devices are those of several hosts whose processes did not join."""
+    """Raises ValueError if the devices span several hosts whose processes did not join."""
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ValueError(
-            f"the {jax.device_count()} devices belong to {jax.process_count()} hosts, but the processes did not join; "
-            "set config.distributed.start='on'"
+            f"the {jax.device_count()} devices belong to {jax.process_count()} hosts, but the "
+            "processes did not join; set config.distributed.start='on'"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be the same in all processes of a run."""
+    """What must be the same in all processes of a run, except the host name."""
 
-    host: str  # but for this, which names it in a message
+    host: str  # for messages
     cfg: RunConfig
     versions: Mapping[str, str]
 
 
-def identity(cfg: RunConfig) -> Identity:
-    """That of this process."""
+def process_identity(cfg: RunConfig) -> Identity:
+    """The identity of this process."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     versions["Python"] = platform.python_version()
     sources = [Path(package.__path__[0]) for package in (jaxrl, sharding)]
@@ -118,18 +118,19 @@ def identity(cfg: RunConfig) -> Identity:
     return Identity(socket.gethostname(), same, versions)
 
 
-def check_same(found: Sequence[Identity]) -> None:
-    """Raises AgreedError, naming hosts, keys and values, where a process differs from the first one."""
-    lines, first = [], found[0]
-    for i, other in enumerate(found):
-        unlike = differences(first.cfg, other.cfg)
-        unlike += [
-            f"{name}: {first.versions.get(name, 'not there')} -> {other.versions.get(name, 'not there')}"
+def check_same_identity(identities: Sequence[Identity]) -> None:
+    """Raises AgreedError, with hosts, keys and values, if a process differs from the first one."""
+    lines, first = [], identities[0]
+    for i, other in enumerate(identities):
+        changes = differences(first.cfg, other.cfg)
+        changes += [
+            f"{name}: {first.versions.get(name, 'missing')} -> "
+            f"{other.versions.get(name, 'missing')}"
             for name in sorted(first.versions.keys() | other.versions.keys())
             if first.versions.get(name) != other.versions.get(name)
         ]
-        if unlike:
-            lines.append(f"  process {i} on {other.host}: {'; '.join(unlike)}")
+        if changes:
+            lines.append(f"  process {i} on {other.host}: {'; '.join(changes)}")
     if lines:
         raise hosts.AgreedError(
             f"the processes of this run differ from process 0 on {first.host}:\n"
@@ -139,41 +140,42 @@ def check_same(found: Sequence[Identity]) -> None:
 
 
 def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
-    """Raises AgreedError where the processes read different data."""
+    """Raises AgreedError if the processes read different data."""
     if hosts.n_processes() == 1:
         return
-    sets = {"data.train": train, "data.val": val}
+    datasets = {"data.train": train, "data.val": val}
     mine = {
-        name: (len(some), _digest(part for item in some for part in _bytes(item)))
-        for name, some in sets.items()
+        name: (len(items), _digest(part for item in items for part in _bytes(item)))
+        for name, items in datasets.items()
     }
     found = hosts.gather(mine)
     lines = [
         f"  {name}: process {i} has {other[name][0]} rows, hash {other[name][1]}; "
         f"process 0 has {found[0][name][0]}, hash {found[0][name][1]}"
         for i, other in enumerate(found)
-        for name in sets
+        for name in datasets
         if other[name] != found[0][name]
     ]
     if lines:
         raise hosts.AgreedError(
             "the processes of this run read different data:\n"
             + "\n".join(lines)
-            + "\nput the same files on all hosts, or on a disk that they share"
+            + "\nput the same files on all hosts, or on a shared disk"
         )
 
 
-def explain(problem: Exception) -> None:
-    """Says why the run stops: once where all processes know of it, else each for itself."""
-    if isinstance(problem, hosts.AgreedError) and not hosts.is_main_process():
+def print_error(error: Exception) -> None:
+    """Prints why the run stops: once if all processes raise the error, else on each that does."""
+    is_agreed = isinstance(error, hosts.AgreedError)
+    if is_agreed and not hosts.is_main_process():
         return
-    alone = hosts.n_processes() > 1 and not isinstance(problem, hosts.AgreedError)
-    where = f"process {hosts.process_id()} on {socket.gethostname()}: " if alone else ""
-    print(f"error: {where}{problem}", file=sys.stderr, flush=True)
+    is_local = hosts.n_processes() > 1 and not is_agreed
+    where = f"process {hosts.process_id()} on {socket.gethostname()}: " if is_local else ""
+    print(f"error: {where}{error}", file=sys.stderr, flush=True)
 
 
 def _bytes(item: Item) -> Iterator[bytes]:
-    """What of an item the numbers of a run depend on."""
+    """The parts of an item that the numbers of a run depend on."""
     if isinstance(item, Pair):
         yield from (*_bytes(item.chosen), *_bytes(item.rejected))
     elif isinstance(item, Rollout):
@@ -184,7 +186,7 @@ def _bytes(item: Item) -> Iterator[bytes]:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Twelve hex digits over the parts and where they end."""
+    """Hash of the parts and their lengths, as twelve hex digits."""
     total = hashlib.sha256()
     for part in parts:
         total.update(len(part).to_bytes(8, "little") + part)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and stop, the second stops it at once."""
+"""Ctrl-C and SIGTERM: the first signal makes the run save and stop, the second stops it at once."""
 
 import contextlib
 import signal
@@ -9,22 +9,25 @@ from sharding import hosts
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; the state of the last finished step is intact."""
+    """A signal stopped the run; the state of the last finished step is intact."""
 
 
 class StopFlag:
-    """Raised by a signal, looked at between dispatches."""
+    """Flag set by a signal; the run checks it between dispatches."""
 
     def __init__(self) -> None:
         self.signal = ""
 
-    def check_here(self) -> None:
-        """Raises Interrupted if a signal came in at this process."""
+    def check_local(self) -> None:
+        """Raises Interrupted if this process received a signal."""
         if self.signal:
             raise Interrupted(self.signal)
 
     def check(self) -> None:
-        """Raises Interrupted if a signal came in, at any process of the run; all of them ask here."""
+        """Raises Interrupted on every process if any of them received a signal.
+
+        All processes must call it together.
+        """
         signals = [name for name in hosts.gather(self.signal) if name]
         if signals:
             raise Interrupted(signals[0])
@@ -32,7 +35,7 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one acts as it always did."""
+    """Turns the first SIGINT or SIGTERM into a flag; a second one has its previous effect."""
     flag = StopFlag()
     signals = (signal.SIGINT, signal.SIGTERM)
     old = {s: signal.getsignal(s) for s in signals}

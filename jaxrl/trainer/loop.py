@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxrl.config.keys import RunConfig
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
-from jaxrl.runtime.multihost import explain
+from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.checkpointing import finish, save, stopped
 from jaxrl.trainer.failure import NonFiniteError
@@ -45,7 +45,7 @@ def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:
     try:
         done = train(cfg)
     except EXPLAINED as problem:
-        explain(problem)
+        print_error(problem)
         return 1
     hosts.barrier()
     return 0 if done else 130

@@ -1,4 +1,4 @@
-"""Every config file runs as its docstring says: it resolves, and the large ones' updates type-check without a device."""
+"""Tests of configs/: every file resolves, and updates of large models type-check without devices."""
 
 import ast
 import dataclasses
@@ -31,7 +31,7 @@ from jaxrl.types import Batch, TrainState
 from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-# What the docstring says; one where it says nothing.
+# Devices named in the docstring; 1 if it names none.
 DEVICES = {"grpo_7b": 64, "ppo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions")
@@ -44,12 +44,12 @@ def run_of(name: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_config_resolves_for_the_devices_it_is_for(name):
+def test_config_resolves_for_the_devices_in_its_docstring(name):
     assert run_of(name).name == name
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_config_says_its_command(name):
+def test_the_docstring_of_a_config_has_its_command(name):
     doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
     programs = {"sft": "sft", "dpo": "dpo", "reward": "reward_model"}
     program = programs.get(name.split("_")[0], "train")
@@ -122,7 +122,7 @@ def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
 
 
 def assert_same_types(new: TrainState, old: TrainState) -> None:
-    """Shape, dtype and layout of every array are those before the update: nothing is resharded."""
+    """The update keeps shape, dtype and sharding of every array."""
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if b.ndim:  # counters are replicated
@@ -152,26 +152,26 @@ TABLES = {
 
 
 @pytest.mark.parametrize("key", TABLES)
-def test_a_key_knows_the_names_of_its_rooms_table(key):
+def test_choices_of_a_key_are_the_names_in_the_code(key):
     names, table = TABLES[key]
     assert set(names) == set(table)
 
 
-def test_every_kind_of_sequence_parallelism_is_a_preset_that_cuts_rows():
+def test_every_sequence_parallelism_is_a_preset_that_shards_rows():
     assert all(PRESETS[name].time == "sequence" for name in choices.SEQUENCE_PARALLELS)
 
 
-def refused(make, *args) -> str:
+def error_of(make, *args) -> str:
     with pytest.raises(ValueError) as error:
         make(*args)
     return str(error.value)
 
 
-def test_keys_know_the_names_that_loggers_and_optimizer_accept(tmp_path):
+def test_choices_are_the_names_that_loggers_and_optimizers_accept(tmp_path):
     run = run_of("gsm8k_smollm2")
-    loggers = refused(make_loggers, LogConfig(loggers=("no",)), tmp_path, run, None)
-    optimizer = refused(make_optimizer, LearnerConfig(optimizer="no"), 10, {})
-    schedule = refused(make_optimizer, LearnerConfig(lr_schedule="no"), 10, {})
+    loggers = error_of(make_loggers, LogConfig(loggers=("no",)), tmp_path, run, None)
+    optimizer = error_of(make_optimizer, LearnerConfig(optimizer="no"), 10, {})
+    schedule = error_of(make_optimizer, LearnerConfig(lr_schedule="no"), 10, {})
     assert loggers.endswith(", ".join(choices.LOGGERS))
     assert optimizer.endswith(", ".join(map(repr, choices.OPTIMIZERS)))
     assert schedule.endswith(", ".join(map(repr, choices.LR_SCHEDULES)))

@@ -1,3 +1,5 @@
+"""Tests of jaxrl/runtime/host_memory.py."""
+
 import subprocess
 import sys
 import textwrap
@@ -29,7 +31,7 @@ PROGRAM = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 @pytest.mark.parametrize("keep", [True, False])
-def test_freed_memory_stays_only_where_it_is_asked_to(keep):
+def test_freed_memory_is_kept_only_on_request(keep):
     program = textwrap.dedent(PROGRAM).format(keep=keep)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -53,9 +55,9 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(
-    not SETTING.exists() or "[never]" in SETTING.read_text(), reason="the kernel has no large pages"
+    not SETTING.exists() or "[never]" in SETTING.read_text(), reason="the kernel has no huge pages"
 )
-def test_arrays_lie_in_large_pages_and_the_grown_heap_takes_no_memory():
+def test_arrays_use_huge_pages_and_the_grown_heap_takes_no_memory():
     program = textwrap.dedent(LARGE)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -64,6 +66,6 @@ def test_arrays_lie_in_large_pages_and_the_grown_heap_takes_no_memory():
     assert resident_mib < 512
 
 
-def test_a_library_without_it_is_no_error(monkeypatch):
+def test_a_c_library_without_mallopt_is_no_error(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()

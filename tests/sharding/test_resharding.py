@@ -1,4 +1,4 @@
-"""The same devices as another mesh: which arrays move, which share their buffers, and to where."""
+"""Tests of sharding/resharding.py; several processes are tested in tests/runtime/hosts."""
 
 import jax
 import numpy as np
@@ -24,63 +24,66 @@ def pointers(array: jax.Array) -> dict:
 
 
 @pytest.mark.parametrize(("old", "new"), MESHES)
-def test_arrays_keep_their_numbers_on_any_other_mesh(old, new):
+def test_arrays_keep_their_values_on_any_other_mesh(old, new):
     mesh = make_mesh(**old)
-    way = reshape_mesh(mesh, **new)
-    assert {a: n for a, n in way.mesh.shape.items() if n > 1} == {
+    resharding = reshape_mesh(mesh, **new)
+    assert {a: n for a, n in resharding.mesh.shape.items() if n > 1} == {
         a: mesh.size if n == -1 else n for a, n in new.items()
     }
-    assert set(way.mesh.devices.flat) == set(mesh.devices.flat)
+    assert set(resharding.mesh.devices.flat) == set(mesh.devices.flat)
     rows = np.arange(24.0 * 24).reshape(24, 24)
-    lies = NamedSharding(mesh, jax.P("tensor", ("stage", "fsdp", "sequence")))
+    source = NamedSharding(mesh, jax.P("tensor", ("stage", "fsdp", "sequence")))
     wanted = jax.P(("expert", "tensor"), ("fsdp", "sequence"))
-    moved = way.reshard(jax.device_put(rows, lies), wanted)
-    assert moved.sharding == NamedSharding(way.mesh, wanted)
+    moved = resharding.reshard(jax.device_put(rows, source), wanted)
+    assert moved.sharding == NamedSharding(resharding.mesh, wanted)
     np.testing.assert_array_equal(moved, rows)
 
 
-def test_what_lies_right_shares_its_buffers_and_the_rest_is_copied():
+def test_matching_leaves_share_their_buffers_and_others_are_copied():
     mesh = make_mesh(fsdp=4, tensor=2)
     specs = {"heads": jax.P("tensor"), "norm": jax.P(), "embed": jax.P(None, "fsdp")}
     tree = {
         name: jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
         for name, spec in specs.items()
     }
-    way = reshape_mesh(mesh, replica=4, tensor=2)
-    moved = way.reshard(tree, specs)
+    resharding = reshape_mesh(mesh, replica=4, tensor=2)
+    moved = resharding.reshard(tree, specs)
     assert pointers(moved["heads"]) == pointers(tree["heads"])
     assert pointers(moved["norm"]) == pointers(tree["norm"])
-    assert way.shares_buffers(tree["norm"], specs["norm"])
-    assert not way.shares_buffers(tree["embed"], specs["embed"])
+    assert resharding.shares_buffers(tree["norm"], specs["norm"])
+    assert not resharding.shares_buffers(tree["embed"], specs["embed"])
     assert not set(pointers(moved["embed"]).values()) & set(pointers(tree["embed"]).values())
     assert len({s.data.shape for s in moved["embed"].addressable_shards} - {(8, 8)}) == 0
-    narrow = way.reshard(tree, specs, jax.numpy.bfloat16)
+    narrow = resharding.reshard(tree, specs, jax.numpy.bfloat16)
     assert all(leaf.dtype == jax.numpy.bfloat16 for leaf in narrow.values())
 
 
-def test_a_smaller_tensor_axis_moves_half_of_what_another_order_would():
-    """Device d of tensor=4 has quarter d; of tensor=2 it gets the half that its quarter is in."""
-    way = reshape_mesh(make_mesh(tensor=4), replica=2, tensor=2)
-    assert [[d.id for d in row] for row in way.mesh.devices.reshape(2, 2)] == [[0, 2], [1, 3]]
+def test_a_smaller_tensor_axis_gives_a_device_the_half_with_its_quarter():
+    """Device d of tensor=4 has quarter d; under tensor=2 it gets the half with that quarter."""
+    resharding = reshape_mesh(make_mesh(tensor=4), replica=2, tensor=2)
+    assert [[d.id for d in row] for row in resharding.mesh.devices.reshape(2, 2)] == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "moved"),
-    [  # a device has an eighth of 64 KiB x 4; of tensor=2 it needs a half
+    [  # a device has an eighth of 64 KiB x 4; under tensor=2 it needs a half
         (dict(fsdp=4, tensor=2), dict(tensor=2), [("all-gather", 2**17)]),
-        # its part of the half is traded for that of another, then the half is brought together
+        # exchanges parts so that its half needs one all-gather
         (dict(fsdp=8), dict(tensor=2), [("all-to-all", 2**15), ("all-gather", 2**17)]),
     ],
 )
-def test_devices_trade_parts_before_they_gather_what_they_keep(old, new, moved):
+def test_devices_exchange_parts_before_the_all_gather(old, new, moved):
     mesh = make_mesh(**old)
-    way, spec = reshape_mesh(mesh, replica=-1, **new), jax.P("tensor", "fsdp")
+    resharding, spec = reshape_mesh(mesh, replica=-1, **new), jax.P("tensor", "fsdp")
     leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=NamedSharding(mesh, spec))
-    text = way.lower(leaf, spec).compile().as_text() or ""
+    text = resharding.lower(leaf, spec).compile().as_text() or ""
     found = program_cost(text, lambda loop: 1).collectives
     assert [(one.kind, one.bytes) for one in found] == moved
 
 
-def test_sizes_that_do_not_make_the_devices_are_refused():
+def test_sizes_that_do_not_match_the_devices_are_rejected():
     with pytest.raises(ValueError, match="needs 6 devices but there are 8"):
         reshape_mesh(make_mesh(fsdp=8), replica=2, tensor=3)

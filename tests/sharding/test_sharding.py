@@ -1,4 +1,8 @@
-"""Meshes, rules and trees."""
+"""Tests of sharding/mesh.py, rules.py, order.py, platform.py and tree.py.
+
+sharding/memory.py is tested in tests/learner/test_offload.py, weights.py in
+tests/test_collectives.py, hosts.py in tests/runtime/hosts.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +30,14 @@ from sharding import (
 from sharding.mesh import axis_sizes
 
 
-def test_every_axis_is_always_there():
+def test_every_axis_is_always_present():
     mesh = make_mesh(fsdp=4, tensor=2)
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == dict.fromkeys(MESH_AXES, 1) | dict(fsdp=4, tensor=2)
     assert make_mesh().size == 1
 
 
-def test_one_axis_takes_the_devices_that_are_left():
+def test_one_axis_takes_the_remaining_devices():
     assert axis_sizes(8, fsdp=-1, tensor=2)["fsdp"] == 4
     assert make_mesh(fsdp=-1).shape["fsdp"] == 8
     assert abstract_mesh(64, replica=-1, fsdp=16).shape["replica"] == 4
@@ -49,9 +53,9 @@ def test_a_mesh_may_split_an_axis_of_a_torus():
     assert (hosts == hosts[:, :1, :, :1]).all()
 
 
-def test_slices_lie_along_replicas_or_stages():
+def test_replicas_or_stages_span_slices():
     pytest.importorskip("libtpu", reason="a description of slices of TPUs needs libtpu")
-    topology("v5e:2x4")  # sets what the compiler asks of the environment
+    topology("v5e:2x4")  # sets the environment that the compiler needs
     two = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x4", num_slices=2
     ).devices
@@ -73,7 +77,7 @@ def test_slices_lie_along_replicas_or_stages():
         (dict(fsdp=-1, tensor=3), r"needs 6 devices but there are 8"),
     ],
 )
-def test_sizes_that_make_no_mesh_say_what_to_set(sizes, message):
+def test_invalid_sizes_are_rejected_with_a_remedy(sizes, message):
     with pytest.raises(ValueError, match=message):
         axis_sizes(8, **sizes)
 
@@ -84,7 +88,7 @@ def test_rules_name_the_mesh_axes_of_an_array():
     assert TRAIN.spec("batch", None) == jax.P(("replica", "fsdp", "expert"), None)
 
 
-def test_two_dimensions_on_one_mesh_axis_are_refused():
+def test_two_dimensions_on_one_mesh_axis_are_rejected():
     with pytest.raises(ValueError, match="maps one mesh axis twice"):
         TRAIN.spec("batch", "w_embed")
     with pytest.raises(ValueError, match="maps one mesh axis twice"):
@@ -106,45 +110,46 @@ def test_bytes_per_device_count_shards_and_replicas():
     with jax.set_mesh(mesh):
         tree = {"w": jnp.zeros((8, 16)), "norm": jnp.zeros(16)}
         specs = {"w": jax.P("tensor", "fsdp"), "norm": jax.P(None)}
-        laid = jax.reshard(tree, specs)
-        assert laid["w"].sharding == shardings(specs, mesh)["w"]
+        placed = jax.reshard(tree, specs)
+        assert placed["w"].sharding == shardings(specs, mesh)["w"]
         # w: 8 * 16 * 4 bytes over 8 devices = 64; norm: 16 * 4 bytes on each = 64
-        assert bytes_per_device(laid) == 128
+        assert bytes_per_device(placed) == 128
         abstract = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=shardings(specs, mesh)["w"])
         assert bytes_per_device(abstract) == 32
 
 
 def test_zigzag_gives_every_device_an_early_and_a_late_chunk():
-    # 12 tokens, 3 devices, chunks of 2: device 0 has chunks 0 and 5, device 1 has 1 and 4, device 2 has 2 and 3
+    # 12 tokens, 3 devices, chunks of 2: device 0 has chunks 0 and 5, device 1 has 1 and 4,
+    # device 2 has 2 and 3
     assert zigzag(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     with pytest.raises(ValueError, match=r"10 tokens.*3 devices; make its length a multiple of 6"):
         zigzag(10, 3)
 
 
 @pytest.mark.parametrize("rules", [TRAIN, ULYSSES, RING])
-def test_the_order_of_a_row_comes_back(rules):
+def test_row_order_inverts_mesh_order(rules):
     rows = np.arange(24).reshape(2, 12)
     with jax.set_mesh(make_mesh(sequence=3)):
-        laid = mesh_order(rows, rules)
-        assert (laid[0].tolist() == list(range(12))) != rules.ring
-        np.testing.assert_array_equal(row_order(laid, rules), rows)
+        placed = mesh_order(rows, rules)
+        assert (placed[0].tolist() == list(range(12))) != rules.ring
+        np.testing.assert_array_equal(row_order(placed, rules), rows)
 
 
 @pytest.mark.parametrize("rules", [TRAIN, ULYSSES, RING], ids=["train", "ulysses", "ring"])
-def test_the_order_of_a_row_comes_back_on_the_mesh(rules):
+def test_unshuffle_restores_the_order_of_a_row_on_the_mesh(rules):
     rows = np.arange(48.0).reshape(4, 12)
     mesh = make_mesh(fsdp=2, sequence=3)
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
         shuffled = mesh_order(rows, rules)
-        laid = jax.device_put(shuffled, sharding)
-        got = jax.jit(lambda rows: unshuffle(rows, rules))(laid)
-        slope = jax.jit(jax.grad(lambda x: (unshuffle(x, rules) * rows).sum()))(laid)
+        placed = jax.device_put(shuffled, sharding)
+        got = jax.jit(lambda rows: unshuffle(rows, rules))(placed)
+        slope = jax.jit(jax.grad(lambda x: (unshuffle(x, rules) * rows).sum()))(placed)
     np.testing.assert_array_equal(got, rows)
     np.testing.assert_array_equal(slope, shuffled)
 
 
-def test_whole_rows_exchange_the_cut_of_time_for_one_of_heads():
+def test_rules_of_whole_rows_shard_heads_instead_of_time():
     inside = ULYSSES.whole_rows()
     assert ULYSSES.spec("batch", "time", "heads", None)[1:] == ("sequence", "tensor", None)
     assert inside.spec("batch", "time", "heads", None)[1:] == (None, ("tensor", "sequence"), None)

@@ -1,4 +1,4 @@
-"""A group of processes, and the run that it makes."""
+"""Fixtures: a group of processes, and the tiny run that it trains."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from tests.runtime.hosts.process_group import Group
 
 @pytest.fixture
 def start_group(tmp_path):
-    """start_group(config, n=2, n_devices=4): the processes of a run; `of_process` gives some of them
-    arguments of their own, `folders` working directories."""
+    """start_group(config, n=2, n_devices=4): starts the processes of a run.
+
+    `of_process` is {process: additional arguments}, `folders` their working directories.
+    """
     groups = []
 
     def start_one(config, *, of_process=None, folders=None, **sizes) -> Group:
@@ -24,15 +26,13 @@ def start_group(tmp_path):
 
 @pytest.fixture
 def group_config(tiny_config):
-    """The tiny run on 8 devices: FSDP over 4 x tensor over 2, two updates a step, a reference model."""
+    """The tiny run on 8 devices: FSDP 4 x tensor 2, two updates per step, a reference model."""
     tiny_config.total_steps = 2
     tiny_config.mesh.fsdp, tiny_config.mesh.tensor = 4, 2
     tiny_config.learner.mini_batch_prompts = 2
     tiny_config.algorithm.kl_coef = 0.1
     tiny_config.learner.token_budget = 128
-    tiny_config.learner.eps = (
-        1e-4  # Adam must not make a whole step of a gradient that is rounding alone
-    )
+    tiny_config.learner.eps = 1e-4  # Adam must not amplify gradients that are only rounding errors
     tiny_config.data.max_prompt_len = 64
     tiny_config.rollout.max_num_seqs = 4
     tiny_config.rollout.max_num_batched_tokens = 128

@@ -1,4 +1,4 @@
-"""One of two processes of four devices: `python exchange.py ADDRESS I` says what came through, a line each."""
+"""Process I of two with four devices each: `python exchange.py ADDRESS I` prints what it received."""
 
 import sys
 
@@ -19,10 +19,13 @@ ORDERS = {
 ODD = (0, 1, 2, 4, 3, 5, 6, 7)
 
 
-def copied(order) -> bool:
-    """Whether every layout comes whole to the devices of this process, and to replicas over all of them."""
+def reshards_correctly(order) -> bool:
+    """Whether arrays of every sharding are resharded correctly.
+
+    Targets are meshes over the devices of this process and replicas over all devices.
+    """
     mesh = make_mesh([jax.devices()[i] for i in order], fsdp=4, tensor=2)
-    ways = [
+    reshardings = [
         reshape_mesh(mesh, per_process=True, **process_mesh_sizes(mesh)),
         reshape_mesh(mesh, per_process=True, replica=2, tensor=2),
         reshape_mesh(mesh, per_process=True, replica=4),
@@ -32,9 +35,9 @@ def copied(order) -> bool:
     for spec in (jax.P("fsdp", "tensor"), jax.P(None, "tensor"), jax.P()):
         sharding = jax.sharding.NamedSharding(mesh, spec)
         array = jax.make_array_from_callback(NUMBERS.shape, sharding, NUMBERS.__getitem__)
-        for way in ways:
-            (own,) = way.reshard([array], [spec])
-            with jax.set_mesh(way.mesh):
+        for resharding in reshardings:
+            (own,) = resharding.reshard([array], [spec])
+            with jax.set_mesh(resharding.mesh):
                 right += [
                     np.array_equal(hosts.host_array(own), NUMBERS),
                     bool(jax.jit(lambda a: a.sum())(own) == 2016),
@@ -48,7 +51,7 @@ def main() -> None:
     address, i = sys.argv[1], int(sys.argv[2])
     jax.distributed.initialize(address, 2, i)
     for name, order in ORDERS.items():
-        print(name, copied(order), hosts.gather((i, "x")), flush=True)
+        print(name, reshards_correctly(order), hosts.gather((i, "x")), flush=True)
     long = hosts.gather(bytes([i]) * (3_000_000 + i))
     print(
         "long",

@@ -1,4 +1,4 @@
-"""Runs of several operating system processes, each with simulated devices of its own."""
+"""Runs of several operating system processes, each with simulated devices."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Group:
-    """The processes of one run. Leaves none behind."""
+    """The processes of one run."""
 
     def __init__(self, config, folder: Path, *, n: int, n_devices: int, of_process, folders):
         path = write_config(config, folder)
@@ -48,7 +48,7 @@ class Group:
         )
 
     def outputs(self, timeout_s: float = END_S) -> list[str]:
-        """What each process printed, once all have ended."""
+        """The output of each process, after all have ended."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             try:
@@ -61,7 +61,7 @@ class Group:
         return [process.log.read_text() for process in self.processes]
 
     def finish(self) -> list[str]:
-        """outputs(), of a run that ended well."""
+        """outputs() of a run in which every process must exit with status 0."""
         texts = self.outputs()
         assert [process.returncode for process in self.processes] == [0] * len(texts), "\n".join(
             texts
@@ -69,7 +69,7 @@ class Group:
         return texts
 
     def wait_for_step(self, run_dir, step: int, timeout_s: float = END_S) -> None:
-        """Until metrics.jsonl has a training line of `step`."""
+        """Waits until metrics.jsonl has a training line of `step`."""
         path, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert all(p.poll() is None for p in self.processes), "\n".join(self.texts())
@@ -107,9 +107,9 @@ def write_config(config, folder: Path) -> Path:
 
 
 def start(args, folder: Path, i: int, *, n_devices: int, cwd: Path | None) -> subprocess.Popen:
-    """One process; its output goes to a file, `log`, which no full pipe can hold up."""
+    """Starts one process; its output goes to a file, `log`, because a full pipe would block it."""
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices)}
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # half of the seconds are compilation
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # half of the time is compilation
     env |= {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
     log = folder / f"process_{i}_{time.monotonic_ns()}.log"
     with log.open("w") as out:
@@ -136,7 +136,7 @@ def assert_close(a, b, atol):
 
 
 def metrics(run_dir):
-    """metrics.jsonl without what depends on the clock, and on which engine had which sequences."""
+    """metrics.jsonl without the metrics that depend on time or on how engines share sequences."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [
         {
@@ -153,7 +153,7 @@ def samples(run_dir):
 
 
 def assert_same_run(run, reference):
-    """All numbers to 1e-6, and the very same sampled answers."""
+    """Asserts equal numbers up to 1e-6, and identical samples."""
     assert samples(run) == samples(reference)
     ours, theirs = metrics(run), metrics(reference)
     assert [line.keys() for line in ours] == [line.keys() for line in theirs]

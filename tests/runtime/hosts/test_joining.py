@@ -1,4 +1,4 @@
-"""Who belongs to a run, and that all of them run the same thing."""
+"""Tests of jaxrl/runtime/multihost.py and sharding/hosts.py."""
 
 import dataclasses
 import subprocess
@@ -10,7 +10,12 @@ import pytest
 from jaxrl.config.keys import DistributedConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.rollout.engines import together
-from jaxrl.runtime.multihost import check_same, identity, is_one_of_several, slurm_devices
+from jaxrl.runtime.multihost import (
+    check_same_identity,
+    is_multi_process,
+    process_identity,
+    slurm_devices,
+)
 from sharding import hosts
 from tests.runtime.hosts.process_group import ROOT, free_port
 
@@ -29,11 +34,11 @@ from tests.runtime.hosts.process_group import ROOT, free_port
         ({"start": "off"}, {"SLURM_STEP_NUM_TASKS": "8"}, False),
     ],
 )
-def test_a_process_joins_others_where_config_or_environment_says_so(settings, env, several):
-    assert is_one_of_several(DistributedConfig(**settings), env) is several
+def test_a_process_joins_others_if_config_or_environment_shows_several(settings, env, several):
+    assert is_multi_process(DistributedConfig(**settings), env) is several
 
 
-def test_one_slurm_task_a_node_takes_all_its_gpus_and_several_take_one_each():
+def test_one_slurm_task_per_node_takes_all_gpus_and_several_take_one_each():
     node = {"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_NUM_NODES": "2"}
     assert slurm_devices(node | {"SLURM_STEP_NUM_TASKS": "2"}) == [0, 1, 2, 3]
     assert slurm_devices(node | {"SLURM_STEP_NUM_TASKS": "8"}) is None
@@ -49,26 +54,28 @@ def some_config(**changes):
     return resolve(config)
 
 
-def test_processes_may_differ_in_their_number_and_their_cache_alone():
-    one = identity(some_config())
-    there = dict(distributed__coordinator="a:1", distributed__num_processes=2)
-    other = identity(some_config(**there, distributed__process_id=1, compilation_cache="x"))
-    check_same([one, other])
+def test_processes_may_differ_only_in_their_number_and_cache():
+    one = process_identity(some_config())
+    joined = dict(distributed__coordinator="a:1", distributed__num_processes=2)
+    other = process_identity(
+        some_config(**joined, distributed__process_id=1, compilation_cache="x")
+    )
+    check_same_identity([one, other])
     with pytest.raises(hosts.AgreedError, match=r"process 1 on .*checkpoint\.every: 0 -> 5"):
-        check_same([one, identity(some_config(checkpoint__every=5))])
+        check_same_identity([one, process_identity(some_config(checkpoint__every=5))])
 
 
-def test_other_versions_and_another_reward_file_are_named(tmp_path):
+def test_differing_versions_and_reward_files_are_reported(tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(*args): return 0.0\n")
     cfg = some_config(reward__functions=(f"{reward}:score?scale=2",))
-    one = identity(cfg)
+    one = process_identity(cfg)
     older = dataclasses.replace(one, host="h7", versions=one.versions | {"jax": "0.1"})
     with pytest.raises(hosts.AgreedError, match=r"process 1 on h7: jax: .* -> 0\.1"):
-        check_same([one, older])
+        check_same_identity([one, older])
     reward.write_text("def score(*args): return 1.0\n")
     with pytest.raises(hosts.AgreedError, match=r"reward\.py: \w{12} -> \w{12}"):
-        check_same([one, identity(cfg)])
+        check_same_identity([one, process_identity(cfg)])
 
 
 def test_the_metrics_of_engines_add_up_where_they_count():
@@ -82,14 +89,14 @@ def test_the_metrics_of_engines_add_up_where_they_count():
     assert found["rollout/host_fraction"] == pytest.approx(0.3)
 
 
-def test_one_process_exchanges_with_itself():
+def test_a_single_process_communicates_with_itself():
     assert hosts.gather("a") == ["a"] and hosts.gather_items([1, 2]) == [1, 2]
     assert hosts.local_slice(5) == slice(0, 5) and hosts.is_main_process()
     with pytest.raises(OSError, match="gone"), hosts.raise_together():
         raise OSError("gone")
 
 
-def test_processes_exchange_messages_and_copy_weights_whatever_the_order_of_devices(tmp_path):
+def test_processes_exchange_messages_and_reshard_weights_for_any_device_order(tmp_path):
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,

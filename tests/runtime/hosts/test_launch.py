@@ -1,4 +1,4 @@
-"""python -m jaxrl.launch: what it answers without a cluster, and whole runs on a local Ray cluster of two nodes."""
+"""Tests of jaxrl/launch.py: without a cluster, and runs on a local Ray cluster of two nodes."""
 
 import importlib.util
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from jaxrl.launch import (
-    MISTAKE,
-    Ended,
-    joined_arguments,
-    keep_running,
-    need_ray,
+    USER_ERROR,
+    ProcessResult,
+    import_ray,
+    process_arguments,
     read_arguments,
     resources,
+    run_with_restarts,
 )
 from tests.runtime.hosts.process_group import (
     ROOT,
@@ -28,56 +28,60 @@ from tests.runtime.hosts.process_group import (
 )
 
 
-def test_resources_are_what_each_host_must_offer():
+def test_resources_reserved_per_host():
     assert resources("cpu") == {"CPU": 1}
     assert resources("gpu:8") == {"CPU": 1, "GPU": 8}
     assert resources("tpu:4") == {"CPU": 1, "TPU": 4}
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "gpu:0", "h100:8", "cpu:2", ""])
-def test_an_accelerator_that_is_not_known_is_named(wrong):
+def test_an_unknown_accelerator_is_rejected(wrong):
     with pytest.raises(ValueError, match=r"--accelerator=.*gpu:N or tpu:N"):
         resources(wrong)
 
 
-def test_the_launcher_takes_its_own_arguments_and_leaves_the_rest():
+def test_the_launcher_separates_its_arguments_from_those_of_the_run():
     args, rest = read_arguments(["--num-hosts=2", "--config=a.py", "--config.rollout.n=4"])
     assert (args.num_hosts, args.accelerator, args.max_failures) == (2, "cpu", 3)
     assert rest == ["--config=a.py", "--config.rollout.n=4"]
 
 
-def test_a_tpu_slice_orders_its_hosts_itself():
+def test_the_tpu_runtime_orders_the_hosts_of_a_slice():
     args, rest = read_arguments(["--num-hosts=2", "--accelerator=tpu:4", "--config=a.py"])
-    ours = [*rest, "--config.distributed.start=on"]
-    assert joined_arguments(None, [None, None], args, rest) == [ours, ours]
+    expected = [*rest, "--config.distributed.start=on"]
+    assert process_arguments(None, [None, None], args, rest) == [expected, expected]
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
+def test_a_missing_ray_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match="uv sync --extra ray"):
-        need_ray()
+        import_ray()
 
 
 @pytest.mark.parametrize(
-    ("lives", "status", "n_starts"),
+    ("attempts", "status", "n_starts"),
     [
         ([(0, 0)], 0, 1),
-        ([(137, 134), (0, 0)], 0, 2),  # a host died, and the group came through
+        ([(137, 134), (0, 0)], 0, 2),  # a host died, and the restart succeeded
         ([(137, 134), (1, 137), (137, 137), (0, 0)], 1, 3),  # two restarts are allowed
-        ([(MISTAKE, MISTAKE), (0, 0)], MISTAKE, 1),  # all know why: no use in another start
+        (
+            [(USER_ERROR, USER_ERROR), (0, 0)],
+            USER_ERROR,
+            1,
+        ),  # user error on all processes: no restart
         ([(130, 130), (0, 0)], 130, 1),  # interrupted and saved
     ],
 )
-def test_the_group_is_restarted_when_a_process_is_lost(monkeypatch, lives, status, n_starts):
+def test_the_group_is_restarted_when_a_process_is_lost(monkeypatch, attempts, status, n_starts):
     started = []
 
     def run_group(ray, args, arguments):
         started.append(arguments)
-        return [Ended(one) for one in lives[len(started) - 1]]
+        return [ProcessResult(one) for one in attempts[len(started) - 1]]
 
     monkeypatch.setattr("jaxrl.launch.run_group", run_group)
     args, rest = read_arguments(["--num-hosts=2", "--max-failures=2"])
-    assert keep_running(None, args, rest) == status
+    assert run_with_restarts(None, args, rest) == status
     assert len(started) == n_starts
 
 
@@ -88,7 +92,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 @pytest.fixture
 def cluster():
-    """A head that runs nothing, and two hosts of one CPU each; all on this machine."""
+    """A local cluster: a head without CPUs, and two hosts of one CPU each."""
     from ray.cluster_utils import Cluster
 
     here = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -136,7 +140,7 @@ def wait_for_checkpoint(run_dir: str, step: int, process, timeout_s: float = 240
 
 @needs_ray
 @pytest.mark.slow
-def test_a_cluster_of_two_hosts_trains_to_the_numbers_of_one_process(
+def test_two_ray_hosts_give_the_numbers_of_one_process(
     cluster, start_group, group_config, tmp_path
 ):
     start_group(group_config, n=1, n_devices=8).finish()
@@ -149,7 +153,7 @@ def test_a_cluster_of_two_hosts_trains_to_the_numbers_of_one_process(
 
 @needs_ray
 @pytest.mark.slow
-def test_a_host_that_dies_is_replaced_and_the_run_goes_on_bitwise(
+def test_a_dead_host_is_replaced_and_the_run_resumes_bitwise(
     cluster, start_group, group_config, tmp_path
 ):
     group_config.total_steps = 8

@@ -1,4 +1,4 @@
-"""Several real processes over gloo: the numbers of one process, and one message where they disagree."""
+"""Runs of several processes over gloo: same numbers as one process, one message per error."""
 
 import json
 import signal
@@ -15,13 +15,13 @@ from sharding.rules import TRAIN
 from tests.runtime.hosts.process_group import assert_close, assert_same_run, metrics
 
 
-def test_two_processes_train_to_the_numbers_of_one(start_group, group_config, tmp_path):
+def test_two_processes_give_the_numbers_of_one(start_group, group_config, tmp_path):
     start_group(group_config, n=1, n_devices=8).finish()
     reference = group_config.run_dir
     group_config.run_dir = str(tmp_path / "two")
     first, second = start_group(group_config, n=2, n_devices=4).finish()
     assert "in 2 processes" in first and "step" in first
-    assert "reward" not in second, "only the first process speaks"
+    assert "reward" not in second, "only process 0 logs"
     assert_same_run(group_config.run_dir, reference)
 
 
@@ -39,8 +39,8 @@ def test_a_config_that_differs_stops_all_with_one_message(start_group, group_con
     assert "Traceback" not in first + second and "error" not in second
 
 
-def test_a_mistake_on_one_host_stops_all_with_its_words(start_group, group_config, tmp_path):
-    """The second process runs in another folder, where the relative path of the data leads nowhere."""
+def test_an_error_on_one_host_stops_all_with_its_message(start_group, group_config, tmp_path):
+    """Process 1 runs in another folder, in which the relative path of the data does not exist."""
     rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     group_config.data.train = ("train.jsonl",)
@@ -78,7 +78,7 @@ def test_one_engine_over_both_processes_gives_the_numbers_of_one(
 
 
 @pytest.mark.slow
-def test_four_processes_train_to_the_numbers_of_one(start_group, group_config, tmp_path):
+def test_four_processes_give_the_numbers_of_one(start_group, group_config, tmp_path):
     group_config.mesh.fsdp = 8
     group_config.model.layers = "stacked"  # as on TPU
     start_group(group_config, n=1, n_devices=16).finish()
@@ -101,16 +101,15 @@ def test_a_killed_process_ends_the_others_and_the_group_resumes_bitwise(
     group = start_group(group_config, n=2, n_devices=4)
     group.wait_for_step(group_config.run_dir, 2)
     group.processes[victim].kill()
-    group.outputs(timeout_s=90)  # the other one does not wait for ever
+    group.outputs(timeout_s=90)  # the other process must not wait forever
     assert group.processes[1 - victim].returncode != 0
     start_group(group_config, n=2, n_devices=4).finish()
     assert_close(group_config.run_dir, unbroken, atol=0)
-    ours, theirs = metrics(group_config.run_dir), metrics(unbroken)
-    assert ours == theirs
+    assert metrics(group_config.run_dir) == metrics(unbroken)
 
 
 def assert_checkpoint_is_the_export(run_dir, step):
-    """To a program that reads the weights alone, as a server does."""
+    """Asserts that reading only the weights, as a server does, gives the exported model."""
     with jax.set_mesh(make_mesh()):
         export = load_model(run_dir, rules=TRAIN)[1]
     weights = read_weights(run_dir / "checkpoints", step, export)
@@ -119,7 +118,7 @@ def assert_checkpoint_is_the_export(run_dir, step):
 
 
 @pytest.mark.slow
-def test_the_checkpoint_of_two_processes_goes_on_in_one_with_fewer_devices(
+def test_one_process_with_fewer_devices_resumes_a_checkpoint_of_two(
     start_group, group_config, tmp_path
 ):
     """8 devices as FSDP 4 x tensor 2 in two processes, then 4 as tensor 2 x FSDP 2 in one."""
@@ -136,16 +135,18 @@ def test_the_checkpoint_of_two_processes_goes_on_in_one_with_fewer_devices(
 
 
 @pytest.mark.slow
-def test_two_processes_meet_environments_as_one_does(start_group, group_config, tmp_path):
+def test_two_processes_with_environments_give_the_numbers_of_one(
+    start_group, group_config, tmp_path
+):
     path = tmp_path / "letters.py"
     path.write_text(
         "class Letters:\n"
         "    def reset(self, prompt):\n"
         "        self.left = 2\n"
         "        return [{'role': 'user', 'content': str(prompt['seed'])[:3]}]\n"
-        "    def step(self, said):\n"
+        "    def step(self, text):\n"
         "        self.left -= 1\n"
-        "        return 'More.', sum(c.isalpha() for c in said) / 8, self.left == 0\n"
+        "        return 'More.', sum(c.isalpha() for c in text) / 8, self.left == 0\n"
     )
     group_config.env.name = f"{path}:Letters"
     group_config.reward.functions = ("environment",)

@@ -1,4 +1,4 @@
-"""The launch scripts, with stand-ins for gcloud, scontrol and srun that do what those do with their arguments."""
+"""Tests of scripts/launch_*.sh, with fake gcloud, scontrol and srun that run their arguments."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A clone whose Python prints its arguments, a line each, and commands found before the real ones."""
+    """A clone whose Python prints its arguments, one per line, and a bin/ for fake commands."""
     python = tmp_path / "clone of it" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     program(python, 'printf "%s\\n" "$@"')
@@ -49,7 +49,7 @@ def test_every_host_of_a_tpu_pod_gets_the_same_command(folder):
     assert command == ["-m", "jaxrl.train", *args, "--config.distributed.start=on"]
 
 
-def test_every_node_of_a_slurm_job_knows_the_first_and_its_number(folder):
+def test_every_node_of_a_slurm_job_gets_the_coordinator_and_its_rank(folder):
     program(folder / "bin" / "scontrol", "echo node07; echo node08")
     srun = 'shift 2; for i in 0 1; do SLURM_PROCID=$i "$@"; done'
     program(folder / "bin" / "srun", srun)
@@ -69,6 +69,6 @@ def test_every_node_of_a_slurm_job_knows_the_first_and_its_number(folder):
 
 
 @pytest.mark.parametrize("script", ["launch_tpu_pod.sh", "launch_slurm.sh"])
-def test_a_script_without_arguments_says_how_it_is_used(script, tmp_path):
+def test_a_script_without_arguments_prints_its_usage(script, tmp_path):
     done = run(script, cwd=tmp_path, path=tmp_path)
     assert done.returncode == 2 and f"scripts/{script}" in done.stderr

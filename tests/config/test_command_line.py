@@ -1,0 +1,159 @@
+"""Tests of jaxrl/config/command_line.py and jaxrl/config/docs.py."""
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl.config import RunConfig, default_config, resolve
+from jaxrl.config.command_line import override, parse, read_args
+from jaxrl.config.schema import keys
+
+KEYS = keys(RunConfig)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes a config file with the given lines in get_config(argument)."""
+
+    def write(*lines: str) -> str:
+        path = tmp_path / "mine.py"
+        body = ["config = default_config()", "config.model.path = 'somewhere'"]
+        body += ["config.data.train = ('task:addition',)", "config.data.max_prompt_len = 64"]
+        body += [*lines, "return config"]
+        source = "from jaxrl.config import default_config\ndef get_config(argument=''):\n"
+        path.write_text(source + "".join(f"    {line}\n" for line in body))
+        return str(path)
+
+    return write
+
+
+def parsed(path: str, *overrides: str) -> RunConfig:
+    return parse([f"--config={path}", *overrides])
+
+
+def stopped(path: str, *overrides: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parsed(path, *overrides)
+    return str(stop.value)
+
+
+@pytest.mark.parametrize(
+    "words, key, value",
+    [
+        (["--config.rollout.n=16"], "rollout.n", 16),
+        (["--config.rollout.n", "16"], "rollout.n", 16),
+        (["--config.rollout.n=3", "--config.rollout.n=16"], "rollout.n", 16),
+        (["--config.learner.lr=1e-5"], "learner.lr", 1e-5),
+        (["--config.learner.lr=1"], "learner.lr", 1.0),
+        (["--config.resume=True"], "resume", True),
+        (["--config.resume=true"], "resume", True),
+        (["--config.resume"], "resume", True),
+        (["--noconfig.data.shuffle"], "data.shuffle", False),
+        (["--config.data.shuffle=0"], "data.shuffle", False),
+        (["--config.name=7"], "name", "7"),
+        (["--config.run_dir="], "run_dir", ""),
+        (["--config.data.train=a.parquet,b.parquet"], "data.train", ("a.parquet", "b.parquet")),
+        (["--config.data.train=('a.parquet', 'b,c')"], "data.train", ("a.parquet", "b,c")),
+        (["--config.data.train=a.parquet"], "data.train", ("a.parquet",)),
+        (["--config.data.train=task:x?digits=1,2"], "data.train", ("task:x?digits=1,2",)),
+        (["--config.data.val=()"], "data.val", ()),
+        (["--config.data.val="], "data.val", ()),
+        (["--config.learner.buckets=1024,2048"], "learner.buckets", (1024, 2048)),
+        (["--config.learner.buckets=2048"], "learner.buckets", (2048,)),
+        (["--config.reward.weights=1"], "reward.weights", (1.0,)),
+    ],
+    ids=str,
+)
+def test_an_override_has_the_type_of_its_key(config_file, words, key, value):
+    found = parsed(config_file(), *words)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+def test_the_command_line_accepts_the_default_of_every_key():
+    config = default_config()
+    for name, spec in KEYS.items():
+        override(config, name, repr(spec.default) if spec.type is not str else spec.default)
+    assert config == default_config()
+
+
+@pytest.mark.parametrize(
+    "override_, message",
+    [
+        ("--config.rollout.max_num_seq=3", "did you mean rollout.max_num_seqs?"),
+        ("--config.max_num_seqs=3", "did you mean rollout.max_num_seqs?"),
+        ("--config.learner.n=3", "did you mean rollout.n or eval.n?"),
+        ("--config.qwertyuiop=3", "no key qwertyuiop; --config.help lists the keys"),
+        ("--config.rollout=3", "rollout is a section; set one of its keys"),
+        ("--config.rollout.n=many", "rollout.n='many' is of type str; set an int"),
+        ("--config.rollout.n=1.5", "rollout.n=1.5 is of type float; set an int"),
+        ("--config.learner.lr=fast", "learner.lr='fast' is of type str; set a float"),
+        ("--config.resume=maybe", "resume='maybe' is of type str; set a bool"),
+        ("--config.learner.buckets=a,b", "learner.buckets=('a', 'b')"),
+        ("--config.rollout.n", "--config.rollout.n has no value"),
+        ("--config.rollout.n=1", "set rollout.n to 2 or more"),
+        ("--rollout.n=4", "unknown argument --rollout.n=4; did you mean --config.rollout.n?"),
+    ],
+)
+def test_a_wrong_override_stops_with_a_suggestion(config_file, override_, message):
+    assert message in stopped(config_file(), override_)
+
+
+def test_an_unknown_key_in_a_config_file_gets_a_suggestion(config_file):
+    message = stopped(config_file("config.rollout.max_num_seq = 3"))
+    assert "mine.py, line 7" in message
+    assert "did you mean rollout.max_num_seqs?" in message
+
+
+def test_a_wrong_type_in_a_config_file_stops_with_its_line(config_file):
+    message = stopped(config_file("config.rollout.n = 'many'"))
+    assert "mine.py, line 7" in message and "'n'" in message and "many" in message
+
+
+def test_text_after_a_colon_is_the_argument_of_get_config(config_file):
+    path = config_file("config.name = argument")
+    assert parsed(f"{path}:second").name == "second"
+
+
+def test_a_missing_config_file_is_one_message():
+    assert "no config file configs/nowhere.py" in stopped("configs/nowhere.py")
+    with pytest.raises(SystemExit, match="no config file is given"):
+        parse([])
+
+
+def test_a_file_without_get_config_stops_with_a_remedy(tmp_path):
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    assert "define one that returns" in stopped(str(tmp_path / "empty.py"))
+
+
+def test_get_config_must_return_a_config(tmp_path):
+    (tmp_path / "none.py").write_text("def get_config():\n    pass\n")
+    assert "returned a NoneType" in stopped(str(tmp_path / "none.py"))
+
+
+def test_additional_arguments_of_an_entry_point_are_returned(config_file):
+    config, rest = read_args(["--topology=v5p:4x4x4", f"--config={config_file()}"])
+    assert rest == ["--topology=v5p:4x4x4"] and config.model.path == "somewhere"
+
+
+@pytest.mark.parametrize("flag", ["--config.help", "--help"])
+def test_help_lists_every_key_with_its_meaning(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse([flag])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    for name, spec in KEYS.items():
+        assert f"--config.{name}=" in printed and spec.doc in printed
+
+
+def test_config_files_work_with_ml_collections_flags_too(config_file):
+    values = flags.FlagValues()
+    argv = ["train", f"--config={config_file()}", "--config.rollout.n=4"]
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    values(argv)
+    assert resolve(values.config).rollout.n == 4
+
+
+def test_every_key_has_a_help_text():
+    assert all(spec.doc for spec in KEYS.values())
