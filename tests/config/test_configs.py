@@ -1,4 +1,4 @@
-"""Tests of configs/: every file resolves, and updates of large models type-check without devices."""
+"""Tests of configs/: every file resolves; updates of large models type-check without devices."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Process I of two with four devices each: `python exchange.py ADDRESS I` prints what it received."""
+"""Process I of two with four devices: `python exchange.py ADDRESS I` prints what it received."""
 
 import sys
 

@@ -79,10 +79,11 @@ def test_differing_versions_and_reward_files_are_reported(tmp_path):
 
 
 def test_the_metrics_of_engines_add_up_where_they_count():
+    names = ("tokens_per_s", "cache_utilization_max", "host_fraction")
     parts = [
-        {"rollout/tokens_per_s": 10.0, "rollout/cache_utilization_max": 0.5, "rollout/host_fraction": 0.2},
-        {"rollout/tokens_per_s": 30.0, "rollout/cache_utilization_max": 0.9, "rollout/host_fraction": 0.4},
-    ]  # fmt: skip
+        {f"rollout/{name}": value for name, value in zip(names, values, strict=True)}
+        for values in ((10.0, 0.5, 0.2), (30.0, 0.9, 0.4))
+    ]
     found = together(parts)
     assert found["rollout/tokens_per_s"] == 40.0
     assert found["rollout/cache_utilization_max"] == 0.9

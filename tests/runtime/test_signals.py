@@ -1,0 +1,29 @@
+"""Tests of jaxrl/runtime/signals.py; several processes are tested in tests/runtime/hosts."""
+
+import os
+import signal
+
+import pytest
+
+from jaxrl.runtime.signals import Interrupted, stop_on_signals
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_first_signal_sets_the_flag_and_restores_the_handlers(name):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with stop_on_signals() as stop:
+        stop.check()
+        stop.check_local()
+        os.kill(os.getpid(), signal.Signals[name])
+        with pytest.raises(Interrupted, match=name):
+            stop.check()
+        with pytest.raises(Interrupted, match=name):
+            stop.check_local()
+        assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_handlers_are_restored_without_a_signal():
+    before = signal.getsignal(signal.SIGINT)
+    with stop_on_signals():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
