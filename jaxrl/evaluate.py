@@ -33,13 +33,14 @@ from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
 from jaxrl.io.tracking.json_lines import JsonLines, plain
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.evaluation import by_source, sample_records, statistics
+from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.folder import run_in
 from jaxrl.trainer.loop import exit_status
+from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.run import sampling_seed
-from jaxrl.trainer.score import score
+from jaxrl.trainer.scoring import score
 from jaxrl.trainer.setup import open_evaluation
-from jaxrl.types import Rollout
+from jaxrl.types import ScoredRollout
 from sharding import hosts
 
 SHORT = {
@@ -103,13 +104,13 @@ def evaluate(cfg: RunConfig) -> bool:
                 name="answers",
             )
             with engines.progress.waiting("rewards"):
-                rollouts = score(opened.rewards, opened.reward_model, rollouts, engines.stop)
-            summary = summarize(rollouts, cfg) | {
+                scored = score(opened.rewards, opened.reward_model, rollouts, engines.stop)
+            summary = summarize(scored, cfg) | {
                 "tokens_per_s": speed["rollout/tokens_per_s"],
                 "seconds": time.monotonic() - start,
             }
             if hosts.is_main_process():
-                write(cfg.run_path, summary, rollouts)
+                write(cfg.run_path, summary, scored)
                 print(table(summary))
                 engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")
     except Interrupted as signal:
@@ -118,7 +119,7 @@ def evaluate(cfg: RunConfig) -> bool:
     return True
 
 
-def summarize(rollouts: Sequence[Rollout], cfg: RunConfig) -> dict:
+def summarize(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> dict:
     """summary.json: how the answers were made, and the statistics of all and of each data source."""
     groups = {"all": rollouts, **by_source(rollouts)}
     return {
@@ -137,7 +138,7 @@ def summarize(rollouts: Sequence[Rollout], cfg: RunConfig) -> dict:
     }
 
 
-def write(folder: Path, summary: dict, rollouts: Sequence[Rollout]) -> None:
+def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> None:
     samples = JsonLines(folder / "samples.jsonl", resume_step=None)
     samples.write(*sample_records(rollouts, kind="evaluation"))
     samples.close()

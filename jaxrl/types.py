@@ -1,100 +1,147 @@
-"""The things that travel between the rooms."""
+"""The data types that packages pass to each other, one per stage of the pipeline.
+
+    Prompt -> Rollout -> ScoredRollout -> TrainingSample -> Batch
+
+SFT and preference training enter the pipeline with a `Demonstration` instead of a `Rollout`.
+"""
 
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from flax import struct
 
 Tree = Any  # a pytree of arrays, specs, shardings, ...
 Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or what tree_map puts there
-Metrics = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum, weight); divided once, globally
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One question. `id` is its row in the data set and seeds its samples."""
+    """One question of the dataset."""
 
-    id: int
-    messages: tuple[dict[str, str], ...]
+    id: int  # row in the dataset; part of the random seed of its samples
+    messages: tuple[Message, ...]
     tokens: np.ndarray  # int32 [prompt_len], chat template applied
-    answer: str  # ground truth that the reward compares with
-    source: str = "default"  # verl's data_source: picks the reward, groups the metrics
+    answer: str  # ground truth for the reward functions
+    source: str = "default"  # verl's data_source: selects the reward, groups the metrics
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """What happened between the model and its environment."""
+    """The conversation of a rollout with an environment."""
 
-    asked: tuple[dict[str, str], ...] = ()  # the conversation that it began with
-    said: tuple[dict[str, str], ...] = ()  # behind it: turns of the model, answers between them
-    n_turns: int = 0  # of the model
+    prompt_messages: tuple[Message, ...] = ()  # the messages that reset returned
+    completion_messages: tuple[Message, ...] = ()  # assistant turns and observations after them
+    n_turns: int = 0  # assistant turns
     reward: float = 0.0  # sum over the turns
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # of the environment
-    error: str = ""  # why the environment gave no answer; "" when it did
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # the environment's metrics
+    error: str = ""  # why the environment failed; "" if it did not
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One sampled answer to one prompt."""
+    """One sampled completion of a prompt, as generation returns it."""
 
     prompt: Prompt
     sample: int  # 0..n-1 within the prompt's group
-    tokens: np.ndarray  # int32 [response_len], the stop token included
+    tokens: np.ndarray  # int32 [response_len], stop token included
     logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), unfiltered
-    version: int  # optimizer step of the weights that sampled it
-    finish: str  # "stop" | "length", of an episode also "turns" | "error"
+    loss_mask: np.ndarray  # bool [response_len], False at tokens that the model did not sample
+    version: int  # policy version: optimizer steps before the weights that sampled it
+    finish: str  # "stop" | "length"; for episodes also "turns" | "error"
     text: str = ""
-    reward: float = 0.0
-    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    reward_error: str = ""  # why the reward function gave no value; "" when it gave one
-    own: np.ndarray | None = None  # bool [response_len], tokens that the model wrote; None = all
-    episode: Episode | None = None  # where the prompt was answered in an environment
-    baseline: float = 0.0  # reward of the greedy response to the same prompt, where it is needed
+    episode: Episode | None = None  # None if the prompt was answered without an environment
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The messages before the first assistant turn."""
+        return self.prompt.messages if self.episode is None else self.episode.prompt_messages
+
+    @property
+    def completion_messages(self) -> tuple[Message, ...]:
+        """All messages after the prompt: assistant turns and, in episodes, observations."""
+        if self.episode is None:
+            return ({"role": "assistant", "content": self.text},)
+        return self.episode.completion_messages
+
+    @property
+    def n_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """The reward of one rollout."""
+
+    value: float
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # score per reward function
+    error: str = ""  # why a reward function failed; "" if none did
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout with its reward."""
+
+    rollout: Rollout
+    reward: Reward
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstration:
+    """A given completion, read from an SFT or preference dataset; the policy did not sample it."""
+
+    id: int  # row in the dataset
+    prompt_tokens: np.ndarray  # int32 [prompt_len], chat template applied
+    tokens: np.ndarray  # int32 [response_len], stop token included
+    loss_mask: np.ndarray  # bool [response_len], True at tokens to learn
+    source: str = "default"
+
+    @property
+    def n_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSample:
+    """One sequence with everything that the loss needs. Packing turns samples into a `Batch`.
+
+    Optional fields are filled in the order in which a step computes them; None packs as zeros.
+    """
+
+    prompt_tokens: np.ndarray  # int32 [prompt_len]
+    tokens: np.ndarray  # int32 [response_len]
+    loss_mask: np.ndarray  # bool [response_len], True at tokens that are in the loss
+    rollout_logp: np.ndarray | None = None  # float32 [response_len]; None if not sampled
+    values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
-    values: np.ndarray | None = None  # float32 [response_len], a critic's before the step
-    returns: np.ndarray | None = None  # float32 [response_len], what they are to become
-    selected: np.ndarray | None = (
-        None  # bool [response_len], tokens that clip_cov and kl_cov single out
-    )
+    returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
+    selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
+    truncated: bool = False  # cut off at the token limit
+    prompt_id: int = 0  # names the sample in error messages ...
+    sample: int = 0  # ... with its index in the prompt's group
 
     @property
-    def asked(self) -> tuple[dict[str, str], ...]:
-        """The messages that the model answered first."""
-        return self.prompt.messages if self.episode is None else self.episode.asked
-
-    @property
-    def said(self) -> tuple[dict[str, str], ...]:
-        """The messages behind them, of which the model's are the assistant's."""
-        answer = {"role": "assistant", "content": self.text}
-        return (answer,) if self.episode is None else self.episode.said
-
-    @property
-    def own_mask(self) -> np.ndarray:
-        """bool [response_len]: tokens that the loss is over; those of others, as a tool's answer, are only read."""
-        return np.ones(len(self.tokens), bool) if self.own is None else self.own
-
-    @property
-    def n_own(self) -> int:
-        return int(self.own_mask.sum())
+    def n_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
 
 
 @struct.dataclass
 class Batch:
-    """Packed rows. In every field index t speaks about targets[:, t], the token after tokens[:, t]."""
+    """Packed sequences. In every field, index t describes targets[:, t], the token after tokens[:, t]."""
 
     tokens: Array  # int32 [B, T]
     targets: Array  # int32 [B, T]
     segments: Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
     positions: Array  # int32 [B, T], restart with every segment
-    mask: Array  # float32 [B, T], 1 where targets[t] is a response token that the model wrote
-    response_len: Array  # float32 [B, T], such tokens of the token's sequence; 1 at padding
+    mask: Array  # float32 [B, T], 1 if targets[t] is in the loss
+    response_len: Array  # float32 [B, T], loss tokens of the token's sequence; 1 at padding
     advantages: Array  # float32 [B, T]
-    values: Array  # float32 [B, T], of a critic before the step
-    returns: Array  # float32 [B, T], what its values are to become
-    selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov single out
+    values: Array  # float32 [B, T], the critic's before the step
+    returns: Array  # float32 [B, T], targets of the value loss
+    selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov select
     rollout_logp: Array  # float32 [B, T], from the engine
     old_logp: Array  # float32 [B, T], of the policy at the start of the step
     ref_logp: Array  # float32 [B, T], of the reference policy
@@ -102,10 +149,10 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """All that an update changes. `params` is the tree that the rollout engine reads, too."""
+    """Everything that an update changes. The rollout engine reads the same `params` tree."""
 
     params: Tree  # compute dtype
-    opt_state: Tree  # float32 moments, and the float32 master weights if params are narrower
+    opt_state: Tree  # float32 moments, and float32 master weights if params are narrower
     step: Array  # int32 [], optimizer steps taken
-    ref: Tree = None  # only in checkpoints: the reference model of a run that refreshes it
-    critic: Tree = None  # only in checkpoints: the state of a critic of its own
+    ref: Tree = None  # only in checkpoints: the reference model, if the run refreshes it
+    critic: Tree = None  # only in checkpoints: the state of a separate critic

@@ -152,18 +152,22 @@ def decoder_config(args: argparse.Namespace):
 def rows(args: argparse.Namespace) -> list:
     """One micro-batch: a row for each device, full of sequences of many lengths."""
     from jaxrl.data.packing import pack
-    from jaxrl.types import Prompt, Rollout
+    from jaxrl.types import TrainingSample
 
-    rng, rollouts, used = np.random.default_rng(0), [], 0
+    rng, samples, used = np.random.default_rng(0), [], 0
     while used < args.devices * args.row_len * 0.9:
         n = int(rng.integers(64, args.row_len // 2))
         tokens = rng.integers(0, 4096, n).astype(np.int32)
-        prompt = Prompt(id=len(rollouts), messages=(), tokens=tokens[:32], answer="")
-        logp = np.full(n - 32, -8.3, np.float32)
-        advantages = np.full(n - 32, rng.standard_normal(), np.float32)
-        rollouts.append(Rollout(prompt, 0, tokens[32:], logp, 0, "stop", advantages=advantages))
+        sample = TrainingSample(
+            prompt_tokens=tokens[:32],
+            tokens=tokens[32:],
+            loss_mask=np.ones(n - 32, bool),
+            rollout_logp=np.full(n - 32, -8.3, np.float32),
+            advantages=np.full(n - 32, rng.standard_normal(), np.float32),
+        )
+        samples.append(sample)
         used += n + 63 - (n + 63) % 64
-    packed = pack(rollouts, shapes=((args.devices, args.row_len),), align=64, n_ranks=1)
+    packed = pack(samples, shapes=((args.devices, args.row_len),), align=64, n_ranks=1)
     return [packed[0].batch]
 
 

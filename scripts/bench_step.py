@@ -10,7 +10,6 @@ Prints one JSON line (medians over the steps after --warm).
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -90,7 +89,7 @@ def bench(args: argparse.Namespace) -> dict:
     from jaxrl.models.files.hf_load import load_model
     from jaxrl.rollout.generate import generate
     from jaxrl.runtime.host_memory import keep_freed_memory
-    from jaxrl.trainer.experience import make_mini_batches
+    from jaxrl.trainer.experience import make_mini_batches, to_sample
     from jaxrl.types import Prompt
     from sharding import copy_tree, make_mesh
     from sharding.rules import DECODE, TRAIN
@@ -142,18 +141,15 @@ def bench(args: argparse.Namespace) -> dict:
                         decode=lambda tokens: "",
                         ignore_stop=True,
                     )
-                rng = np.random.default_rng(i)
-                rollouts = [
-                    dataclasses.replace(r, reward=float(x))
-                    for r, x in zip(rollouts, rng.random(len(rollouts)), strict=True)
-                ]
+                rewards = np.random.default_rng(i).random(len(rollouts))
 
                 def ref_logp(batches) -> list[np.ndarray]:
                     return [np.asarray(score(reference, update.put(b))[0]) for b in batches]
 
                 with clock.phase("score", n_all):
                     mini_batches, packing = make_mini_batches(
-                        rollouts,
+                        [to_sample(r) for r in rollouts],
+                        rewards,
                         cfg,
                         n_ranks=1,
                         score_old=None,

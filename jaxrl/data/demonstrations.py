@@ -1,4 +1,4 @@
-"""Conversations to learn as they stand: rollouts whose answers somebody else wrote.
+"""Demonstrations for SFT: conversations whose assistant turns are learned.
 
 A row, whatever file it comes from, has one of these forms; other columns are ignored.
 
@@ -18,7 +18,7 @@ from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.prompts import as_messages, columns, source_of
 from jaxrl.data.tables import read_rows
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Demonstration, TrainingSample
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 ANSWER_COLUMNS = ("response", "completion", "output", "answer")
@@ -35,25 +35,25 @@ def load_demonstrations(
     data: DataConfig,
     stop: Sequence[int],
     limit: int = 0,
-) -> list[Rollout]:
-    """All demonstrations of the sources in order, at most `limit` (0 = all), each with advantage 1.
+) -> list[Demonstration]:
+    """All demonstrations of the sources in order, at most `limit` (0 = all).
 
     `stop` are the tokens that end an answer. What is longer than max_prompt_len + max_response_len tokens
     is left out with data.filter_overlong_prompts, loses its end with data.truncation = "right", and
     raises ValueError otherwise, as a row without the columns does and sources without any row.
     """
-    found: list[Rollout] = []
+    found: list[Demonstration] = []
     dropped = 0
     rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
     for number, (place, row) in enumerate(rows):
         messages = conversation(row, place)
-        for tokens, own in renderer.render_turns(messages, stop):
+        for tokens, loss_mask in renderer.render_turns(messages, stop):
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
                     dropped += 1
                     continue
-                tokens, own = _cut(tokens, own, place, data)
-            found.append(demonstration(number, messages, tokens, own, source=source_of(row)))
+                tokens, loss_mask = _cut(tokens, loss_mask, place, data)
+            found.append(demonstration(number, tokens, loss_mask, source=source_of(row)))
         if limit and len(found) >= limit:
             break
     check_kept("demonstrations", len(found), dropped, sources, data)
@@ -75,21 +75,29 @@ def check_kept(
 
 
 def demonstration(
-    number: int, messages: Messages, tokens: np.ndarray, own: np.ndarray, *, source: str = "default"
-) -> Rollout:
-    """Tokens of a conversation, true in `own` where they are learnt, as a rollout."""
-    first = max(int(own.argmax()), 1)  # the very first token has nothing before it
-    prompt = Prompt(number, messages, tokens[:first], answer="", source=source)
-    ones = np.ones(len(tokens) - first, np.float32)
-    return Rollout(
-        prompt=prompt,
-        sample=0,
+    number: int, tokens: np.ndarray, loss_mask: np.ndarray, *, source: str = "default"
+) -> Demonstration:
+    """A rendered conversation, split before the first token that is in the loss."""
+    first = max(int(loss_mask.argmax()), 1)  # the first token of a sequence has no predecessor
+    return Demonstration(
+        id=number,
+        prompt_tokens=tokens[:first],
         tokens=tokens[first:],
-        logp=np.zeros_like(ones),
-        version=0,
-        finish="stop",
-        own=own[first:],
-        advantages=ones,
+        loss_mask=loss_mask[first:],
+        source=source,
+    )
+
+
+def to_sample(demonstration: Demonstration, advantage: float | None = None) -> TrainingSample:
+    """The sequence of a demonstration, with the same advantage at every response token."""
+    d = demonstration
+    advantages = None if advantage is None else np.full(len(d.tokens), advantage, np.float32)
+    return TrainingSample(
+        prompt_tokens=d.prompt_tokens,
+        tokens=d.tokens,
+        loss_mask=d.loss_mask,
+        advantages=advantages,
+        prompt_id=d.id,
     )
 
 
@@ -114,11 +122,11 @@ def conversation(row: dict[str, Any], place: str) -> Messages:
     return (*as_messages(row[prompt], prompt, place), said)
 
 
-def _cut(tokens: np.ndarray, own: np.ndarray, place: str, data: DataConfig):
-    if data.truncation != "right" or not own[: data.max_len].any():
+def _cut(tokens: np.ndarray, loss_mask: np.ndarray, place: str, data: DataConfig):
+    if data.truncation != "right" or not loss_mask[: data.max_len].any():
         raise ValueError(
             f"{place} has {len(tokens)} tokens, data.max_prompt_len + data.max_response_len is "
             f"{data.max_len}; raise them, set data.filter_overlong_prompts=True to leave such rows out, or "
             "data.truncation='right' to cut their ends (a prompt that fills all of it cannot be cut)"
         )
-    return tokens[: data.max_len], own[: data.max_len]
+    return tokens[: data.max_len], loss_mask[: data.max_len]

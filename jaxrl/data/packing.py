@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxrl.types import Batch, Rollout
+from jaxrl.types import Batch, TrainingSample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Plan:
 
 
 def pack(
-    rollouts: Sequence[Rollout],
+    samples: Sequence[TrainingSample],
     *,
     shapes: Sequence[Shape],
     align: int,
@@ -95,19 +95,19 @@ def pack(
     Raises ValueError where a sequence is longer than the longest row or has an empty prompt, and
     where row lengths are not multiples of align.
     """
-    if not rollouts:
+    if not samples:
         return []
     shapes = sorted(set(shapes), key=lambda shape: (shape[1], shape[0]))
     _check_shapes(shapes, align=align)
-    prompt_len = np.array([len(r.prompt.tokens) for r in rollouts])
-    response_len = np.array([len(r.tokens) for r in rollouts])
+    prompt_len = np.array([len(s.prompt_tokens) for s in samples])
+    response_len = np.array([len(s.tokens) for s in samples])
     lens = prompt_len + response_len - 1
-    _check_lens(rollouts, lens, prompt_len, longest=shapes[-1][1])
+    _check_lens(samples, lens, prompt_len, longest=shapes[-1][1])
 
     size = -(-lens // align) * align
     plan = _plan(size, shapes, n_ranks)
     row, start = _balance(plan, size, lens * linear_cost + lens * lens, n_ranks)
-    return _fill(rollouts, plan, row, start, prompt_len, response_len, n_ranks)
+    return _fill(samples, plan, row, start, prompt_len, response_len, n_ranks)
 
 
 def gather(
@@ -122,9 +122,9 @@ def gather(
     return [found[item] for item in range(len(found))]
 
 
-def response_field(rollout: Rollout, values: np.ndarray | None) -> np.ndarray:
-    """`values`, one per response token; zeros where there are none yet."""
-    return np.zeros(len(rollout.tokens), np.float32) if values is None else values
+def response_field(sample: TrainingSample, values: np.ndarray | None) -> np.ndarray:
+    """`values`, one per response token; zeros if they are None."""
+    return np.zeros(len(sample.tokens), np.float32) if values is None else values
 
 
 def empty_batch(n_rows: int, row_len: int) -> Batch:
@@ -158,19 +158,19 @@ def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
             )
 
 
-def _check_lens(rollouts, lens, prompt_len, *, longest: int) -> None:
+def _check_lens(samples, lens, prompt_len, *, longest: int) -> None:
     if not prompt_len.all():
         item = int(np.argmin(prompt_len))
         raise ValueError(
-            f"prompt {rollouts[item].prompt.id} has no tokens, so its first response token has no "
+            f"prompt {samples[item].prompt_id} has no tokens, so its first response token has no "
             "predecessor; let the chat template emit at least one token"
         )
     item = int(np.argmax(lens))
     if lens[item] > longest:
-        r = rollouts[item]
+        s = samples[item]
         raise ValueError(
-            f"prompt {r.prompt.id} sample {r.sample} takes {lens[item]} tokens (prompt "
-            f"{len(r.prompt.tokens)} + response {len(r.tokens)} - 1), more than the longest row of "
+            f"prompt {s.prompt_id} sample {s.sample} takes {lens[item]} tokens (prompt "
+            f"{len(s.prompt_tokens)} + response {len(s.tokens)} - 1), more than the longest row of "
             f"{longest}; raise the largest of learner.buckets (and learner.token_budget), or "
             "lower data.max_prompt_len or data.max_response_len"
         )
@@ -275,9 +275,7 @@ def _deal_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) 
     return new_row[row_of]
 
 
-def _fill(
-    rollouts, plan: _Plan, row, start, prompt_len, response_len, n_ranks: int
-) -> list[Packed]:
+def _fill(samples, plan: _Plan, row, start, prompt_len, response_len, n_ranks: int) -> list[Packed]:
     """Writes all micro-batches through one flat buffer per field, then cuts it into [B, T] views."""
     T_of = np.array([T for _, T in plan.shape])
     area = np.array([n_ranks * rows * T for rows, T in plan.shape])
@@ -287,7 +285,7 @@ def _fill(
     base = offset[micro_of] + row * T_of[micro_of] + start
 
     segment = _segment_ids(first_row[micro_of] + row, start)
-    fields = _flat_fields(rollouts, base, segment, int(offset[-1]), prompt_len)
+    fields = _flat_fields(samples, base, segment, int(offset[-1]), prompt_len)
     packed = []
     for micro, T in enumerate(T_of):
         cut = slice(offset[micro], offset[micro + 1])
@@ -314,18 +312,18 @@ def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:
     return ids
 
 
-def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, Any]:
+def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, Any]:
     """Every Batch field as [n_flat], the tokens of item i from base[i] on."""
-    sequences = [part for r in rollouts for part in (r.prompt.tokens, r.tokens)]
+    sequences = [part for s in samples for part in (s.prompt_tokens, s.tokens)]
     all_tokens = np.concatenate(sequences).astype(np.int32)
-    response_len = np.array([len(r.tokens) for r in rollouts])
+    response_len = np.array([len(s.tokens) for s in samples])
     lens = prompt_len + response_len - 1
     within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
     source = within + np.repeat(np.cumsum(lens + 1) - (lens + 1), lens)
     at = within + np.repeat(base, lens)
     is_response = within >= np.repeat(prompt_len - 1, lens)
-    own = [r.own_mask for r in rollouts]
-    n_own = np.array([r.n_own for r in rollouts])
+    loss_mask = [s.loss_mask for s in samples]
+    n_loss_tokens = np.array([s.n_loss_tokens for s in samples])
 
     def filled(values, dtype, where=at, pad=0) -> np.ndarray:
         flat = np.full(n_flat, pad, dtype)
@@ -334,22 +332,19 @@ def _flat_fields(rollouts, base, segment, n_flat: int, prompt_len) -> dict[str, 
 
     of_response = {
         name: filled(
-            np.concatenate([response_field(r, getattr(r, name)) for r in rollouts]),
+            np.concatenate([response_field(s, getattr(s, name)) for s in samples]),
             np.float32,
             where=at[is_response],
         )
-        for name in ("advantages", "values", "returns", "selected")
+        for name in ("advantages", "values", "returns", "selected", "rollout_logp")
     }
     return of_response | {
         "tokens": filled(all_tokens[source], np.int32),
         "targets": filled(all_tokens[source + 1], np.int32),
         "segments": filled(np.repeat(segment, lens), np.int32),
         "positions": filled(within, np.int32),
-        "mask": filled(np.concatenate(own), np.float32, where=at[is_response]),
-        "response_len": filled(np.repeat(np.maximum(n_own, 1), lens), np.float32, pad=1),
-        "rollout_logp": filled(
-            np.concatenate([r.logp for r in rollouts]), np.float32, where=at[is_response]
-        ),
+        "mask": filled(np.concatenate(loss_mask), np.float32, where=at[is_response]),
+        "response_len": filled(np.repeat(np.maximum(n_loss_tokens, 1), lens), np.float32, pad=1),
         "old_logp": np.zeros(n_flat, np.float32),
         "ref_logp": np.zeros(n_flat, np.float32),
     }

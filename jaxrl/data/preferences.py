@@ -21,7 +21,7 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, check_kept, demonstration
 from jaxrl.data.prompts import as_messages, columns, source_of
 from jaxrl.data.tables import read_rows
-from jaxrl.types import Rollout
+from jaxrl.types import Demonstration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Pair:
     """Two answers to one prompt; `id` is its row in the data set. Only the last turn of each is learnt."""
 
     id: int
-    chosen: Rollout
-    rejected: Rollout
+    chosen: Demonstration
+    rejected: Demonstration
     margin: float = 0.0  # by how much, as the row's column `margin` says
 
 
@@ -57,7 +57,7 @@ def load_pairs(
             _answer(number, messages, source, renderer, stop)
             for messages in conversations(row, place)
         )
-        n_tokens = max(len(r.prompt.tokens) + len(r.tokens) for r in (chosen, rejected))
+        n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in (chosen, rejected))
         if n_tokens <= data.max_len:
             pairs.append(Pair(number, chosen, rejected, margin_of(row, place)))
         elif data.filter_overlong_prompts:
@@ -121,8 +121,8 @@ def _whole(prompt: Messages, value: Any, side: str, place: str) -> Messages:
 
 def _answer(
     number: int, messages: Messages, source: str, renderer: ChatRenderer, stop: Sequence[int]
-) -> Rollout:
-    tokens, own = renderer.render_turns(messages, stop)[-1]
-    last = np.zeros_like(own)
-    last[np.flatnonzero(~own)[-1] + 1 :] = True
-    return demonstration(number, messages, tokens, last, source=source)
+) -> Demonstration:
+    tokens, loss_mask = renderer.render_turns(messages, stop)[-1]
+    last_turn = np.zeros_like(loss_mask)
+    last_turn[np.flatnonzero(~loss_mask)[-1] + 1 :] = True
+    return demonstration(number, tokens, last_turn, source=source)

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.functions import TEXT_ARGUMENTS, CallSignature, metric_names, pool_option
 from jaxrl.rewards.worker import Result
-from jaxrl.types import Rollout
+from jaxrl.types import Episode, Reward, Rollout
 from jaxrl.workers.process import START_TIMEOUT_S, start_process
 
 _MAX_START_FAILURES = 3  # in a row
@@ -112,13 +112,13 @@ class RewardPool:
         while self._workers:
             self._workers.pop().kill()
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts in their order with reward, reward_parts and reward_error filled.
+    def score(self, rollouts: Sequence[Rollout]) -> list[Reward]:
+        """One reward per rollout, in their order.
 
-        The reward is the weighted sum of the functions. reward_parts holds each function's own score
-        under its name, and further numbers it returned as "name/key". Where a function raises, hangs,
-        kills its process or returns no finite number, the reward is cfg.error_value and reward_error
-        says why. A function gets verl's arguments; extra_info holds the prompt's `extra` and
+        The value is the weighted sum of the functions. `parts` holds each function's score under its
+        name, and further numbers it returned as "name/key". If a function raises, hangs, kills its
+        process or returns no finite number, the value is cfg.error_value and `error` gives the
+        reason. A function gets verl's arguments; extra_info holds the prompt's `extra` and
         "finish" ("stop" or "length") and "response_len" (tokens).
         """
         calls = collections.deque(self._calls(rollouts))
@@ -128,8 +128,8 @@ class RewardPool:
             self.close()
             raise
         return [
-            self._filled(rollout, [results[item, f] for f in range(len(self.names))])
-            for item, rollout in enumerate(rollouts)
+            self._combine([results[item, f] for f in range(len(self.names))])
+            for item in range(len(rollouts))
         ]
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
@@ -155,7 +155,7 @@ class RewardPool:
         prompt = rollout.prompt
         extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
         if rollout.episode is not None:
-            extra["episode"] = dataclasses.asdict(rollout.episode)
+            extra["episode"] = _episode_info(rollout.episode)
         arguments: dict[str, Any] = {
             "data_source": prompt.source,
             "solution_str": rollout.text,
@@ -264,7 +264,8 @@ class RewardPool:
             results |= {(item, call.function): Result(0.0, {}, error) for item in call.items}
             queue.extendleft(reversed(worker.pending))
 
-    def _filled(self, rollout: Rollout, results: list[Result]) -> Rollout:
+    def _combine(self, results: list[Result]) -> Reward:
+        """The reward from the results of all functions for one rollout."""
         parts: dict[str, float] = {}
         errors: list[str] = []
         for name, result in zip(self.names, results, strict=True):
@@ -276,9 +277,19 @@ class RewardPool:
         reward = self._cfg.error_value
         if not errors:
             reward = sum(w * r.score for w, r in zip(self._weights, results, strict=True))
-        return dataclasses.replace(
-            rollout, reward=float(reward), reward_parts=parts, reward_error="; ".join(errors)
-        )
+        return Reward(float(reward), parts, "; ".join(errors))
+
+
+def _episode_info(episode: Episode) -> dict[str, Any]:
+    """The dict that reward functions get as extra_info["episode"]; its keys are a public interface."""
+    return {
+        "asked": episode.prompt_messages,
+        "said": episode.completion_messages,
+        "n_turns": episode.n_turns,
+        "reward": episode.reward,
+        "counts": episode.counts,
+        "error": episode.error,
+    }
 
 
 def _start(cfg: RewardConfig, limits_s: Sequence[float]) -> _Worker:

@@ -89,6 +89,7 @@ def generate(
             sample=r.sample,
             tokens=np.array(r.tokens, np.int32),
             logp=np.array(r.logp, np.float32),
+            loss_mask=np.ones(len(r.tokens), bool),
             version=version,
             finish=r.finish,
             text=decode(np.array(r.tokens, np.int32)),

@@ -37,21 +37,21 @@ class Limits:
 
 @dataclasses.dataclass
 class _Talk:
-    """An episode under way. Tokens, logp and own are of what lies behind the prompt."""
+    """An episode under way. Tokens, logp and loss_mask cover the tokens after the prompt."""
 
     prompt: Prompt
     sample: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
-    own: list[bool] = dataclasses.field(default_factory=list)
+    loss_mask: list[bool] = dataclasses.field(default_factory=list)
     episode: Episode = dataclasses.field(default_factory=Episode)
     finish: str = ""
     number: int = 0  # of its episode in the pool
 
-    def extend(self, tokens: Sequence[int], logp: Sequence[float], *, own: bool) -> None:
+    def extend(self, tokens: Sequence[int], logp: Sequence[float], *, in_loss: bool) -> None:
         self.tokens += tokens
         self.logp += logp
-        self.own += [own] * len(tokens)
+        self.loss_mask += [in_loss] * len(tokens)
 
 
 class Conversations:
@@ -133,7 +133,7 @@ class Conversations:
     def _opened(self, talk: _Talk, turn: Turn) -> None:
         """reset answered: the first turn of the model."""
         asked = tuple(talk.prompt.messages if turn.messages is None else turn.messages)
-        talk.episode = dataclasses.replace(talk.episode, asked=asked)
+        talk.episode = dataclasses.replace(talk.episode, prompt_messages=asked)
         if turn.messages is not None:
             tokens = self.renderer.render(asked)
             talk.prompt = dataclasses.replace(talk.prompt, tokens=tokens)
@@ -159,10 +159,10 @@ class Conversations:
 
     def _said(self, talk: _Talk, response: Response) -> None:
         """A turn of the model has ended: its environment has the word, unless the turn was cut off."""
-        talk.extend(response.tokens, response.logp, own=True)
+        talk.extend(response.tokens, response.logp, in_loss=True)
         text, was = self.renderer.decode(response.tokens), talk.episode
-        said = (*was.said, {"role": "assistant", "content": text})
-        talk.episode = dataclasses.replace(was, said=said, n_turns=was.n_turns + 1)
+        said = (*was.completion_messages, {"role": "assistant", "content": text})
+        talk.episode = dataclasses.replace(was, completion_messages=said, n_turns=was.n_turns + 1)
         if response.finish == "length":
             return self._end(talk, "length")
         return self.pool.step(talk.number, text)
@@ -183,9 +183,9 @@ class Conversations:
         reply = self.renderer.render_reply(turn.messages, stop=self.eos_ids, ended=ended)
         if len(talk.tokens) + len(reply) >= self.limits.max_tokens:  # no room for another turn
             return self._end(talk, "length")
-        talk.extend(reply.tolist(), [0.0] * len(reply), own=False)
-        said = (*was.said, *turn.messages)
-        talk.episode = dataclasses.replace(talk.episode, said=said)
+        talk.extend(reply.tolist(), [0.0] * len(reply), in_loss=False)
+        said = (*was.completion_messages, *turn.messages)
+        talk.episode = dataclasses.replace(talk.episode, completion_messages=said)
         return self._ask(talk)
 
     def _end(self, talk: _Talk, finish: str) -> None:
@@ -211,7 +211,7 @@ def converse(
 ) -> tuple[list[Rollout], dict[str, float]]:
     """As `generate`, of episodes in an environment: `n` for each prompt, ordered by prompt, then sample.
 
-    The tokens of a rollout's prompt are those of the conversation that reset gave; `own` marks the tokens of the model
+    The tokens of a rollout's prompt are those of the conversation that reset gave; `loss_mask` marks the tokens of the model
     among those behind it, and only they have a logprob. time/env_s is the wall time of waiting with nothing to
     decode.
     """
@@ -238,7 +238,7 @@ def converse(
         run.cancel()
         raise
     rollouts = [_rollout(talk, version, renderer) for talk in talks]
-    n_kept = sum(r.n_own for r in rollouts)
+    n_kept = sum(r.n_loss_tokens for r in rollouts)
     found = metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
     return rollouts, found | {"time/env_s": waited_s}
 
@@ -250,9 +250,9 @@ def _rollout(talk: _Talk, version: int, renderer: ChatRenderer) -> Rollout:
         sample=talk.sample,
         tokens=tokens,
         logp=np.array(talk.logp, np.float32),
+        loss_mask=np.array(talk.loss_mask, bool),
         version=version,
         finish=talk.finish,
         text=renderer.decode(tokens),
-        own=np.array(talk.own, bool),
         episode=talk.episode,
     )

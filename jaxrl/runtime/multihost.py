@@ -17,10 +17,10 @@ import sharding
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
 from jaxrl.data.preferences import Pair
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Demonstration, Prompt
 from sharding import hosts
 
-Item = Prompt | Rollout | Pair  # one training item
+Item = Prompt | Demonstration | Pair  # one training item
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 SHUTDOWN_TIMEOUT_S = 30  # how long a process waits for the others at a normal exit
@@ -178,9 +178,9 @@ def _bytes(item: Item) -> Iterator[bytes]:
     """The parts of an item that the numbers of a run depend on."""
     if isinstance(item, Pair):
         yield from (*_bytes(item.chosen), *_bytes(item.rejected))
-    elif isinstance(item, Rollout):
-        own = b"" if item.own is None else item.own.tobytes()
-        yield from (*_bytes(item.prompt), item.tokens.tobytes(), own)
+    elif isinstance(item, Demonstration):
+        arrays = item.prompt_tokens, item.tokens, item.loss_mask
+        yield from (*(array.tobytes() for array in arrays), item.source.encode())
     else:
         yield from (item.tokens.tobytes(), item.answer.encode(), item.source.encode())
 

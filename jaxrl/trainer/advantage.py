@@ -1,4 +1,4 @@
-"""Fills the advantages of a step's rollouts: from rewards, the KL in the reward, lengths, baselines and values."""
+"""Advantages of a step's samples, from rewards, the KL penalty, lengths, baselines and values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,34 +22,41 @@ from jaxrl.algorithms.advantages import (
 from jaxrl.algorithms.choose import choose
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.data.packing import response_field
-from jaxrl.types import Rollout
+from jaxrl.types import TrainingSample
 
 
 def add_advantages(
-    rollouts: Sequence[Rollout],
+    samples: Sequence[TrainingSample],
+    rewards: np.ndarray,
     cfg: AlgorithmConfig,
     n: int,
+    *,
     penalties: Sequence[np.ndarray] | None = None,
-) -> list[Rollout]:
-    """The rollouts with `advantages`, one number per token; with a critic, whose `values` they have, also
-    with `returns`. The `n` samples of a prompt lie side by side.
+    baselines: np.ndarray | None = None,
+) -> list[TrainingSample]:
+    """Fills `advantages`, and with a critic also `returns`.
 
-    `penalties` holds what each token is charged (kl_in = "reward"). An estimator of groups subtracts their
-    sum from the response's reward, one of tokens gives each token its own. Tokens that the model did not write have
-    the advantage 0, and those that it wrote are taken as if no others stood between them.
+    Args:
+      samples: the `n` samples of each prompt next to each other.
+      rewards: float64 [len(samples)].
+      penalties: KL penalty per response token (kl_in = "reward"). Group estimators subtract its sum
+        from the reward of the response, token estimators subtract it at each token.
+      baselines: float [len(samples)], reward of the greedy response to the same prompt (ReMax).
+
+    Tokens outside the loss mask get the advantage 0. The estimators see the other tokens as if they
+    were contiguous.
     """
-    own = [r.own_mask for r in rollouts]
-    rollouts, whole = _written(rollouts), rollouts
+    masks = [s.loss_mask for s in samples]
+    lens = np.array([s.n_loss_tokens for s in samples])
     if penalties is not None:
-        penalties = [p[o] for p, o in zip(penalties, own, strict=True)]
+        penalties = [p[mask] for p, mask in zip(penalties, masks, strict=True)]
     if cfg.advantage == "gae":
-        return with_returns(whole, *spread(rollouts, penalties), cfg)
-    lens = np.array([len(r.tokens) for r in rollouts])
-    rewards = np.array([r.reward for r in rollouts], np.float32)
+        return add_gae(samples, *token_rewards(lens, rewards, penalties), cfg)
+    group_rewards = rewards.astype(np.float32)
     if penalties is not None:
-        charged = rewards - np.array([float(p.sum()) for p in penalties])
-        rewards = charged.astype(np.float32)
-    groups, group_lens = rewards.reshape(-1, n), lens.reshape(-1, n)
+        charged = group_rewards - np.array([float(p.sum()) for p in penalties])
+        group_rewards = charged.astype(np.float32)
+    groups, group_lens = group_rewards.reshape(-1, n), lens.reshape(-1, n)
 
     def per_token(rows: np.ndarray) -> list[np.ndarray]:
         return [row[:length] for row, length in zip(rows, lens, strict=True)]
@@ -57,6 +64,10 @@ def add_advantages(
     def per_response(advantages: np.ndarray) -> list[np.ndarray]:
         flat = advantages.reshape(-1).astype(np.float32)
         return [np.full(length, a, np.float32) for a, length in zip(flat, lens, strict=True)]
+
+    def greedy_rewards() -> np.ndarray:
+        assert baselines is not None
+        return baselines[::n].astype(np.float32)
 
     by_std = cfg.norm_adv_by_std
     known = {
@@ -66,75 +77,58 @@ def add_advantages(
         "opo": lambda: per_response(opo(groups, group_lens)),
         "gpg": lambda: per_response(gpg(groups)),
         "grpo_passk": lambda: per_response(grpo_passk(groups, norm_by_std=by_std)),
-        "remax": lambda: per_response(remax(groups, baselines(rollouts, n))),
+        "remax": lambda: per_response(remax(groups, greedy_rewards())),
         "reinforce_plus_plus_baseline": lambda: per_response(
             reinforce_plus_plus_baseline(groups, group_lens)
         ),
         "reinforce_plus_plus": lambda: per_token(
-            reinforce_plus_plus(*spread(rollouts, penalties), gamma=cfg.gamma)
+            reinforce_plus_plus(*token_rewards(lens, rewards, penalties), gamma=cfg.gamma)
         ),
         "distill": lambda: per_token(
-            distill(*spread(unrewarded(rollouts), penalties), gamma=cfg.gamma)
+            distill(*token_rewards(lens, np.zeros(len(lens)), penalties), gamma=cfg.gamma)
         ),
     }
     advantages = choose(known, cfg.advantage, "algorithm.advantage")()
     return [
-        dataclasses.replace(r, advantages=_placed(a, o))
-        for r, a, o in zip(whole, advantages, own, strict=True)
+        dataclasses.replace(s, advantages=_scatter(a, mask))
+        for s, a, mask in zip(samples, advantages, masks, strict=True)
     ]
 
 
-def unrewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    return [dataclasses.replace(r, reward=0.0) for r in rollouts]
-
-
-def _written(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with the tokens that the model wrote alone."""
-    return [dataclasses.replace(r, tokens=r.tokens[r.own_mask]) for r in rollouts]
-
-
-def _placed(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """float32, `values` where `own` is true, in order, and 0 elsewhere."""
-    out = np.zeros(len(own), np.float32)
-    out[own] = values
-    return out
-
-
-def with_returns(
-    rollouts: Sequence[Rollout], token_rewards: np.ndarray, mask: np.ndarray, cfg: AlgorithmConfig
-) -> list[Rollout]:
-    """The rollouts with the advantages of GAE, whitened over all tokens of the step, and the returns that their
-    values are to become."""
+def add_gae(
+    samples: Sequence[TrainingSample], rewards: np.ndarray, mask: np.ndarray, cfg: AlgorithmConfig
+) -> list[TrainingSample]:
+    """Fills `advantages` by GAE, whitened over all tokens of the step, and `returns`."""
     values = np.zeros_like(mask)
-    values[mask > 0] = np.concatenate([response_field(r, r.values)[r.own_mask] for r in rollouts])
-    advantages, returns = gae(token_rewards, values, mask, gamma=cfg.gamma, lam=cfg.lam)
+    values[mask > 0] = np.concatenate([response_field(s, s.values)[s.loss_mask] for s in samples])
+    advantages, returns = gae(rewards, values, mask, gamma=cfg.gamma, lam=cfg.lam)
     advantages = whiten(advantages, mask)
 
-    def placed(row: np.ndarray, r: Rollout) -> np.ndarray:
-        return _placed(row[: r.n_own], r.own_mask)
+    def scattered(row: np.ndarray, s: TrainingSample) -> np.ndarray:
+        return _scatter(row[: s.n_loss_tokens], s.loss_mask)
 
     return [
-        dataclasses.replace(r, advantages=placed(a, r), returns=placed(g, r))
-        for r, a, g in zip(rollouts, advantages, returns, strict=True)
+        dataclasses.replace(s, advantages=scattered(a, s), returns=scattered(g, s))
+        for s, a, g in zip(samples, advantages, returns, strict=True)
     ]
 
 
-def baselines(rollouts: Sequence[Rollout], n: int) -> np.ndarray:
-    """The greedy response's reward of each prompt."""
-    return np.array([r.baseline for r in rollouts[::n]], np.float32)
-
-
-def spread(
-    rollouts: Sequence[Rollout], penalties: Sequence[np.ndarray] | None
+def token_rewards(
+    lens: np.ndarray, rewards: np.ndarray, penalties: Sequence[np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rewards, mask) per token, one row per response: minus its penalty at each token, the response's
-    reward at the last."""
-    lens = np.array([len(r.tokens) for r in rollouts])
+    """(token rewards, mask), both float32 [N, T]: minus the penalty at every token, and the reward of
+    the response added at its last token."""
     mask = (np.arange(max(lens.max(initial=1), 1)) < lens[:, None]).astype(np.float32)
-    token_rewards = np.zeros(mask.shape, np.float64)
+    per_token = np.zeros(mask.shape, np.float64)
     if penalties is not None:
-        token_rewards[mask > 0] = -np.concatenate(penalties)
-    rewards = np.array([r.reward for r in rollouts])
-    answered = lens > 0
-    token_rewards[answered, lens[answered] - 1] += rewards[answered]
-    return token_rewards.astype(np.float32), mask
+        per_token[mask > 0] = -np.concatenate(penalties)
+    nonempty = lens > 0
+    per_token[nonempty, lens[nonempty] - 1] += rewards[nonempty]
+    return per_token.astype(np.float32), mask
+
+
+def _scatter(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """float32 [len(mask)]: `values` in order where `mask` is true, 0 elsewhere."""
+    out = np.zeros(len(mask), np.float32)
+    out[mask] = values
+    return out

@@ -1,4 +1,4 @@
-"""From rewarded rollouts to what the update reads: advantages, mini-batches, old and reference logprobs."""
+"""From rewarded rollouts to the input of the update: advantages, mini-batches, scored logprobs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,74 +13,105 @@ from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack, response_field
 from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.trainer.advantage import add_advantages
-from jaxrl.types import Batch, Rollout
+from jaxrl.types import Batch, Rollout, TrainingSample
 
 Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
 
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
-    """What one optimizer step sees."""
+    """The input of one optimizer step."""
 
     packed: list[Packed]
-    idle: list[Rollout]  # left out since they carry no gradient; they count in the denominator
-    rollouts: Sequence[Rollout] = ()  # all of them: what a critic of its own learns from
+    idle: Sequence[TrainingSample] = ()  # not packed, no gradient; they count in the denominator
+    samples: Sequence[TrainingSample] = ()  # packed and idle: the input of a separate critic
+
+
+def to_sample(rollout: Rollout) -> TrainingSample:
+    """The sequence of a rollout; advantages and values are filled later."""
+    return TrainingSample(
+        prompt_tokens=rollout.prompt.tokens,
+        tokens=rollout.tokens,
+        loss_mask=rollout.loss_mask,
+        rollout_logp=rollout.logp,
+        truncated=rollout.finish == "length",
+        prompt_id=rollout.prompt.id,
+        sample=rollout.sample,
+    )
 
 
 def make_mini_batches(
-    rollouts: Sequence[Rollout],
+    samples: Sequence[TrainingSample],
+    rewards: np.ndarray,
     cfg: RunConfig,
     *,
     n_ranks: int,
     score_old: Score | None,
     score_ref: Score | None,
+    baselines: np.ndarray | None = None,
     kl_coef: float | None = None,
     seed: int = 0,
 ) -> tuple[list[MiniBatch], dict[str, float]]:
-    """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the rollouts.
+    """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the samples; metrics.
 
-    `score_old` and `score_ref` are given where the algorithm needs them (learner/requirements.py); they see
-    all packed batches at once, before the first update. `kl_coef` is this step's, where it is adapted; `seed`
-    draws what an algorithm draws beside the samples.
+    Args:
+      rewards: float64 [len(samples)].
+      score_old, score_ref: None if the algorithm does not need them (learner/requirements.py). They
+        see all packed batches at once, before the first update.
+      baselines: see `add_advantages`.
+      kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
+      seed: of random choices other than sampling (clip_cov).
     """
-    metrics, penalties = {}, None
+    metrics: dict[str, float] = {}
+    penalties = None
     if score_ref is not None and cfg.algorithm.kl_in == "reward":
-        kl = reference_kl(rollouts, cfg, n_ranks, score_ref)
-        metrics["reward/kl"] = float(
-            np.concatenate(kl).sum() / max(sum(r.n_own for r in rollouts), 1)
-        )
-        kl_coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
-        penalties = [kl_coef * k for k in kl]
+        kl = reference_kl(samples, cfg, n_ranks, score_ref)
+        n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
+        metrics["reward/kl"] = float(np.concatenate(kl).sum() / n_tokens)
+        coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
+        penalties = [coef * k for k in kl]
         score_ref = None
-    rollouts = add_advantages(rollouts, cfg.algorithm, cfg.rollout.n, penalties)
+    samples = add_advantages(
+        samples, rewards, cfg.algorithm, cfg.rollout.n, penalties=penalties, baselines=baselines
+    )
     if cfg.has_critic:
-        metrics |= value_metrics(rollouts)
+        metrics |= value_metrics(samples)
+    minis = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
+    return with_scores(minis, score_old, score_ref), metrics | packing_metrics(minis, len(samples))
+
+
+def split_mini_batches(
+    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
+) -> list[MiniBatch]:
+    """Filters, selects tokens and packs, one mini-batch after the other."""
     size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
-    result = []
-    for start in range(0, len(rollouts), size):
-        mini = without_overlong(rollouts[start : start + size], cfg)
+    minis = []
+    for start in range(0, len(samples), size):
+        mini = without_overlong(samples[start : start + size], cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
         active, idle = split_idle(mini, cfg)
-        result.append(MiniBatch(pack_rollouts(active, cfg, n_ranks), idle, mini))
-    result = with_scores(result, score_old, score_ref)
-    n_idle = sum(len(m.idle) for m in result)
-    metrics["perf/idle_fraction"] = n_idle / len(rollouts)
-    metrics["perf/padding_fraction"] = padding_fraction([p for m in result for p in m.packed])
-    return result, metrics
+        minis.append(MiniBatch(pack_samples(active, cfg, n_ranks), idle, mini))
+    return minis
 
 
-def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """critic/return_mean, and how much of the spread of the returns the values explained before the step:
-    1 - Var(R - V) / Var(R)."""
+def packing_metrics(minis: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
+    """perf/idle_fraction and perf/padding_fraction of a step."""
+    return {
+        "perf/idle_fraction": sum(len(m.idle) for m in minis) / n_samples,
+        "perf/padding_fraction": padding_fraction([p for m in minis for p in m.packed]),
+    }
 
-    def of_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
-        pairs = zip(rollouts, fields, strict=True)
-        return np.concatenate([response_field(r, x)[r.own_mask] for r, x in pairs]).astype(float)
 
-    returns, values = (
-        of_tokens([r.returns for r in rollouts]),
-        of_tokens([r.values for r in rollouts]),
-    )
+def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """critic/return_mean, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values
+    before the step."""
+
+    def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(samples, fields, strict=True)
+        return np.concatenate([response_field(s, x)[s.loss_mask] for s, x in pairs]).astype(float)
+
+    returns = loss_tokens([s.returns for s in samples])
+    values = loss_tokens([s.values for s in samples])
     explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
     return {
         "critic/return_mean": float(returns.mean()),
@@ -89,15 +120,18 @@ def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def reference_kl(
-    rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int, score_ref: Score
+    samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int, score_ref: Score
 ) -> list[np.ndarray]:
-    """KL_t(policy | reference) of every response token, with the engine's logprobs as the policy's: what the
-    reward is charged for (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). 0 at tokens of others."""
-    packed = pack_rollouts(rollouts, cfg, n_ranks)
+    """KL_t(policy | reference) of every response token, 0 outside the loss mask.
+
+    The engine's logprobs stand for the policy's. This is the KL penalty of the reward (InstructGPT,
+    eq. 2, https://arxiv.org/abs/2203.02155).
+    """
+    packed = pack_samples(samples, cfg, n_ranks)
     batches = [p.batch for p in packed]
     pairs = zip(batches, score_ref(batches), strict=True)
     found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
-    return [np.where(r.own_mask, kl, 0.0) for r, kl in zip(rollouts, found, strict=True)]
+    return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
 
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
@@ -105,72 +139,72 @@ def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.nda
     return np.asarray(KL_ESTIMATORS[cfg.kl](jnp.asarray(batch.rollout_logp), jnp.asarray(ref_logp)))
 
 
-def without_overlong(rollouts: Sequence[Rollout], cfg: RunConfig) -> list[Rollout]:
-    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): responses that were cut off
-    leave the loss, its denominator included."""
+def without_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
+    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): truncated responses
+    are left out of the loss and of its denominator."""
     if not cfg.algorithm.overlong_filtering:
-        return list(rollouts)
-    return [r for r in rollouts if r.finish != "length"]
+        return list(samples)
+    return [s for s in samples if not s.truncated]
 
 
 def select_tokens(
-    rollouts: Sequence[Rollout], cfg: AlgorithmConfig, rng: np.random.Generator
-) -> list[Rollout]:
-    """Fills `selected` where the policy loss singles tokens out by their covariance (clip_cov, kl_cov)."""
-    if cfg.policy_loss not in COV_LOSSES or not rollouts:
-        return list(rollouts)
-    own = np.concatenate([r.own_mask for r in rollouts])
-    logp = np.concatenate([r.logp for r in rollouts])[own]
-    advantages = np.concatenate([response_field(r, r.advantages) for r in rollouts])[own]
+    samples: Sequence[TrainingSample], cfg: AlgorithmConfig, rng: np.random.Generator
+) -> list[TrainingSample]:
+    """Fills `selected` if the policy loss selects tokens by their covariance (clip_cov, kl_cov)."""
+    if cfg.policy_loss not in COV_LOSSES or not samples:
+        return list(samples)
+    mask = np.concatenate([s.loss_mask for s in samples])
+    logp = np.concatenate([response_field(s, s.rollout_logp) for s in samples])[mask]
+    advantages = np.concatenate([response_field(s, s.advantages) for s in samples])[mask]
     cov = covariances(logp, advantages)
-    chosen = np.zeros(len(own), bool)
+    chosen = np.zeros(len(mask), bool)
     if cfg.policy_loss == "clip_cov":
         low, high = cfg.clip_cov_low, cfg.clip_cov_high
-        chosen[own] = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
+        chosen[mask] = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
     else:
-        chosen[own] = pick_largest(cov, fraction=cfg.cov_fraction)
-    ends = np.cumsum([len(r.tokens) for r in rollouts])[:-1]
+        chosen[mask] = pick_largest(cov, fraction=cfg.cov_fraction)
+    ends = np.cumsum([len(s.tokens) for s in samples])[:-1]
     return [
-        dataclasses.replace(r, selected=one)
-        for r, one in zip(rollouts, np.split(chosen, ends), strict=True)
+        dataclasses.replace(s, selected=one)
+        for s, one in zip(samples, np.split(chosen, ends), strict=True)
     ]
 
 
-def split_idle(rollouts: Sequence[Rollout], cfg: RunConfig) -> tuple[list[Rollout], list[Rollout]]:
-    """(rollouts with a gradient, rollouts without). Where neither KL nor entropy nor the load of the
-    experts nor values are in the loss, a zero advantage gives a zero gradient, so a group of equal rewards need not
-    be run."""
+def split_idle(
+    samples: Sequence[TrainingSample], cfg: RunConfig
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """(samples with a gradient, samples without).
+
+    A zero advantage gives a zero gradient unless the loss has a KL, entropy, router or value term.
+    Samples of a group with equal rewards are then not packed.
+    """
     algo = cfg.algorithm
-    learns_anyway = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
-    learns_anyway |= cfg.critic.shared or not algo.drop_flat_groups
+    always = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
+    always |= cfg.critic.shared or not algo.drop_flat_groups
 
-    def learns(r: Rollout) -> bool:
-        has_gradient = learns_anyway or r.advantages is None or bool(r.advantages.any())
-        return r.n_own > 0 and has_gradient
+    def has_gradient(s: TrainingSample) -> bool:
+        return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
 
-    return [r for r in rollouts if learns(r)], [r for r in rollouts if not learns(r)]
+    return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
 
 
-def pack_rollouts(rollouts: Sequence[Rollout], cfg: RunConfig, n_ranks: int) -> list[Packed]:
+def pack_samples(samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int) -> list[Packed]:
+    """Micro-batches in the shapes of the config's learner section."""
     learner = cfg.learner
-    return pack(
-        rollouts,
-        shapes=learner.shapes,
-        align=learner.segment_align,
-        n_ranks=n_ranks,
-    )
+    return pack(samples, shapes=learner.shapes, align=learner.segment_align, n_ranks=n_ranks)
 
 
 def with_scores(
     minis: list[MiniBatch], score_old: Score | None, score_ref: Score | None
 ) -> list[MiniBatch]:
-    """The mini-batches with the logprobs that are asked for, all batches scored together."""
+    """Fills old_logp and ref_logp of the batches; all mini-batches are scored together."""
     batches = [packed.batch for mini in minis for packed in mini.packed]
-    for name, score in (("old_logp", score_old), ("ref_logp", score_ref)):
-        if score is not None:
-            logps = score(batches)
-            pairs = zip(batches, logps, strict=True)
-            batches = [dataclasses.replace(batch, **{name: logp}) for batch, logp in pairs]
+    if score_old is not None:
+        pairs = zip(batches, score_old(batches), strict=True)
+        batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
+    if score_ref is not None:
+        pairs = zip(batches, score_ref(batches), strict=True)
+        batches = [dataclasses.replace(batch, ref_logp=logp) for batch, logp in pairs]
     scored = iter(batches)
 
     def filled(mini: MiniBatch) -> MiniBatch:
@@ -181,7 +215,7 @@ def with_scores(
 
 
 def padding_fraction(packed: Sequence[Packed]) -> float:
-    """Share of all the update's tokens that belongs to no sequence."""
+    """Share of the tokens of all micro-batches that is padding."""
     if not packed:
         return 0.0
     sizes = [p.batch.tokens.size for p in packed]

@@ -8,8 +8,8 @@ from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.checkpointing import finish, save, stopped
-from jaxrl.trainer.failure import NonFiniteError
 from jaxrl.trainer.run import Job
+from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
 
 EXPLAINED = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)

@@ -1,6 +1,8 @@
-"""How fast a step was, per device and against what its chips can do."""
+"""Metrics of a step: rewards, episodes, throughput; and the records of samples.jsonl."""
 
+import collections
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,23 +11,93 @@ from jaxrl.data.packing import Packed, sequence_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import chip_of
 from jaxrl.trainer.run import Job
+from jaxrl.types import Reward, Rollout, ScoredRollout
 
 
-def speed_metrics(run: Job, n_tokens: int, learnt: Sequence[Packed]) -> dict[str, float]:
-    """perf/tokens_per_s of the step that was timed last, the same per device, and perf/mfu_actor: the model
-    FLOPs of the updates over what the devices could have done in time/update_actor_s. The last only on chips
-    whose peak rate is known (planner/topology.py).
+def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """reward/*, env/* and the lengths of a step's rollouts."""
+    rewards = np.array([r.reward.value for r in rollouts])
+    sampled = [r.rollout for r in rollouts]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/errors": float(sum(bool(r.reward.error) for r in rollouts)),
+        **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
+        **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
+        "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
+        "rollout/prompt_len": float(np.mean([len(r.prompt.tokens) for r in sampled])),
+        "rollout/truncated_fraction": float(np.mean([r.finish == "length" for r in sampled])),
+    }
 
-    `n_tokens` are those of the step's sequences, `learnt` the micro-batches of one epoch.
+
+def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """The mean of each part of the rewards, over the rollouts whose reward has that part."""
+    parts = collections.defaultdict(list)
+    for r in rollouts:
+        for name, value in r.reward.parts.items():
+            parts[name].append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Metrics of episodes, {} for rollouts without an environment.
+
+    They are the mean number of turns, the means of the environment's own counts, the share of the
+    response tokens that the model sampled (own_fraction), and how many environments failed (failures).
+    """
+    sampled = [r.rollout for r in rollouts]
+    episodes = [r.episode for r in sampled if r.episode is not None]
+    if not episodes:
+        return {}
+    names = sorted({name for e in episodes for name in e.counts})
+    counts = {name: float(np.mean([e.counts.get(name, 0.0) for e in episodes])) for name in names}
+    n_tokens = sum(len(r.tokens) for r in sampled)
+    return counts | {
+        "turns": float(np.mean([e.n_turns for e in episodes])),
+        "own_fraction": sum(r.n_loss_tokens for r in sampled) / max(n_tokens, 1),
+        "failures": float(sum(bool(e.error) for e in episodes)),
+    }
+
+
+def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict[str, Any]]:
+    """One JSON-serializable record per rollout, for samples.jsonl and the report."""
+    return [_sample_record(r.rollout, r.reward, kind) for r in rollouts]
+
+
+def _sample_record(rollout: Rollout, reward: Reward, kind: str) -> dict[str, Any]:
+    prompt = rollout.prompt
+    return {
+        "kind": kind,
+        "prompt_id": prompt.id,
+        "sample": rollout.sample,
+        "source": prompt.source,
+        "prompt": (rollout.prompt_messages or prompt.messages)[-1]["content"],
+        "completion": rollout.text,
+        "answer": prompt.answer,
+        "reward": reward.value,
+        "finish": rollout.finish,
+        "error": reward.error,
+    }
+
+
+def speed_metrics(run: Job, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
+    """perf/tokens_per_s of the last timed step, the same per device, and perf/mfu_actor.
+
+    perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices during
+    time/update_actor_s. It is logged only for chips with a known peak rate (planner/topology.py).
+
+    Args:
+      n_tokens: tokens of the step's sequences.
+      trained: the micro-batches of one epoch.
     """
     seconds, n_devices = run.seconds, jax.device_count()
     rate = n_tokens / seconds["time/step_s"]
     metrics = {"perf/tokens_per_s": rate, "perf/tokens_per_s_per_device": rate / n_devices}
     chip = chip_of(jax.devices()[0].device_kind)
-    if chip is not None and learnt:
+    if chip is not None and trained:
         params = run.state.params
-        lens = np.concatenate([sequence_lens(packed.batch) for packed in learnt])
-        done = 3 * run.cfg.learner.epochs * forward_flops(params.cfg, lens)
+        lens = np.concatenate([sequence_lens(packed.batch) for packed in trained])
+        flops = 3 * run.cfg.learner.epochs * forward_flops(params.cfg, lens)
         peak = n_devices * chip.rate("bf16" if params.embed.dtype.itemsize == 2 else "f32")
-        metrics["perf/mfu_actor"] = done / (peak * seconds["time/update_actor_s"])
+        metrics["perf/mfu_actor"] = flops / (peak * seconds["time/update_actor_s"])
     return metrics

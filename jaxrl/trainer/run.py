@@ -23,8 +23,8 @@ from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.coefficients import Coefficients
-from jaxrl.trainer.reward_model import RewardModel
-from jaxrl.trainer.reward_scale import RewardScale
+from jaxrl.trainer.scoring import RewardModel
+from jaxrl.trainer.shaping import RewardScale
 from jaxrl.types import Prompt, TrainState
 
 

@@ -45,9 +45,9 @@ from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.folder import open_folder
 from jaxrl.trainer.inputs import load_data, load_val, make_iterator, make_renderer
 from jaxrl.trainer.offline.offline import Lesson, Offline
-from jaxrl.trainer.reward_model import RewardModel, open_reward_model
-from jaxrl.trainer.reward_scale import RewardScale
 from jaxrl.trainer.run import Evaluation, Run
+from jaxrl.trainer.scoring import RewardModel, open_reward_model
+from jaxrl.trainer.shaping import RewardScale
 from jaxrl.trainer.warmup import warm_up, warm_up_learner
 from jaxrl.types import TrainState
 from sharding import check_host_memory, hosts, make_mesh, to_host

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.demonstrations import conversation, load_demonstrations
+from jaxrl.data.demonstrations import conversation, load_demonstrations, to_sample
 from jaxrl.data.packing import pack
 
 STOP = (2,)
@@ -42,9 +42,9 @@ def test_all_turns_of_the_assistant_and_their_ends_are_learnt(renderer):
 
 def test_what_is_before_an_answer_is_the_prompt_that_the_model_gets(renderer, tmp_path):
     [one] = load(tmp_path, renderer, {"question": "1 + 2?", "answer": "It is 3."})
-    np.testing.assert_array_equal(one.prompt.tokens, renderer.render([ASK]))
+    np.testing.assert_array_equal(one.prompt_tokens, renderer.render([ASK]))
     assert renderer.decode(one.tokens, skip_special=False) == "It is 3.<|im_end|>"
-    assert one.own.all() and one.n_own == len(one.tokens)
+    assert one.loss_mask.all() and one.n_loss_tokens == len(one.tokens)
 
 
 def test_turns_that_the_template_rewrites_come_one_by_one(tokenizer, tmp_path):
@@ -89,13 +89,13 @@ def test_a_template_from_which_nothing_can_be_learnt_is_refused(
 
 def test_tokens_of_others_are_read_but_not_in_the_loss(renderer, tmp_path):
     [one] = load(tmp_path, renderer, {"messages": [ASK, SAY, AGAIN, LAST]})
-    [packed] = pack([one], shapes=((1, 128),), align=4, n_ranks=1)
+    [packed] = pack([to_sample(one)], shapes=((1, 128),), align=4, n_ranks=1)
     batch = packed.batch
-    assert batch.mask.sum() == one.n_own < len(one.tokens)
+    assert batch.mask.sum() == one.n_loss_tokens < len(one.tokens)
     learnt = renderer.decode(batch.targets[batch.mask > 0], skip_special=False)
     assert learnt == "It is 3.<|im_end|>7, à peu près.<|im_end|>"
-    assert set(batch.response_len[batch.segments > 0]) == {one.n_own}
-    whole = np.concatenate([one.prompt.tokens, one.tokens])
+    assert set(batch.response_len[batch.segments > 0]) == {one.n_loss_tokens}
+    whole = np.concatenate([one.prompt_tokens, one.tokens])
     np.testing.assert_array_equal(batch.targets[batch.segments > 0], whole[1:])
 
 
@@ -125,4 +125,4 @@ def test_demonstrations_that_are_too_long(renderer, tmp_path, caplog):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 has 1\d\d tokens"):
         load(tmp_path, renderer, *rows, **size)
     cut = load(tmp_path, renderer, *rows, **size, truncation="right")[1]
-    assert len(cut.prompt.tokens) + len(cut.tokens) == 60
+    assert len(cut.prompt_tokens) + len(cut.tokens) == 60

@@ -6,20 +6,18 @@ from hypothesis import strategies as st
 
 from jaxrl.config.keys import LearnerConfig
 from jaxrl.data.packing import gather, pack
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import TrainingSample
 
 
 def rollout(item, prompt_len, response_len):
     """Tokens are unique over all rollouts of a test: 1000 * item + place in the sequence."""
     tokens = 1000 * item + np.arange(prompt_len + response_len, dtype=np.int32)
-    prompt = Prompt(id=item, messages=(), tokens=tokens[:prompt_len], answer="")
-    return Rollout(
-        prompt=prompt,
-        sample=0,
+    return TrainingSample(
+        prompt_tokens=tokens[:prompt_len],
         tokens=tokens[prompt_len:],
-        logp=-0.001 * tokens[prompt_len:].astype(np.float32),
-        version=0,
-        finish="stop",
+        loss_mask=np.ones(response_len, bool),
+        rollout_logp=-0.001 * tokens[prompt_len:].astype(np.float32),
+        prompt_id=item,
         advantages=item + 0.5 + 0.25 * np.arange(response_len, dtype=np.float32),
     )
 
@@ -81,7 +79,7 @@ def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget
                     continue
                 item = int(batch.tokens[b, at[0]]) // 1000
                 p, r = lens[item]
-                sequence = np.concatenate([rollouts[item].prompt.tokens, rollouts[item].tokens])
+                sequence = np.concatenate([rollouts[item].prompt_tokens, rollouts[item].tokens])
                 # whole, in order, contiguous, aligned, shifted by one
                 assert at[0] % align == 0 and np.array_equal(at, at[0] + np.arange(p + r - 1))
                 np.testing.assert_array_equal(batch.tokens[b, at], sequence[:-1])
@@ -98,7 +96,7 @@ def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget
     logp = gather([micro.batch.rollout_logp for micro in packed], packed)
     for original, t, lp in zip(rollouts, targets, logp, strict=True):
         np.testing.assert_array_equal(t, original.tokens)
-        np.testing.assert_array_equal(lp, original.logp)
+        np.testing.assert_array_equal(lp, original.rollout_logp)
 
     again = pack(rollouts, **sizes)
     assert [m.places for m in again] == [m.places for m in packed]

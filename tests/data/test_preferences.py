@@ -31,9 +31,9 @@ FORMS = [
 def test_all_forms_give_the_same_pair(row, renderer, tmp_path):
     [pair] = load(tmp_path, renderer, row)
     for one, said in ((pair.chosen, GOOD), (pair.rejected, BAD)):
-        np.testing.assert_array_equal(one.prompt.tokens, renderer.render([ASK]))
+        np.testing.assert_array_equal(one.prompt_tokens, renderer.render([ASK]))
         shown = renderer.decode(one.tokens, skip_special=False)
-        assert shown == said["content"] + "<|im_end|>" and one.own.all()
+        assert shown == said["content"] + "<|im_end|>" and one.loss_mask.all()
 
 
 def test_a_row_may_say_by_how_much(renderer, tmp_path):
@@ -47,7 +47,7 @@ def test_a_row_may_say_by_how_much(renderer, tmp_path):
 def test_only_the_last_turn_is_compared(renderer, tmp_path):
     earlier = [ASK, GOOD, {"role": "user", "content": "Sure?"}]
     [pair] = load(tmp_path, renderer, {"prompt": earlier, "chosen": "Yes.", "rejected": "No."})
-    np.testing.assert_array_equal(pair.chosen.prompt.tokens, renderer.render(earlier))
+    np.testing.assert_array_equal(pair.chosen.prompt_tokens, renderer.render(earlier))
     assert renderer.decode(pair.rejected.tokens) == "No."
 
 

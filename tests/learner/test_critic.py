@@ -115,12 +115,12 @@ def test_the_loss_is_that_of_a_slow_reference():
 def test_a_value_is_of_the_state_before_its_token():
     """Another last token changes no value; another last token of the prompt changes them all."""
     [r] = [r for r in ROLLOUTS if len(r.tokens) == 12][:1]
-    last, prompt = r.tokens.copy(), r.prompt.tokens.copy()
+    last, prompt = r.tokens.copy(), r.prompt_tokens.copy()
     last[-1], prompt[-1] = (last[-1] + 1) % MODEL.V, (prompt[-1] + 1) % MODEL.V
     others = [
         r,
         dataclasses.replace(r, tokens=last),
-        dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, tokens=prompt)),
+        dataclasses.replace(r, prompt_tokens=prompt),
     ]
     with jax.set_mesh(make_mesh()):
         values = Values(gae_config().critic_run, Layout(TRAIN, None, None, np.dtype(np.float32)))

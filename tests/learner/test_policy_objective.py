@@ -17,8 +17,12 @@ from tests.learner.tiny_policy import batches, rollouts, run_config
 ROLLOUTS = [dataclasses.replace(r, selected=np.arange(len(r.tokens)) % 3 == 0) for r in rollouts()]
 # What the models would say about the same tokens: far enough from the engine that every clip is met.
 RNG = np.random.default_rng(7)
-LOGPS = [r.logp + 0.5 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS]
-OLDS = [r.logp + 0.2 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS]
+LOGPS = [
+    r.rollout_logp + 0.5 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS
+]
+OLDS = [
+    r.rollout_logp + 0.2 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS
+]
 
 LOSSES = {name: dict(policy_loss=name) for name in POLICY_LOSSES}
 CORRECTIONS = {
@@ -131,7 +135,9 @@ def test_a_response_in_gspo_has_the_ratio_of_a_slow_reference():
 def test_rejected_and_truncated_tokens_are_counted():
     cfg = run_config(**CORRECTIONS["token_tis"], old_logp="recompute")
     _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
-    ratio = np.concatenate([np.exp(old - r.logp) for r, old in zip(ROLLOUTS, OLDS, strict=True)])
+    ratio = np.concatenate(
+        [np.exp(old - r.rollout_logp) for r, old in zip(ROLLOUTS, OLDS, strict=True)]
+    )
     np.testing.assert_allclose(
         means["mismatch/truncated_fraction"], np.mean(ratio > 1.1), rtol=1e-5
     )
@@ -150,7 +156,7 @@ def test_a_weight_has_no_gradient_of_its_own():
     _, grads, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
     n = sum(len(r.tokens) for r in ROLLOUTS)
     for r, logp, grad in zip(ROLLOUTS, LOGPS, grads, strict=True):
-        weight = np.minimum(np.exp(logp - r.logp), 9.0)
+        weight = np.minimum(np.exp(logp - r.rollout_logp), 9.0)
         np.testing.assert_allclose(grad, -weight * r.advantages / n, rtol=1e-4, atol=1e-7)
 
 

@@ -23,7 +23,7 @@ from jaxrl.learner.step import make_score, make_update, take_tokens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import init_params, is_spec, partition_specs
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import TrainingSample
 from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
 
@@ -51,29 +51,27 @@ def run_config(learner: dict | None = None, temperature: float = 0.7, **algorith
     )
 
 
-def rollouts(n: int = 16, seed: int = 0) -> list[Rollout]:
+def rollouts(n: int = 16, seed: int = 0) -> list[TrainingSample]:
     """Prompts of 2-9 tokens with answers of 1-12 and an advantage of either sign."""
     rng = np.random.default_rng(seed)
 
-    def one(i: int) -> Rollout:
+    def one(i: int) -> TrainingSample:
         prompt_len, response_len = rng.integers(2, 10), rng.integers(1, 13)
         tokens = rng.integers(0, MODEL.V, prompt_len + response_len).astype(np.int32)
-        prompt = Prompt(id=i, messages=(), tokens=tokens[:prompt_len], answer="")
         logp = -4.0 + 0.3 * rng.standard_normal(response_len).astype(np.float32)
-        return Rollout(
-            prompt=prompt,
-            sample=0,
+        return TrainingSample(
+            prompt_tokens=tokens[:prompt_len],
             tokens=tokens[prompt_len:],
-            logp=logp.astype(np.float32),
-            version=0,
-            finish="stop",
+            loss_mask=np.ones(response_len, bool),
+            rollout_logp=logp.astype(np.float32),
+            prompt_id=i,
             advantages=np.full(response_len, rng.standard_normal(), np.float32),
         )
 
     return [one(i) for i in range(n)]
 
 
-def batches(some: list[Rollout], *, row_len: int, token_budget: int, n_ranks: int = 1):
+def batches(some: list[TrainingSample], *, row_len: int, token_budget: int, n_ranks: int = 1):
     shapes = ((token_budget // row_len, row_len),)
     packed = pack(some, shapes=shapes, align=8, n_ranks=n_ranks)
     return [p.batch for p in packed]

@@ -79,10 +79,8 @@ def rollout(text, answer="1", finish="stop", **extra):
     prompt = Prompt(
         id=0, messages=(), tokens=np.zeros(3, np.int32), answer=answer, source="s", extra=extra
     )
-    tokens, logp = np.zeros(4, np.int32), np.zeros(4, np.float32)
-    return Rollout(
-        prompt=prompt, sample=0, tokens=tokens, logp=logp, version=0, finish=finish, text=text
-    )
+    tokens, logp, mask = np.zeros(4, np.int32), np.zeros(4, np.float32), np.ones(4, bool)
+    return Rollout(prompt, 0, tokens, logp, mask, version=0, finish=finish, text=text)
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +108,28 @@ def pool_of(hazards):
 def test_rewards_come_back_in_order(pool_of):
     pool = pool_of("last_number", workers=3)
     scored = pool.score([rollout(f"it is {i % 7}.", answer=str(i % 5)) for i in range(300)])
-    assert [r.reward for r in scored] == [float(i % 7 == i % 5) for i in range(300)]
-    assert all(r.reward_parts == {"last_number": r.reward} and not r.reward_error for r in scored)
+    assert [r.value for r in scored] == [float(i % 7 == i % 5) for i in range(300)]
+    assert all(r.parts == {"last_number": r.value} and not r.error for r in scored)
     assert pool.score([]) == []
 
 
 def test_weighted_sum_of_functions_with_parts_by_name(pool_of):
     pool = pool_of("last_number", ":length?scale=2", weights=(1.0, 0.5))
     [scored] = pool.score([rollout("is 1")])
-    assert scored.reward == 1.0 * 1 + 0.5 * 2 * 4
-    assert scored.reward_parts == {"last_number": 1.0, "length": 8.0}
+    assert scored.value == 1.0 * 1 + 0.5 * 2 * 4
+    assert scored.parts == {"last_number": 1.0, "length": 8.0}
 
 
 def test_dict_gives_score_and_further_numbers(pool_of):
     [scored] = pool_of(":parts").score([rollout("")])
-    assert scored.reward == 2.0
-    assert scored.reward_parts == {"parts": 2.0, "parts/acc": 1.0}
+    assert scored.value == 2.0
+    assert scored.parts == {"parts": 2.0, "parts/acc": 1.0}
 
 
 def test_function_sees_verls_arguments_in_a_process_without_jax(pool_of):
     pool = pool_of(":what_it_sees", workers=1)
     [scored] = pool.score([rollout("", answer="abc", finish="length", index=7)])
-    parts = scored.reward_parts
+    parts = scored.parts
     assert parts["what_it_sees"] == len("s" + "abc")
     seen = {key.partition("/")[2]: value for key, value in parts.items()}
     assert (seen["truncated"], seen["response_len"], seen["index"]) == (1, 4, 7)
@@ -159,29 +157,26 @@ def test_a_failing_call_is_an_error_value_and_the_others_are_scored(pool_of, tex
     texts = ["fine"] * 20
     texts[3] = texts[17] = text
     scored = pool.score([rollout(t) for t in texts])
-    for r in scored:
-        assert (r.reward, bool(r.reward_error)) == (
-            (1.0, False) if r.text == "fine" else (-1.0, True)
-        )
-    assert scored[3].reward_error.startswith(error) and scored[17].reward_error.startswith(error)
-    assert pool.score([rollout("fine")])[0].reward == 1.0  # and the pool lives on
+    for r, text in zip(scored, texts, strict=True):
+        assert (r.value, bool(r.error)) == ((1.0, False) if text == "fine" else (-1.0, True))
+    assert scored[3].error.startswith(error) and scored[17].error.startswith(error)
+    assert pool.score([rollout("fine")])[0].value == 1.0  # and the pool lives on
 
 
 def test_a_function_of_verls_batch_signature_gets_batches(pool_of):
     pool = pool_of(":batched?batch_size=3&bonus=1", "last_number", workers=1)
     scored = pool.score([rollout(text) for text in ("a", "bb", "nan", "is 1", "e")])
-    sizes = [r.reward_parts.get("batched/n") for r in scored]
+    sizes = [r.parts.get("batched/n") for r in scored]
     assert sizes == [3, 3, None, 2, 2]
-    assert [r.reward for r in scored] == [2, 3, 0, 5 + 1, 2]
+    assert [r.value for r in scored] == [2, 3, 0, 5 + 1, 2]
     assert (
-        scored[2].reward_error
-        == "batched: ValueError: the function returned nan; return a finite number"
+        scored[2].error == "batched: ValueError: the function returned nan; return a finite number"
     )
 
 
 def test_batches_are_shared_out_over_the_workers(pool_of):
     scored = pool_of(":batched", workers=2).score([rollout("a")] * 10)
-    assert [r.reward_parts["batched/n"] for r in scored] == [5] * 10
+    assert [r.parts["batched/n"] for r in scored] == [5] * 10
 
 
 @pytest.mark.parametrize(
@@ -199,7 +194,7 @@ def test_batches_are_shared_out_over_the_workers(pool_of):
 def test_a_batch_fails_as_one_and_the_others_are_scored(pool_of, text, error):
     pool = pool_of(":batched?batch_size=2&timeout_s=0.3", workers=2)
     scored = pool.score([rollout(t) for t in ("a", "a", text, "a", "a", "a")])
-    assert [r.reward_error for r in scored] == ["", "", error, error, "", ""]
+    assert [r.error for r in scored] == ["", "", error, error, "", ""]
 
 
 def test_a_function_may_have_a_time_of_its_own_and_learns_it_with_the_texts_it_asks_for(hazards):
@@ -207,27 +202,27 @@ def test_a_function_may_have_a_time_of_its_own_and_learns_it_with_the_texts_it_a
     cfg = RewardConfig(functions=functions, timeout_s=0.5)
     with RewardPool(cfg, decode=lambda tokens: "x" * len(tokens)) as pool:
         slow, fine = pool.score([rollout("sleep"), rollout("fine")])
-    assert fine.reward_parts == {
+    assert fine.parts == {
         "impatient": 7.0,
         "impatient/prompt": 3.0,
         "impatient/query": 3.0 + 4.0,
         "obey": 1.0,
     }
-    assert slow.reward_error == "obey: no answer within 0.5 s"
+    assert slow.error == "obey: no answer within 0.5 s"
 
 
 def test_one_failing_function_makes_the_response_an_error_but_keeps_the_other_parts(pool_of):
     pool = pool_of(":obey", ":length", error_value=-0.5)
     [scored] = pool.score([rollout("raise")])
-    assert scored.reward == -0.5
-    assert scored.reward_parts == {"length": 5.0}
-    assert scored.reward_error == "obey: RuntimeError: out of cheese"
+    assert scored.value == -0.5
+    assert scored.parts == {"length": 5.0}
+    assert scored.error == "obey: RuntimeError: out of cheese"
 
 
 def test_single_worker_goes_on_after_every_call_hung(pool_of):
     pool = pool_of(":obey", workers=1, timeout_s=0.3)
     scored = pool.score([rollout("sleep"), rollout("fine"), rollout("sleep"), rollout("fine")])
-    assert [r.reward for r in scored] == [0, 1, 0, 1]
+    assert [r.value for r in scored] == [0, 1, 0, 1]
 
 
 def test_math_that_hangs_in_c_is_cut_off(pool_of):
@@ -235,8 +230,8 @@ def test_math_that_hangs_in_c_is_cut_off(pool_of):
     start = time.monotonic()
     hangs = rollout(r"\boxed{9^{9^{9}}}", answer="5")
     scored = pool.score([rollout(r"\boxed{\frac{1}{2}}", answer="0.5"), hangs])
-    assert [r.reward for r in scored] == [1.0, 0.0]
-    assert scored[1].reward_error == "math: no answer within 2 s"
+    assert [r.value for r in scored] == [1.0, 0.0]
+    assert scored[1].error == "math: no answer within 2 s"
     assert time.monotonic() - start < 30
 
 

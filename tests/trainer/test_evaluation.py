@@ -13,24 +13,26 @@ from jaxrl.evaluate import evaluate, interval, read, table
 from jaxrl.models.files.source import resolve_model
 from jaxrl.train import train
 from jaxrl.trainer.evaluation import statistics, validation_metrics
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.test_train import metrics
 
 
-def rollouts(rewards, *, source="s", finish="stop", **fields):
+def rollouts(rewards, *, source="s", finish="stop", parts=None):
     """One prompt a row, one sample a number."""
     return [
-        Rollout(
-            prompt=Prompt(
-                id=i, messages=(), tokens=np.zeros(3, np.int32), answer="", source=source
+        ScoredRollout(
+            Rollout(
+                prompt=Prompt(
+                    id=i, messages=(), tokens=np.zeros(3, np.int32), answer="", source=source
+                ),
+                sample=j,
+                tokens=np.zeros(j + 1, np.int32),
+                logp=np.zeros(j + 1, np.float32),
+                loss_mask=np.ones(j + 1, bool),
+                version=0,
+                finish=finish,
             ),
-            sample=j,
-            tokens=np.zeros(j + 1, np.int32),
-            logp=np.zeros(j + 1, np.float32),
-            version=0,
-            finish=finish,
-            reward=float(reward),
-            **fields,
+            Reward(float(reward), parts or {}),
         )
         for i, row in enumerate(rewards)
         for j, reward in enumerate(row)
@@ -38,7 +40,7 @@ def rollouts(rewards, *, source="s", finish="stop", **fields):
 
 
 def test_statistics_by_hand():
-    some = rollouts([[1, 0], [1, 1], [0.5, 0]], reward_parts={"format": 0.25})
+    some = rollouts([[1, 0], [1, 1], [0.5, 0]], parts={"format": 0.25})
     found = statistics(some, EvalConfig(n=2, k=(1, 2)))
     # prompt means 1/2, 1, 1/4 of the rewards, 1/2, 1, 0 of what passes, 1, 1, 0 of one in two
     assert found["reward"] == pytest.approx(7 / 12)

@@ -13,13 +13,13 @@ from jaxrl.planner.topology import CHIPS, chip_of
 from jaxrl.trainer import metrics as speed
 from jaxrl.trainer.run import Job
 from jaxrl.types import TrainState
-from tests.trainer.test_experience import config, rollouts_with
+from tests.trainer.test_experience import config, samples_of
 
 MODEL = DecoderConfig("llama", L=1, D=16, N=2, K=2, H=8, F=32, V=64)
 
 
 def packed():
-    some = rollouts_with([[1, 0], [1, 0]])
+    some = samples_of(2)
     return some, pack(some, shapes=((2, 64),), align=8, n_ranks=1)
 
 
@@ -27,7 +27,7 @@ def test_the_lengths_of_a_packed_batch_are_those_of_its_sequences():
     some, micro = packed()
     lens = np.concatenate([sequence_lens(p.batch) for p in micro])
     # the last token of a sequence is a target only
-    want = [len(r.prompt.tokens) + len(r.tokens) - 1 for r in some]
+    want = [len(s.prompt_tokens) + len(s.tokens) - 1 for s in some]
     assert sorted(lens) == sorted(want)
 
 

@@ -21,6 +21,7 @@ from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import Limits, converse
 from jaxrl.train import train
+from jaxrl.trainer.experience import to_sample
 from jaxrl.trainer.setup import check_not_in_step
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN
@@ -159,14 +160,14 @@ def test_the_tokens_of_an_episode_by_hand(echo, renderer):
         *ids(renderer, "d"),
         EOS,
     ]
-    assert rollout.own.tolist() == [True] * 3 + [False] * n + [True] * 2
+    assert rollout.loss_mask.tolist() == [True] * 3 + [False] * n + [True] * 2
     np.testing.assert_allclose(
-        rollout.logp, np.where(rollout.own, -rollout.tokens / 100, 0), rtol=1e-6
+        rollout.logp, np.where(rollout.loss_mask, -rollout.tokens / 100, 0), rtol=1e-6
     )
-    assert rollout.finish == "stop" and rollout.n_own == 5
+    assert rollout.finish == "stop" and rollout.n_loss_tokens == 5
     assert dataclasses.asdict(rollout.episode) == {
-        "asked": ({"role": "user", "content": "hi"},),
-        "said": (
+        "prompt_messages": ({"role": "user", "content": "hi"},),
+        "completion_messages": (
             {"role": "assistant", "content": "ab"},
             {"role": "user", "content": "c"},
             {"role": "assistant", "content": "d"},
@@ -174,7 +175,7 @@ def test_the_tokens_of_an_episode_by_hand(echo, renderer):
         "n_turns": 2, "reward": 1.5, "counts": {"calls": 2.0}, "error": "",
     }  # fmt: skip
     # what the update sees: the mask is 1 where the target is a token of the model, and only there
-    (micro,) = pack([rollout], shapes=[(1, 128)], align=64, n_ranks=1)
+    (micro,) = pack([to_sample(rollout)], shapes=[(1, 128)], align=64, n_ranks=1)
     start = len(prompt) - 1
     want = np.zeros(128)
     want[[start, start + 1, start + 2, start + 3 + n, start + 4 + n]] = 1
@@ -197,7 +198,7 @@ def test_a_turn_that_a_stop_string_ends_is_closed_for_the_model(echo, renderer):
     ((rollout,), _) = talk([["a!b", "d<|im_end|>"]], echo, renderer, stop=("!",))
     n = len(ids(renderer, "<|im_end|>" + ANSWER))
     assert rollout.tokens[: 2 + n].tolist() == ids(renderer, "a!<|im_end|>" + ANSWER)
-    assert rollout.own.tolist() == [True] * 2 + [False] * n + [True] * 2
+    assert rollout.loss_mask.tolist() == [True] * 2 + [False] * n + [True] * 2
 
 
 def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
@@ -206,7 +207,7 @@ def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
     ((rollout,), requests) = talk([turns], echo, renderer, max_turns=2)
     assert (rollout.finish, len(requests), len(rollout.tokens)) == ("turns", 2, 6 + n)
     assert rollout.episode.reward == 1.0
-    assert [m["role"] for m in rollout.said] == ["assistant", "user", "assistant"]
+    assert [m["role"] for m in rollout.completion_messages] == ["assistant", "user", "assistant"]
     for room, finish, length in ((3 + n, "length", 3), (3 + n + 1, "length", 3 + n + 1)):
         ((rollout,), _) = talk([turns], echo, renderer, max_tokens=room)
         assert (rollout.finish, len(rollout.tokens)) == (finish, length)
@@ -214,7 +215,7 @@ def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
     ((rollout,), requests) = talk([turns], echo, renderer, answer="long")
     assert rollout.finish == "error" and not requests and len(rollout.tokens) == 0
     assert len(rollout.prompt.tokens) > 99 and rollout.prompt.messages[0]["content"] == "hi"
-    assert rollout.asked[0]["content"] == "x" * 99 and rollout.said == ()
+    assert rollout.prompt_messages[0]["content"] == "x" * 99 and rollout.completion_messages == ()
     assert "data.max_prompt_len is 99" in rollout.episode.error
 
 

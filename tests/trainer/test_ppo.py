@@ -19,40 +19,33 @@ from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.experience import value_metrics
 from jaxrl.trainer.setup import open_run
 from jaxrl.trainer.step import train_step
-from jaxrl.types import Prompt, Rollout
+from jaxrl.types import TrainingSample
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
-PROMPT = Prompt(0, (), np.arange(3, dtype=np.int32), "")
 
+def episodes(rng, n=6) -> list[TrainingSample]:
+    """Responses of 1-9 tokens, some of them with observation tokens in between."""
 
-def episodes(rng, n=6) -> list[Rollout]:
-    """Responses of 1-9 tokens, some of them with tokens of others in between."""
-
-    def one(i: int) -> Rollout:
+    def one(i: int) -> TrainingSample:
         length = int(rng.integers(1, 10))
         own = rng.random(length) < 0.7
         own[rng.integers(length)] = True
-        return Rollout(
-            prompt=PROMPT,
-            sample=i,
+        return TrainingSample(
+            prompt_tokens=np.arange(3, dtype=np.int32),
             tokens=np.zeros(length, np.int32),
-            logp=np.zeros(length, np.float32),
-            version=0,
-            finish="stop",
-            reward=float(rng.standard_normal()),
-            own=None if i % 2 else own,
+            loss_mask=np.ones(length, bool) if i % 2 else own,
             values=rng.standard_normal(length).astype(np.float32),
         )
 
     return [one(i) for i in range(n)]
 
 
-def slow_returns(r: Rollout, penalty: np.ndarray, gamma: float, lam: float):
-    """(A, R) of the tokens that the model wrote, from the definition of GAE."""
-    at = np.flatnonzero(np.ones(len(r.tokens), bool) if r.own is None else r.own)
+def slow_returns(r: TrainingSample, reward: float, penalty: np.ndarray, gamma: float, lam: float):
+    """(A, R) of the loss tokens, from the definition of GAE."""
+    at = np.flatnonzero(r.loss_mask)
     rewards = [-penalty[t] for t in at]
-    rewards[-1] += r.reward
+    rewards[-1] += reward
     values = [*(r.values[t] for t in at), 0.0]
     n = len(at)
     delta = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(n)]
@@ -65,10 +58,14 @@ def test_returns_and_advantages_of_random_episodes_are_those_of_the_definition(s
     rng = np.random.default_rng(seed)
     gamma, lam = (1.0, 1.0) if seed == 0 else rng.uniform(0.3, 1.0, 2)
     rollouts = episodes(rng)
+    rewards = rng.standard_normal(len(rollouts))
     penalties = [rng.standard_normal(len(r.tokens)).astype(np.float32) for r in rollouts]
     cfg = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam)
-    got = add_advantages(rollouts, cfg, 1, penalties)
-    slow = [slow_returns(r, p, gamma, lam) for r, p in zip(rollouts, penalties, strict=True)]
+    got = add_advantages(rollouts, rewards, cfg, 1, penalties=penalties)
+    slow = [
+        slow_returns(r, reward, p, gamma, lam)
+        for r, reward, p in zip(rollouts, rewards, penalties, strict=True)
+    ]
     every = np.concatenate([a for _, a, _ in slow])
     for r, (at, advantages, returns) in zip(got, slow, strict=True):
         white = (advantages - every.mean()) / every.std(ddof=1)

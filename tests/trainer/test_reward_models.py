@@ -24,9 +24,9 @@ from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.train import train
 from jaxrl.trainer.offline.offline import learning
 from jaxrl.trainer.offline.ranking import RANKING, rank
-from jaxrl.trainer.reward_model import open_reward_model, with_score
+from jaxrl.trainer.scoring import open_reward_model, with_score
 from jaxrl.trainer.setup import open_offline, open_run
-from jaxrl.types import Episode, Prompt, Rollout
+from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
@@ -216,7 +216,7 @@ def test_a_killed_training_goes_on_bitwise(ranking_config, tmp_path):
 def rollout(text, **fields):
     prompt = Prompt(0, ({"role": "user", "content": "1 + 2?"},), np.zeros(3, np.int32), "3")
     tokens, logp = np.zeros(4, np.int32), np.zeros(4, np.float32)
-    return Rollout(prompt, 0, tokens, logp, 0, "stop", text=text, **fields)
+    return Rollout(prompt, 0, tokens, logp, np.ones(4, bool), 0, "stop", text=text, **fields)
 
 
 def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_config, tiny_scorer):
@@ -229,7 +229,9 @@ def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_c
         tiny_config.reward_model.mesh.tensor = tensor
         with jax.set_mesh(make_mesh(fsdp=2)):
             model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
-            found[tensor] = model.add_rewards([rollout(text, reward=1.0) for text in texts])
+            found[tensor] = model.add_scores(
+                [rollout(text) for text in texts], [Reward(1.0)] * len(texts)
+            )
         mesh = jax.tree.leaves(model.params)[0].sharding.mesh
         assert mesh.shape["tensor"] == max(tensor, 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_scorer)
@@ -240,9 +242,9 @@ def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_c
             ids = jnp.array([tokenizer(said, add_special_tokens=False)["input_ids"]])
             score = float(score_at_end(alone, ids))
             for own in found.values():
-                assert own[i].reward_parts["reward_model"] == pytest.approx(score, abs=1e-4)
-                assert own[i].reward == pytest.approx(1.0 + 2.0 * score, abs=1e-4)
-    assert len({r.reward for r in found[0]}) == 3
+                assert own[i].parts["reward_model"] == pytest.approx(score, abs=1e-4)
+                assert own[i].value == pytest.approx(1.0 + 2.0 * score, abs=1e-4)
+    assert len({r.value for r in found[0]}) == 3
 
 
 @jax.jit
@@ -260,17 +262,18 @@ def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config
 
     asked, answer = message("user", "1 + 2?"), message("user", "No.")
     said = (message("assistant", "4"), answer, message("assistant", "3"))
-    held = Episode(asked=(asked,), said=said, n_turns=2, reward=1.0)
+    held = Episode(prompt_messages=(asked,), completion_messages=said, n_turns=2, reward=1.0)
     broken = dataclasses.replace(held, error="KeyError: 'x'")
     tiny_config.reward_model.path = str(tiny_scorer)
     with jax.set_mesh(make_mesh(fsdp=1)):
         model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
-        found, failed, alone = model.add_rewards(
+        found, failed, alone = model.add_scores(
             [
-                rollout("43", reward=1.0, episode=held),
+                rollout("43", episode=held),
                 rollout("43", episode=broken),
                 rollout("3"),
-            ]
+            ],
+            [Reward(1.0), Reward(0.0), Reward(0.0)],
         )
         _, params = load_model(tiny_scorer, rules=TRAIN, heads=("score",))
         text = (
@@ -279,11 +282,9 @@ def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config
         tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_scorer)
         ids = jnp.array([tokenizer(text, add_special_tokens=False)["input_ids"]])
         score = float(score_at_end(params, ids))
-    assert found.reward == pytest.approx(1.0 + score, abs=1e-4) and not found.reward_error
-    assert alone.reward_parts["reward_model"] != pytest.approx(score, abs=1e-3)
-    assert (
-        failed.reward_error == "reward_model: the environment failed before the conversation ended"
-    )
+    assert found.value == pytest.approx(1.0 + score, abs=1e-4) and not found.error
+    assert alone.parts["reward_model"] != pytest.approx(score, abs=1e-3)
+    assert failed.error == "reward_model: the environment failed before the conversation ended"
 
 
 def test_an_evaluation_is_rewarded_by_environment_and_model_together(
@@ -325,14 +326,16 @@ def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
     cfg = resolve(tiny_config)
     with jax.set_mesh(make_mesh(fsdp=1)):
         model = open_reward_model(cfg, tiny_scorer, jnp.dtype("float32"))
-        fine, long = model.add_rewards([rollout("3"), rollout("x" * 300)])
-    assert not fine.reward_error
-    assert long.reward == -1.0
-    assert "tokens in the reward model's tokenizer, more than a row of 256" in long.reward_error
-    nan = with_score(rollout("3", reward=5.0), 0.0, "the score is nan", cfg)
-    assert (nan.reward, nan.reward_error) == (-1.0, "reward_model: the score is nan")
-    failed = with_score(rollout("3", reward=-1.0, reward_error="math: hung"), 7.0, "", cfg)
-    assert (failed.reward, failed.reward_parts) == (-1.0, {"reward_model": 7.0})
+        fine, long = model.add_scores(
+            [rollout("3"), rollout("x" * 300)], [Reward(0.0), Reward(0.0)]
+        )
+    assert not fine.error
+    assert long.value == -1.0
+    assert "tokens in the reward model's tokenizer, more than a row of 256" in long.error
+    nan = with_score(Reward(5.0), 0.0, "the score is nan", cfg)
+    assert (nan.value, nan.error) == (-1.0, "reward_model: the score is nan")
+    failed = with_score(Reward(-1.0, error="math: hung"), 7.0, "", cfg)
+    assert (failed.value, failed.parts) == (-1.0, {"reward_model": 7.0})
 
 
 def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, monkeypatch):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
 from jaxrl.train import train
-from jaxrl.trainer.failure import NonFiniteError
+from jaxrl.trainer.update import NonFiniteError
 
 TIMES = ("time", "time/", "_per_s", "host_fraction")
 

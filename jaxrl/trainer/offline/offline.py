@@ -7,13 +7,14 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
+from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import gather
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.experience import MiniBatch, pack_rollouts, padding_fraction
+from jaxrl.trainer.experience import MiniBatch, pack_samples, padding_fraction
 from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.run import Job
-from jaxrl.trainer.step import update
-from jaxrl.types import Batch, Rollout
+from jaxrl.trainer.update import update
+from jaxrl.types import Batch, Demonstration, TrainingSample
 
 # Sections of the config that mean nothing where nothing is sampled.
 IDLE = ("algorithm", "critic", "env", "rollout", "reward", "reward_model")
@@ -24,7 +25,7 @@ class Lesson:
     """How items of a data set become rollouts with advantages, whose policy gradient is that of a loss."""
 
     load: Callable[..., Sequence]  # (sources, renderer=, data=, stop=, limit=) -> items
-    teach: Callable[["Offline", Sequence], tuple[list[Rollout], dict[str, float]]]
+    teach: Callable[["Offline", Sequence], tuple[list[TrainingSample], dict[str, float]]]
     judge: Callable[["Offline", Sequence], dict[str, float]]  # held-out items -> val/*
     aggregation: str  # of algorithm.aggregation
     given: OfflineWorkload  # shape of a training step, for the planner
@@ -72,14 +73,14 @@ def train_step(run: Offline) -> None:
     with run.timed("step"):
         items = next(run.iterator)
         for start in range(0, len(items), size):
-            rollouts, metrics = run.lesson.teach(run, items[start : start + size])
-            packed = pack_rollouts(rollouts, run.cfg, run.n_ranks)
-            learnt = update(run, [MiniBatch(packed, idle=[])])
+            samples, metrics = run.lesson.teach(run, items[start : start + size])
+            packed = pack_samples(samples, run.cfg, run.n_ranks)
+            learnt = update(run, [MiniBatch(packed)])
             metrics |= {shown: learnt[name] for name, shown in run.lesson.logged.items()}
             metrics |= {name: v for name, v in learnt.items() if name.startswith("optim/")}
             found.append(metrics | {"perf/padding_fraction": padding_fraction(packed)})
             learnt_from += packed
-            n_tokens += sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
+            n_tokens += sum(len(s.prompt_tokens) + len(s.tokens) for s in samples)
     metrics = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
     metrics["perf/n_updates"] = float(len(found))
     metrics |= speed_metrics(run, n_tokens, learnt_from)
@@ -96,9 +97,11 @@ def validate(run: Offline) -> None:
 
 
 def logps(
-    run: Job, rollouts: Sequence[Rollout], score: Callable[[Job, Sequence[Batch]], list[np.ndarray]]
+    run: Job,
+    demonstrations: Sequence[Demonstration],
+    score: Callable[[Job, Sequence[Batch]], list[np.ndarray]],
 ) -> list[np.ndarray]:
-    """The logprobs of each rollout's own tokens, by policy_logps or reference_logps of trainer/step.py."""
-    packed = pack_rollouts(rollouts, run.cfg, run.n_ranks)
+    """Logprobs of the loss tokens of each demonstration, by policy_logps or reference_logps."""
+    packed = pack_samples([to_sample(d) for d in demonstrations], run.cfg, run.n_ranks)
     found = gather(score(run, [p.batch for p in packed]), packed)
-    return [logp if r.own is None else logp[r.own] for r, logp in zip(rollouts, found, strict=True)]
+    return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

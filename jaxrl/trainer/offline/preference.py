@@ -9,23 +9,24 @@ import numpy as np
 from jaxrl.algorithms.choose import choose
 from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.config.keys import PreferenceConfig
+from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, load_pairs
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
-from jaxrl.trainer.step import policy_logps, reference_logps
-from jaxrl.types import Rollout
+from jaxrl.trainer.phases import policy_logps, reference_logps
+from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray
 
 
-def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[Rollout], dict[str, float]]:
+def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[TrainingSample], dict[str, float]]:
     """Both answers of each pair with the advantages of the configured loss under the weights of now."""
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by answers, of which a pair has two.
     each = 2 * np.concatenate([up, down])
-    rollouts = [weighted(r, a) for r, a in zip(answers_of(pairs), each.tolist(), strict=True)]
-    return rollouts, preference_metrics(run.cfg.preference.beta, loss, chosen, rejected)
+    samples = [to_sample(d, a) for d, a in zip(answers_of(pairs), each.tolist(), strict=True)]
+    return samples, preference_metrics(run.cfg.preference.beta, loss, chosen, rejected)
 
 
 def judge(run: Offline, pairs: Sequence[Pair]) -> dict[str, float]:
@@ -47,7 +48,7 @@ def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Num
     return pair_loss(run.cfg.preference, kl), chosen, rejected
 
 
-def answers_of(pairs: Sequence[Pair]) -> list[Rollout]:
+def answers_of(pairs: Sequence[Pair]) -> list[Demonstration]:
     """The chosen answers, then the rejected ones."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
@@ -63,24 +64,22 @@ def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
     return choose(known, cfg.loss, "preference.loss")
 
 
-def strangers(pairs: Sequence[Pair], max_len: int) -> list[Rollout]:
+def strangers(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
     """Each chosen answer behind the prompt of the next pair, cut to `max_len` tokens: what KTO judges the
     distance between policy and reference by."""
     found = []
     for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
-        prompt = other.chosen.prompt
-        n = max(max_len - len(prompt.tokens), 1)
-        r = pair.chosen
-        own = None if r.own is None else r.own[:n]
-        short = {"tokens": r.tokens[:n], "logp": r.logp[:n], "own": own, "advantages": None}
-        found.append(dataclasses.replace(r, prompt=prompt, **short))
+        answer, prompt_tokens = pair.chosen, other.chosen.prompt_tokens
+        n = max(max_len - len(prompt_tokens), 1)
+        found.append(
+            dataclasses.replace(
+                answer,
+                prompt_tokens=prompt_tokens,
+                tokens=answer.tokens[:n],
+                loss_mask=answer.loss_mask[:n],
+            )
+        )
     return found
-
-
-def weighted(rollout: Rollout, advantage: float) -> Rollout:
-    return dataclasses.replace(
-        rollout, advantages=np.full(len(rollout.tokens), advantage, np.float32)
-    )
 
 
 def preference_metrics(

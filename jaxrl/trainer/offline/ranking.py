@@ -11,13 +11,13 @@ from jaxrl.data.preferences import Pair, load_pairs
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline
 from jaxrl.trainer.offline.preference import answers_of, preference_metrics
-from jaxrl.trainer.reward_model import last_scores, sequence
-from jaxrl.types import Rollout
+from jaxrl.trainer.scoring import last_scores, scored_sequence
+from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray
 
 
-def rank(run: Offline, pairs: Sequence[Pair]) -> tuple[list[Rollout], dict[str, float]]:
+def rank(run: Offline, pairs: Sequence[Pair]) -> tuple[list[TrainingSample], dict[str, float]]:
     """Both answers of each pair as sequences with the score that the learner is to move theirs to.
 
     The gradient of a loss of scores is that of the value loss (V - R)² / 2 with R = V - dL/dV; the loss of the next
@@ -57,8 +57,8 @@ def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Num
     return loss, scores[: len(pairs)], scores[len(pairs) :]
 
 
-def _whole(answer: Rollout) -> Rollout:
-    return sequence(np.concatenate([answer.prompt.tokens, answer.tokens]), answer.prompt)
+def _whole(answer: Demonstration) -> TrainingSample:
+    return scored_sequence(np.concatenate([answer.prompt_tokens, answer.tokens]), answer.id)
 
 
 RANKING = Lesson(

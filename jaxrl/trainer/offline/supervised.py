@@ -8,28 +8,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.data.demonstrations import load_demonstrations
+from jaxrl.data.demonstrations import load_demonstrations, to_sample
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
-from jaxrl.trainer.step import policy_logps
-from jaxrl.types import Rollout
+from jaxrl.trainer.phases import policy_logps
+from jaxrl.types import Demonstration, TrainingSample
 
 
-def imitate(run: Offline, items: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
-    """The demonstrations as they are."""
-    return list(items), {"perf/own_tokens": float(sum(r.n_own for r in items))}
+def imitate(
+    run: Offline, items: Sequence[Demonstration]
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """The demonstrations with advantage 1."""
+    n_tokens = float(sum(d.n_loss_tokens for d in items))
+    return [to_sample(d, advantage=1.0) for d in items], {"perf/own_tokens": n_tokens}
 
 
-def likelihood(run: Offline, items: Sequence[Rollout]) -> dict[str, float]:
+def likelihood(run: Offline, items: Sequence[Demonstration]) -> dict[str, float]:
     """val/nll, nats per token, overall and per source; val/perplexity is its exponential."""
     found = logps(run, items, policy_logps)
     nll = -float(np.concatenate(found).mean())
     metrics = {"val/nll": nll, "val/perplexity": float(np.exp(nll))}
-    sources = sorted({r.prompt.source for r in items})
+    sources = sorted({d.source for d in items})
     if len(sources) > 1:
         for source in sources:
-            own = [logp for r, logp in zip(items, found, strict=True) if r.prompt.source == source]
-            metrics[f"val/{source}/nll"] = -float(np.concatenate(own).mean())
+            group = [logp for d, logp in zip(items, found, strict=True) if d.source == source]
+            metrics[f"val/{source}/nll"] = -float(np.concatenate(group).mean())
     return metrics
 
 

@@ -148,7 +148,8 @@ def rollouts(n):
     for i in range(n):
         prompt = Prompt(id=i, messages=(), tokens=np_tokens(10 + i), answer=str(i))
         tokens = np_tokens(100, 101)
-        yield Rollout(prompt, 0, tokens, tokens.astype("float32"), 0, "stop", text="no specials")
+        logp, mask = tokens.astype("float32"), tokens > 0
+        yield Rollout(prompt, 0, tokens, logp, mask, 0, "stop", text="no specials")
 
 
 def np_tokens(*ids):
@@ -166,12 +167,11 @@ def test_the_pool_asks_in_batches_and_one_bad_score_is_an_error_of_its_own(serve
     cfg = RewardConfig(functions=(spec,), workers=2, error_value=-1.0)
     with RewardPool(cfg, decode=lambda tokens: " ".join(map(str, tokens))) as pool:
         scored = pool.score(list(rollouts(10)))
-    assert [r.reward for r in scored] == [0, 1, 2, -1, 4, 5, 6, 7, 8, 9]
+    assert [r.value for r in scored] == [0, 1, 2, -1, 4, 5, 6, 7, 8, 9]
     assert (
-        scored[3].reward_error
-        == "remote: ValueError: the function returned nan; return a finite number"
+        scored[3].error == "remote: ValueError: the function returned nan; return a finite number"
     )
-    assert not scored[4].reward_error
+    assert not scored[4].error
     assert sorted(len(body["query"]) for body in server.asked) == [2, 4, 4]
     assert {body["query"][0] for body in server.asked} == {"10 100 101", "14 100 101", "18 100 101"}
     assert {body["prompts"][0] for body in server.asked} == {"10", "14", "18"}
@@ -184,5 +184,5 @@ def test_a_batch_that_the_server_does_not_answer_is_an_error_for_each_of_it(serv
     with RewardPool(cfg, decode=str) as pool:
         start = time.monotonic()
         scored = pool.score(list(rollouts(3)))
-    assert all("no score after" in r.reward_error and r.reward == 0.0 for r in scored)
+    assert all("no score after" in r.error and r.value == 0.0 for r in scored)
     assert time.monotonic() - start < 4

@@ -1,0 +1,159 @@
+"""Rewards of rollouts: the reward functions of all processes, and a reward model.
+
+A reward model is a sequence classifier with its own tokenizer, chat template, mesh layout and token
+budget.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.packing import gather
+from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
+from jaxrl.learner.critic import Values, reward_values
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.experience import pack_samples
+from jaxrl.types import Reward, Rollout, ScoredRollout, TrainingSample
+from sharding import hosts
+
+PART = "reward_model"  # key of the score in Reward.parts
+
+
+def score(
+    pool: RewardPool,
+    reward_model: "RewardModel | None",
+    rollouts: Sequence[Rollout],
+    stop: StopFlag,
+) -> list[ScoredRollout]:
+    """The rollouts with their rewards, all of them on every process.
+
+    Each process runs the reward functions for its share; the reward model runs on all processes
+    together.
+    """
+    share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
+    stop.check()
+    rewards = hosts.gather_items(share)
+    if reward_model is not None:
+        rewards = reward_model.add_scores(rollouts, rewards, stop.check)
+    return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]
+
+
+class RewardModel:
+    """A sequence classifier. The score of a conversation is the output at its last token."""
+
+    def __init__(
+        self, values: Values, params: Decoder, renderer: ChatRenderer, stop: Sequence[int]
+    ):
+        self.values, self.params = values, params
+        self._renderer, self._stop = renderer, stop
+        self._mesh = jax.sharding.get_mesh()  # training's; a caller may have set the engine's
+
+    def add_scores(
+        self,
+        rollouts: Sequence[Rollout],
+        rewards: Sequence[Reward],
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[Reward]:
+        """The rewards plus reward_model.weight times the score, with the score in `parts`.
+
+        The reward is an error if the conversation is too long for a row, if the chat template rejects
+        it, if its environment failed, or if the score is not finite.
+        """
+        cfg = self.values.cfg
+        sequences = [self._sequence(r) for r in rollouts]
+        valid = [s for s in sequences if isinstance(s, TrainingSample)]
+        with jax.set_mesh(self._mesh):
+            scores = iter(last_scores(self.values, self.params, valid, on_batch).tolist())
+        found = []
+        for reward, sequence in zip(rewards, sequences, strict=True):
+            if isinstance(sequence, TrainingSample):
+                score = next(scores)
+                error = "" if math.isfinite(score) else f"the score is {score}"
+            else:
+                score, error = 0.0, sequence
+            found.append(with_score(reward, score, error, cfg))
+        return found
+
+    def _sequence(self, rollout: Rollout) -> TrainingSample | str:
+        """The conversation in the tokens of the reward model, including the end token of the last
+        turn; or the error message."""
+        if rollout.episode is not None and rollout.episode.error:
+            return "the environment failed before the conversation ended"
+        messages = [*rollout.prompt_messages, *rollout.completion_messages]
+        try:
+            turns = self._renderer.render_turns(messages, self._stop)
+        except ValueError as error:  # the text of a response may break a template
+            return str(error)
+        tokens = turns[-1][0]
+        longest = self.values.cfg.learner.row_lens[-1]
+        if len(tokens) > longest:
+            return (
+                f"{len(tokens)} tokens in the reward model's tokenizer, more than a row of {longest}; raise "
+                "reward_model.token_budget"
+            )
+        return scored_sequence(tokens, rollout.prompt.id)
+
+
+def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardModel:
+    """The model of config.reward_model in `folder`, on the devices of the current mesh.
+
+    Raises ValueError if it is not a sequence classifier with one label, or if its layout is invalid.
+    """
+    if SCORE not in find_tensors(folder):
+        raise ValueError(
+            f"{folder} has no {SCORE}, so it is not a sequence classifier; set config.reward_model.path to a reward "
+            "model, or train one with python -m jaxrl.reward_model"
+        )
+    tokenizer = load_tokenizer(folder)
+    values, decoder = reward_values(cfg, model_config(folder), dtype)
+    check_tokenizer(tokenizer, decoder.V)
+    renderer = ChatRenderer(
+        tokenizer, template=cfg.reward_model.chat_template, system_prompt=cfg.data.system_prompt
+    )
+    with values.layout.on_mesh():
+        params = load_params(folder, values.layout.rules, decoder, dtype)
+    return RewardModel(values, params, renderer, stop_ids(folder, tokenizer))
+
+
+def scored_sequence(tokens: np.ndarray, prompt_id: int) -> TrainingSample:
+    """A conversation to score at its last token.
+
+    A packed row holds all tokens of a sequence but the last, so the response is one dummy token.
+    """
+    return TrainingSample(
+        prompt_tokens=tokens,
+        tokens=np.zeros(1, np.int32),
+        loss_mask=np.ones(1, bool),
+        prompt_id=prompt_id,
+    )
+
+
+def last_scores(
+    values: Values,
+    params: Decoder,
+    sequences: Sequence[TrainingSample],
+    on_batch: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """The score of each `scored_sequence`, float32 [N]."""
+    packed = pack_samples(sequences, values.cfg, values.n_ranks)
+    found = gather(values.of(params, packed, on_batch), packed)
+    return np.array([score[0] for score in found], np.float32)
+
+
+def with_score(reward: Reward, score: float, error: str, cfg: RunConfig) -> Reward:
+    """The reward with the score of the reward model added, or with its error."""
+    if error:
+        errors = [*filter(None, [reward.error]), f"{PART}: {error}"]
+        return dataclasses.replace(reward, value=cfg.reward.error_value, error="; ".join(errors))
+    value = reward.value if reward.error else reward.value + cfg.reward_model.weight * score
+    return dataclasses.replace(reward, value=value, parts=reward.parts | {PART: score})

@@ -1,0 +1,118 @@
+"""Reward shaping: groups without a learning signal, the overlong penalty, normalization, clipping."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.algorithms.overlong import soft_overlong
+from jaxrl.config.keys import RewardConfig, RunConfig
+from jaxrl.types import Reward, ScoredRollout
+
+Group = list[ScoredRollout]  # all samples of one prompt
+
+
+def split_groups(rollouts: Sequence[ScoredRollout], n: int) -> list[Group]:
+    """The groups of `n` adjacent samples, one per prompt."""
+    return [list(rollouts[i : i + n]) for i in range(0, len(rollouts), n)]
+
+
+def split_flat(
+    groups: Sequence[Group], mean_range: Sequence[float] = ()
+) -> tuple[list[Group], list[Group]]:
+    """(groups with a learning signal, the other groups).
+
+    A group has none if all its rewards are equal, or if its mean reward is outside the open interval
+    `mean_range` = (low, high).
+    """
+
+    def has_signal(group: Group) -> bool:
+        rewards = [r.reward.value for r in group]
+        inside = not mean_range or bool(mean_range[0] < np.mean(rewards) < mean_range[1])
+        return inside and len(set(rewards)) > 1
+
+    signal = [has_signal(group) for group in groups]
+    kept = [group for group, yes in zip(groups, signal, strict=True) if yes]
+    return kept, [group for group, yes in zip(groups, signal, strict=True) if not yes]
+
+
+def solved_prompts(groups: Sequence[Group], pass_rate: float) -> list[int]:
+    """Ids of the prompts whose mean reward, before shaping, is at least `pass_rate`."""
+    return [
+        group[0].rollout.prompt.id
+        for group in groups
+        if np.mean([r.reward.value for r in group]) >= pass_rate
+    ]
+
+
+def add_overlong_penalty(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> list[ScoredRollout]:
+    """Adds reward.overlong_penalty times the soft overlong punishment (DAPO) to the rewards."""
+    if not cfg.reward.overlong_buffer:
+        return list(rollouts)
+    penalties = cfg.reward.overlong_penalty * soft_overlong(
+        np.array([len(r.rollout.tokens) for r in rollouts]),
+        max_len=cfg.data.max_response_len,
+        buffer_len=cfg.reward.overlong_buffer,
+    )
+
+    def penalized(reward: Reward, penalty: float) -> Reward:
+        parts = reward.parts | {"overlong": penalty}
+        return dataclasses.replace(reward, value=reward.value + penalty, parts=parts)
+
+    return [
+        dataclasses.replace(r, reward=penalized(r.reward, p))
+        for r, p in zip(rollouts, penalties.tolist(), strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardScale:
+    """Running mean and standard deviation of all rewards; saved in the checkpoint."""
+
+    n: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of (reward - mean)²
+
+    def updated(self, rewards: Sequence[Reward]) -> "RewardScale":
+        """The moments with the rewards of a step; rewards with an error do not count.
+
+        Sets are joined as by Chan, Golub and LeVeque (1979), eq. 2.1: M = M_a + M_b + δ² n_a n_b / n.
+        """
+        new = np.array([r.value for r in rewards if not r.error], np.float64)
+        if not len(new):
+            return self
+        n, delta = self.n + len(new), float(new.mean()) - self.mean
+        squares = float(((new - new.mean()) ** 2).sum()) + delta**2 * self.n * len(new) / n
+        return RewardScale(n, self.mean + delta * len(new) / n, self.squares + squares)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation; 1 if all rewards were equal."""
+        return math.sqrt(self.squares / self.n) if self.squares > 0 else 1.0
+
+
+def scaled_rewards(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -> np.ndarray:
+    """The rewards that advantages are computed from, float64.
+
+    reward.normalize makes them (reward - mean) / std, then reward.clip clips them to its range.
+    """
+    if cfg.normalize:
+        rewards = (rewards - scale.mean) / scale.std
+    if cfg.clip:
+        low, high = cfg.clip
+        rewards = np.clip(rewards, low, high)
+    return rewards
+
+
+def scale_metrics(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -> dict[str, float]:
+    """reward/running_mean and reward/running_std with reward.normalize, reward/clip_fraction with
+    reward.clip."""
+    metrics = {}
+    if cfg.normalize:
+        metrics = {"reward/running_mean": scale.mean, "reward/running_std": scale.std}
+    if cfg.clip:
+        low, high = cfg.clip
+        unclipped = scaled_rewards(rewards, scale, dataclasses.replace(cfg, clip=()))
+        metrics["reward/clip_fraction"] = float(np.mean((unclipped < low) | (unclipped > high)))
+    return metrics

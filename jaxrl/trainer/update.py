@@ -1,0 +1,107 @@
+"""The optimizer updates of a step, of the policy and of a separate critic."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.algorithms.aggregation import idle_weight
+from jaxrl.data.packing import Packed
+from jaxrl.learner.critic import Critic
+from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.trainer.experience import MiniBatch, pack_samples
+from jaxrl.trainer.run import Job
+from sharding import hosts, to_device
+
+CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss or its gradient was not finite. The weights are those before the update."""
+
+
+def update(run: Job, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """All optimizer updates of a step; metrics are averaged over them.
+
+    A mini-batch without a sample that has a gradient is skipped.
+    """
+    cfg = run.cfg
+    work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        run.timed("update_actor"),
+        run.no_compile("update"),
+        run.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
+    ):
+        ref_params = to_device(run.ref_params) if full_kl_in_loss(cfg) else None
+        for mini in work:
+            idle_lens = [s.n_loss_tokens for s in mini.idle]
+            run.state, one = run.update.update(
+                run.state,
+                [packed.batch for packed in mini.packed],
+                ref_params=ref_params,
+                extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
+                coefs=run.coefs.of_loss(),
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            if cfg.check_finite:
+                check_finite(one, mini.packed, run.folder, run.step + 1)
+            run.whole = False
+            metrics.append(one)
+    return over_updates(metrics) | {"perf/n_updates": float(len(metrics))}
+
+
+def update_critic(run: Job, critic: Critic, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """All optimizer updates of a separate critic in a step; metrics are averaged over them."""
+    cfg, n_ranks = critic.values.cfg, critic.values.n_ranks
+    packs = [pack_samples(mini.samples, cfg, n_ranks) for mini in mini_batches if mini.samples]
+    work = packs * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        run.timed("update_critic"),
+        run.no_compile("critic"),
+        run.progress.phase("critic", total=sum(map(len, work))) as bar,
+        critic.values.layout.on_mesh(),
+    ):
+        for packed in work:
+            critic.state, one = critic.update.update(
+                critic.state,
+                [micro.batch for micro in packed],
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
+            if run.cfg.check_finite:
+                check_finite(one, packed, run.folder, run.step + 1)
+            run.whole = False
+            metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
+    return over_updates(metrics)
+
+
+def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; for *_max the maximum."""
+    names = metrics[0].keys() if metrics else ()
+    means = {name: float(np.mean([one[name] for one in metrics])) for name in names}
+    return means | {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}
+
+
+def check_finite(
+    metrics: dict[str, float], micro_batches: Sequence[Packed], folder: Path, step: int
+) -> None:
+    """Raises NonFiniteError if an update was not finite, after writing its batch to `folder`."""
+    if not metrics["optim/nonfinite"]:
+        return
+    path = folder / f"nonfinite_step_{step}.npz"
+    arrays = {
+        f"{i}/{field.name}": np.asarray(getattr(packed.batch, field.name))
+        for i, packed in enumerate(micro_batches)
+        for field in dataclasses.fields(packed.batch)
+    }
+    if hosts.is_main_process():
+        np.savez_compressed(path, allow_pickle=False, **arrays)
+    wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
+    raise NonFiniteError(
+        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied and its batch "
+        f"is in {path}. Look at the batch, lower config.learner.lr or config.learner.clip_norm in a new "
+        "run, or resume this one with --config.check_finite=False, which skips such updates"
+    )
