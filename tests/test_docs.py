@@ -54,6 +54,22 @@ def test_every_override_and_config_named_exists(page):
         assert (ROOT / file).is_file(), f"{page.name} names {file}"
 
 
+SECTIONS = "|".join(sorted({name.split(".")[0] for name in KEYS if "." in name}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_named_in_backticks_exists(page):
+    if page.name in ("keys.md", "algorithms.md", "LOG.md"):  # other projects' and earlier keys
+        return
+    for name in names(rf"`((?:{SECTIONS})\.[a-z_0-9.]+)(?:=[^`]*)?`", page):
+        if name == "score.weight":  # a tensor
+            continue
+        if name.endswith((".py", ".md", ".jsonl", ".html", ".json", ".jinja")):
+            continue
+        sections = {".".join(key.split(".")[:2]) for key in KEYS}
+        assert name in KEYS or name in sections, f"{page.name} names {name}"
+
+
 def rows(page: str) -> list[list[str]]:
     """The cells of each row of the tables in keys.md: theirs ..., ours, remarks."""
     lines = [line for line in page.splitlines() if line.startswith("| `")]
@@ -112,7 +128,38 @@ def test_every_key_has_its_place_in_the_key_table():
     )
 
 
-def test_the_config_of_the_readme_resolves(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "my_run.py").write_text(blocks[0])
-    assert resolve(load_config(str(tmp_path / "my_run.py"))).name == "my_run"
+@pytest.mark.parametrize(
+    "page, name", [("README.md", "my_run"), ("docs/how_to/migrating.md", "my_grpo")]
+)
+def test_the_config_of_a_page_resolves(page, name, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    (tmp_path / "config.py").write_text(blocks[0])
+    assert resolve(load_config(str(tmp_path / "config.py"))).name == name
+
+
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+METRIC_GROUPS = "critic|data|env|loss|mismatch|optim|perf|preference|reward|rollout|router|time|val"
+
+
+def metric_names() -> set[str]:
+    """Every metric name that is a string in jaxrl, and time/<phase>_s of every timed phase."""
+    found = set()
+    for file in (ROOT / "jaxrl").rglob("*.py"):
+        text = file.read_text()
+        found |= set(re.findall(rf'(?<!f)"((?:{METRIC_GROUPS})/[a-z][a-z_0-9]*)"', text))
+        found |= {f"time/{phase}_s" for phase in re.findall(r'\.timed\(\s*"(\w+)"', text)}
+    return found
+
+
+def test_every_logged_metric_is_on_the_page_of_metrics():
+    names = metric_names()
+    assert len(names) > 70
+    missing = [name for name in sorted(names) if f"`{name}`" not in METRICS]
+    assert not missing, f"add {missing} to docs/reference/metrics.md"
+
+
+def test_the_page_of_metrics_names_no_other_metric():
+    code = "\n".join(file.read_text() for file in (ROOT / "jaxrl").rglob("*.py"))
+    for name in re.findall(r"^\| `([a-z]+/[a-z_0-9]+)`", METRICS, re.MULTILINE):
+        short = name.split("/")[1].removesuffix("_s")
+        assert f'"{name}"' in code or f'"{short}"' in code, f"{name} is not logged"
