@@ -1,11 +1,11 @@
 #!/bin/bash
-# A Slurm job of GPU nodes: one task a node, which takes all GPUs of the node.
+# Slurm job for GPU nodes: one task per node, which uses all GPUs of the node.
 #
 #   sbatch --nodes=8 --gpus-per-node=8 scripts/launch_slurm.sh --config=configs/grpo_7b.py [--config.KEY=VALUE ...]
 #
-# Submit it from the clone of this repository, on a disk that all nodes share, with `uv sync --extra cuda` done.
-# A job that Slurm requeues, for a node that failed or for preemption, goes on from the newest checkpoint.
-# SIGTERM comes two minutes before the time limit: the run saves and stops.
+# Submit it from the clone of this repository, on a disk that all nodes share, after `uv sync --extra cuda`.
+# A job that Slurm requeues after a node failure or preemption resumes from the newest checkpoint.
+# SIGTERM arrives two minutes before the time limit: the run saves and stops.
 #SBATCH --job-name=jaxrl
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -20,7 +20,7 @@ fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$(( 20000 + SLURM_JOB_ID % 20000 ))
 export JAXRL_COORDINATOR="$first:$port"
-# The task number is known inside srun alone. --kill-on-bad-exit: a task that fails takes the others with it.
+# The task number is known only inside srun. --kill-on-bad-exit: a failed task ends the others.
 # shellcheck disable=SC2016
 exec srun --kill-on-bad-exit=1 --label bash -c '
   exec .venv/bin/python -m jaxrl.train "$@" \

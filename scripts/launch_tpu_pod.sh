@@ -3,10 +3,10 @@
 #
 #   scripts/launch_tpu_pod.sh NAME ZONE FOLDER --config=configs/grpo_7b.py [--config.KEY=VALUE ...]
 #
-# NAME and ZONE are those of the TPU (gcloud compute tpus tpu-vm list), FOLDER is the clone of this
-# repository on its hosts, with `uv sync --extra tpu` done there. The run folder must be on a disk that all
-# hosts share. Hosts find each other through the TPU's metadata. Run it again after a host was lost: the run
-# goes on from its newest checkpoint.
+# NAME and ZONE are those of the TPU (gcloud compute tpus tpu-vm list). FOLDER is the clone of this
+# repository on its hosts, with `uv sync --extra tpu` done there. The run folder must be on a disk that
+# all hosts share. The hosts join through the TPU's metadata. After a host failure, start it again: the
+# run resumes from its newest checkpoint.
 set -euo pipefail
 if (( $# < 4 )); then
   sed -n '2,9s/^# \{0,1\}//p' "$0" >&2

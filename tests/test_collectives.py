@@ -1,7 +1,8 @@
-"""The collectives of a compiled step, per mesh: those that the layout needs, and no others.
+"""Tests of the collectives in compiled steps: each mesh has those that it needs, and no others.
 
-Counted are arrays, not instructions (XLA joins several into one), as often as they are moved, and only
-arrays of at least MATRIX elements: norms, biases and metrics are summed as well, but weigh nothing.
+The count is of arrays, not of instructions (XLA merges several into one), once per execution. Only
+arrays of at least MATRIX elements count: norms, biases and metrics are reduced too, but are small.
+Covers sharding/rules.py and sharding/weights.py in updates and decode steps.
 """
 
 import collections
@@ -36,24 +37,25 @@ MODEL = DecoderConfig(
 EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
 ROW = LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024)
 LONG_ROW = dataclasses.replace(ROW, token_budget=512, sequence_parallel="ring")
-M = 4  # rows of a rank that go through the stages
+M = 4  # rows per rank in the pipeline
 ROWS = dataclasses.replace(ROW, token_budget=M * 128, buckets=(128,))
 MATRIX = 1024  # elements; the smallest shard of a matrix here has 64 * 64 / 4
 
-# Each layer's matrices are gathered in forward and again in backward, where they are recomputed, and
-# their gradients reduce-scattered; embedding and head once each way.
+# Each layer's matrices are gathered in forward and again in backward, which recomputes the layer,
+# and their gradients are reduce-scattered; embedding and head once each way.
 GATHERS = 2 * L * W + 2
 SCATTERS = L * W + 2
-# Under tensor parallelism a layer sums its residual stream over the shards twice in forward, once more where
-# backward recomputes what the second one needs (the first sum), and twice in backward: the gradients of what
-# q, k, v and gate, up read, five arrays. Embedding and head sum once each.
+# Under tensor parallelism a layer all-reduces its residual stream twice in forward, and once more
+# in backward, which recomputes the input of the second (the first sum). Backward also reduces the
+# gradients of the inputs of q, k, v and of gate, up: five arrays. Embedding and head reduce once.
 SUMS = L * (2 + 1 + 5) + 2
-# Ulysses: q, k, v and the outcome of attention, in forward, recomputed, and as gradients.
+# Ulysses: q, k, v and the attention output, in forward, recomputed, and as gradients.
 EXCHANGES = L * 3 * 4
-# Ring: keys and values hop three times around four devices, in forward, recomputed, and in backward; there
-# the sums of their gradients go along, in two chunks each, and one hop further, home.
+# Ring: keys and values make three hops around four devices, in forward, recomputed, and in
+# backward. There their gradient sums travel too, in two chunks each, and one hop further, home.
 HOPS = L * (3 * 2 * 3 + 2 * 2 * 4)
-# Pipeline: M rows and two stages of L / 2 layers make M + 1 ticks, in each of which a stage gathers its layers.
+# Pipeline: M rows and two stages of L / 2 layers take M + 1 ticks, each with a gather of the
+# stage's layers.
 TICKS = M + 1
 TURNS = TICKS * L // 2
 
@@ -64,7 +66,7 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
         dict(replica=2, fsdp=4),
         ROW,
         MODEL,
-        # every gradient is summed over the replicas, after it was cut
+        # every gradient is all-reduced over the replicas after the reduce-scatter
         {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-reduce": SCATTERS},
     ),
     "tensor": (dict(tensor=4), ROW, MODEL, {"all-reduce": SUMS}),
@@ -91,11 +93,11 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
         ROW,
         EXPERTS,
         {
-            # tokens go to the experts in forward, recomputed, and for the gradient of what comes back;
-            # sums come back in forward, and the gradient of what went there
+            # tokens are sent to the experts in forward, recomputed, and for the gradient of the
+            # output; sums return in forward, and for the gradient of the input
             "all-gather": GATHERS + 3 * L,
             "reduce-scatter": SCATTERS + 2 * L,
-            # to all weights but the experts' the expert axis is one more replica
+            # for all weights except the experts, the expert axis is one more replica axis
             "all-reduce": L * 4 + 2,
         },
     ),
@@ -104,19 +106,19 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
         ROWS,
         MODEL,
         {
-            # the residual stream, of which the stages share the rows, before the first and behind the last
+            # the residual stream, whose rows the stages shard, before the first and after the last
             # layer, and its gradient
             "all-gather": 2 * TURNS * W + 2 + 2,
             "reduce-scatter": TURNS * W + 2 + 2,
             "collective-permute": 2 * TICKS,
-            "all-reduce": 2,  # to embedding and head the stages are replicas
+            "all-reduce": 2,  # for embedding and head the stages are replicas
         },
     ),
 }
 
 
 def compiled_update(name: str, devices: Sequence[Any] | None = None, dtype: str = "float32"):
-    """`accumulate` of a layout, for the devices at hand or for others."""
+    """The compiled `accumulate` of a layout, for the local devices or the given ones."""
     sizes, learner, model, _ = UPDATE[name]
     cfg = RunConfig(learner=learner, mesh=MeshConfig(**{"fsdp": 1} | sizes))
     rules = training_rules(cfg)
@@ -137,9 +139,9 @@ def update_collectives(name: str) -> list[Collective]:
 def array_sizes(one: Collective) -> list[int]:
     """Elements of the arrays that a collective moves."""
     sizes = [math.prod(shape.dims) for shape in one.shapes]
-    if one.kind == "all-to-all":  # its parts are arrays of their own on CPU
+    if one.kind == "all-to-all":  # its parts are separate arrays on CPU
         return [sum(sizes)]
-    # what a reduce-scatter is given is as many times its result
+    # the input of a reduce-scatter is n_devices times its result
     return [n * (one.n_devices if one.kind == "reduce-scatter" else 1) for n in sizes]
 
 
@@ -150,19 +152,25 @@ def moved(collectives: list[Collective]) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
+DEFAULT = ("fsdp", "fsdp x tensor")  # further layouts are thorough; the longest to compile are slow
+SLOW = ("ring", "expert", "pipeline")
+
+
 def layouts(names):
-    """Those that take long to compile are slow."""
-    long = [pytest.mark.slow]
+    """Test parameters of the layouts, marked by how long they take to compile."""
+    marks = {name: pytest.mark.slow for name in SLOW}
     return [
-        pytest.param(n, marks=long if n in ("ring", "expert", "pipeline") else []) for n in names
+        name if name in DEFAULT else pytest.param(name, marks=marks.get(name, pytest.mark.thorough))
+        for name in names
     ]
 
 
 @pytest.mark.parametrize("name", layouts(UPDATE))
-def test_an_update_moves_what_its_layout_needs_and_nothing_else(name):
+def test_an_update_has_only_the_collectives_of_its_layout(name):
     found = update_collectives(name)
     listed = "\n".join(
-        f"{one.times:g} x {one.kind} of {one.n_devices}: {[s.dims for s in one.shapes]} {one.op_name}"
+        f"{one.times:g} x {one.kind} of {one.n_devices}: "
+        f"{[s.dims for s in one.shapes]} {one.op_name}"
         for one in found
     )
     assert moved(found) == UPDATE[name][-1], listed
@@ -173,7 +181,7 @@ SHARDED = [name for name, (mesh, *_) in UPDATE.items() if "fsdp" in mesh]
 
 @pytest.mark.parametrize("name", layouts(SHARDED))
 def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
-    """Outside the scan over the layers only embedding and head are gathered, which are used there."""
+    """Outside the scan over the layers only embedding and head are gathered."""
     outside = [
         shape.dims
         for one in update_collectives(name)
@@ -187,7 +195,7 @@ def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
 
 
 @pytest.mark.parametrize("name", layouts(sorted(set(SHARDED) - {"hsdp", "pipeline"})))
-def test_no_gradient_is_summed_whole_under_fsdp(name):
+def test_no_gradient_is_all_reduced_whole_under_fsdp(name):
     sizes = UPDATE[name][0]
     n = sizes["fsdp"] * sizes.get("sequence", 1)  # devices that share a weight
     whole = [
@@ -209,19 +217,20 @@ def engine_collectives(program: str) -> list[Collective]:
     return program_cost(compiled.as_text() or "", lambda loop: 1).collectives
 
 
-def test_a_decode_step_under_tensor_parallelism_sums_and_trades_logits():
+def test_a_decode_step_under_tensor_parallelism_reduces_and_exchanges_logits():
     found = engine_collectives("decode")
-    # two sums a layer and one of the embedding; each device then samples some of the rows, for which it
-    # trades its share of all rows' logits for all logits of those rows
+    # two sums per layer and one for the embedding; each device samples some of the rows, for which
+    # it exchanges its vocabulary shard of all rows for all logits of those rows
     assert moved(found) == {"all-reduce": 2 * L + 1, "all-to-all": 1}, found
     rest = [one for one in found if one.kind not in ("all-reduce", "all-to-all")]
-    assert all(one.bytes <= 64 * 4 for one in rest), rest  # a token and a logprob a row
+    assert all(one.bytes <= 64 * 4 for one in rest), rest  # a token and a logprob per row
 
 
-def test_prompts_beside_a_step_are_summed_with_it():
-    found = engine_collectives("mixed")  # as many sums as of a step alone, over the tokens of both
+@pytest.mark.thorough
+def test_prefill_mixed_with_decode_adds_no_collectives():
+    found = engine_collectives("mixed")  # as many as a decode step, over all tokens
     assert moved(found) == {"all-reduce": 2 * L + 1, "all-to-all": 1}, found
 
 
-def test_pages_are_copied_without_talking():
+def test_copying_pages_has_no_collectives():
     assert not engine_collectives("copy_pages")

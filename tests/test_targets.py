@@ -1,4 +1,4 @@
-"""Updates under every preset compile for devices that are not attached: TPUs and GPUs."""
+"""Tests that updates under every preset compile for TPUs and GPUs that are not attached."""
 
 import pytest
 
@@ -16,6 +16,6 @@ def test_an_update_compiles_for_the_target(target, name):
     pytest.importorskip(COMPILERS[target], reason=f"{target} needs {COMPILERS[target]}'s compiler")
     program = compiled_update(name, topology(target).devices, "bfloat16")
     found = moved(program_cost(program.as_text() or "", lambda loop: 1).collectives)
-    # Small gradients are summed whole by some compilers, where they are cut afterwards.
+    # Some compilers all-reduce small gradients and slice them instead of a reduce-scatter.
     sums = {"all-reduce", "reduce-scatter"}
     assert found.keys() - sums == UPDATE[name][-1].keys() - sums

@@ -73,7 +73,12 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("name", "stacked"), [("grpo_7b", True), ("grpo_7b", False), ("grpo_30b_a3b", True)]
+    ("name", "stacked"),
+    [
+        ("grpo_7b", True),
+        pytest.param("grpo_7b", False, marks=pytest.mark.thorough),
+        ("grpo_30b_a3b", True),
+    ],
 )
 def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name, stacked):
     run = run_of(name)

@@ -97,7 +97,15 @@ def test_a_single_process_communicates_with_itself():
         raise OSError("gone")
 
 
-def test_processes_exchange_messages_and_reshard_weights_for_any_device_order(tmp_path):
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ("shuffled",),
+        pytest.param(("in order", "reversed", "in turns"), marks=pytest.mark.thorough),
+    ],
+    ids=" ".join,
+)
+def test_processes_exchange_messages_and_reshard_weights_for_any_device_order(tmp_path, orders):
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,
@@ -107,12 +115,13 @@ def test_processes_exchange_messages_and_reshard_weights_for_any_device_order(tm
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
     processes = []
     for i, log in enumerate(logs):
+        arguments = [*command, str(i), *orders]
         with log.open("w") as out:
-            processes.append(subprocess.Popen([*command, str(i)], env=environment, stdout=out))
-    assert [process.wait(120) for process in processes] == [0, 0]
-    for log, share in zip(logs, ("slice(0, 2, None)", "slice(2, 5, None)"), strict=True):
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=out))
+    assert [process.wait(240) for process in processes] == [0, 0]
+    for log, part in zip(logs, ("slice(0, 2, None)", "slice(2, 5, None)"), strict=True):
         text = log.read_text()
-        for order in ("in order", "reversed", "shuffled", "in turns"):
+        for order in orders:
             assert f"{order} True [(0, 'x'), (1, 'x')]" in text
-        assert f"long [(3000000, {{0}}), (3000001, {{1}})] [1] {share}" in text
+        assert f"long [(3000000, {{0}}), (3000001, {{1}})] [1] {part}" in text
         assert "the devices of a process are no block of the mesh" in text

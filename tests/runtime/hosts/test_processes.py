@@ -25,6 +25,7 @@ def test_two_processes_give_the_numbers_of_one(start_group, group_config, tmp_pa
     assert_same_run(group_config.run_dir, reference)
 
 
+@pytest.mark.thorough
 def test_a_config_that_differs_stops_all_with_one_message(start_group, group_config):
     group = start_group(
         group_config,
@@ -39,6 +40,7 @@ def test_a_config_that_differs_stops_all_with_one_message(start_group, group_con
     assert "Traceback" not in first + second and "error" not in second
 
 
+@pytest.mark.thorough
 def test_an_error_on_one_host_stops_all_with_its_message(start_group, group_config, tmp_path):
     """Process 1 runs in another folder, in which the relative path of the data does not exist."""
     rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(8)]
