@@ -1,6 +1,6 @@
-"""python -m jaxrl.convert SRC DST [--dtype bfloat16]: any model as a Hugging Face folder.
+"""python -m jaxrl.convert SRC DST [--dtype bfloat16]: converts any model to a Hugging Face folder.
 
-SRC is what config.model.path takes: a model folder, a GGUF file, a hub id or 'package:NAME'.
+SRC is any value of config.model.path: a model folder, a GGUF file, a hub id or 'package:NAME'.
 """
 
 import argparse
@@ -20,10 +20,10 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxrl.convert", description=__doc__)
     parser.add_argument("source", help="model folder, GGUF file, hub id or 'package:NAME'")
-    parser.add_argument("target", type=Path, help="folder to write; a model in it is replaced")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    parser.add_argument("target", type=Path, help="output folder; a model in it is replaced")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     parser.add_argument(
-        "--max-shard-bytes", type=int, default=SHARD_BYTES, help="of one weight file"
+        "--max-shard-bytes", type=int, default=SHARD_BYTES, help="largest weight file in bytes"
     )
     args = parser.parse_args(argv)
     try:

@@ -46,7 +46,7 @@ def shard_paged_attention(
     window: int | Int[Array, ""],
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """`attend(q, k_pages, v_pages, page_table, positions, window)` on each device's rows and heads."""
+    """`attend(q, k_pages, v_pages, page_table, positions, window)` on each device's shard."""
     heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
     pool = rules.spec(None, "kv_heads")
     local = jax.shard_map(

@@ -1,4 +1,4 @@
-"""The paged key-value cache: one pool of pages a layer, in device memory."""
+"""Paged KV cache: one page pool per layer, in device memory."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,11 @@ from sharding import Rules
 
 @struct.dataclass
 class KVCache:
-    """Head-major pages: a list of [P, K, page_len, H] per layer, or one [L, P, K, page_len, H]. In 8 bits a
-    `Quantized` of such, with a scale for each head of a token."""
+    """Head-major pages: a list of [P, K, page_len, H] per layer, or one stacked [L, P, K, page_len,
+    H].
+
+    Quantized caches hold a `Quantized` of these, with a scale per head and token.
+    """
 
     k: Tree
     v: Tree
@@ -22,8 +25,10 @@ class KVCache:
     def layer_pages(
         self, layer: int | jax.Array, rules: Rules
     ) -> tuple[Tree, Tree, int | jax.Array]:
-        """A layer's key and value pages, and the number of its first one among them: of stacked pools all pages,
-        because to cut a layer out would copy it."""
+        """A layer's key and value pages, and the index of the layer's first page among them.
+
+        Stacked pools return the pages of all layers, because slicing out one layer would copy it.
+        """
 
         def pages(pools: jax.Array | list[jax.Array]) -> jax.Array:
             if isinstance(pools, list):
@@ -37,9 +42,9 @@ class KVCache:
         return k, v, 0 if isinstance(pools, list) else layer * pools.shape[1]
 
     def with_pages(self, layer: int | jax.Array, k: Tree, v: Tree, rules: Rules) -> "KVCache":
-        """The cache with the pages that `layer_pages` gave, as they are now."""
+        """The cache with the pages of `layer_pages` replaced by their updated values."""
 
-        def put(
+        def replace_pages(
             pools: jax.Array | list[jax.Array], pages: jax.Array
         ) -> jax.Array | list[jax.Array]:
             if isinstance(pools, list):
@@ -47,7 +52,7 @@ class KVCache:
             spec = rules.spec(None, None, "kv_heads", *(None,) * (pools.ndim - 3))
             return jnp.reshape(pages, pools.shape, out_sharding=spec)
 
-        return jax.tree.map(put, self, KVCache(k=k, v=v), is_leaf=_is_list)
+        return jax.tree.map(replace_pages, self, KVCache(k=k, v=v), is_leaf=_is_list)
 
 
 def _is_list(value: object) -> bool:
@@ -57,8 +62,9 @@ def _is_list(value: object) -> bool:
 def init_cache(
     cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
 ) -> KVCache:
-    """A pool of `n_pages` pages of `page_len` tokens for each replica of the rules, zeroed, kv heads
-    sharded as the rules say."""
+    """A zeroed pool of `n_pages` pages of `page_len` tokens per replica, kv heads sharded by the
+    rules.
+    """
     shape = (rules.n_shards("batch") * n_pages, cfg.K, page_len, cfg.H)
     axes = ("batch", "kv_heads", None, None)
 
@@ -71,15 +77,15 @@ def init_cache(
 
         return pool() if cfg.stacked else [pool() for _ in range(cfg.L)]
 
-    def numbers() -> Tree:
+    def layer_pools() -> Tree:
         if is_quantized_dtype(dtype):
-            return Quantized(pools(4, dtype), pools(3, SCALE))
+            return Quantized(pools(4, dtype), pools(3, SCALE_DTYPE))
         return pools(4, dtype)
 
-    return KVCache(k=numbers(), v=numbers())
+    return KVCache(k=layer_pools(), v=layer_pools())
 
 
-SCALE = jnp.float32  # of the scales of pages
+SCALE_DTYPE = jnp.float32  # of quantized pages
 
 
 def is_quantized_dtype(dtype: DTypeLike) -> bool:
@@ -87,11 +93,11 @@ def is_quantized_dtype(dtype: DTypeLike) -> bool:
 
 
 def page_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
-    """What `rollout.kv_dtype` means for a model of `dtype`."""
+    """The dtype that `rollout.kv_dtype` selects for a model of `dtype`."""
     return jnp.dtype({"auto": dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
 
 
 def page_bytes(cfg: DecoderConfig, page_len: int, dtype: DTypeLike) -> int:
-    """Bytes of one page over all layers, keys and values together, over all devices."""
-    scale = jnp.dtype(SCALE).itemsize if is_quantized_dtype(dtype) else 0
+    """Bytes of one page over all layers and devices, keys and values together."""
+    scale = jnp.dtype(SCALE_DTYPE).itemsize if is_quantized_dtype(dtype) else 0
     return 2 * cfg.L * cfg.K * page_len * (cfg.H * jnp.dtype(dtype).itemsize + scale)

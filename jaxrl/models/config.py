@@ -1,4 +1,4 @@
-"""The shape of a decoder. One frozen value describes every family."""
+"""The architecture of a decoder: one frozen dataclass describes every family."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from sharding import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer: base period and the scaling of its frequencies."""
+    """Rotary embedding of one kind of layer: base period and frequency scaling."""
 
     theta: float = 10_000.0
     kind: str = "default"  # "default" | "linear" | "llama3"
@@ -25,9 +25,7 @@ class Rope:
 class DecoderConfig:
     """L layers, D model, N query heads, K kv heads, H head dim, F feed-forward, V vocabulary."""
 
-    family: (
-        str  # key of models/families: "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", ...
-    )
+    family: str  # key of FAMILIES in models/files/hf_config.py: "llama", "qwen2", ...
     L: int
     D: int
     N: int
@@ -36,20 +34,20 @@ class DecoderConfig:
     F: int
     V: int
     E: int = 0  # experts; 0 = a dense model
-    top_k: int = 0  # experts of a token
-    F_expert: int = 0  # feed-forward of one expert
-    norm_topk: bool = True  # the weights of a token's experts add up to 1
+    top_k: int = 0  # experts per token
+    F_expert: int = 0  # feed-forward width of one expert
+    norm_topk: bool = True  # normalize the weights of a token's experts to sum to 1
     norm_eps: float = 1e-6
     rope: Rope = Rope()
-    local_rope: Rope | None = None  # of layers with a window, where it differs (Gemma 3)
-    windows: tuple[int, ...] = ()  # per layer: keys seen, the token itself included; 0 = all
-    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number a token
+    local_rope: Rope | None = None  # of layers with a window, if it differs (Gemma 3)
+    windows: tuple[int, ...] = ()  # per layer: visible keys including the token's own; 0 = all
+    heads: tuple[str, ...] = ("vocab",)  # "vocab": logits; "score": one number per token
     tied: bool = False  # the unembedding is the embedding
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    post_norms: bool = False  # a second norm after attention and after the MLP (Gemma)
+    post_norms: bool = False  # second norm after attention and after the MLP (Gemma)
     unit_offset: bool = False  # norms scale by 1 + w (Gemma)
     act: str = "silu"  # "silu" | "gelu_tanh"
     attn_scale: float | None = None  # None: H ** -0.5
@@ -57,8 +55,8 @@ class DecoderConfig:
     logit_softcap: float | None = None
     embed_scale: float = 1.0
     max_len: int = 2048
-    grouped_matmul: str = "auto"  # implementation of the experts' products; see kernels/
-    stacked: bool = False  # layers stacked on a leading axis and scanned (TPU), else a list
+    grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
+    stacked: bool = False  # layers are stacked on a leading axis and scanned (TPU), else a list
 
     @property
     def scale(self) -> float:
@@ -77,8 +75,11 @@ class DecoderConfig:
 def for_platform(
     cfg: RunConfig, decoder: DecoderConfig, platform: str
 ) -> tuple[jnp.dtype, DecoderConfig]:
-    """(dtype of weights and activations, decoder with its layers as a list or stacked, and its heads and
-    experts' kernel as configured)."""
+    """(dtype of weights and activations, decoder with its runtime fields), with "auto" resolved.
+
+    "auto" is float32 on CPU and bfloat16 elsewhere; layers are stacked on TPU and in pipelines,
+    else a list.
+    """
     dtype, layers = cfg.model.dtype, cfg.model.layers
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"

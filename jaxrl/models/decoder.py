@@ -1,7 +1,7 @@
-"""A decoder-only transformer: Flax NNX modules, used as plain pytrees.
+"""Decoder-only transformer: Flax NNX modules, used as plain pytrees.
 
 B rows, T tokens, D model, N heads, K kv heads, H head dim, F feed-forward, V vocabulary, L layers.
-Training and rollout call the same `Decoder`; they differ only in the `attend` they hand it.
+Training and rollout call the same `Decoder`; they differ only in the `attend` function they pass.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxrl.models.pipeline import run_stages
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
-# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, number of the layer, state) -> (out [B,T,N,H], state)
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -37,14 +37,19 @@ REMAT_POLICIES = {
 }
 
 
-def unfused(projected: jax.Array) -> jax.Array:
-    """Itself. On TPU it is written to memory first, and so is its gradient: libtpu 0.0.51 aborts where it fuses
-    the norm of a head with the projection ("split of a padded window dim")."""
+def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
+    """Identity, with an optimization barrier on TPU, in the backward pass as well.
+
+    libtpu 0.0.51 aborts if it fuses a head's norm with the projection ("split of a padded window
+    dim").
+    """
     return jax.lax.optimization_barrier(projected) if target_platform() == "tpu" else projected
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; the products with keys are the caller's."""
+    """Grouped-query attention with rotary positions; the caller's `attend` computes scores and
+    values.
+    """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
         def project(name: str, letter: str, heads: int, axis: str) -> Linear:
@@ -73,17 +78,19 @@ class Attention(nnx.Module):
 
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
-    def __call__(self, x, positions, inv_freq, window, number, attend: Attend, state, rules: Rules):
+    def __call__(
+        self, x, positions, inv_freq, window, layer_index, attend: Attend, state, rules: Rules
+    ):
         q, k, v = each(x, self.q, self.k, self.v, rules=rules)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(unfused(q)), self.k_norm(unfused(k))
+            q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
-        out, state = attend(q, k, v, window, number, state)
+        out, state = attend(q, k, v, window, layer_index, state)
         return self.o(out, rules), state
 
 
 class Layer(nnx.Module):
-    """One residual block. Gemma adds a second norm behind attention and behind the MLP."""
+    """One residual block. Gemma adds a second norm after attention and after the MLP."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
         def norm(name: str) -> RMSNorm:
@@ -99,11 +106,11 @@ class Layer(nnx.Module):
         self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
 
     def __call__(
-        self, x, live, positions, inv_freq, window, number, attend: Attend, state, rules: Rules
+        self, x, live, positions, inv_freq, window, layer_index, attend: Attend, state, rules: Rules
     ):
         """(x, state, router load or None)."""
         h = self.attn_norm(x)
-        h, state = self.attn(h, positions, inv_freq, window, number, attend, state, rules)
+        h, state = self.attn(h, positions, inv_freq, window, layer_index, attend, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
         h, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
@@ -114,8 +121,11 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L layers, final norm, and the heads of its config: the unembedding, or a linear map to one
-    number (a value, a reward). `decoder_specs` builds its parameter table."""
+    """Embedding, L layers, final norm and the heads of its config.
+
+    Heads are the unembedding ("vocab") and a linear map to one number ("score": a value or a
+    reward). `decoder_specs` builds its parameter table.
+    """
 
     def __init__(self, cfg: DecoderConfig):
         top = make_spec("")
@@ -130,8 +140,8 @@ class Decoder(nnx.Module):
                 [Layer(make_spec(f"model.layers.{i}."), cfg) for i in range(cfg.L)]
             )
         self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
-        own = "vocab" in cfg.heads and not cfg.tied
-        self.lm_head = nnx.data(top("lm_head.weight", (cfg.V, cfg.D), **vocab) if own else None)
+        untied = "vocab" in cfg.heads and not cfg.tied
+        self.lm_head = nnx.data(top("lm_head.weight", (cfg.V, cfg.D), **vocab) if untied else None)
         self.score = nnx.data(
             top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
             if "score" in cfg.heads
@@ -140,11 +150,13 @@ class Decoder(nnx.Module):
 
     @property
     def unembed(self) -> jax.Array:
-        """[V, D]; the embedding itself where the two are tied. Raises ValueError without that head."""
+        """[V, D]: the lm_head, or the embedding if tied. Raises ValueError without the "vocab"
+        head.
+        """
         if "vocab" not in self.cfg.heads:
             raise ValueError(
-                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no logits; load it with "
-                "heads=('vocab',)"
+                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no logits; "
+                "load it with heads=('vocab',)"
             )
         return self.embed if self.lm_head is None else self.lm_head
 
@@ -159,22 +171,26 @@ class Decoder(nnx.Module):
         rules: Rules,
         remat: str = "none",
     ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
-        """Final hidden states, the state (the KV cache) as `attend` of the last layer left it, and what the
-        routers of a mixture of experts did with the `live` tokens, layers first."""
-        x = self.embedded(tokens, rules)
+        """(final hidden states, state after the last layer, router load with layers first).
+
+        `state` is passed through `attend`: the KV cache in rollout. `live` marks tokens that are
+        not padding; the load of a mixture of experts counts only these, and is None for a dense
+        model.
+        """
+        x = self.embed_tokens(tokens, rules)
         x, state, load = run_layers(
             self, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
         return self.norm(x), state, load
 
-    def embedded(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
-        """What the first layer sees."""
+    def embed_tokens(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
+        """Input of the first layer."""
         table = gather_matrix(self.embed, rules, ("vocab", "w_embed"), 1)
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
         return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:
-        """float32 logits, soft-capped where the family does."""
+        """float32 logits, soft-capped if the family does so."""
         w = jax.reshard(self.unembed, rules.gathered("vocab", "w_embed"))
         out = rules.spec("batch", "time", "vocab")
         logits = matmul(hidden, w, out_sharding=out, dtype=jnp.float32)
@@ -182,11 +198,11 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def scores(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T"]:
-        """One float32 number a token, of the head "score"."""
+        """One float32 number per token, from the head "score"."""
         if self.score is None:
             raise ValueError(
-                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no scores; load it with "
-                "heads=('score',)"
+                f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no scores; "
+                "load it with heads=('score',)"
             )
         w = gather_matrix(self.score, rules, (None, "w_embed"), 1)
         out = rules.spec("batch", "time", None)
@@ -194,12 +210,14 @@ class Decoder(nnx.Module):
 
 
 def decoder_specs(cfg: DecoderConfig) -> Decoder:
-    """The model as a tree of ParamSpecs; init, shardings and HF import and export all read it."""
+    """The model as a tree of ParamSpecs, read by init, shardings, and Hugging Face import and
+    export.
+    """
     return Decoder(cfg)
 
 
 def with_heads(model: Decoder, heads: tuple[str, ...]) -> Decoder:
-    """The same arrays, without those of other heads."""
+    """The same arrays, restricted to these heads."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(model))
     specs = decoder_specs(dataclasses.replace(model.cfg, heads=heads))
     return jax.tree.map_with_path(lambda path, _: leaves[path], specs, is_leaf=is_spec)
@@ -208,7 +226,7 @@ def with_heads(model: Decoder, heads: tuple[str, ...]) -> Decoder:
 def init_model(
     cfg: DecoderConfig, *, seed: int, rules: Rules, dtype: DTypeLike = jnp.float32
 ) -> Decoder:
-    """A randomly initialised model on the mesh that is set."""
+    """A randomly initialized model on the current mesh."""
     return init_params(jax.random.key(seed), decoder_specs(cfg), rules, dtype)
 
 
@@ -223,10 +241,11 @@ def run_layers(
     rules: Rules,
     remat: str,
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
-    """All layers in order: a scan where they are stacked, a loop where they are a list.
+    """Runs all layers in order: a scan over stacked layers, a loop over a list.
 
-    `state` goes from layer to layer; carried, it is updated in place. `remat` names what the backward pass
-    may keep: "none" everything, "dots" the results of weight products, "full" the layer inputs.
+    `state` passes from layer to layer; as a scan carry it is updated in place. `remat` names what
+    the backward pass may keep: "none" everything, "dots" the results of weight products, "full" the
+    layer inputs.
     """
     if model.cfg.stacked:
         layers = stacked_layers(model, rules)
@@ -234,20 +253,22 @@ def run_layers(
             model.cfg, layers, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=False)
-    return _listed_layers(model, layer_fn, x, _frequencies(model.cfg), state)
+    return _loop_layers(model, layer_fn, x, _frequencies(model.cfg), state)
 
 
 def stacked_layers(model: Decoder, rules: Rules) -> tuple:
-    """What `scan_layers` goes through: (layers, frequencies, windows, numbers), each with a leading L."""
+    """Inputs of `scan_layers`: (layers, frequencies, windows, layer indices), each with a leading
+    L.
+    """
     cfg = model.cfg
-    # Traced, a layer without a window sees as far as any position goes.
+    # A traced window cannot be 0 for "none", so such layers get the largest one.
     windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
 
-    def lay(param: jax.Array) -> jax.Array:
+    def shard_layers(param: jax.Array) -> jax.Array:
         spec = jax.typeof(param).sharding.spec
         return jax.reshard(param, jax.P(*rules.spec("layers"), *spec[1:]))
 
-    layers = jax.tree.map(lay, model.layers)
+    layers = jax.tree.map(shard_layers, model.layers)
     return (
         layers,
         jnp.asarray(_frequencies(cfg)),
@@ -268,14 +289,14 @@ def scan_layers(
     rules: Rules,
     remat: str,
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
-    """`run_layers` over (some of) the layers of `stacked_layers`."""
+    """`run_layers` over all or some of the layers of `stacked_layers`."""
     traced_windows = any(cfg.windows)
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=traced_windows)
 
     def body(carry, per_layer):
-        (x, state), (layer, inv_freq, window, number) = carry, per_layer
+        (x, state), (layer, inv_freq, window, layer_index) = carry, per_layer
         window = window if traced_windows else 0
-        x, state, load = layer_fn(layer, x, inv_freq, window, number, state)
+        x, state, load = layer_fn(layer, x, inv_freq, window, layer_index, state)
         return (x, state), load
 
     (x, state), load = jax.lax.scan(body, (x, state), layers)
@@ -287,17 +308,17 @@ def _frequencies(cfg: DecoderConfig) -> np.ndarray:
 
 
 def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, traced_windows: bool):
-    def layer_fn(layer: Layer, x, inv_freq, window, number, state):
-        return layer(x, live, positions, inv_freq, window, number, attend, state, rules)
+    def layer_fn(layer: Layer, x, inv_freq, window, layer_index, state):
+        return layer(x, live, positions, inv_freq, window, layer_index, attend, state, rules)
 
     if remat == "none":
         return layer_fn
-    # A window that is a Python number stays one: 0 means none only there.
+    # A window that is a Python int stays static: 0 means "none" only there.
     static = () if traced_windows else (3,)
     return jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
 
 
-def _listed_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
+def _loop_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
     """`run_layers` over a list of layers."""
     loads = []
     for i, layer in enumerate(model.layers):
@@ -318,8 +339,8 @@ def forward_packed(
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows; a token attends causally within its own segment.
 
-    Under rules with `ring` the rows lie in zig-zag order (sharding/order.py); where the rules cut layers,
-    rows go through them as through a pipeline (pipeline.py).
+    Under rules with `ring`, rows are in zig-zag order (sharding/order.py). Rules that shard layers
+    run them as a pipeline (pipeline.py).
     """
     return forward_routed(
         model,
@@ -342,14 +363,16 @@ def forward_routed(
     remat: str = "none",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
-    """`forward_packed`, and what the routers of a mixture of experts did: None of a dense model."""
+    """`forward_packed` and the router load of a mixture of experts; the load is None for a dense
+    model.
+    """
     cfg = model.cfg
     attend_rows = ring_attention if rules.ring else attention
 
     def attend_to(segments, rules: Rules) -> Attend:
         spec = cfg.attention_spec(rules)
 
-        def attend(q, k, v, window, number, state):
+        def attend(q, k, v, window, layer_index, state):
             out = attend_rows(
                 q,
                 k,
@@ -376,6 +399,6 @@ def forward_routed(
         )
         return x
 
-    x = model.embedded(tokens, rules)
+    x = model.embed_tokens(tokens, rules)
     layers = stacked_layers(model, rules)
     return model.norm(run_stages(stage, layers, x, (positions, segments), rules=rules)), None

@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder on given sequences, as model FLOPs utilisation counts them."""
+"""Floating-point operations of a decoder, as model FLOPs utilization (MFU) counts them."""
 
 import numpy as np
 from jaxtyping import Int
@@ -7,23 +7,23 @@ from jaxrl.models.config import DecoderConfig
 
 
 def forward_flops(cfg: DecoderConfig, lens: Int[np.ndarray, "S"]) -> float:
-    """Of one forward pass over sequences of `lens` tokens, what its heads say of every token included.
+    """FLOPs of one forward pass over sequences of `lens` tokens, heads included.
 
-    A multiplication and an addition for each weight that a token meets (of a mixture of experts those of its
-    own experts), and for each of the keys that it sees; norms, rotations and padding count nothing (PaLM,
-    appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as half). Training takes
-    three times as much: recomputation is no useful work.
+    Counts one multiplication and one addition per weight and token (in a mixture of experts, the
+    weights of the token's own experts) and per visible key. Norms, rotations and padding count
+    nothing (PaLM, appendix B, https://arxiv.org/abs/2204.02311, with causal attention counted as
+    half). Training takes three times as much: recomputation is not useful work.
     """
     n = np.asarray(lens, np.float64)
     attention = cfg.D * cfg.H * (2 * cfg.N + 2 * cfg.K)
     mlp = 3 * cfg.D * cfg.F_expert * cfg.top_k + cfg.D * cfg.E if cfg.E else 3 * cfg.D * cfg.F
     heads = sum({"vocab": cfg.V, "score": 1}[head] for head in cfg.heads) * cfg.D
     weights = cfg.L * (attention + mlp) + heads
-    keys = sum(_keys_seen(n, cfg.window(layer)).sum() for layer in range(cfg.L))
+    keys = sum(_visible_keys(n, cfg.window(layer)).sum() for layer in range(cfg.L))
     return float(2 * weights * n.sum() + 4 * cfg.N * cfg.H * keys)
 
 
-def _keys_seen(n: np.ndarray, window: int) -> np.ndarray:
-    """Pairs of a token and a key that it sees, per sequence; window 0 = all earlier ones."""
-    seen = np.minimum(n, window) if window else n
-    return seen * (seen + 1) / 2 + (n - seen) * seen
+def _visible_keys(n: np.ndarray, window: int) -> np.ndarray:
+    """(token, visible key) pairs per sequence; window 0 means all earlier keys."""
+    visible = np.minimum(n, window) if window else n
+    return visible * (visible + 1) / 2 + (n - visible) * visible

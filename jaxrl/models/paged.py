@@ -1,4 +1,4 @@
-"""The decoder over keys that lie in the pages of a pool: rows of new tokens, and two kinds of rows in one pass."""
+"""Forward pass over a paged KV cache: rows of new tokens, or prefill mixed with decode."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,15 @@ def forward_paged(
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Hidden states of new tokens whose earlier keys lie in the cache; their own are written first.
+    """Hidden states of new tokens whose earlier keys are in the cache; their own keys are written
+    first.
 
-    `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len).
-    A position of -1 marks padding: nothing is written for it and its output is meaningless.
+    `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len). A
+    position of -1 marks padding: nothing is written for it and its output is meaningless.
 
-    Several tokens of a sequence may also come as rows of one token each, one after the other, for one row of
-    the table: products run as in decoding then, and attention reads a block of keys once for all of them.
+    Several tokens of a sequence may also be consecutive rows of one token each that share one row
+    of the table: matrix products then run as in decode, and attention reads a block of keys once
+    for all of them.
     """
     groups = [(page_table, positions.reshape(len(page_table), -1))]
     attend = _attend_pages(model, groups, rules=rules, implementation=implementation)
@@ -37,9 +39,9 @@ def forward_paged(
 
 def forward_mixed(
     model: Decoder,
-    fill_tokens: Int[Array, "R T"],
-    fill_positions: Int[Array, "R T"],
-    fill_table: Int[Array, "R C"],
+    prefill_tokens: Int[Array, "R T"],
+    prefill_positions: Int[Array, "R T"],
+    prefill_table: Int[Array, "R C"],
     tokens: Int[Array, "B"],
     positions: Int[Array, "B"],
     page_table: Int[Array, "B C"],
@@ -48,17 +50,21 @@ def forward_mixed(
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 D"], KVCache]:
-    """`forward_paged` of rows of T tokens and of B rows of one token, whose hidden states it returns.
+    """`forward_paged` on rows of T prefill tokens and on B decode rows; returns the decode rows'
+    hidden states.
 
-    Weights are read once for both: as one row of R * T + B tokens. Only attention tells them apart.
+    Weights are read once for both, as one row of R * T + B tokens. Only attention treats them
+    separately.
     """
-    n_filled = fill_tokens.size
-    row = jnp.concatenate([fill_tokens.reshape(-1), tokens])[None]
-    places = jnp.concatenate([fill_positions.reshape(-1), positions])[None]
-    groups = [(fill_table, fill_positions), (page_table, positions[:, None])]
+    n_prefill = prefill_tokens.size
+    row = jnp.concatenate([prefill_tokens.reshape(-1), tokens])[None]
+    group_positions = jnp.concatenate([prefill_positions.reshape(-1), positions])[None]
+    groups = [(prefill_table, prefill_positions), (page_table, positions[:, None])]
     attend = _attend_pages(model, groups, rules=rules, implementation=implementation)
-    hidden, cache, _ = model(row, places, attend, cache, live=places >= 0, rules=rules)
-    return jnp.swapaxes(hidden[:, n_filled:], 0, 1), cache
+    hidden, cache, _ = model(
+        row, group_positions, attend, cache, live=group_positions >= 0, rules=rules
+    )
+    return jnp.swapaxes(hidden[:, n_prefill:], 0, 1), cache
 
 
 def _attend_pages(
@@ -68,49 +74,63 @@ def _attend_pages(
     rules: Rules,
     implementation: str | None,
 ) -> Attend:
-    """Attention of the tokens of all `groups`, one behind the other, each a page table [n, C] and positions [n, t]:
-    in every layer the keys of all of them are written before any attends."""
+    """Attention over all `groups` of tokens, each a page table [n, C] and positions [n, t].
+
+    The groups' tokens are concatenated. In every layer, the keys of all groups are written before
+    any attends.
+    """
     spec = model.cfg.attention_spec(rules)
-    ends = [sum(p.size for _, p in groups[: i + 1]) for i in range(len(groups) - 1)]
 
-    def lay(x: jax.Array, shape: tuple[int, ...], heads: str) -> jax.Array:
-        if x.shape[:2] == shape:
-            return x
-        out = rules.spec("batch", "time", heads, None)
-        return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)
-
-    def parts(x: jax.Array, heads: str) -> list[jax.Array]:
-        """Of each group, by sequence."""
-        cut = jnp.split(x, ends, axis=1) if ends else [x]
-        return [lay(part, p.shape, heads) for part, (_, p) in zip(cut, groups, strict=True)]
-
-    def attend(q, k, v, window, number, cache: KVCache):
-        k_pages, v_pages, first = cache.layer_pages(number, rules)
-        new = zip(groups, parts(k, "kv_heads"), parts(v, "kv_heads"), strict=True)
-        for (table, places), keys, values in new:
+    def attend(q, k, v, window, layer_index, cache: KVCache):
+        k_pages, v_pages, first = cache.layer_pages(layer_index, rules)
+        new = zip(
+            groups,
+            _by_group(k, groups, "kv_heads", rules),
+            _by_group(v, groups, "kv_heads", rules),
+            strict=True,
+        )
+        for (table, group_positions), keys, values in new:
             k_pages, v_pages = write_pages(
-                k_pages, v_pages, keys, values, table + first, places, rules=rules
+                k_pages, v_pages, keys, values, table + first, group_positions, rules=rules
             )
         outs = []
-        for (table, places), own in zip(groups, parts(q, "heads"), strict=True):
-            with jax.named_scope(DECODE_SCOPE if places.shape[1] == 1 else "prefill_rows"):
+        queries = _by_group(q, groups, "heads", rules)
+        for (table, group_positions), group_q in zip(groups, queries, strict=True):
+            with jax.named_scope(DECODE_SCOPE if group_positions.shape[1] == 1 else "prefill_rows"):
                 out = paged_attention(
-                    own,
+                    group_q,
                     k_pages,
                     v_pages,
                     spec=spec,
                     page_table=table + first,
-                    positions=places,
+                    positions=group_positions,
                     window=window,
                     implementation=implementation,
                 )
             outs.append(out)
-        if ends:
-            outs = [
-                lay(out, (1, p.size), "heads") for out, (_, p) in zip(outs, groups, strict=True)
-            ]
+        if len(groups) > 1:
+            rows = zip(outs, groups, strict=True)
+            outs = [_reshape_rows(out, (1, p.size), "heads", rules) for out, (_, p) in rows]
             outs = [jnp.concatenate(outs, axis=1)]
-        out = lay(outs[0], q.shape[:2], "heads")
-        return out, cache.with_pages(number, k_pages, v_pages, rules)
+        out = _reshape_rows(outs[0], q.shape[:2], "heads", rules)
+        return out, cache.with_pages(layer_index, k_pages, v_pages, rules)
 
     return attend
+
+
+def _by_group(
+    x: jax.Array, groups: list[tuple[jax.Array, jax.Array]], heads: str, rules: Rules
+) -> list[jax.Array]:
+    """The tokens of each group, by sequence."""
+    sizes = [positions.size for _, positions in groups]
+    ends = [sum(sizes[: i + 1]) for i in range(len(groups) - 1)]
+    pieces = jnp.split(x, ends, axis=1) if ends else [x]
+    pairs = zip(pieces, groups, strict=True)
+    return [_reshape_rows(piece, p.shape, heads, rules) for piece, (_, p) in pairs]
+
+
+def _reshape_rows(x: jax.Array, shape: tuple[int, ...], heads: str, rules: Rules) -> jax.Array:
+    if x.shape[:2] == shape:
+        return x
+    out = rules.spec("batch", "time", heads, None)
+    return jnp.reshape(x, (*shape, *x.shape[2:]), out_sharding=out)

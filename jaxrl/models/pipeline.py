@@ -1,8 +1,9 @@
-"""Layers in stages, one a device, and rows that pass through them one after another.
+"""Pipeline parallelism: layers in stages, one per device, and micro-batches that pass through them.
 
-GPipe, https://arxiv.org/abs/1811.06965: with S stages and M micro-batches there are M + S - 1 ticks. At tick t, stage
-s works on micro-batch t - s and hands its outcome to stage s + 1. The first S - 1 ticks fill the pipeline and the last
-empty it: a stage then works on something that nobody uses. Backward goes the same way in reverse.
+GPipe, https://arxiv.org/abs/1811.06965: S stages and M micro-batches take M + S - 1 ticks. At tick
+t, stage s processes micro-batch t - s and sends its result to stage s + 1. The first S - 1 ticks
+fill the pipeline and the last S - 1 drain it; meanwhile the idle stages compute on values that are
+discarded. The backward pass runs the same schedule in reverse.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,11 @@ def run_stages(
     *,
     rules: Rules,
 ) -> Float[Array, "B T D"]:
-    """The outcome of all layers. A micro-batch is one row of every data-parallel rank.
+    """Output of all layers. A micro-batch is one row of every data-parallel rank.
 
-    `layers` have their leading axis cut over the stages, and `stage(layers, x, *rows)` runs those of one of them. `rows`
-    are further inputs, [B, T]. `x` comes and goes as the rules lay the residual stream out; inside, every stage sees
-    whole rows.
+    The leading axis of `layers` is sharded over the stages; `stage(layers, x, *rows)` runs the
+    layers of one stage. `rows` are further inputs, [B, T]. `x` has the sharding of the residual
+    stream; inside, every stage sees whole rows.
     """
     (axis,) = rules.mesh_axes("layers")
     pipeline = jax.shard_map(
@@ -38,13 +39,15 @@ def run_stages(
         axis_names={axis},
         check_vma=False,
     )
-    layers = jax.tree.map(lambda a: _cut(a, axis), layers)
-    x, rows = jax.tree.map(lambda a: _to_stages(_split(a, rules), rules), (x, rows))
-    return _join(_from_stages(pipeline(layers, x, rows), rules), rules)
+    layers = jax.tree.map(lambda a: _shard_over_stages(a, axis), layers)
+    x, rows = jax.tree.map(lambda a: _to_stages(_to_micro_batches(a, rules), rules), (x, rows))
+    return _from_micro_batches(_from_stages(pipeline(layers, x, rows), rules), rules)
 
 
 def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """[M, ranks, T, ...], of which the stages share T, -> [S, M, ranks, T, ...]: whole rows for each."""
+    """[M, ranks, T, ...] with T sharded over the stages -> [S, M, ranks, T, ...]: whole rows per
+    stage.
+    """
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 3)
 
@@ -55,7 +58,7 @@ def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
 
 
 def _from_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """The transpose of `_to_stages`: the sum over the stages, of which each gets its part of T."""
+    """The transpose of `_to_stages`: a reduce-scatter over the stages along T."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 4)
 
@@ -66,45 +69,47 @@ def _from_stages(a: jax.Array, rules: Rules) -> jax.Array:
 
 
 def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
-    """Of [M, ranks, T, ...] outside the stages, and of [S, M, ranks, T, ...] inside."""
+    """PartitionSpecs of [M, ranks, T, ...] outside and [S, M, ranks, T, ...] inside the stages."""
     rest = (None,) * n_more
     shared = rules.spec(None, "batch", "time", *rest)
     return shared, rules.spec("layers", None, "batch", None, *rest)
 
 
 def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
-    """This stage's outcome of all micro-batches, [1, M, ranks, T, D]; zeros but in the last stage."""
+    """This stage's outputs of all micro-batches, [1, M, ranks, T, D]; zeros except in the last
+    stage.
+    """
     x, rows = x[0], jax.tree.map(lambda a: a[0], rows)
-    n_stages, me, n_micro = lax.axis_size(axis), lax.axis_index(axis), x.shape[0]
+    n_stages, stage_index, n_micro = lax.axis_size(axis), lax.axis_index(axis), x.shape[0]
     to_next = [(i, (i + 1) % n_stages) for i in range(n_stages)]
 
-    def tick(arrived, t):
-        mine = jnp.clip(t - me, 0, n_micro - 1)
-        here = jnp.where(me == 0, x[mine], arrived)
-        # Without it the weights of all layers of a stage would be gathered at once, ahead of the ticks.
-        own, here = lax.optimization_barrier((layers, here))
-        done = stage(own, here, *(a[mine] for a in rows))
+    def tick(received, t):
+        index = jnp.clip(t - stage_index, 0, n_micro - 1)
+        inputs = jnp.where(stage_index == 0, x[index], received)
+        # Without the barrier XLA gathers the weights of all layers of a stage before the ticks.
+        stage_layers, inputs = lax.optimization_barrier((layers, inputs))
+        done = stage(stage_layers, inputs, *(a[index] for a in rows))
         return lax.ppermute(done, axis, to_next), done
 
     _, done = lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(n_micro + n_stages - 1))
     done = done[n_stages - 1 :]
-    return jnp.where(me == n_stages - 1, done, jnp.zeros_like(done))[None]
+    return jnp.where(stage_index == n_stages - 1, done, jnp.zeros_like(done))[None]
 
 
-def _split(a: jax.Array, rules: Rules) -> jax.Array:
-    """[B, T, ...] -> [M, ranks, T, ...]; rows of a rank lie side by side."""
+def _to_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
+    """[B, T, ...] -> [M, ranks, T, ...]; the rows of a rank are adjacent in B."""
     ranks, rest = rules.n_shards("batch"), (None,) * (a.ndim - 2)
     a = jax.reshard(a, rules.spec("batch", "time", *rest))
     out = rules.spec("batch", None, "time", *rest)
     return jnp.reshape(a, (ranks, -1, *a.shape[1:]), out_sharding=out).swapaxes(0, 1)
 
 
-def _join(a: jax.Array, rules: Rules) -> jax.Array:
-    """The inverse of `_split`."""
+def _from_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
+    """The inverse of `_to_micro_batches`."""
     rest = (None,) * (a.ndim - 3)
     out = rules.spec("batch", "time", *rest)
     return jnp.reshape(a.swapaxes(0, 1), (-1, *a.shape[2:]), out_sharding=out)
 
 
-def _cut(a: jax.Array, axis: str) -> jax.Array:
+def _shard_over_stages(a: jax.Array, axis: str) -> jax.Array:
     return jax.reshard(a, jax.P(axis, *jax.typeof(a).sharding.spec[1:]))

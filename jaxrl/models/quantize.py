@@ -1,10 +1,12 @@
-"""A model whose weight matrices lie in int8: the engine's copy of it, where `rollout.dtype` says so.
+"""int8 copy of a model's weight matrices for the engine (`rollout.dtype`).
 
-Every output of a matrix has a scale, so that the product is that of the int8 matrix, times the scales. In 8 bits
-are the matrices of attention, MLPs and experts: what decoding reads. In their own type stay
-- the embedding, of which a token reads one row, and the unembedding: its errors would be in the logits as they
-  are, for a few per cent of the bytes of a large model;
-- the routers of a mixture of experts: small, and a token sent to another expert is another function;
+Every output of a matrix has a scale, so the product is that of the int8 matrix times the scales.
+The matrices of attention, MLPs and experts are quantized: what decode reads. The rest keeps its
+dtype:
+- the embedding, of which a token reads one row, and the unembedding: its errors would appear in the
+  logits directly, for a few per cent of a large model's bytes;
+- the routers of a mixture of experts: they are small, and a token routed to another expert gets a
+  different function;
 - norms and biases, which are small.
 """
 
@@ -23,8 +25,10 @@ from jaxrl.types import Tree
 
 
 def quantize_int8(params: Tree, dtype: DTypeLike) -> Tree:
-    """The model with its matrices in int8, made where they lie; all else is shared. `dtype` is that of the scales,
-    and of activations."""
+    """The model with int8 matrices, quantized in their own sharding; all other leaves are shared.
+
+    `dtype` is that of the scales and of activations.
+    """
     return map_matrices(
         lambda w, n_in: _quantize(w, n_shared=n_in, dtype="int8", scale_dtype=jnp.dtype(dtype)),
         params,
@@ -32,15 +36,20 @@ def quantize_int8(params: Tree, dtype: DTypeLike) -> Tree:
 
 
 def int8_specs(specs: Tree) -> Tree:
-    """PartitionSpecs of `quantize_int8`: a matrix's own, and for the scales those of its outputs."""
+    """PartitionSpecs of `quantize_int8`: each matrix's own, and for its scales those of its
+    outputs.
+    """
     return map_matrices(lambda spec, n_in: Quantized(spec, jax.P(*spec[:-n_in])), specs)
 
 
 def map_matrices(fn: Callable[[Any, int], Any], model: Tree) -> Tree:
-    """The model with fn(w, n) in the place of every matrix w of its layers, whose products sum over the last
-    n axes. The leaves may be arrays, specs, or whatever stands for a weight."""
+    """The model with fn(w, n) in place of every weight matrix w of its layers.
 
-    def within(module: Any) -> Any:
+    Products sum over the last n axes of w. Leaves may be arrays, specs or any other stand-in for a
+    weight.
+    """
+
+    def map_module(module: Any) -> Any:
         if not isinstance(module, Linear | MoE):
             return module
         new = jax.tree.map(lambda leaf: leaf, module)
@@ -49,7 +58,7 @@ def map_matrices(fn: Callable[[Any, int], Any], model: Tree) -> Tree:
             setattr(new, name, nnx.data(fn(getattr(module, name), n_in)))
         return new
 
-    return jax.tree.map(within, model, is_leaf=lambda node: isinstance(node, Linear | MoE))
+    return jax.tree.map(map_module, model, is_leaf=lambda node: isinstance(node, Linear | MoE))
 
 
 _quantize = jax.jit(quantize, static_argnames=("n_shared", "dtype", "scale_dtype"))

@@ -1,4 +1,6 @@
-"""One table per model: shape, logical axes, init and Hugging Face name of every parameter."""
+"""One parameter table per model: shape, logical axes, init and Hugging Face name of every
+parameter.
+"""
 
 import dataclasses
 import functools
@@ -20,18 +22,21 @@ PLACEHOLDER = re.compile(r"\{(layer|expert)\}")
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. Where layers or experts are stacked, `shape` and `axes` carry leading axes for
-    them, layers first, and `hf` holds the placeholders `{layer}` and `{expert}`."""
+    """One parameter.
+
+    For stacked layers or experts, `shape` and `axes` have leading axes for them, layers first, and
+    `hf` contains the placeholders `{layer}` and `{expert}`.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str  # "normal" | "zeros" | "ones"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
-    hf_shape: tuple[int, ...]  # of one tensor, as the file holds it
+    hf_shape: tuple[int, ...]  # of one tensor in the file
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading axes that are tensors of their own in a file."""
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Sizes of the leading axes that are separate tensors in a file."""
         return self.shape[: len(PLACEHOLDER.findall(self.hf))]
 
 
@@ -40,9 +45,11 @@ def is_spec(leaf: object) -> bool:
 
 
 def hf_names(spec: ParamSpec) -> list[str]:
-    """The parameter's tensors in a Hugging Face file: one, or one for every index of `spec.lead`."""
+    """The parameter's tensor names in a Hugging Face file: one for every index of
+    `spec.stacked_shape`.
+    """
     names = PLACEHOLDER.findall(spec.hf)
-    places = [dict(zip(names, index, strict=True)) for index in np.ndindex(spec.lead)]
+    places = [dict(zip(names, index, strict=True)) for index in np.ndindex(spec.stacked_shape)]
     return [spec.hf.format(**place) for place in places]
 
 
@@ -57,7 +64,7 @@ def partition_specs(specs: Tree, rules: Rules) -> Tree:
 def abstract_params(
     specs: Tree, rules: Rules, dtype: DTypeLike, mesh: Mesh | AbstractMesh | None = None
 ) -> Tree:
-    """Shapes, dtypes and shardings of the parameters on `mesh` (default: the mesh that is set)."""
+    """Shapes, dtypes and shardings of the parameters on `mesh` (default: the current mesh)."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
@@ -74,14 +81,14 @@ def count_params(specs: Tree) -> int:
 def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> Tree:
     """Random parameters, each leaf created in its own sharding. Normal leaves have std 0.02.
 
-    Each layer's numbers come from the key and its Hugging Face name, so they are the same for
-    every mesh and for both layouts of the layers.
+    A layer's values derive from the key and its Hugging Face name, so they are the same on every
+    mesh and for both layer layouts.
     """
 
     def create(spec: ParamSpec) -> jax.Array:
         seeds = np.array([zlib.crc32(name.encode()) for name in hf_names(spec)], np.uint32)
         out = rules.spec(*spec.axes)
-        n_lead = len(spec.lead)
+        n_lead = len(spec.stacked_shape)
         return _init_param(key, seeds, spec.shape, spec.init, n_lead, jnp.dtype(dtype), out)
 
     return map_specs(create, specs)

@@ -51,7 +51,7 @@ def assert_close(want, got, tol=1e-5):
 @pytest.mark.parametrize("chunk, n_grouped", [(1, 1), (7, 1), (7, 4), (40, 1), (40, 4), (1000, 4)])
 @pytest.mark.parametrize("kind", [dict(temperature=1.0), dict(temperature=0.7, softcap=3.0)])
 def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chunk, n_grouped, kind):
-    monkeypatch.setattr(logprob, "GROUPED", {"cpu": n_grouped})
+    monkeypatch.setattr(logprob, "GROUPED_CHUNKS", {"cpu": n_grouped})
     inputs, weights = problem()
 
     def naive(**k):

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
-from jaxrl.models.mesh_check import abstract_forward, check_mesh
+from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
-from sharding import RING, TRAIN, ULYSSES, abstract_mesh, bytes_per_device, make_mesh
+from sharding import RING, TRAIN, ULYSSES, Rules, abstract_mesh, bytes_per_device, make_mesh
 
 QWEN2_7B = DecoderConfig(
     family="qwen2",
@@ -30,6 +31,32 @@ QWEN2_7B = DecoderConfig(
 )
 SMALL = DecoderConfig(family="llama", L=6, D=128, N=4, K=2, H=32, F=256, V=256, tied=True)
 ROW_LEN = 64
+
+
+def abstract_forward(
+    cfg: DecoderConfig, mesh: AbstractMesh, *, rules: Rules = TRAIN, row_len: int
+) -> tuple[jax.ShapeDtypeStruct, Decoder]:
+    """Types of the logits [ranks, row_len, V] and of the gradient of their sum, without devices.
+
+    Explicit shardings are part of the types, so a model with inconsistent shardings fails here.
+    """
+    check_mesh(cfg, mesh.shape, rules)
+    with jax.sharding.use_abstract_mesh(mesh):
+        params = abstract_params(decoder_specs(cfg), rules, jnp.bfloat16)
+        sharding = NamedSharding(mesh, rules.spec("batch", "time"))
+        shape = (rules.n_shards("batch"), row_len)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+        def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
+            ones = jnp.ones_like(tokens)
+            hidden = forward_packed(params, tokens, ones, tokens, rules=rules, remat="full")
+            return params.logits(hidden, rules)
+
+        def loss(params: Decoder, tokens: jax.Array) -> jax.Array:
+            return logits(params, tokens).sum()
+
+        out = jax.eval_shape(logits, params, tokens)
+        return out, jax.eval_shape(jax.grad(loss), params, tokens)
 
 
 def test_a_7b_model_types_on_64_devices_that_are_not_there():

@@ -64,7 +64,7 @@ def add_block(
 
 
 def normalize(state: Softmax) -> tuple[jax.Array, jax.Array]:
-    """(mean [*B, M, W], log Σ exp(score) [*B, M]); zeros and MASKED for rows without a visible key."""
+    """(mean [*B, M, W], log Σ exp(score) [*B, M]); zeros and MASKED without visible keys."""
     visible = state.max_score > MASKED
     denominator = jnp.where(visible, state.denominator, 1.0)
     mean = jnp.where(visible[..., None], state.numerator, 0.0) / denominator[..., None]

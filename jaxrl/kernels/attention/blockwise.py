@@ -118,7 +118,7 @@ def _value_rows(v):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(spec: AttentionSpec, q, k, v, span: Span):
-    """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B query blocks per row."""
+    """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B blocks per row."""
     return _flash_forward(spec, q, k, v, span)[0]
 
 

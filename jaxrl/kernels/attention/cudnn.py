@@ -265,7 +265,7 @@ def _call(
 
 
 def _offsets(q, k, slots: Slots) -> list[jax.Array]:
-    """Lengths of the slots in queries and keys, and the index of their first element in q and in k."""
+    """Slot lengths in queries and keys, and the slots' first elements in q and in k."""
     B, T = q.shape[:2]
     lengths = slots.lengths.reshape(B, -1)
     starts = jnp.pad(slots.starts, (0, B), constant_values=B * T).reshape(B, -1)
@@ -276,9 +276,12 @@ def _backend_config(config: CudnnConfig, q, products, slots_per_row: int) -> str
     """The call's CudnnfMHABackendConfig, XLA's backend configuration, as JSON."""
     B, T, N, _ = q.shape
     layout = {
-        "dim_level_types": [], "dim_unique": [], "dim_ordered": [], "minor_to_major": ["3", "2", "1", "0"], "tiles": [],
-        "element_size_in_bits": "0", "memory_space": "0", "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
-        "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID", "dynamic_shape_metadata_prefix_bytes": "0",
+        "dim_level_types": [], "dim_unique": [], "dim_ordered": [],
+        "minor_to_major": ["3", "2", "1", "0"], "tiles": [],
+        "element_size_in_bits": "0", "memory_space": "0",
+        "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "dynamic_shape_metadata_prefix_bytes": "0",
     }  # fmt: skip
     backend_config = {
         "algorithm": {
@@ -287,8 +290,8 @@ def _backend_config(config: CudnnConfig, q, products, slots_per_row: int) -> str
         },
         "fmha_scale": config.scale,
         "intermediate_tensor_shape": {
-            "element_type": "BF16", "dimensions": [str(n) for n in (B, N, T, T)], "tuple_shapes": [], "layout": layout,
-            "is_dynamic_dimension": [False] * 4,
+            "element_type": "BF16", "dimensions": [str(n) for n in (B, N, T, T)],
+            "tuple_shapes": [], "layout": layout, "is_dynamic_dimension": [False] * 4,
         },
         "is_flash_attention": True,
         "mask_type": "PADDING_CAUSAL",

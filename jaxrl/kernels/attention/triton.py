@@ -35,7 +35,7 @@ class Kernels:
     interpret: bool
 
     def scores(self, q, k, first, at_q, at_k):
-        """[queries, keys] of the blocks that start at these positions; MASKED for invisible keys."""
+        """[queries, keys] of the blocks starting at these positions; MASKED if invisible."""
         scores = self.spec.scores(plgpu.dot(q, k, trans_b=True))
         query = at_q + jnp.arange(len(q))
         key = at_k + jnp.arange(len(k))
@@ -107,7 +107,7 @@ def _local_attention(kernels: Kernels, q, k, v, segments, window):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(kernels: Kernels, q, k, v, first):
-    """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H]; T is a multiple of BLOCK."""
+    """q [B, T, N, H], k and v [B, T, K, H], first [B, T] -> [B, T, N, H]; BLOCK divides T."""
     return _forward(kernels, q, k, v, first)[0]
 
 

@@ -1,28 +1,31 @@
-// Kernels for decoding on CPU, as handlers of XLA's foreign function interface. All arrays are float32, row-major.
+// Decode kernels for CPU, as handlers of XLA's foreign function interface. Arrays are float32 and
+// row-major unless noted.
 //
-// A decode step has few rows, so it is as fast as weights and keys can be read.
+// A decode step has a small batch, so it is bound by the bandwidth of reading weights and keys.
 //
-// A sum is a chain of fused multiply-adds over CHAIN inputs at a time, in order, and a sum of those chains. That is
-// what XLA's own products do for many rows (tests/kernels/cpu/test_native.py), and no bit depends on the number of rows.
+// A sum is a chain of fused multiply-adds over CHAIN inputs, in order, and then the sum of the
+// chains. XLA's products of many rows do the same (tests/kernels/cpu/test_native.py), so no bit
+// depends on the number of rows.
 
 #include "product.h"
 #include "work.h"
 #include "attention.h"
 
-#define STRIP 96  // outputs of a product that one thread takes at a time
+#define STRIP 96  // outputs per work item
 
 static void run_strip(const Job *job, int64_t item) {
   const Weight *weight = job->weights;
   int64_t before = 0;
   while (item >= weight->end) before = weight++->end;
-  const int64_t first = (item - before) * STRIP, n_out = least(STRIP, weight->n_out - first);
+  const int64_t first = (item - before) * STRIP, n_out = minimum(STRIP, weight->n_out - first);
   product(job->x, weight->w + first * job->n_in, job->n_in, n_out, NULL, weight->y + first, job->n_rows,
           weight->n_out);
 }
 
-// x [rows, in], then weights w [out, in] -> of each y [rows, out] = x wᵀ, for up to 64 rows and MAX_WEIGHTS weights.
+// x [rows, in], then weights w [out, in] -> y [rows, out] = x wᵀ for each weight. At most 64 rows
+// and MAX_WEIGHTS weights.
 XLA_FFI_Error *skinny_matmul(XLA_FFI_CallFrame *call) {
-  if (told_version(call)) return NULL;
+  if (handled_version_query(call)) return NULL;
   if (call->rets.size > MAX_WEIGHTS) return error(call->api, "skinny_matmul: too many weights");
   const XLA_FFI_Buffer *x = call->args.args[0];
   Job job = {.run = run_strip, .n_rows = x->dims[0], .n_in = x->dims[1]};
@@ -31,18 +34,19 @@ XLA_FFI_Error *skinny_matmul(XLA_FFI_CallFrame *call) {
     job.n_items += (w->dims[0] + STRIP - 1) / STRIP;
     job.weights[i] = (Weight){w->data, y->data, w->dims[0], job.n_items};
   }
-  job.x = job.own = aligned_alloc(sizeof(vec), (job.n_in * row_lanes(job.n_rows) / LANES + 2) * sizeof(vec));
-  if (!job.own) return error(call->api, "no memory for the rows of a product");
-  side_by_side(x->data, job.n_rows, job.n_in, job.own);
+  job.x = job.scratch = aligned_alloc(sizeof(vec), (job.n_in * row_lanes(job.n_rows) / LANES + 2) * sizeof(vec));
+  if (!job.scratch) return error(call->api, "no memory for the rows of a product");
+  interleave_rows(x->data, job.n_rows, job.n_in, job.scratch);
   return run(call, job);
 }
 
-// q [B, K, rows, H], k_pages and v_pages [P, K, page, H], page_table [B, C], first and last [B, rows], scale [] ->
-// over the keys first .. last of each row: the largest score = q kᵀ * scale and Σ exp(score - largest), both
-// [B, K, rows], and Σ exp(score - largest) value [B, K, rows, H]; MASKED, 0 and 0 where last is -1.
-// H divides by 16 and is at most 256; up to 64 rows.
+// Inputs: q [B, K, rows, H], k_pages and v_pages [P, K, page, H], int32 page_table [B, C], int32
+// first and last [B, rows], scale []. With score = q kᵀ * scale over the keys first .. last of each
+// row, the outputs are the largest score and Σ exp(score - largest), both [B, K, rows], and Σ
+// exp(score - largest) value [B, K, rows, H]; MASKED, 0 and 0 for rows with last = -1. H is a
+// multiple of 16 and at most 256; at most 64 rows.
 XLA_FFI_Error *paged_attention(XLA_FFI_CallFrame *call) {
-  if (told_version(call)) return NULL;
+  if (handled_version_query(call)) return NULL;
   XLA_FFI_Buffer *const *in = (XLA_FFI_Buffer *const *)call->args.args;
   XLA_FFI_Buffer *const *out = (XLA_FFI_Buffer *const *)call->rets.rets;
   const int64_t *q = in[0]->dims, *pool = in[1]->dims;

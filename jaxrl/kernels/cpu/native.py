@@ -1,8 +1,8 @@
 """Compiler and loader of the C kernels in this folder.
 
-The machine's C compiler compiles them at first use into the user's cache. Their sums follow the order of
-XLA's matrix products, so a row of decode has the bits that it has in a training batch. Without a
-compiler, XLA computes everything.
+The machine's C compiler compiles them at first use into the user's cache. Their sums follow the
+order of XLA's matrix products, so a row of decode has the bits that it has in a training batch.
+Without a compiler, XLA computes everything.
 """
 
 import ctypes

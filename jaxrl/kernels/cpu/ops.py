@@ -102,7 +102,7 @@ def _matmul_bits_match(n_out: int, n_in: int) -> bool:
 
 @functools.cache
 def _attention_bits_match(M: int, H: int) -> bool:
-    """Whether XLA computes attention over key blocks (attention/blocks.py) in the kernel's order."""
+    """Whether XLA sums attention over key blocks (attention/blocks.py) in the kernel's order."""
     n_keys = 3 * BLOCK
     q, k, v = (_random(1, 1, n, H) for n in (M, n_keys, n_keys))
     last = np.arange(n_keys - M, n_keys, dtype=np.int32)[None]

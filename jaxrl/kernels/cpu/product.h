@@ -1,28 +1,28 @@
-// The product of few rows with a weight: every element of the weight is read once, where it lies, and multiplied with
-// all rows at once, some outputs at a time, their sums in registers.
+// Product of a small batch with a weight: every weight element is read once, in place, and
+// multiplied with all rows at once. The sums of several outputs are kept in registers.
 
 #include <stdint.h>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
 
-#define LANES 16  // rows, or outputs, of a vector
+#define LANES 16  // rows (or outputs) per vector
 #define MAX_VECS 4
 #define MAX_ROWS (LANES * MAX_VECS)
-#define MAX_OUT 8  // outputs whose sums lie in registers together
-#define MAX_HALVES 12  // and of as many rows as half a vector holds
-#define SPREAD 4  // of so many outputs of these, one is loaded by fours
+#define MAX_OUT 8  // outputs whose sums are in registers at the same time
+#define MAX_HALVES 12  // the same for rows that fill half a vector
+#define QUAD_SPACING 4  // of every QUAD_SPACING outputs, one loads its inputs by fours
 #define CHAIN 512
 #define LINE 16  // floats of a cache line
 
-// Lines are fetched AHEAD before they are needed. A first cache of 32 kB soon waits for its own fetches and drops lines
-// before they are read: there the second is fetched into.
-#ifdef WIDE  // a processor that computes vectors of AVX-512 whole
-#define AHEAD 10
-#define FETCH(p) __builtin_prefetch(p, 0, 3)
+// Cache lines are prefetched PREFETCH_LINES lines in advance. An L1 cache of 32 kB stalls on its
+// own prefetches and evicts lines before use, so there the L2 cache is the target.
+#ifdef WIDE  // the processor executes AVX-512 vectors in one piece
+#define PREFETCH_LINES 10
+#define PREFETCH(p) __builtin_prefetch(p, 0, 3)
 #else
-#define AHEAD 26
-#define FETCH(p) __builtin_prefetch(p, 0, 2)
+#define PREFETCH_LINES 26
+#define PREFETCH(p) __builtin_prefetch(p, 0, 2)
 #endif
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -31,10 +31,10 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float memory_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// How many outputs share a vector where there are so few rows that they fill half or a quarter of one. (Of two, a
-// processor that is not WIDE computes one, in half a vector.)
+// Number of outputs that share a vector if the rows fill only half or a quarter of one. (With 2, a
+// processor that is not WIDE computes one output in half a vector instead.)
 INLINE int sharing(int64_t n_rows) {
 #ifdef __AVX512F__
   if (n_rows <= LANES / 4) return 4;
@@ -42,7 +42,7 @@ INLINE int sharing(int64_t n_rows) {
   return n_rows <= LANES / 2 ? 2 : 1;
 }
 
-// The rows of an input that lie side by side at x, once for each output that shares a vector.
+// The adjacent rows of an input at x, repeated for each output that shares the vector.
 INLINE vec rows_of(const int share, const float *x) {
 #ifdef __AVX512F__
   if (share == 2) return (vec)_mm512_broadcast_f64x4(_mm256_loadu_pd((const double *)x));
@@ -51,27 +51,29 @@ INLINE vec rows_of(const int share, const float *x) {
   return *(const memory_vec *)x;
 }
 
-// What attention reads next: `left` numbers at keys, and at values.
+// What attention reads next: `left` floats at keys and at values.
 typedef struct {
   const float *keys, *values;
   int64_t left;
-} Next;
+} PrefetchRange;
 
-// Fetches up to so many lines of both. Here as below a few at a time: a core waits where many are on their way.
-INLINE void fetch_next(Next *next, int64_t n_lines) {
+// Prefetches up to n_lines lines of both. Only a few at a time, here and below: a core stalls on
+// many outstanding prefetches.
+INLINE void prefetch_range(PrefetchRange *next, int64_t n_lines) {
   for (int64_t i = 0; i < n_lines && next->left > 0; i++, next->left -= LINE) {
-    FETCH(next->keys), next->keys += LINE;
-    FETCH(next->values), next->values += LINE;
+    PREFETCH(next->keys), next->keys += LINE;
+    PREFETCH(next->values), next->values += LINE;
   }
 }
 
-// Fetches, at input k, AHEAD lines on of outputs from .. to of n_out; behind their end the first inputs of the next.
-INLINE void fetch(const int from, const int to, const int n_out, const float *w, int64_t k, int64_t n_in) {
-  const int64_t ahead = k + AHEAD * LINE, there = ahead < n_in ? ahead : ahead + (n_out - 1) * n_in;
-  UNROLL for (int o = from; o < to; o++) FETCH(w + o * n_in + there);
+// At input k, prefetches PREFETCH_LINES lines ahead for outputs from .. to of n_out; past their
+// end, the first inputs of the next outputs.
+INLINE void prefetch_lines(const int from, const int to, const int n_out, const float *w, int64_t k, int64_t n_in) {
+  const int64_t ahead = k + PREFETCH_LINES * LINE, there = ahead < n_in ? ahead : ahead + (n_out - 1) * n_in;
+  UNROLL for (int o = from; o < to; o++) PREFETCH(w + o * n_in + there);
 }
 
-// sums[o][v] += x of vector v times w of output o, over the next `depth` inputs.
+// sums[o][v] += x (vector v) times w (output o), over the next `depth` inputs.
 INLINE void add(const int share, const int n_vecs, const int n_out, const int depth, const float *x, const float *w,
                 int64_t stride, vec (*sums)[MAX_VECS]) {
   const float *row[MAX_OUT];
@@ -82,18 +84,19 @@ INLINE void add(const int share, const int n_vecs, const int n_out, const int de
         sums[o][v] += rows_of(share, x + (k * n_vecs + v) * LANES / share) * row[o][k];
 }
 
-// y[r][o] <- x[r] w[o]ᵀ of n_out outputs and all rows. x: [in][rows], in n_vecs vectors or a part of one.
+// y[r][o] <- x[r] w[o]ᵀ for n_out outputs and all rows. x: [in][rows], n_vecs vectors or part of
+// one.
 INLINE void outputs(const int share, const int n_vecs, const int n_out, const float *x, const float *w, int64_t n_in,
-                    Next *next, float *y, int64_t n_rows, int64_t y_stride) {
+                    PrefetchRange *next, float *y, int64_t n_rows, int64_t y_stride) {
   const int width = n_vecs * LANES / share;
   vec total[MAX_OUT][MAX_VECS];
   for (int64_t start = 0; start < n_in; start += CHAIN) {
-    const int64_t end = least(start + CHAIN, n_in);
+    const int64_t end = minimum(start + CHAIN, n_in);
     vec chain[MAX_OUT][MAX_VECS];
     UNROLL for (int o = 0; o < n_out; o++) UNROLL for (int v = 0; v < n_vecs; v++) chain[o][v] = (vec){0};
     int64_t k = start;
     for (; k + LINE <= end; k += LINE) {
-      next ? fetch_next(next, n_out / 2) : fetch(0, n_out, n_out, w, k, n_in);
+      next ? prefetch_range(next, n_out / 2) : prefetch_lines(0, n_out, n_out, w, k, n_in);
       add(share, n_vecs, n_out, LINE, x + k * width, w + k, n_in, chain);
     }
     for (; k < end; k++) add(share, n_vecs, n_out, 1, x + k * width, w + k, n_in, chain);
@@ -105,30 +108,30 @@ INLINE void outputs(const int share, const int n_vecs, const int n_out, const fl
 }
 
 #ifdef __AVX512F__
-// Four inputs of `share` outputs, side by side, each as often as it takes to fill a vector.
-INLINE __m512 quads(const int share, const float *w, int64_t stride) {
+// Four inputs of each of `share` outputs, repeated to fill a vector.
+INLINE __m512 input_quads(const int share, const float *w, int64_t stride) {
   __m512 v = _mm512_broadcast_f32x4(_mm_loadu_ps(w));
   UNROLL for (int o = 1; o < share; o++)
     v = _mm512_mask_broadcast_f32x4(v, 0xffff << o * LANES / share, _mm_loadu_ps(w + o * stride));
   return v;
 }
 
-// `outputs` of LANES outputs that share vectors, for whole lines of inputs.
-INLINE void shared(const int share, const float *x, const float *w, int64_t n_in, Next *next, float *y,
+// `outputs` for LANES outputs that share vectors; n_in is a multiple of LINE.
+INLINE void shared_outputs(const int share, const float *x, const float *w, int64_t n_in, PrefetchRange *next, float *y,
                    int64_t n_rows, int64_t y_stride) {
-  const int n_vecs = LANES / share;  // and the rows of an input
+  const int n_vecs = LANES / share;  // also the number of rows per input
   vec total[LANES / 2];
   for (int64_t start = 0; start < n_in; start += CHAIN) {
-    const int64_t end = least(start + CHAIN, n_in);
+    const int64_t end = minimum(start + CHAIN, n_in);
     vec chain[LANES / 2];
     UNROLL for (int v = 0; v < n_vecs; v++) chain[v] = (vec){0};
     for (int64_t k = start; k < end; k += LINE) {
       UNROLL for (int i = 0; i < LINE; i += 4) {
-        next ? fetch_next(next, LANES / 8) : fetch(i, i + 4, LANES, w, k, n_in);
+        next ? prefetch_range(next, LANES / 8) : prefetch_lines(i, i + 4, LANES, w, k, n_in);
         const float *inputs = x + (k + i) * n_vecs;
         __m512 four[LANES / 2];
         vec rows[4];
-        UNROLL for (int v = 0; v < n_vecs; v++) four[v] = quads(share, w + v * share * n_in + k + i, n_in);
+        UNROLL for (int v = 0; v < n_vecs; v++) four[v] = input_quads(share, w + v * share * n_in + k + i, n_in);
         UNROLL for (int j = 0; j < 4; j++) rows[j] = rows_of(share, inputs + j * n_vecs);
         UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0x00) * rows[0];
         UNROLL for (int v = 0; v < n_vecs; v++) chain[v] += (vec)_mm512_permute_ps(four[v], 0x55) * rows[1];
@@ -144,11 +147,11 @@ INLINE void shared(const int share, const float *x, const float *w, int64_t n_in
 #endif
 
 INLINE void all_outputs(const int share, const int n_vecs, const int at_once, const float *x, const float *w,
-                        int64_t n_in, int64_t n_out, Next *next, float *y, int64_t n_rows, int64_t y_stride) {
+                        int64_t n_in, int64_t n_out, PrefetchRange *next, float *y, int64_t n_rows, int64_t y_stride) {
   int64_t o = 0;
 #ifdef __AVX512F__
   if (share > 1 && n_in % LINE == 0)
-    for (; o + LANES <= n_out; o += LANES) shared(share, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+    for (; o + LANES <= n_out; o += LANES) shared_outputs(share, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
 #endif
   for (; o + at_once <= n_out; o += at_once)
     outputs(share, n_vecs, at_once, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
@@ -159,15 +162,15 @@ INLINE void all_outputs(const int share, const int n_vecs, const int at_once, co
 typedef float half __attribute__((vector_size(2 * LANES)));
 typedef float memory_half __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
 
-// Four inputs of an output, twice, and one of them in all lanes.
-INLINE half twice(const float *w) {
+// Four inputs of an output, twice; and one of four broadcast to all lanes.
+INLINE half four_inputs_twice(const float *w) {
 #ifdef __AVX__
   return (half)_mm256_broadcast_ps((const __m128 *)w);
 #else
   return (half){w[0], w[1], w[2], w[3], w[0], w[1], w[2], w[3]};
 #endif
 }
-INLINE half everywhere(half four, const int i) {
+INLINE half broadcast_lane(half four, const int i) {
 #ifdef __AVX__
   return (half)_mm256_permute_ps((__m256)four, i * 0x55);
 #else
@@ -175,24 +178,24 @@ INLINE half everywhere(half four, const int i) {
 #endif
 }
 
-// `outputs` of rows that fill half a vector, for a processor that takes twice as long for a whole one. It would wait
-// for loads: every SPREAD-th output's inputs are loaded by fours.
-INLINE void halves(const int n_out, const float *x, const float *w, int64_t n_in, Next *next, float *y,
+// `outputs` for rows that fill half a vector, on a processor that takes twice as long for a whole
+// one. Loads would be the bottleneck, so every QUAD_SPACING-th output loads its inputs by fours.
+INLINE void half_outputs(const int n_out, const float *x, const float *w, int64_t n_in, PrefetchRange *next, float *y,
                    int64_t n_rows, int64_t y_stride) {
   const memory_half *rows = (const memory_half *)x;
   half total[MAX_HALVES];
   for (int64_t start = 0; start < n_in; start += CHAIN) {
-    const int64_t end = least(start + CHAIN, n_in);
+    const int64_t end = minimum(start + CHAIN, n_in);
     half chain[MAX_HALVES], four[MAX_HALVES];
     UNROLL for (int o = 0; o < n_out; o++) chain[o] = (half){0};
     int64_t k = start;
     for (; k + LINE <= end; k += LINE)
       UNROLL for (int i = 0; i < LINE; i += 4) {
-        next ? fetch_next(next, n_out / 6) : fetch(i * n_out / LINE, (i + 4) * n_out / LINE, n_out, w, k, n_in);
-        UNROLL for (int o = 0; o < n_out; o += SPREAD) four[o] = twice(w + o * n_in + k + i);
+        next ? prefetch_range(next, n_out / 6) : prefetch_lines(i * n_out / LINE, (i + 4) * n_out / LINE, n_out, w, k, n_in);
+        UNROLL for (int o = 0; o < n_out; o += QUAD_SPACING) four[o] = four_inputs_twice(w + o * n_in + k + i);
         UNROLL for (int j = 0; j < 4; j++)
           UNROLL for (int o = 0; o < n_out; o++)
-            chain[o] += rows[k + i + j] * (o % SPREAD ? w[o * n_in + k + i + j] - (half){0} : everywhere(four[o], j));
+            chain[o] += rows[k + i + j] * (o % QUAD_SPACING ? w[o * n_in + k + i + j] - (half){0} : broadcast_lane(four[o], j));
       }
     for (; k < end; k++) UNROLL for (int o = 0; o < n_out; o++) chain[o] += rows[k] * w[o * n_in + k];
     UNROLL for (int o = 0; o < n_out; o++) total[o] = start ? total[o] + chain[o] : chain[o];
@@ -200,24 +203,24 @@ INLINE void halves(const int n_out, const float *x, const float *w, int64_t n_in
   for (int64_t r = 0; r < n_rows; r++) UNROLL for (int o = 0; o < n_out; o++) y[r * y_stride + o] = total[o][r];
 }
 
-INLINE void all_halves(const float *x, const float *w, int64_t n_in, int64_t n_out, Next *next, float *y,
+INLINE void all_half_outputs(const float *x, const float *w, int64_t n_in, int64_t n_out, PrefetchRange *next, float *y,
                        int64_t n_rows, int64_t y_stride) {
   int64_t o = 0;
   for (; o + MAX_HALVES <= n_out; o += MAX_HALVES)
-    halves(MAX_HALVES, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
-  for (; o + 4 <= n_out; o += 4) halves(4, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
-  for (; o < n_out; o++) halves(1, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+    half_outputs(MAX_HALVES, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+  for (; o + 4 <= n_out; o += 4) half_outputs(4, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
+  for (; o < n_out; o++) half_outputs(1, x, w + o * n_in, n_in, next, y + o, n_rows, y_stride);
 }
 #endif
 
-static void product(const float *x, const float *w, int64_t n_in, int64_t n_out, Next *next, float *y,
+static void product(const float *x, const float *w, int64_t n_in, int64_t n_out, PrefetchRange *next, float *y,
                     int64_t n_rows, int64_t y_stride) {
   switch (sharing(n_rows)) {
     case 4: return all_outputs(4, 1, 8, x, w, n_in, n_out, next, y, n_rows, y_stride);
 #ifdef WIDE
     case 2: return all_outputs(2, 1, 8, x, w, n_in, n_out, next, y, n_rows, y_stride);
 #else
-    case 2: return all_halves(x, w, n_in, n_out, next, y, n_rows, y_stride);
+    case 2: return all_half_outputs(x, w, n_in, n_out, next, y, n_rows, y_stride);
 #endif
   }
   switch ((n_rows + LANES - 1) / LANES) {
@@ -228,7 +231,7 @@ static void product(const float *x, const float *w, int64_t n_in, int64_t n_out,
   }
 }
 
-// The perfect shuffle that, done four times, transposes LANES x LANES.
+// Perfect shuffle; four of them transpose LANES x LANES.
 INLINE void shuffle(const vec *a, vec *b) {
   UNROLL for (int i = 0; i < LANES / 2; i++) {
     const vec low = a[i], high = a[i + LANES / 2];
@@ -241,17 +244,17 @@ INLINE void transpose(vec *a, vec *scratch) {
   shuffle(a, scratch), shuffle(scratch, a), shuffle(a, scratch), shuffle(scratch, a);
 }
 
-// The floats that an input's rows take: whole vectors, or a part of one. Lanes without a row are 0.
+// Floats per input in the interleaved rows: whole vectors or part of one. Unused lanes are 0.
 INLINE int64_t row_lanes(int64_t n_rows) {
   const int share = sharing(n_rows);
   return share > 1 ? LANES / share : (n_rows + LANES - 1) / LANES * LANES;
 }
 
-// out: [in][row_lanes] <- x: [rows][in]. Writes up to LANES floats behind the end.
-static void side_by_side(const float *x, int64_t n_rows, int64_t n_in, float *out) {
+// out: [in][row_lanes] <- x: [rows][in]. Writes up to LANES floats past the end.
+static void interleave_rows(const float *x, int64_t n_rows, int64_t n_in, float *out) {
   const int64_t width = row_lanes(n_rows);
   for (int64_t v = 0; v < width; v += LANES) {
-    const int64_t rows = least(LANES, n_rows - v);
+    const int64_t rows = minimum(LANES, n_rows - v);
     const float *first = x + v * n_in;
     int64_t k = 0;
     for (; k + LANES <= n_in; k += LANES) {
@@ -262,6 +265,6 @@ static void side_by_side(const float *x, int64_t n_rows, int64_t n_in, float *ou
       UNROLL for (int i = 0; i < LANES; i++) *(memory_vec *)(out + (k + i) * width + v) = a[i];
     }
     for (; k < n_in; k++)
-      for (int i = 0; i < least(LANES, width); i++) out[k * width + v + i] = i < rows ? first[i * n_in + k] : 0;
+      for (int i = 0; i < minimum(LANES, width); i++) out[k * width + v + i] = i < rows ? first[i * n_in + k] : 0;
   }
 }

@@ -1,4 +1,4 @@
-"""Products of activations with weight matrices: of few rows, in decoding, by a kernel of their own on CPU."""
+"""Matrix products of activations and weights; in decode on CPU, small batches use a C kernel."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,9 @@ Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
 def matmul(
     x: Float[Array, "B T I"], w: Weight, *, out_sharding: jax.P, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T _"]:
-    """x wᵀ [B, T, out], accumulated in and returned as `dtype` where it is given."""
+    """x wᵀ [B, T, out], accumulated in and returned as `dtype` (default: the dtype of the
+    operands).
+    """
     return matmuls(x, [w], out_shardings=[out_sharding], dtype=dtype)[0]
 
 
@@ -28,9 +30,9 @@ def matmuls(
 ) -> list[Float[Array, "B T _"]]:
     """`matmul` with each of the weights.
 
-    One token a row (T = 1) is decoding: it has no gradient, and on one CPU device float32 matmuls of up to
-    64 rows then run at the speed of memory, up to four in one call, with the bits of XLA's matmul. int8 weights are
-    multiplied as numbers of the type of `x`.
+    One token per row (T = 1) is decode and needs no gradient. On one CPU device, float32 products
+    of up to 64 rows then run at memory bandwidth, up to four weights per call, with the bits of
+    XLA's product. int8 weights are converted to the dtype of `x`.
     """
     supported = [ops.supports_skinny_matmul(x, w) for w in weights]
     if all(supported) and len(weights) <= ops.MAX_WEIGHTS:
@@ -43,7 +45,8 @@ def matmuls(
 
 def _xla_matmul(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.Array:
     if w.dtype == jnp.int8:
-        # Of this step's x: alone, the conversion would be done before a loop and its result kept.
+        # The barrier ties the conversion to x: otherwise XLA hoists it out of loops and keeps the
+        # converted weights.
         x, w = jax.lax.optimization_barrier((x, w))
         w = w.astype(x.dtype)
     eq = "BTI,OI->BTO"

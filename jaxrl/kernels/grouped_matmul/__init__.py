@@ -1,5 +1,8 @@
-"""Rows sorted by group, each group times a matrix of its own: one signature, one implementation per
-backend. It works on the arrays of one device; models/layers/moe.py calls it inside shard_map."""
+"""Grouped matrix product: rows sorted by group, each times its group's matrix.
+
+One signature, one implementation per backend. It works on the arrays of one device;
+models/layers/moe.py calls it inside shard_map.
+"""
 
 from jaxtyping import Array, Float, Int, Int8
 
@@ -18,10 +21,10 @@ PLANNED = {
     "mosaic_tpu": "tokamax's Pallas Mosaic kernel for TPU",
 }
 DEFAULTS = {
-    "cpu": ("blocks", "12 to 30 times faster than XLA's ragged_dot, which multiplies densely here"),
+    "cpu": ("blocks", "12 to 30 times faster than XLA's ragged_dot, which is dense on CPU"),
     "gpu": (
         "blocks",
-        "because XLA's ragged_dot multiplies densely and 'mosaic_gpu' is not built yet",
+        "because XLA's ragged_dot is dense on GPU and 'mosaic_gpu' is not built yet",
     ),
     "tpu": ("ragged_dot", "XLA's own kernel"),
 }
@@ -34,11 +37,12 @@ def grouped_matmul(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "M F"]:
-    """y_m = x_m w_eᵀ of the group e that row m lies in: the first sizes[0] rows are group 0's, the next
-    sizes[1] group 1's, and so on. Rows behind the last group give zeros.
+    """y_m = x_m w_eᵀ, where e is the group of row m.
 
-    Sums are float32, the result has the type of `x`, as which int8 matrices count. `implementation` is
-    config.model.grouped_matmul: None or "auto" picks for the backend.
+    The first sizes[0] rows belong to group 0, the next sizes[1] to group 1, and so on. Rows after
+    the last group give zeros. Sums are float32; the result has the dtype of `x`, to which int8
+    matrices are converted. `implementation` is config.model.grouped_matmul; None or "auto" selects
+    by backend.
     """
     multiply = choose(
         "config.model.grouped_matmul",

@@ -1,8 +1,8 @@
-"""Grouped matrix product as a loop over blocks of rows of one group, for CPU.
+"""Grouped matrix product on CPU: a loop over blocks of rows of one group.
 
-A block is one matrix product of a fixed shape, so a row's bits do not depend on the size of its group
-or on the other rows. The loop makes as many turns as there are blocks: groups without rows cost
-nothing, and nothing is padded to a capacity.
+A block is one matrix product of a fixed shape, so a row's bits depend neither on the size of its
+group nor on the other rows. The loop runs once per block: empty groups cost nothing, and nothing is
+padded to a capacity.
 """
 
 import math
@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-MIN_ROWS, MAX_ROWS = 8, 128  # of a block; one row would take another path on CPU
+MIN_ROWS, MAX_ROWS = 8, 128  # of a block; XLA on CPU uses another algorithm for one row
 
 
 @jax.custom_vjp
@@ -22,7 +22,7 @@ def grouped_matmul_blocks(
     w: Float[Array, "E F D"] | Int8[Array, "E F D"],
     sizes: Int[Array, "E"],
 ) -> Float[Array, "M F"]:
-    """Reads one matrix a block: a group's matrix as often as the group has blocks."""
+    """Grouped product that reads a group's matrix once per block of its rows."""
     return _multiply(x, w, sizes, "md,fd->mf", w.shape[1])
 
 
@@ -40,7 +40,7 @@ grouped_matmul_blocks.defvjp(_forward, _backward)
 
 
 def _multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, eq: str, n_out: int) -> jax.Array:
-    """[M, n_out]: the product `eq` of each block of `x` and its group's matrix."""
+    """[M, n_out]: the einsum `eq` of each block of `x` and its group's matrix."""
     n, m = x.shape[0], block_rows(x.shape[0], w.shape[0])
     blocks, total = Blocks(sizes, m), jnp.sum(sizes)
     x = jnp.pad(x, ((0, m), (0, 0)))  # the last block may reach past the end
@@ -60,7 +60,7 @@ def _multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, eq: str, n_out: int)
 
 def _weight_gradient(x: jax.Array, grad: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """[E, F, D]: gradᵀ x, summed over the rows of each group in float32."""
-    m = block_rows(x.shape[0], w.shape[0], most=2 * MAX_ROWS)  # each block adds to a whole matrix
+    m = block_rows(x.shape[0], w.shape[0], max_rows=2 * MAX_ROWS)  # a block updates a whole matrix
     blocks = Blocks(sizes, m)
     x, grad = (jnp.pad(a, ((0, m), (0, 0))) for a in (x, grad))
 
@@ -68,15 +68,15 @@ def _weight_gradient(x: jax.Array, grad: jax.Array, w: jax.Array, sizes: jax.Arr
         group, row, n_rows = blocks.place(i)
         rows, g = (lax.dynamic_slice_in_dim(a, row, m) for a in (x, grad))
         g = jnp.where((jnp.arange(m) < n_rows)[:, None], g, 0)
-        more = jnp.einsum("mf,md->fd", g, rows, preferred_element_type=jnp.float32)
-        return dw.at[group].add(more)
+        product = jnp.einsum("mf,md->fd", g, rows, preferred_element_type=jnp.float32)
+        return dw.at[group].add(product)
 
     dw = _zeros(w.shape, jnp.float32, like=(x, grad, w, sizes))
     return lax.fori_loop(0, blocks.count, block, dw).astype(w.dtype)
 
 
 class Blocks:
-    """Cuts groups of `sizes` rows, one after the other, into blocks of at most `m` rows."""
+    """Blocks of at most `m` rows over consecutive groups of `sizes` rows."""
 
     def __init__(self, sizes: Int[Array, "E"], m: int):
         self.m, self.sizes = m, sizes
@@ -87,21 +87,24 @@ class Blocks:
         self.count = self.ends[-1]
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(group, first row, rows) of block i."""
+        """(group, first row, number of rows) of block i."""
         group = jnp.searchsorted(self.ends, i, side="right")
         done = (i - self.first_block[group]) * self.m
         rows = jnp.minimum(self.sizes[group] - done, self.m)
         return group, self.first_row[group] + done, rows
 
 
-def block_rows(n_rows: int, n_groups: int, *, most: int = MAX_ROWS) -> int:
-    """A power of two near the average group: larger blocks read fewer matrices but are emptier."""
+def block_rows(n_rows: int, n_groups: int, *, max_rows: int = MAX_ROWS) -> int:
+    """A power of two near the average group size: larger blocks read fewer matrices but are
+    emptier.
+    """
     average = max(n_rows / n_groups, 1)
-    return min(max(2 ** math.ceil(math.log2(average)), MIN_ROWS), most)
+    return min(max(2 ** math.ceil(math.log2(average)), MIN_ROWS), max_rows)
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, *, like: tuple[jax.Array, ...]) -> jax.Array:
-    """Zeros that, inside shard_map, vary over the mesh axes that the arrays `like` vary over: the type
-    that a loop's carry needs."""
+    """Zeros that vary, inside shard_map, over the mesh axes of the arrays `like`: the loop carry's
+    type.
+    """
     zero = sum((jnp.ravel(a)[0] > 0).astype(jnp.int32) * 0 for a in like)
     return jnp.zeros(shape, dtype) + jnp.asarray(zero).astype(dtype)

@@ -1,4 +1,4 @@
-"""Grouped matrix product by XLA's own operation."""
+"""Grouped matrix product by XLA's ragged_dot."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,8 +10,11 @@ def grouped_matmul_ragged(
     w: Float[Array, "E F D"] | Int8[Array, "E F D"],
     sizes: Int[Array, "E"],
 ) -> Float[Array, "M F"]:
-    """`jax.lax.ragged_dot`: a kernel of XLA's on TPU. On CPU and GPU XLA multiplies every row with
-    every group's matrix and drops what it does not need: E times the work."""
+    """`jax.lax.ragged_dot`, a native XLA kernel on TPU.
+
+    On CPU and GPU, XLA multiplies every row with every group's matrix and discards the rest: E
+    times the work.
+    """
     w = jnp.swapaxes(w.astype(x.dtype), 1, 2)
     y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Grouped matrix product as one would write it on paper."""
+"""Reference grouped matrix product."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
@@ -9,7 +9,7 @@ def grouped_matmul_reference(
     w: Float[Array, "E F D"] | Int8[Array, "E F D"],
     sizes: Int[Array, "E"],
 ) -> Float[Array, "M F"]:
-    """Every row meets its own group's matrix; M x F x D weights exist at one time."""
+    """Every row times a copy of its group's matrix; M x F x D weights exist at one time."""
     row = jnp.arange(x.shape[0])
     group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
     own = w[jnp.minimum(group, w.shape[0] - 1)].astype(x.dtype)

@@ -1,11 +1,13 @@
-"""Logprob, entropy and KL of the unembedding without ever holding [tokens, vocab].
+"""Logprob, entropy and KL of the unembedding without a [tokens, vocab] array.
 
-Tokens that do not matter are moved behind the others, and the loops end before them. Forward walks
-over chunks of tokens: a row's softmax is one sum over the vocabulary, as in the engine. Backward knows
-the normaliser of every token, so it may cut the vocabulary as well: some chunks of tokens at a time
-against blocks of it, which adds to the large dW so many times less often in the memory of one chunk.
+Masked tokens are moved to the end, and the loops stop before them. The forward pass iterates over
+chunks of tokens: a row's softmax is one sum over the vocabulary, as in the engine. The backward
+pass knows every token's normalizer, so it also splits the vocabulary: it processes several chunks
+of tokens against vocabulary blocks and updates the large dW fewer times, with the memory of one
+chunk.
 
-n tokens of this device, c of a chunk, r of a block in backward, v vocabulary of this device, D model.
+n tokens of this device, c per chunk, r per block in the backward pass, v vocabulary of this device,
+D model.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from sharding import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What is static about an unembedding: how logits come about, and how the work is cut."""
+    """Static parameters of an unembedding: how logits are computed and how the work is split."""
 
     temperature: float
     softcap: float | None
@@ -34,20 +36,22 @@ class Head:
     rules: Rules
     with_entropy: bool
     with_kl: bool
-    n_grouped: int = 4  # chunks of tokens that backward takes at a time
+    n_grouped: int = 4  # chunks of tokens per step of the backward pass
 
     def logits(self, x, w):
         return head_logits(x, w, temperature=self.temperature, softcap=self.softcap)
 
     def logits_slope(self, logits):
-        """d logits / d (h Wᵀ), of the finished logits."""
+        """d logits / d (h Wᵀ), from the final logits."""
         if self.softcap is None:
             return 1.0 / self.temperature
         capped = logits * (self.temperature / self.softcap)
         return (1.0 - capped * capped) / self.temperature
 
     def specs(self, n_ref: int) -> tuple:
-        """PartitionSpecs: of [B, T], then of hidden, unembed, targets, keep, (ref_hidden, ref_unembed)."""
+        """PartitionSpecs of [B, T], then of hidden, unembed, targets, keep, (ref_hidden,
+        ref_unembed).
+        """
         tokens = self.rules.spec("batch", "time")
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
         return tokens, rows, weight, tokens, tokens, (rows, weight)[:n_ref]
@@ -65,27 +69,32 @@ class Head:
         return self._used_axes("w_embed")
 
     def _used_axes(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes of a rule that have more than one device, inside shard_map. A collective over one
-        device is not free: on CPU it copies its argument, which here is the whole unembedding."""
+        """The mesh axes of a rule with more than one device, inside shard_map.
+
+        A collective over one device is not free: on CPU it copies its argument, here the whole
+        unembedding.
+        """
         return tuple(axis for axis in self.rules.mesh_axes(logical) if lax.axis_size(axis) > 1)
 
 
 def token_logp(
     chosen: Float[Array, "B"], top: Float[Array, "B"], weights: Float[Array, "B V"]
 ) -> Float[Array, "B"]:
-    """log softmax(l)[token] = l[token] - max l - log Σ exp(l - max l), of chosen = l[token], top = max l and
-    weights = exp(l - max l).
+    """log softmax(l)[token] = l[token] - max l - log Σ exp(l - max l).
 
-    The engine calls this with what it sampled from, its logits divided by the temperature, so that its logprobs
-    and the trainer's are the same arithmetic.
+    Arguments: chosen = l[token], top = max l and weights = exp(l - max l). The engine calls this
+    with the logits that it sampled from, divided by the temperature, so its logprobs and the
+    trainer's share one arithmetic.
     """
     return chosen - top - jnp.log(row_sum(weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_logprob(head: Head, hidden, unembed, targets, keep, ref):
-    """(logp, entropy, kl), each float32 [B, T]; zeros where `keep` is False and for what `head` leaves
-    out. `ref` is (hidden, unembed) of the reference, or () without one."""
+    """(logp, entropy, kl), each float32 [B, T]; zeros for masked tokens and disabled outputs.
+
+    `ref` is (hidden, unembed) of the reference, or () without one.
+    """
     return _forward(head, hidden, unembed, targets, keep, ref)[0]
 
 
@@ -119,9 +128,11 @@ chunked_logprob.defvjp(_forward, _backward)
 
 
 def _local_forward(head: Head, x, w, y, keep, ref):
-    """This device's tokens, chunk by chunk -> ((logp, entropy, kl), (norm, ref_norm)), all [b, t]."""
+    """Local tokens, chunk by chunk -> ((logp, entropy, kl), (norm, ref_norm)), all [b, t]."""
     n = y.size
-    c = max(math.ceil(n / math.ceil(n / head.chunk)), 2)  # one row takes another path on CPU
+    c = max(
+        math.ceil(n / math.ceil(n / head.chunk)), 2
+    )  # XLA on CPU uses another algorithm for one row
     kept = Kept.of(keep, c)
     ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
     rows = [kept.rows(a) for a in (x, y, ref_x)]
@@ -140,10 +151,10 @@ def _local_forward(head: Head, x, w, y, keep, ref):
 
 @struct.dataclass
 class Kept:
-    """The tokens of a device that matter, moved to the front and padded to whole blocks."""
+    """The unmasked tokens of a device, moved to the front and padded to whole blocks."""
 
-    order: Any  # int32 [n'], the token that stands in each row; n (out of range) at padding
-    count: Any  # int32 [], rows that matter
+    order: Any  # int32 [n'], token index of each row; n (out of range) at padding
+    count: Any  # int32 [], unmasked tokens
 
     @classmethod
     def of(cls, keep, block: int):
@@ -155,12 +166,12 @@ class Kept:
         return cls(jnp.pad(order, padding, constant_values=flat.size), count)
 
     def rows(self, a):
-        """[b, t, ...] -> [n', ...], zeros in rows that do not matter"""
+        """[b, t, ...] -> [n', ...], zeros in padding rows."""
         flat = a.reshape((-1, *a.shape[2:]))
         return flat.at[self.order].get(mode="fill", fill_value=0)
 
     def back(self, a, like):
-        """[n', ...] -> [b, t, ...], zeros at tokens that do not matter"""
+        """[n', ...] -> [b, t, ...], zeros at masked tokens."""
         out = jnp.zeros((like.size, *a.shape[1:]), a.dtype)
         return out.at[self.order].set(a, mode="drop").reshape(*like.shape, *a.shape[1:])
 
@@ -188,7 +199,9 @@ def _chunk_stats(head: Head, x, y, w, ref_x, ref_w):
 
 
 def _softmax_parts(head: Head, logits):
-    """(max [c], Σ exp(l - max) [c], exp(l - max) [c, v]), max and sum over the whole vocabulary."""
+    """(max [c], Σ exp(l - max) [c], exp(l - max) [c, v]); max and sum are over the whole
+    vocabulary.
+    """
     top = jnp.max(logits, axis=-1)
     if head.vocab_axes:
         top = lax.pmax(top, head.vocab_axes)
@@ -202,7 +215,7 @@ def _vocab_sum(head: Head, values):
 
 
 def _pick(head: Head, logits, y):
-    """logits[i, y[i]], from the device whose vocabulary has y[i]."""
+    """logits[i, y[i]], from the device whose vocabulary shard contains y[i]."""
     v = logits.shape[1]
     if not head.vocab_axes:
         return jnp.take_along_axis(logits, y[:, None], axis=1)[:, 0]
@@ -213,8 +226,11 @@ def _pick(head: Head, logits, y):
 
 
 def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
-    """dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl), then
-    dh = dl W and dW = dlᵀ h: blocks of several chunks of tokens meet blocks of the vocabulary."""
+    """Gradients of hidden and unembed on one device.
+
+    dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl), then dh =
+    dl W and dW = dlᵀ h, in blocks of several chunks of tokens times vocabulary blocks.
+    """
     r = min(head.n_grouped * head.chunk, y.size)
     kept = Kept.of(keep, r)
     ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
@@ -252,7 +268,7 @@ def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
 
 
 def _logits_gradient(head: Head, part, w_block, ref_block, start):
-    """[r, size], in the type of the hidden states: dl of one block of tokens and vocabulary."""
+    """dl [r, size] of one block of tokens and vocabulary, in the dtype of the hidden states."""
     x, y, _, entropy, kl, norm, ref_norm, g_logp, g_entropy, g_kl, ref_x = part
     logits = head.logits(x, w_block)
     logp = logits - norm
@@ -276,24 +292,24 @@ def _add_rows(total, rows, start):
 
 
 def _block_size(v: int, r: int, chunk: int) -> int:
-    """Vocabulary per block, so that r x block is about chunk x v; multiples of 128."""
+    """Vocabulary per block such that r x block is about chunk x v; a multiple of 128."""
     if r <= chunk:
         return v
     return min(max(v * chunk // r // 128 * 128, 128), v)
 
 
 def _gather(head: Head, w):
-    """The whole model dimension of a weight whose shards lie on the `w_embed` axes."""
+    """A weight with its `w_embed` shards all-gathered along the model dimension."""
     if not head.weight_axes:
         return w
     return lax.all_gather(w, head.weight_axes, axis=1, tiled=True)
 
 
 def _scatter(head: Head, dw):
-    """Sums dW over the devices that hold other tokens, and keeps this device's shard of it."""
+    """dW summed over the devices that hold other tokens, reduced to this device's shard."""
     over = [a for a in head.token_axes if a not in head.weight_axes]
     inside = bool(head.weight_axes) and set(head.weight_axes) <= set(head.token_axes)
-    if inside:  # cut first: the sums over other devices are then of a shard
+    if inside:  # scatter first: the sums over other devices are then smaller
         dw = lax.psum_scatter(dw, head.weight_axes, scatter_dimension=1, tiled=True)
     dw = lax.psum(dw, over) if over else dw
     if inside or not head.weight_axes:

@@ -1,4 +1,4 @@
-"""Token logprobs, entropy and KL as one would write them on paper: all logits, in float32."""
+"""Reference logprobs, entropy and KL: all logits at once, in float32."""
 
 import jax
 import jax.numpy as jnp

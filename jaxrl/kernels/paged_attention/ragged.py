@@ -173,19 +173,21 @@ def _kernel(
         visible = (key <= last) & (key > last - window[0])
         for h in range(K):
             k, v = (buffer[slot, :, h].reshape(n * page_len, H) for buffer in (k_buffer, v_buffer))
-            products = lax.dot_general(
-                q_ref[h], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            scores = jnp.where(visible, spec.scores(products), MASKED)
-            max_score = jnp.maximum(max_ref[h], jnp.max(scores, axis=1, keepdims=True))
-            weights, correction = jnp.exp(scores - max_score), jnp.exp(max_ref[h] - max_score)
-            new_values = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            max_ref[h] = max_score
-            denominator_ref[h] = denominator_ref[h] * correction + jnp.sum(
-                weights, axis=1, keepdims=True
-            )
-            numerator_ref[h] = numerator_ref[h] * correction + new_values
+            _add_keys(h, q_ref[h], k, v, visible, (max_ref, denominator_ref, numerator_ref), spec)
         slot_ref[0] = 1 - slot
 
     lax.fori_loop(0, n_groups, one_group, None)
     out_ref[...] = jnp.where(last >= 0, numerator_ref[...] / denominator_ref[...], 0.0)
+
+
+def _add_keys(h: int, q, k, v, visible, state, spec: AttentionSpec) -> None:
+    """Adds keys [S, H] and values of kv head h to the online softmax in the refs `state`."""
+    max_ref, denominator_ref, numerator_ref = state
+    products = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, spec.scores(products), MASKED)
+    max_score = jnp.maximum(max_ref[h], jnp.max(scores, axis=1, keepdims=True))
+    weights, correction = jnp.exp(scores - max_score), jnp.exp(max_ref[h] - max_score)
+    new_values = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    max_ref[h] = max_score
+    denominator_ref[h] = denominator_ref[h] * correction + jnp.sum(weights, axis=1, keepdims=True)
+    numerator_ref[h] = numerator_ref[h] * correction + new_values

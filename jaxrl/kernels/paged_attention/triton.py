@@ -85,10 +85,14 @@ def _local_attention(
     )  # fmt: skip
     n_rows, _, M, _ = rows.q.shape
     n_columns = table.shape[1]
+    scalars = table.reshape(-1), rows.low, rows.high, rows.window[None]
     n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns)
     mean, norm = pl.pallas_call(
         functools.partial(
-            _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts,
+            _kernel,
+            n_columns=n_columns,
+            n_pieces=n_rows // len(table),
+            n_parts=n_parts,
             spec=spec,
         ),
         grid=(n_rows, K, n_parts),
@@ -109,7 +113,7 @@ def _local_attention(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention_triton",
         interpret=interpret,
-    )(table.reshape(-1), rows.low, rows.high, rows.window[None], rows.q, rows.last, *pools)  # fmt: skip
+    )(*scalars, rows.q, rows.last, *pools)
     share = jnp.exp(norm - jnp.max(norm, axis=0))
     share /= jnp.sum(share, axis=0)
     out = jnp.sum(mean * share[..., None], axis=0)

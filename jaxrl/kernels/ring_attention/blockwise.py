@@ -33,7 +33,7 @@ from sharding import zigzag
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Static parameters of the ring: scores, the mesh axes that share a row, and the chunk length."""
+    """Static parameters: scores, the mesh axes that share a row, and the chunk length."""
 
     spec: AttentionSpec
     axes: tuple[str, ...]

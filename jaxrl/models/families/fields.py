@@ -1,8 +1,9 @@
-"""What the families' config.json files share: sizes, rotary embedding, local and global layers.
+"""Fields that the families' config.json files share: sizes, rotary embedding, local and global
+layers.
 
-transformers 5 writes `rope_parameters` (per layer type where they differ) and `layer_types`; older
-files hold `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are read; the older names
-are written, which every version understands.
+transformers 5 writes `rope_parameters` (per layer type if they differ) and `layer_types`; older
+files have `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are read. The older names
+are written, because every version understands them.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def sizes(c: Json) -> dict[str, Any]:
-    """The DecoderConfig fields that every family has; absent keys mean what they mean in HF."""
+    """The DecoderConfig fields that every family has; absent keys get transformers' defaults."""
     N, D = c["num_attention_heads"], c["hidden_size"]
     act = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if act not in ACTIVATIONS:
@@ -37,7 +38,7 @@ def sizes(c: Json) -> dict[str, Any]:
 
 
 def sizes_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """`sizes` written back, and the keys by which transformers finds the model class."""
+    """The inverse of `sizes`, with the keys that select transformers' model class."""
     act = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[cfg.act]
     return dict(
         architectures=[architecture],
@@ -59,14 +60,14 @@ def sizes_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[s
 
 
 def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
-    """The rotary embedding of the layers of one kind; `theta` is the family's default base.
+    """Rotary embedding of one kind of layer; `theta` is the family's default base.
 
     Raises ValueError for scalings other than "default", "linear" and "llama3".
     """
-    new = c.get("rope_parameters") or {}
-    new = new.get(kind, {}) if {LOCAL, GLOBAL} & new.keys() else new
-    theta = new.get("rope_theta", c.get("rope_theta", theta))
-    scaling = new or c.get("rope_scaling") or {}
+    parameters = c.get("rope_parameters") or {}
+    parameters = parameters.get(kind, {}) if {LOCAL, GLOBAL} & parameters.keys() else parameters
+    theta = parameters.get("rope_theta", c.get("rope_theta", theta))
+    scaling = parameters or c.get("rope_scaling") or {}
     if scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     match scaling.get("rope_type") or scaling.get("type") or "default":
@@ -86,13 +87,13 @@ def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
         case other:
             raise ValueError(
                 f"rope scaling {other!r} is not supported; supported: default, linear, llama3. "
-                f"Without it the model is right up to its original length only: remove rope_scaling "
-                f"from config.json to use it there"
+                "Without scaling the model is correct only up to its original length; to use it "
+                "there, remove rope_scaling from config.json"
             )
 
 
 def scaling_json(rope: Rope) -> dict[str, Any] | None:
-    """`rope_scaling` of a config file; None where nothing is scaled."""
+    """`rope_scaling` of a config file; None without scaling."""
     if rope.kind == "default":
         return None
     if rope.kind == "linear":
@@ -107,7 +108,7 @@ def scaling_json(rope: Rope) -> dict[str, Any] | None:
 
 
 def read_windows(c: Json, default_types: list[str]) -> tuple[int, ...]:
-    """The window of each layer from its type, 0 where it sees everything; () where all do."""
+    """Window of each layer by its type, 0 for global layers; () if no layer has a window."""
     types, window = c.get("layer_types") or default_types, c.get("sliding_window")
     if unknown := set(types) - {LOCAL, GLOBAL}:
         raise ValueError(f"layer_types {sorted(unknown)} are not known; known: {LOCAL}, {GLOBAL}")
@@ -120,6 +121,6 @@ def layer_types(cfg: DecoderConfig) -> list[str]:
     return [LOCAL if cfg.window(i) else GLOBAL for i in range(cfg.L)]
 
 
-def pattern(n_layers: int, period: int) -> list[str]:
-    """Local layers with a global one at the end of every period."""
+def local_global_pattern(n_layers: int, period: int) -> list[str]:
+    """Layer types: local layers, with a global one at the end of every period."""
     return [GLOBAL if (i + 1) % period == 0 else LOCAL for i in range(n_layers)]

@@ -1,12 +1,15 @@
-"""Gemma 2 (https://arxiv.org/abs/2408.00118): local and global layers in turn, soft-capped scores and
-logits, a norm before and after each block."""
+"""Gemma 2 (https://arxiv.org/abs/2408.00118).
+
+Local and global layers alternate, scores and logits are soft-capped, and each block has a norm
+before and after.
+"""
 
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import fields
 
-# What transformers assumes for a key that config.json leaves out.
+# transformers' defaults for keys absent from config.json.
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=256_000,
     hidden_size=2304,
@@ -43,7 +46,7 @@ def gemma_fields(c: fields.Json) -> dict[str, Any]:
 
 
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """`gemma_fields` written back, with the windows."""
+    """The inverse of `gemma_fields`, with the windows."""
     scalar = cfg.scale**-2
     return fields.sizes_json(cfg, model_type, architecture) | dict(
         hidden_activation="gelu_pytorch_tanh",
@@ -61,7 +64,7 @@ def from_hf(c: fields.Json) -> DecoderConfig:
     return DecoderConfig(
         family="gemma2",
         rope=fields.read_rope(c),
-        windows=fields.read_windows(c, fields.pattern(c["num_hidden_layers"], 2)),
+        windows=fields.read_windows(c, fields.local_global_pattern(c["num_hidden_layers"], 2)),
         **gemma_fields(c),
     )
 

@@ -1,5 +1,8 @@
-"""Gemma 3, text (https://arxiv.org/abs/2503.19786): five local layers to a global one, each kind with
-its own rotary base, and queries and keys normalised per head."""
+"""Gemma 3, text (https://arxiv.org/abs/2503.19786).
+
+Five local layers per global one, each kind with its own rotary base; queries and keys are
+normalized per head.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from jaxrl.models.families import fields
 from jaxrl.models.families.gemma2 import DEFAULTS as GEMMA2_DEFAULTS
 from jaxrl.models.families.gemma2 import gemma_fields, gemma_json
 
-# What transformers assumes for a key that config.json leaves out.
+# transformers' defaults for keys absent from config.json.
 DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | dict(
     vocab_size=262_208,
     max_position_embeddings=131_072,
@@ -18,7 +21,7 @@ DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | dict(
 
 
 def local_rope_json(c: fields.Json) -> fields.Json:
-    """The config as its local layers see it: their own base, and no scaling."""
+    """The config as its local layers read it: their own base and no scaling."""
     if c.get("rope_parameters"):
         return c
     return dict(rope_theta=c.get("rope_local_base_freq", 10_000.0))
@@ -31,7 +34,7 @@ def from_hf(c: fields.Json) -> DecoderConfig:
         family="gemma3",
         rope=fields.read_rope(c, theta=1_000_000.0),
         local_rope=fields.read_rope(local_rope_json(c), kind=fields.LOCAL),
-        windows=fields.read_windows(c, fields.pattern(c["num_hidden_layers"], period)),
+        windows=fields.read_windows(c, fields.local_global_pattern(c["num_hidden_layers"], period)),
         qk_norm=True,
         **gemma_fields(c),
     )

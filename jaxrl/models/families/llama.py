@@ -1,4 +1,6 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), and what is built like it: SmolLM2, TinyLlama."""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783) and models of the same architecture: SmolLM2,
+TinyLlama.
+"""
 
 from typing import Any
 

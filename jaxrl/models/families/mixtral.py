@@ -1,4 +1,4 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts, whose weights add up to 1."""
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral with experts whose weights sum to 1."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ from jaxrl.models.families import fields
 
 
 def windows(c: fields.Json) -> tuple[int, ...]:
-    """Qwen's windows, where switched on, start at layer `max_window_layers`."""
+    """Windows of the layers from `max_window_layers` on; () unless `use_sliding_window` is set."""
     if not c.get("use_sliding_window", False):
         return ()
     first = c.get("max_window_layers", 28)
@@ -17,7 +17,7 @@ def windows(c: fields.Json) -> tuple[int, ...]:
 
 
 def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
-    """`windows` written back."""
+    """The inverse of `windows`."""
     local = [i for i in range(cfg.L) if cfg.window(i)]
     return dict(
         use_sliding_window=bool(local),

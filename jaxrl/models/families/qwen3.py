@@ -1,4 +1,4 @@
-"""Qwen3, dense (https://arxiv.org/abs/2505.09388): queries and keys normalised per head."""
+"""Qwen3, dense (https://arxiv.org/abs/2505.09388): queries and keys normalized per head."""
 
 from typing import Any
 

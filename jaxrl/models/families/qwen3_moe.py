@@ -7,12 +7,13 @@ from jaxrl.models.families import fields, qwen2
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
-    """Raises ValueError for models some of whose layers are dense."""
+    """Raises ValueError for models with dense layers."""
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     if dense or step != 1:
         raise ValueError(
-            f"qwen3_moe with mlp_only_layers={dense} and decoder_sparse_step={step} has dense layers "
-            f"among those with experts, which is not supported; use a model with experts in every layer"
+            f"qwen3_moe with mlp_only_layers={dense} and decoder_sparse_step={step} has dense "
+            "layers among those with experts, which is not supported; use a model with experts in "
+            "every layer"
         )
     bias = c.get("attention_bias", False)
     return DecoderConfig(

@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all."""
+"""Atomic creation of folders: a folder appears complete or not at all."""
 
 import contextlib
 import json
@@ -11,12 +11,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place at the end, or vanishes on an error.
+    """A temporary folder next to `target` that replaces it at the end and is removed on an error.
 
-    Raises ValueError where `target` exists and is no model folder.
+    Raises ValueError if `target` exists and does not contain a model.
     """
     if target.exists() and not (target / "config.json").exists() and any(target.iterdir()):
-        raise ValueError(f"{target} exists and holds no model; choose another folder or empty it")
+        raise ValueError(
+            f"{target} exists and contains no model; choose another folder or empty it"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

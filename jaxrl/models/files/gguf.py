@@ -1,5 +1,8 @@
-"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) of the Llama architecture
--> Hugging Face folder: weights dequantised, config, tokenizer, chat template."""
+"""GGUF files of the Llama architecture -> Hugging Face folder.
+
+Converts weights (dequantized), config, tokenizer and chat template. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +38,7 @@ LAYER = {
 def convert_gguf(path: Path, folder: Path, *, dtype: DTypeLike = np.float32) -> None:
     """Fills `folder` with a Hugging Face checkpoint of the model in the GGUF file at `path`.
 
-    Tensors are dequantised and written one at a time. Raises ValueError for architectures,
+    Tensors are dequantized and written one at a time. Raises ValueError for architectures,
     tokenizers and rotary scalings other than those of Llama and SmolLM.
     """
     try:
@@ -71,16 +74,16 @@ def hf_name(name: str, path: Path) -> str:
         layer, part, suffix = rest
         return f"model.layers.{layer}.{LAYER[part]}.{suffix}"
     raise ValueError(
-        f"{path} holds the tensor {name!r}, which a plain Llama model does not have; "
+        f"{path} contains the tensor {name!r}, which a plain Llama model does not have; "
         f"use the safetensors version of this model"
     )
 
 
 def gguf_config(meta: dict[str, Any], path: Path, *, tied: bool) -> DecoderConfig:
-    """The decoder that the file's metadata describe."""
+    """The decoder described by the file's metadata."""
     if (arch := meta["general.architecture"]) != "llama":
         raise ValueError(
-            f"{path} is of architecture {arch!r}, and only 'llama' is read from GGUF files; "
+            f"{path} has architecture {arch!r}, and only 'llama' is supported in GGUF files; "
             f"use the safetensors version of this model"
         )
 
@@ -97,7 +100,7 @@ def gguf_config(meta: dict[str, Any], path: Path, *, tied: bool) -> DecoderConfi
         H=get("attention.key_length", D // N),
         F=get("feed_forward_length"),
         V=len(meta["tokenizer.ggml.tokens"]),
-        norm_eps=shortest(get("attention.layer_norm_rms_epsilon")),
+        norm_eps=shortest_decimal(get("attention.layer_norm_rms_epsilon")),
         rope=gguf_rope(get, path),
         tied=tied,
         max_len=get("context_length"),
@@ -105,26 +108,29 @@ def gguf_config(meta: dict[str, Any], path: Path, *, tied: bool) -> DecoderConfi
 
 
 def gguf_rope(get: Any, path: Path) -> Rope:
-    theta, kind = shortest(get("rope.freq_base", 10_000.0)), get("rope.scaling.type", "none")
+    theta, kind = (
+        shortest_decimal(get("rope.freq_base", 10_000.0)),
+        get("rope.scaling.type", "none"),
+    )
     if kind == "none":
         return Rope(theta=theta)
     if kind == "linear":
-        return Rope(theta=theta, kind="linear", factor=shortest(get("rope.scaling.factor")))
+        return Rope(theta=theta, kind="linear", factor=shortest_decimal(get("rope.scaling.factor")))
     raise ValueError(
-        f"{path} scales its rotary embedding by {kind!r}, which is not read from GGUF files; "
+        f"{path} has the rotary scaling {kind!r}, which is not supported in GGUF files; "
         f"use the safetensors version of this model"
     )
 
 
-def shortest(value: float) -> float:
-    """A float32 as the decimal number it was meant to be: 9.99999974e-06 -> 1e-05."""
+def shortest_decimal(value: float) -> float:
+    """The shortest decimal that rounds to this float32: 9.99999974e-06 -> 1e-05."""
     return float(str(np.float32(value)))
 
 
 def weights(
     tensors: dict, shapes: dict, cfg: DecoderConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """The dequantised tensors in the order of `tensors`."""
+    """The dequantized tensors in the order of `tensors`."""
     from gguf import dequantize  # an extra: only GGUF files need it
 
     heads = {"self_attn.q_proj": cfg.N, "self_attn.k_proj": cfg.K}
@@ -132,11 +138,11 @@ def weights(
         w = dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
         for part, n_heads in heads.items():
             if part in name:
-                w = halves(w, n_heads)
+                w = unpermute(w, n_heads)
         yield w.astype(dtype, copy=False)
 
 
-def halves(w: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rows of each head from llama.cpp's order (pairs side by side) to Hugging Face's (halves)."""
+def unpermute(w: np.ndarray, n_heads: int) -> np.ndarray:
+    """Rows of each head reordered from llama.cpp's adjacent pairs to Hugging Face's halves."""
     pairs = w.reshape(n_heads, w.shape[0] // n_heads // 2, 2, *w.shape[1:])
     return pairs.swapaxes(1, 2).reshape(w.shape)

@@ -1,4 +1,4 @@
-"""The tokenizer and chat template inside a GGUF file -> tokenizer.json and tokenizer_config.json."""
+"""Tokenizer and chat template of a GGUF file -> tokenizer.json and tokenizer_config.json."""
 
 import json
 from pathlib import Path
@@ -11,18 +11,18 @@ SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def special_ids(meta: dict[str, Any]) -> dict[str, int]:
-    """bos_token_id, eos_token_id and pad_token_id, as far as the file sets them."""
+    """bos_token_id, eos_token_id and pad_token_id, those that the file sets."""
     ids = {name: meta.get(f"tokenizer.ggml.{SPECIAL[name]}_token_id") for name in SPECIAL}
     return {f"{name}_token_id": i for name, i in ids.items() if i is not None and name != "unk"}
 
 
 def write_tokenizer(meta: dict[str, Any], folder: Path, path: Path, *, max_len: int) -> None:
-    """Writes the tokenizer's two files. Raises ValueError for tokenizers other than GPT-2's BPE."""
+    """Writes both tokenizer files. Raises ValueError for tokenizers other than GPT-2's BPE."""
     model, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2" or pre not in ("gpt-2", "smollm"):
         raise ValueError(
-            f"{path} has a tokenizer of kind {model!r}/{pre!r}; only 'gpt2' with 'gpt-2' or 'smollm' "
-            f"is read from GGUF files: use the safetensors version of this model"
+            f"{path} has the tokenizer {model!r}/{pre!r}; only 'gpt2' with 'gpt-2' or 'smollm' is "
+            "supported in GGUF files: use the safetensors version of this model"
         )
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
@@ -51,7 +51,7 @@ def write_tokenizer(meta: dict[str, Any], folder: Path, path: Path, *, max_len: 
 
 
 def pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """GPT-2's split into words; SmolLM cuts numbers into digits first."""
+    """GPT-2's word splitting; SmolLM splits numbers into digits first."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])

@@ -16,7 +16,7 @@ from jaxrl.models.families import (
     qwen3_moe,
 )
 
-# A new family is a file in families/ and a line here. Keys are `DecoderConfig.family`.
+# A new family is a file in families/ and an entry here. Keys are `DecoderConfig.family`.
 FAMILIES = {
     "llama": llama,
     "qwen2": qwen2,
@@ -27,14 +27,14 @@ FAMILIES = {
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
 }
-# `model_type` in config.json, where it is not the family's name.
+# `model_type` in config.json -> family.
 MODEL_TYPES = {name: name for name in FAMILIES} | {"gemma3_text": "gemma3"}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder that a config.json describes; of an image-and-text model its text part.
+    """The decoder that a config.json describes; for an image-and-text model, its text part.
 
-    Raises ValueError for model types, activations and rope scalings that are not known.
+    Raises ValueError for unknown model types, activations and rope scalings.
     """
     model_type = config.get("model_type")
     family = MODEL_TYPES.get(str(model_type))
@@ -44,8 +44,8 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         )
     if config.get("quantization_config"):
         raise ValueError(
-            "the checkpoint is quantised (quantization_config in config.json); "
-            "use its unquantised version"
+            "the checkpoint is quantized (quantization_config in config.json); "
+            "use its unquantized version"
         )
     text = config.get("text_config")
     try:
@@ -55,22 +55,22 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    """The config.json from which `config_from_hf` reads `cfg` again, heads and layer layout apart."""
-    return FAMILIES[cfg.family].to_hf(cfg) | head_json(cfg)
+    """The config.json from which `config_from_hf` reads `cfg`, except heads and layer layout."""
+    return FAMILIES[cfg.family].to_hf(cfg) | classifier_json(cfg)
 
 
-def head_json(cfg: DecoderConfig) -> dict[str, Any]:
-    """By which transformers finds the class of a model without logits: a classifier with one label."""
+def classifier_json(cfg: DecoderConfig) -> dict[str, Any]:
+    """Entries that select transformers' one-label classifier, for a model without logits."""
     if "vocab" in cfg.heads:
         return {}
     (architecture,) = FAMILIES[cfg.family].to_hf(cfg)["architectures"]
     name = architecture.removesuffix("ForCausalLM")
-    name = {"Gemma3": "Gemma3Text"}.get(name, name)  # the class of that name reads images, too
+    name = {"Gemma3": "Gemma3Text"}.get(name, name)  # the class "Gemma3..." includes images
     labels = dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     return dict(architectures=[f"{name}ForSequenceClassification"], **labels)
 
 
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
-    """Whether two configs differ at most in what no file says: heads, layout of the layers, kernels."""
-    unsaid = dict(heads=b.heads, stacked=b.stacked, grouped_matmul=b.grouped_matmul)
-    return dataclasses.replace(a, **unsaid) == b
+    """Whether configs differ only in fields that no file stores: heads, layer layout, kernels."""
+    not_in_files = dict(heads=b.heads, stacked=b.stacked, grouped_matmul=b.grouped_matmul)
+    return dataclasses.replace(a, **not_in_files) == b

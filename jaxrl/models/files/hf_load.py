@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder: every tensor goes from the file straight to the devices that hold it."""
+"""Loading a Hugging Face folder: each tensor goes from the file directly to its devices."""
 
 import dataclasses
 import json
@@ -21,15 +21,15 @@ from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import ParamSpec, hf_names, init_params, is_spec, map_specs
 from sharding import Rules
 
-# Image-and-text checkpoints keep the language model behind a prefix, beside the parts not used here.
+# Image-and-text checkpoints store the language model under a prefix, next to unused parts.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
-SCORE = "score.weight"  # of a classifier; a language model has none, and its score starts at zero
-SHOWN = 8  # names listed per kind of mistake
+SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.")
+SCORE = "score.weight"  # only in classifiers; a language model's score head starts at zero
+MAX_LISTED = 8  # names listed per kind of error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ValueError where it is missing or broken."""
+    """config.json of a model folder. Raises ValueError if it is missing or malformed."""
     path = Path(folder) / "config.json"
     try:
         return json.loads(path.read_text())
@@ -42,7 +42,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def model_config(path: str | Path) -> DecoderConfig:
-    """The decoder that a checkpoint holds, with logits, layers as a list. No weights are read."""
+    """The decoder of a checkpoint, with logits and layers as a list. No weights are read."""
     return config_from_hf(read_config(resolve_model(path)))
 
 
@@ -56,14 +56,15 @@ def load_model(
     grouped_matmul: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecoderConfig, Decoder]:
-    """The checkpoint at `path` (anything `resolve_model` takes) on the mesh that is set.
+    """The checkpoint at `path` (anything `resolve_model` accepts) on the current mesh.
 
-    Each device's slice is read, cast and sent on its own: host memory holds about one tensor more
-    than the host's own share. `heads`, `stacked` and `grouped_matmul` are fields of the config that the
-    files do not hold: a language model loads with a "score" as well, which is zero then, and a sequence
-    classifier of one label without logits. `on_progress` hears (bytes read, bytes in all).
+    Each device's slice is read, cast and transferred separately, so host memory holds about one
+    tensor more than the host's own share. `heads`, `stacked` and `grouped_matmul` are config fields
+    that files do not store. A language model may be loaded with a "score" head, which is then zero;
+    a sequence classifier with one label has no logits. `on_progress` receives (bytes read, total
+    bytes).
 
-    Raises ValueError, listing the names, where tensors are missing, unexpected or mis-shaped.
+    Raises ValueError, listing the names, for missing, unexpected or misshaped tensors.
     """
     folder = resolve_model(path)
     cfg = dataclasses.replace(
@@ -93,7 +94,7 @@ def load_model(
 
 
 def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
-    """As `load_model`, with those fields that the files do not hold as `decoder` has them."""
+    """`load_model` with the fields that files do not store taken from `decoder`."""
     return load_model(
         folder,
         rules=rules,
@@ -118,8 +119,8 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} has no *.safetensors file; save the model in safetensors format "
             f"(save_pretrained of a recent transformers does) or download it again"
         )
-    if lost := [file.name for file in files if not file.exists()]:
-        raise ValueError(f"{folder} lacks {', '.join(lost)}; download or export it again")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; download or export it again")
     tensors = {}
     for file in files:
         for name, info in read_header(file).items():
@@ -127,13 +128,13 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     return {
         name: info
         for name, info in tensors.items()
-        if not name.removeprefix("model.").startswith(OTHER_PARTS)
+        if not name.removeprefix("model.").startswith(SKIPPED_PARTS)
         and not name.endswith("rotary_emb.inv_freq")
     }
 
 
 def language_name(name: str) -> str:
-    """A tensor's name as a text-only checkpoint has it."""
+    """A tensor's name in a text-only checkpoint."""
     for prefix, instead in PREFIXES:
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)
@@ -147,28 +148,28 @@ def expected_shapes(specs: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:
-    """One error for all that does not fit; an lm_head that is not needed is left alone."""
-    wanted = expected_shapes(specs)
-    spare = {"lm_head.weight"} if specs.lm_head is None else set()
+    """Raises one error for all mismatches; an unused lm_head is ignored."""
+    expected = expected_shapes(specs)
+    unused = {"lm_head.weight"} if specs.lm_head is None else set()
     wrong = [
         f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    mistakes = {
-        "missing": sorted(wanted.keys() - tensors.keys() - {SCORE}),
-        "unexpected": sorted(tensors.keys() - wanted.keys() - spare),
-        "of another shape": wrong,
+    errors = {
+        "missing": sorted(expected.keys() - tensors.keys() - {SCORE}),
+        "unexpected": sorted(tensors.keys() - expected.keys() - unused),
+        "with another shape": wrong,
     }
     lines = [
-        f"  {len(names)} {kind}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
-        for kind, names in mistakes.items()
+        f"  {len(names)} {kind}: " + ", ".join([*names[:MAX_LISTED], "..."][: len(names)])
+        for kind, names in errors.items()
         if names
     ]
     if lines:
         shown = "\n".join(lines)
         raise ValueError(
-            f"the tensors in {folder} are not those of its config.json ({specs.cfg.family}):\n"
+            f"the tensors in {folder} do not match its config.json ({specs.cfg.family}):\n"
             f"{shown}\nuse the config.json that belongs to these weights"
         )
 
@@ -176,28 +177,29 @@ def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) 
 def read_param(
     spec: ParamSpec, infos: list[TensorInfo], sharding: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
-    """One parameter in its sharding; a stacked one takes one tensor a layer, or a layer and expert,
-    from `infos`."""
-    places = np.arange(len(infos)).reshape(spec.lead)
-    n_lead = places.ndim
+    """One parameter in its sharding; a stacked one reads one tensor per layer (and expert) from
+    `infos`.
+    """
+    tensor_indices = np.arange(len(infos)).reshape(spec.stacked_shape)
+    n_lead = tensor_indices.ndim
     slices: dict[Any, np.ndarray] = {}  # devices that hold the same slice share the read
 
-    def view(info: TensorInfo) -> np.ndarray:
+    def read_tensor(info: TensorInfo) -> np.ndarray:
         return map_tensor(info).reshape(spec.shape[n_lead:])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if not n_lead:
-            return np.array(view(infos[0])[index], dtype)
-        here, rest = places[index[:n_lead]], index[n_lead:]
-        out = np.empty((*here.shape, *view(infos[0])[rest].shape), dtype)
+            return np.array(read_tensor(infos[0])[index], dtype)
+        here, rest = tensor_indices[index[:n_lead]], index[n_lead:]
+        out = np.empty((*here.shape, *read_tensor(infos[0])[rest].shape), dtype)
         for i in np.ndindex(here.shape):
-            out[i] = view(infos[here[i]])[rest]
+            out[i] = read_tensor(infos[here[i]])[rest]
         return out
 
     def device_slice(index: Any) -> np.ndarray:
-        place = tuple((s.start, s.stop) for s in index)
-        if place not in slices:
-            slices[place] = read(index)
-        return slices[place]
+        bounds = tuple((s.start, s.stop) for s in index)
+        if bounds not in slices:
+            slices[bounds] = read(index)
+        return slices[bounds]
 
     return jax.make_array_from_callback(spec.shape, sharding, device_slice)

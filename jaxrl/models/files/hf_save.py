@@ -13,13 +13,13 @@ from jax.typing import DTypeLike
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
-from jaxrl.models.files.hf_config import config_from_hf, config_to_hf, head_json, same_model
+from jaxrl.models.files.hf_config import classifier_json, config_from_hf, config_to_hf, same_model
 from jaxrl.models.files.hf_load import expected_shapes, find_tensors, read_config
 from jaxrl.models.files.safetensors import map_tensor, write_tensors
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
 
-SHARD_BYTES = 5_000_000_000  # of one weight file, the hub's habit
+SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
 COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -27,7 +27,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to write; `read` fetches it when its turn comes."""
+    """A tensor to write; `read` fetches its values when it is written."""
 
     name: str
     dtype: np.dtype
@@ -50,12 +50,12 @@ def save_model(
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
 
-    `source` is the folder that the model came from: its tokenizer files are copied and its
-    config.json is kept, but for the entries of `config`. `dtype` None writes the parameters as they are. A
-    model in `target` is
-    replaced. In a multi-host run every process calls this and the first one writes.
+    `source` is the folder that the model was loaded from: its tokenizer files are copied and its
+    config.json is kept, except for the entries of `config`. `dtype` None keeps the parameters'
+    dtypes. A model in `target` is replaced. In a multi-host run every process calls this and the
+    first one writes.
     """
-    tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural(tensor.name))
+    tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural_sort_key(tensor.name))
     if not hosts.is_main_process():
         for tensor in tensors:
             tensor.read()
@@ -72,55 +72,54 @@ def convert_model(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> DecoderConfig:
-    """Copies the language model in the folder `source` to `target`, cast to `dtype`; no device is
-    used."""
+    """Copies the language model in `source` to `target`, cast to `dtype`; uses no device."""
     cfg = config_from_hf(read_config(source))
-    found, wanted = find_tensors(source), expected_shapes(decoder_specs(cfg))
+    tensors_in_source, expected = find_tensors(source), expected_shapes(decoder_specs(cfg))
     tensors = []
-    for name in sorted(wanted, key=natural):
-        info = found[name]
-        to = np.dtype(info.dtype if dtype is None else dtype)
+    for name in sorted(expected, key=natural_sort_key):
+        info = tensors_in_source[name]
+        target_dtype = np.dtype(info.dtype if dtype is None else dtype)
 
-        def read(info=info, to=to) -> np.ndarray:
-            return np.asarray(map_tensor(info)).astype(to, copy=False)
+        def read(info=info, target_dtype=target_dtype) -> np.ndarray:
+            return np.asarray(map_tensor(info)).astype(target_dtype, copy=False)
 
-        tensors.append(Tensor(name, to, info.shape, read))
+        tensors.append(Tensor(name, target_dtype, info.shape, read))
     with atomic_folder(target) as folder:
         write_folder(folder, cfg, tensors, source, max_shard_bytes, {})
     return cfg
 
 
-def natural(name: str) -> tuple:
-    """Sorts names by layer number, parameters outside the layers first."""
+def natural_sort_key(name: str) -> tuple:
+    """Sort key by layer number, with parameters outside the layers first."""
     return tuple(int(part) if part.isdigit() else -1 for part in name.split(".")), name
 
 
 def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
-    """The parameters under their Hugging Face names and shapes, a stacked one layer by layer."""
+    """The parameters under their Hugging Face names and shapes, stacked ones layer by layer."""
     specs = jax.tree.leaves(decoder_specs(params.cfg), is_leaf=is_spec)
     for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
-        for place, name in zip(np.ndindex(spec.lead), hf_names(spec), strict=True):
-            to = np.dtype(leaf.dtype if dtype is None else dtype)
+        for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
+            target_dtype = np.dtype(leaf.dtype if dtype is None else dtype)
 
-            def read(leaf=leaf, place=place, spec=spec, to=to) -> np.ndarray:
-                host = hosts.host_array(take_tensor(leaf, place))
-                return host.astype(to, copy=False).reshape(spec.hf_shape)
+            def read(leaf=leaf, index=index, spec=spec, target_dtype=target_dtype) -> np.ndarray:
+                host = hosts.host_array(slice_tensor(leaf, index))
+                return host.astype(target_dtype, copy=False).reshape(spec.hf_shape)
 
-            yield Tensor(name, to, spec.hf_shape, read)
+            yield Tensor(name, target_dtype, spec.hf_shape, read)
 
 
-def take_tensor(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
-    """`leaf[place]`; the devices along a sharded leading axis send the one slice, not their shares."""
-    if not place:
+def slice_tensor(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """`leaf[index]`; only the devices that hold this slice send it."""
+    if not index:
         return leaf
-    return _take_tensor(leaf, np.array(place, np.int32))
+    return _slice_tensor(leaf, np.array(index, np.int32))
 
 
 @jax.jit
-def _take_tensor(leaf: jax.Array, place: jax.Array) -> jax.Array:
-    rest = jax.P(*jax.typeof(leaf).sharding.spec[place.shape[0] :])
-    # Arrays of one index: a scalar would be a slice, which JAX does not take of a sharded axis.
-    one = leaf.at[tuple(place[:, None])].get(out_sharding=jax.P(None, *rest))
+def _slice_tensor(leaf: jax.Array, index: jax.Array) -> jax.Array:
+    rest = jax.P(*jax.typeof(leaf).sharding.spec[index.shape[0] :])
+    # Index arrays of length 1: JAX does not support scalar indices along a sharded axis.
+    one = leaf.at[tuple(index[:, None])].get(out_sharding=jax.P(None, *rest))
     return one[0]
 
 
@@ -132,7 +131,7 @@ def write_folder(
     max_shard_bytes: int,
     entries: Mapping[str, Any],
 ) -> None:
-    """All files of a model folder; config.json comes last."""
+    """All files of a model folder; config.json is written last."""
     write_weights(folder, tensors, max_shard_bytes)
     config = config_json(cfg, source) | {"torch_dtype": str(tensors[0].dtype)} | dict(entries)
     if source is not None:
@@ -145,15 +144,21 @@ def write_folder(
 
 
 def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
-    """The source's config.json where it describes this very model and nothing more, else ours."""
+    """The source's config.json if it describes exactly this model, else ours."""
     if source is None:
         return config_to_hf(cfg)
-    theirs = read_config(source)
-    if not same_model(config_from_hf(theirs), cfg):
-        raise ValueError(f"{source} holds another model than the one to write; pass its own folder")
-    theirs.pop("dtype", None)  # transformers 5's name of torch_dtype
-    ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
-    return config_to_hf(cfg) | ids if "text_config" in theirs else theirs | head_json(cfg)
+    source_config = read_config(source)
+    if not same_model(config_from_hf(source_config), cfg):
+        raise ValueError(
+            f"{source} contains a different model from the one to write; pass its own folder"
+        )
+    source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
+    ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
+    return (
+        config_to_hf(cfg) | ids
+        if "text_config" in source_config
+        else source_config | classifier_json(cfg)
+    )
 
 
 def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:

@@ -1,5 +1,8 @@
-"""safetensors files (https://huggingface.co/docs/safetensors): read as memory maps, written as a
-stream, so that neither needs more host memory than one tensor."""
+"""safetensors files (https://huggingface.co/docs/safetensors), read as memory maps and written as a
+stream.
+
+Neither needs more host memory than one tensor.
+"""
 
 import dataclasses
 import json
@@ -24,7 +27,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `start` is its first byte in the file."""
+    """Location of a tensor in its file; `start` is the offset of its first byte."""
 
     path: Path
     dtype: np.dtype
@@ -37,15 +40,17 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file by name; no tensor data is read.
+    """The tensors of a file by name, without their data.
 
-    Raises ValueError where the file is no safetensors file, is cut short or has an unknown dtype.
+    Raises ValueError for a truncated or other file and for unknown dtypes.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         header_len = int.from_bytes(file.read(8), "little")
         if header_len > size - 8:
-            raise ValueError(f"{path} is no complete safetensors file; download or export it again")
+            raise ValueError(
+                f"{path} is not a complete safetensors file; download or export it again"
+            )
         try:
             header = json.loads(file.read(header_len))
         except ValueError as error:
@@ -57,19 +62,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(
-                f"{path} holds {name} as {entry['dtype']}; known are {', '.join(DTYPES)}: "
-                f"use a checkpoint that is not quantised"
+                f"{path} stores {name} as {entry['dtype']}; supported: {', '.join(DTYPES)}. "
+                "Use a checkpoint that is not quantized"
             )
         begin, end = (8 + header_len + offset for offset in entry["data_offsets"])
         info = TensorInfo(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin)
         if end > size or end - begin != info.n_bytes:
-            raise ValueError(f"{path} is cut short at {name}; download or export it again")
+            raise ValueError(f"{path} is truncated at {name}; download or export it again")
         tensors[name] = info
     return tensors
 
 
 def map_tensor(info: TensorInfo) -> np.ndarray:
-    """The tensor as a read-only memory map: only the bytes that a slice touches are read."""
+    """The tensor as a read-only memory map: a slice reads only its own bytes."""
     if not info.n_bytes:
         return np.zeros(info.shape, info.dtype)
     return np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=info.shape)
@@ -78,7 +83,7 @@ def map_tensor(info: TensorInfo) -> np.ndarray:
 def write_tensors(
     path: Path, layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]], values: Iterable[np.ndarray]
 ) -> None:
-    """Writes tensors one at a time; `values` come in the order of `layout` (name -> dtype, shape)."""
+    """Writes tensors one at a time; `values` follow `layout` (name -> dtype, shape) in order."""
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, a model inside a Python package, or the hub."""
+"""Model sources: a local folder, a GGUF file, a model in a Python package, or the hub."""
 
 import importlib.metadata
 import os
@@ -15,52 +15,52 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "mer
 
 
 def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
-    """The local Hugging Face folder of a model, which `key` names.
+    """The local Hugging Face folder of the model at `path`, the value of the config key `key`.
 
-    `path` is a folder; the folder of a run, whose export is meant; 'package:NAME' for the GGUF file inside
-    an installed Python package, converted once into the cache folder; a GGUF file, converted likewise; or a
-    hub id.
+    `path` is one of: a model folder; a run folder, for its export; 'package:NAME', for the GGUF
+    file in an installed Python package; a GGUF file; a hub id. GGUF files are converted once into
+    the cache folder.
 
-    Raises ValueError, saying what was looked for and what to do, where there is no such model.
+    Raises ValueError, naming what was searched and what to set, if there is no such model.
     """
     name = str(path)
     if not name:
         raise ValueError(f"{key} is empty; set a model folder, hub id or 'package:...'")
     if name.startswith(PACKAGE):
-        return converted(package_gguf(name.removeprefix(PACKAGE), key))
+        return cached_conversion(package_gguf(name.removeprefix(PACKAGE), key))
     local = Path(name).expanduser()
     if local.is_dir():
-        return exported(local)
+        return export_folder(local)
     if local.is_file() and local.suffix == ".gguf":
-        return converted(local)
+        return cached_conversion(local)
     if local.exists():
-        raise ValueError(f"{local} is a file; {key} must name the folder around it")
+        raise ValueError(f"{local} is a file; {key} must name its folder")
     if local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no model folder {local}; set {key} to one")
     return from_hub(name, key)
 
 
-def exported(folder: Path) -> Path:
-    """The export inside the folder of a run; another folder as it is."""
+def export_folder(folder: Path) -> Path:
+    """The export in a run folder; any other folder unchanged."""
     inside = folder / "hf"
     if (inside / "config.json").is_file():
         return inside
     if (folder / "checkpoints").is_dir():
         raise ValueError(
-            f"the run in {folder} has no export {inside}, which its last step writes; let it end with "
-            "config.checkpoint.export_hf=True"
+            f"the run in {folder} has no export {inside}, which its last step writes; finish the "
+            "run with config.checkpoint.export_hf=True"
         )
     return folder
 
 
 def cache_dir() -> Path:
-    """~/.cache/jaxrl/models, or its place under XDG_CACHE_HOME."""
+    """~/.cache/jaxrl/models, or its equivalent under XDG_CACHE_HOME."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxrl" / "models"
 
 
 def package_gguf(package: str, key: str) -> Path:
-    """The one GGUF file that an installed Python distribution ships."""
+    """The single GGUF file of an installed Python distribution."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -70,12 +70,12 @@ def package_gguf(package: str, key: str) -> Path:
         ) from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:
-        raise ValueError(f"the package {package} ships {len(found)} GGUF files, expected one")
+        raise ValueError(f"the package {package} contains {len(found)} GGUF files, expected one")
     return found[0]
 
 
-def converted(gguf: Path) -> Path:
-    """The folder made from a GGUF file, converted where the cache does not hold it yet."""
+def cached_conversion(gguf: Path) -> Path:
+    """The folder converted from a GGUF file; the conversion is cached."""
     stat = gguf.stat()
     target = cache_dir() / f"{gguf.stem}-{stat.st_size:x}"
     if not (target / "config.json").exists():
@@ -85,7 +85,7 @@ def converted(gguf: Path) -> Path:
 
 
 def from_hub(name: str, key: str) -> Path:
-    """A snapshot from the hub, or from its local cache where the hub cannot be reached."""
+    """A snapshot from the hub, or from its local cache if the hub is unreachable."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -1,11 +1,11 @@
-"""The feed-forward part of a dense layer."""
+"""Feed-forward network of a dense layer."""
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.linear import Linear, MakeParam, each
+from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from sharding import Rules
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -27,5 +27,5 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
-        gate, up = each(x, self.gate, self.up, rules=rules)
+        gate, up = apply_linears(x, self.gate, self.up, rules=rules)
         return self.down(ACTIVATIONS[self.act](gate) * up, rules)

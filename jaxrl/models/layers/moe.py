@@ -1,8 +1,8 @@
-"""A mixture of experts: a router sends every token to a few of E small MLPs. Nothing is dropped.
+"""Mixture of experts: a router sends every token to k of E small MLPs. No token is dropped.
 
-The tokens of a device are sorted by expert and meet their experts in grouped matrix products. Where
-experts lie on several devices, each device takes the tokens of all of them, computes what its own
-experts owe to them, and the sums go back to the tokens' devices.
+The tokens of a device are sorted by expert for grouped matrix products. With expert parallelism,
+each device gathers the tokens of all devices that share the experts, computes its own experts'
+contributions, and a reduce-scatter returns the sums to the tokens' devices.
 """
 
 import functools
@@ -24,8 +24,8 @@ from sharding import Rules
 
 Weight = jax.Array | Quantized
 
-# Names in a layer of a Hugging Face file: the router, then gate, up and down of an expert.
-NAMES = {
+# Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
+HF_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts.{expert}.%s", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": (
         "block_sparse_moe.gate",
@@ -37,23 +37,25 @@ NAMES = {
 
 @struct.dataclass
 class RouterLoad:
-    """What a router did with the tokens that are no padding. Adds up over tokens; with layers on a
-    leading axis over those, too."""
+    """Router statistics of the tokens that are not padding; additive over tokens.
+
+    With a leading layer axis, also over layers.
+    """
 
     prob: types.Array  # float32 [E], sum of each expert's probability
-    count: types.Array  # float32 [E], tokens that each expert was given
+    count: types.Array  # float32 [E], tokens routed to each expert
     n_tokens: types.Array  # float32 []
 
 
 class MoE(nnx.Module):
     """Σ over the k chosen experts e of p_e down_e(act(gate_e(x)) * up_e(x)).
 
-    p = softmax(x Wrᵀ) over all experts, then the k largest, divided by their sum where the model
-    normalises (which is the softmax over the k largest logits alone).
+    p = softmax(x Wrᵀ) over all experts, of which the k largest are kept. With `norm_topk` they are
+    divided by their sum, which equals the softmax over the k largest logits.
     """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
-        router, expert, (gate, up, down) = NAMES[cfg.family]
+        router, expert, (gate, up, down) = HF_NAMES[cfg.family]
         E, F, D = cfg.E, cfg.F_expert, cfg.D
         self.top_k, self.norm_topk, self.act = cfg.top_k, cfg.norm_topk, cfg.act
         self.implementation = cfg.grouped_matmul
@@ -70,7 +72,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"], rules: Rules
     ) -> tuple[Float[Array, "B T D"], RouterLoad]:
-        """(y, load). Tokens that are not `live` are padding: no expert sees them, they give zeros."""
+        """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros."""
         rows = rules.spec("batch", "time", None)
         w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
         logits = jnp.einsum(
@@ -83,15 +85,15 @@ class MoE(nnx.Module):
 
     def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
         rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")
-        lay = rules.spec if _shards_with_tokens(rules) else rules.gathered
-        up, down = lay("experts", "ffw", "w_embed"), lay("experts", "w_embed", "ffw")
+        layout = rules.spec if _fsdp_token_axes(rules) else rules.gathered
+        up, down = layout("experts", "ffw", "w_embed"), layout("experts", "w_embed", "ffw")
         if isinstance(self.gate, Quantized):
             up, down = (Quantized(spec, jax.P(*spec[:2])) for spec in (up, down))
         matrices = [
             jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
         ]
         body = functools.partial(
-            exchange, act=self.act, rules=rules, implementation=self.implementation
+            sharded_experts, act=self.act, rules=rules, implementation=self.implementation
         )
         in_specs = (rows, rows, rows, tokens, up, up, down)
         mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
@@ -101,13 +103,13 @@ class MoE(nnx.Module):
 def route(
     logits: Float[Array, "B T E"], *, top_k: int, norm_topk: bool
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """(probabilities of all experts, weights and numbers of the chosen ones, the likeliest first)."""
+    """(probabilities of all experts, weights and indices of the top k, most probable first)."""
     logits = materialize(logits)
     powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     probs = powers / row_sum(powers)[..., None]
     weights, experts = lax.top_k(probs, top_k)
     if norm_topk:
-        # One by one: the order of a reduction could differ between engine and trainer.
+        # Sequential sum: a reduction's order could differ between engine and trainer.
         total = functools.reduce(jnp.add, [weights[..., i] for i in range(top_k)])
         weights = weights / total[..., None]
     return probs, weights, experts
@@ -116,7 +118,7 @@ def route(
 def router_load(
     probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Bool[Array, "B T"]
 ) -> RouterLoad:
-    """Sums over the live tokens of this layer."""
+    """Router statistics of one layer, summed over the live tokens."""
     E, kept = probs.shape[-1], live.astype(jnp.float32)
     chosen = jnp.sum(experts[..., None] == jnp.arange(E), axis=-2)
     return RouterLoad(
@@ -126,31 +128,35 @@ def router_load(
     )
 
 
-def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, implementation):
-    """One device of shard_map: its own experts' part of the tokens of all devices that hold experts.
+def sharded_experts(
+    x, weights, experts, live, gate, up, down, *, act, rules: Rules, implementation
+):
+    """shard_map body: this device's experts applied to the tokens of all devices that share
+    experts.
 
-    Tokens are gathered along the expert axis where the batch lies on it, and the sums scattered back;
-    where every device has all tokens anyway (decoding), the sums are added up. Weights that are cut over
-    devices with other tokens are gathered here: so their gradient is summed and cut in one reduce-scatter.
+    Tokens are all-gathered along the expert axis if the batch is sharded over it, and the sums are
+    reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
+    sharded over devices with different tokens (FSDP) are gathered here, so their gradient takes one
+    reduce-scatter.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
     n_experts = gate.shape[0]
     expert_axes, ffw_axes = rules.mesh_axes("experts"), rules.mesh_axes("ffw")
     token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
-    shared = tuple(a for a in expert_axes if a in token_axes)  # the tokens lie on these, too
+    shared = tuple(a for a in expert_axes if a in token_axes)  # also shard the tokens
     weight_axes = expert_axes + ffw_axes
-    cut = _shards_with_tokens(rules)
+    fsdp_axes = _fsdp_token_axes(rules)
 
-    def whole(w: Weight, dim: int) -> Weight:
-        vary = functools.partial(_vary, have=weight_axes + cut, want=token_axes)
-        w = jax.tree.map(vary, w)
-        return lax.all_gather(w, cut, axis=dim, tiled=True) if cut else w
+    def gather_weight(w: Weight, dim: int) -> Weight:
+        mark = functools.partial(_mark_varying, have=weight_axes + fsdp_axes, want=token_axes)
+        w = jax.tree.map(mark, w)
+        return lax.all_gather(w, fsdp_axes, axis=dim, tiled=True) if fsdp_axes else w
 
     experts = jnp.where(live.reshape(n, 1), experts, -1)
-    vary = functools.partial(_vary, have=token_axes, want=weight_axes)
-    x, weights, experts = vary(x), vary(weights), vary(experts)
-    gate, up, down = whole(gate, 2), whole(up, 2), whole(down, 1)
+    mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
+    x, weights, experts = mark(x), mark(weights), mark(experts)
+    gate, up, down = gather_weight(gate, 2), gather_weight(up, 2), gather_weight(down, 1)
     if shared:
         gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
         x, weights, experts = gather(x), gather(weights), gather(experts)
@@ -166,20 +172,20 @@ def exchange(x, weights, experts, live, gate, up, down, *, act, rules: Rules, im
     return y.reshape(shape)
 
 
-def _shards_with_tokens(rules: Rules) -> tuple[str, ...]:
-    """The axes that cut the model dimension of weights, where each of their devices has other tokens."""
+def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:
+    """Axes that shard the weights' model dimension, if their devices have different tokens."""
     axes = rules.mesh_axes("w_embed")
     return axes if set(axes) <= set(rules.mesh_axes("batch") + rules.mesh_axes("time")) else ()
 
 
 def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
-    """float32 [n, D]: for each token the weighted sum over those of its experts that are in 0..E-1."""
+    """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1."""
     (n, top_k), E = experts.shape, gate.shape[0]
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
     order = jnp.argsort(
         slots, stable=True
     )  # slots of other devices' experts and of padding come last
-    place = jnp.argsort(order).reshape(n, top_k)
+    slot_of = jnp.argsort(order).reshape(n, top_k)
     sizes = jnp.sum(slots[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
 
     def multiply(rows, w):
@@ -189,48 +195,52 @@ def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
         scale = w.scale[jnp.minimum(slots[order], E - 1)]
         return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
-    rows = spread(x, order, place)
+    rows = dispatch(x, order, slot_of)
     hidden = ACTIVATIONS[act](multiply(rows, gate)) * multiply(rows, up)
-    # Weighted before the product, so that what is added up below is added as it is.
+    # Apply the weights before the product, so that `combine` is a plain sum.
     scale = weights.reshape(-1)[order].astype(jnp.float32)
     hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
-    return collect(multiply(hidden, down).astype(jnp.float32), order, place)
+    return combine(multiply(hidden, down).astype(jnp.float32), order, slot_of)
 
 
 @jax.custom_vjp
-def spread(
-    x: Float[Array, "n D"], order: Int[Array, "m"], place: Int[Array, "n k"]
+def dispatch(
+    x: Float[Array, "n D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "m D"]:
-    """Row order[i] // k of `x` at i; place[j, s] is where the s-th copy of row j comes to lie."""
-    return x[order // place.shape[1]]
+    """[n, D] -> [m, D]: row i is row order[i] // k of `x`; slot_of[j, s] is the row of token j's
+    copy s.
+    """
+    return x[order // slot_of.shape[1]]
 
 
 @jax.custom_vjp
-def collect(
-    rows: Float[Array, "m D"], order: Int[Array, "m"], place: Int[Array, "n k"]
+def combine(
+    rows: Float[Array, "m D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "n D"]:
-    """The sum of each token's k rows, in the order of its experts' weights: no scatter, so the bits do
-    not depend on the other tokens."""
+    """The sum of each token's k rows, in the order of its experts' weights.
+
+    It gathers instead of scattering, so a token's bits do not depend on the other tokens.
+    """
     rows = materialize(rows)
-    return functools.reduce(jnp.add, [rows[place[:, i]] for i in range(place.shape[1])])
+    return functools.reduce(jnp.add, [rows[slot_of[:, i]] for i in range(slot_of.shape[1])])
 
 
-def _add_copies(grad: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    return collect(grad.astype(jnp.float32), order, place).astype(grad.dtype)
+def _add_copies(grad: jax.Array, order: jax.Array, slot_of: jax.Array) -> jax.Array:
+    return combine(grad.astype(jnp.float32), order, slot_of).astype(grad.dtype)
 
 
-# Each is the other's transpose.
-spread.defvjp(
-    lambda x, order, place: (spread(x, order, place), (order, place)),
+# dispatch and combine are each other's transpose.
+dispatch.defvjp(
+    lambda x, order, slot_of: (dispatch(x, order, slot_of), (order, slot_of)),
     lambda saved, grad: (_add_copies(grad, *saved), None, None),
 )
-collect.defvjp(
-    lambda rows, order, place: (collect(rows, order, place), (order, place)),
-    lambda saved, grad: (spread(grad, *saved), None, None),
+combine.defvjp(
+    lambda rows, order, slot_of: (combine(rows, order, slot_of), (order, slot_of)),
+    lambda saved, grad: (dispatch(grad, *saved), None, None),
 )
 
 
-def _vary(a: jax.Array, *, have: tuple[str, ...], want: tuple[str, ...]) -> jax.Array:
-    """`a`, typed as varying over the axes `want` as well; its gradient is summed over them."""
+def _mark_varying(a: jax.Array, *, have: tuple[str, ...], want: tuple[str, ...]) -> jax.Array:
+    """`a`, typed as varying over the axes `want` too; the gradient is summed over added axes."""
     more = tuple(axis for axis in want if axis not in have)
     return lax.pcast(a, more, to="varying") if more else a

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (https://arxiv.org/abs/1910.07467)."""
+"""Root-mean-square normalization (https://arxiv.org/abs/1910.07467)."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,6 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
         normed = x32 * jax.lax.rsqrt(mean + self.eps)
-        if self.unit_offset:  # Gemma scales before it rounds, the others after
+        if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.w

@@ -1,4 +1,6 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), halves rotated as in Hugging Face."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) in Hugging Face's half-rotation
+order.
+"""
 
 import math
 
@@ -10,10 +12,10 @@ from jaxrl.models.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """float32 [head_dim / 2]: radians a position turns each pair of features.
+    """float32 [head_dim / 2]: radians per position of each feature pair.
 
     "linear" divides positions by `factor` (https://arxiv.org/abs/2306.15595); "llama3" divides only
-    the long wavelengths, with a smooth passage (Llama 3.1, https://arxiv.org/abs/2407.21783).
+    the long wavelengths, with a smooth transition (Llama 3.1, https://arxiv.org/abs/2407.21783).
     """
     inv = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     if rope.kind == "default":
@@ -33,7 +35,7 @@ def rotate(
     positions: Int[Array, "B T"],
     inv_freq: Float[Array | np.ndarray, "H2"],
 ) -> Float[Array, "B T N H"]:
-    """Turns the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32."""
+    """Rotates the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inv_freq
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -44,7 +44,7 @@ def test_skinny_matmul_gives_the_bits_of_many(kernels, n_in, n_out):
 PRODUCT = """
 #include "product.h"
 void run(const float *x, const float *w, float *y, long n_rows, long n_in, long n_out, float *own) {
-  side_by_side(x, n_rows, n_in, own);
+  interleave_rows(x, n_rows, n_in, own);
   product(own, w, n_in, n_out, NULL, y, n_rows, n_out);
 }"""
 

@@ -108,7 +108,7 @@ def test_qwen_windows_count_only_where_they_are_switched_on():
         (dict(model_type="gpt2"), r"'gpt2' is not known; known: gemma2, .*qwen3"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), r"'yarn' is not supported.*llama3"),
         (dict(hidden_act="relu"), r"'relu' is not known"),
-        (dict(quantization_config=dict(bits=4)), r"quantised"),
+        (dict(quantization_config=dict(bits=4)), r"quantized"),
         (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_"),
     ],
 )

@@ -117,7 +117,7 @@ def test_export_casts_and_takes_the_tokenizer_along(one_device, tmp_path):
 def test_a_failed_export_leaves_the_old_one_alone(one_device, tmp_path):
     _, model = load_model(GOLDEN / "llama", rules=TRAIN)
     save_model(tmp_path / "out", model)
-    with pytest.raises(ValueError, match="holds another model"):
+    with pytest.raises(ValueError, match="contains a different model"):
         save_model(tmp_path / "out", model, source=GOLDEN / "qwen3")
     assert_same_weights(weights(GOLDEN / "llama"), weights(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -126,7 +126,7 @@ def test_a_failed_export_leaves_the_old_one_alone(one_device, tmp_path):
 def test_an_export_never_replaces_what_is_no_model(one_device, tmp_path):
     (tmp_path / "thesis.txt").write_text("do not delete")
     _, model = load_model(GOLDEN / "llama", rules=TRAIN)
-    with pytest.raises(ValueError, match="holds no model; choose another folder"):
+    with pytest.raises(ValueError, match="contains no model; choose another folder"):
         save_model(tmp_path, model)
     assert (tmp_path / "thesis.txt").exists()
 
@@ -182,7 +182,7 @@ def test_a_cut_file_is_named(one_device, tmp_path):
     shutil.copy(GOLDEN / "llama" / "config.json", tmp_path)
     data = (GOLDEN / "llama" / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is cut short at .*; download"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated at .*; download"):
         load_model(tmp_path, rules=TRAIN)
 
 
@@ -205,7 +205,7 @@ def test_heads_that_the_mesh_does_not_divide_are_refused_before_reading(tmp_path
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("mixtral", r"4 experts over expert=8"), ("llama", r"no experts to share over expert=8")],
+    [("mixtral", r"4 experts over expert=8"), ("llama", r"no experts to shard over expert=8")],
 )
 def test_experts_that_the_mesh_does_not_divide_are_refused(name, message):
     with jax.set_mesh(make_mesh(expert=8)), pytest.raises(ValueError, match=message):

@@ -122,14 +122,14 @@ def test_a_conversion_is_used_again(cache, tmp_path, monkeypatch):
 
 def test_a_conversion_that_fails_leaves_nothing(cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", pre="qwen2")
-    with pytest.raises(ValueError, match=r"tokenizer of kind 'gpt2'/'qwen2'.*safetensors version"):
+    with pytest.raises(ValueError, match=r"has the tokenizer 'gpt2'/'qwen2'.*safetensors version"):
         resolve_model(tmp_path / "tiny.gguf")
     assert list(cache.iterdir()) == []
 
 
 def test_gguf_files_of_other_architectures_are_refused(cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", arch="falcon")
-    with pytest.raises(ValueError, match="architecture 'falcon', and only 'llama'"):
+    with pytest.raises(ValueError, match="architecture 'falcon', and only 'llama' is supported"):
         resolve_model(tmp_path / "tiny.gguf")
 
 
@@ -141,14 +141,14 @@ def test_folders_are_taken_as_they_are(tmp_path):
         resolve_model("")
     with pytest.raises(ValueError, match=r"set config\.critic\.path to one"):
         resolve_model(tmp_path / "nothing", key="config.critic.path")
-    with pytest.raises(ValueError, match="must name the folder around it"):
+    with pytest.raises(ValueError, match="must name its folder"):
         resolve_model(GOLDEN / "llama" / "model.safetensors")
 
 
 def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(ValueError, match="no-such-package is not installed; install it"):
         resolve_model("package:no-such-package")
-    with pytest.raises(ValueError, match="numpy ships 0 GGUF files"):
+    with pytest.raises(ValueError, match="numpy contains 0 GGUF files"):
         resolve_model("package:numpy")
 
 
