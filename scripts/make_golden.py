@@ -1,8 +1,10 @@
-"""Writes tests/models/golden/<name>/: a tiny random checkpoint of every family, saved by transformers,
-and the logits that transformers' torch model gives for it; and tests/models/golden_scores/<name>/, classifiers of one
-label with the score that torch gives each token.
+"""Writes the tiny random checkpoints that the model tests compare with.
 
-torch is not among the project's dependencies; run this in an environment of its own:
+tests/models/golden/<name>/ has a checkpoint of every family, saved by transformers, and the logits
+of transformers' torch model. tests/models/golden_scores/<name>/ has classifiers with one label and
+torch's score of each token.
+
+torch is not a dependency of the project; run this in a separate environment:
     python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors numpy
     /tmp/torch/bin/python scripts/make_golden.py tests/models
 """
@@ -11,7 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]  of its own environment
+import torch  # pyright: ignore[reportMissingImports]  only in that environment
 import transformers
 
 SHAPE = dict(
@@ -26,7 +28,7 @@ SHAPE = dict(
     pad_token_id=0,
 )
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=6)
-# Windows are shorter than the rows, caps are small enough to bend the numbers.
+# Windows are shorter than the rows; caps are small enough to change the values.
 MODELS = {
     "llama": ("Llama", dict(num_hidden_layers=2, rope_theta=500.0)),
     "llama3_rope": (
@@ -117,7 +119,7 @@ ROWS, LENGTH = 2, 40
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough that attention is peaked, norms and biases away from their defaults."""
+    """Scales weights so that attention is peaked; moves norms and biases from their defaults."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -132,7 +134,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def routers(config: transformers.PreTrainedConfig) -> dict:
-    """What makes a mixture of experts report its load-balancing loss."""
+    """Options that make a mixture of experts report its load-balancing loss."""
     return {"output_router_logits": True} if hasattr(config, "router_aux_loss_coef") else {}
 
 
@@ -141,7 +143,7 @@ def random_tokens(seed: int) -> np.ndarray:
 
 
 def write_scores(target: Path, name: str, seed: int) -> None:
-    """A classifier of one label; its own pooling keeps the score of the last token alone."""
+    """A classifier with one label, without its pooling, which keeps only the last token's score."""
     family, extra = MODELS[name]
     text = "Text" if family == "Gemma3" else ""
     config = getattr(transformers, f"{family}{text}Config")(**SHAPE | extra, num_labels=1)

@@ -19,7 +19,7 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.linear import Linear, MakeParam, each, make_spec
+from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
 from jaxrl.models.layers.norms import RMSNorm
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x, positions, inv_freq, window, layer_index, attend: Attend, state, rules: Rules
     ):
-        q, k, v = each(x, self.q, self.k, self.v, rules=rules)
+        q, k, v = apply_linears(x, self.q, self.k, self.v, rules=rules)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
         q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)

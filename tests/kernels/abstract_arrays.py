@@ -1,4 +1,4 @@
-"""Arrays that lie nowhere, to compile for devices that are not attached."""
+"""Abstract arrays, to compile for devices that are not attached."""
 
 import jax
 from jax.sharding import NamedSharding

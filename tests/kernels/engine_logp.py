@@ -1,4 +1,4 @@
-"""The logprob of given tokens, formed as engine/sampling.py forms that of the token it drew."""
+"""Logprobs of given tokens, computed as engine/sampling.py computes those of sampled tokens."""
 
 import jax.numpy as jnp
 

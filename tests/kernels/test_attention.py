@@ -1,4 +1,4 @@
-"""Block-wise attention over packed rows against the [T, T] reference."""
+"""Packed attention (jaxrl/kernels/attention/) against the [T, T] reference."""
 
 import functools
 
@@ -15,15 +15,12 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from sharding import Rules, make_mesh
 
 RULES = Rules()
-LENGTHS = [
-    [70, 64, 30],
-    [200],
-    [1, 129],
-]  # of the segments in a row, each starts on a multiple of 64
+# Segment lengths of each row; segments start on multiples of 64.
+LENGTHS = [[70, 64, 30], [200], [1, 129]]
 
 
 def problem(N, K, H, *, T=220, lengths=LENGTHS, dtype=jnp.float32):
-    """q, k, v, a weight for every output, and segments with padding between and behind."""
+    """q, k, v, an output weight, and segments with padding between and after them."""
     B = len(lengths)
     segments = np.zeros((B, T), np.int32)
     for row, row_lengths in zip(segments, lengths, strict=True):
@@ -65,10 +62,11 @@ triton = functools.partial(attention_triton, interpret=True)
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        ((9, 3, 64), dict()),
-        ((4, 4, 16), dict(softcap=2.0)),  # one query head a kv head, and a width that is padded
-        ((8, 2, 32), dict(window=40)),
         ((4, 1, 32), dict(window=jnp.int32(70), softcap=5.0)),
+        pytest.param((9, 3, 64), dict(), marks=pytest.mark.thorough),
+        # one query head per kv head, and a padded width
+        pytest.param((4, 4, 16), dict(softcap=2.0), marks=pytest.mark.thorough),
+        pytest.param((8, 2, 32), dict(window=40), marks=pytest.mark.thorough),
     ],
 )
 def test_values_and_gradients_equal_the_reference(one_device, heads, options):
@@ -80,13 +78,13 @@ def test_values_and_gradients_equal_the_reference(one_device, heads, options):
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        ((6, 2, 64), dict()),
-        ((4, 4, 32), dict(window=40, softcap=2.0)),
         ((4, 1, 128), dict(window=jnp.int32(70))),
+        pytest.param((6, 2, 64), dict(), marks=pytest.mark.thorough),
+        pytest.param((4, 4, 32), dict(window=40, softcap=2.0), marks=pytest.mark.thorough),
     ],
 )
 def test_splash_equals_the_reference(one_device, heads, options):
-    """Rows of several blocks of 128, which segments and windows let the kernel leave out."""
+    """Rows of several blocks of 128, some of which segments and windows exclude."""
     arrays, segments = problem(*heads, T=600, lengths=[[70, 64, 230, 100], [400, 100]])
     want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, splash))
     assert_close(want, got)
@@ -94,7 +92,10 @@ def test_splash_equals_the_reference(one_device, heads, options):
 
 @pytest.mark.parametrize(
     ("heads", "options"),
-    [((6, 2, 32), dict()), ((4, 1, 16), dict(window=jnp.int32(70), softcap=2.0))],
+    [
+        ((4, 1, 16), dict(window=jnp.int32(70), softcap=2.0)),
+        pytest.param((6, 2, 32), dict(), marks=pytest.mark.thorough),
+    ],
 )
 def test_triton_equals_the_reference(one_device, heads, options):
     arrays, segments = problem(*heads)
@@ -102,16 +103,16 @@ def test_triton_equals_the_reference(one_device, heads, options):
     assert_close(want, got)
 
 
-def test_splash_visits_the_blocks_that_are_seen():
-    # Blocks 0 and 1 are a segment, 2 begins in 1's block, 3 is alone.
+def test_splash_visits_only_visible_blocks():
+    # Blocks 0 and 1 are one segment, block 2's segment starts in block 1, block 3 is separate.
     seen, keys, queries = _block_schedule(jnp.array([0, 0, 1, 3]))
     np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
-    # Behind its last block a row of queries fetches what the next row begins with.
+    # After its last block, a row of queries prefetches the next row's first block.
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])
     np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("query_block", [64, 192])
+@pytest.mark.parametrize("query_block", [64, pytest.param(192, marks=pytest.mark.thorough)])
 def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
     arrays, segments = problem(6, 2, 32)
     options = dict(spec=AttentionSpec(0.2), segments=segments, window=0)
@@ -121,8 +122,8 @@ def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
     np.testing.assert_array_equal(want, got)
 
 
-def test_a_segment_has_the_bits_it_has_alone(one_device):
-    """Behind other segments of its row, which end on multiples of 64, and in a row of its own."""
+def test_a_packed_segment_has_the_bits_of_a_separate_row(one_device):
+    """After other segments of its row, which end on multiples of 64, and in a separate row."""
     arrays, segments = problem(6, 2, 32, lengths=[[70, 64, 28]])
     attend = jax.jit(functools.partial(attention, spec=AttentionSpec(0.2), window=0))
     q, k, v = arrays[:3]
@@ -149,7 +150,9 @@ def test_bfloat16_is_computed_in_float32(one_device):
     assert_close(want, [x.astype(np.float32) for x in got], tol=2e-2)  # the rounding of the results
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4)])
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, tensor=4), pytest.param(dict(fsdp=8), marks=pytest.mark.thorough)]
+)
 def test_same_numbers_on_every_mesh(mesh):
     arrays, segments = problem(8, 4, 16, T=128, lengths=[[60, 30], [100]] * 4)
     results = []
@@ -178,7 +181,7 @@ def test_temporaries_grow_with_the_row_not_with_its_square(one_device):
     assert temporaries(4096) < 2.2 * temporaries(2048)
 
 
-def test_splash_says_where_it_runs_and_how_far(one_device):
+def test_splash_errors_name_the_platform_and_the_longest_row(one_device):
     arrays, segments = problem(4, 2, 32)
     named = functools.partial(attention, implementation="splash")
     with pytest.raises(NotImplementedError, match="runs on tpu and these devices are cpu"):

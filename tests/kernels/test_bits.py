@@ -1,7 +1,7 @@
-"""Trainer and engine, bit for bit: a tiny Llama packed into a row, against pages.
+"""Trainer and engine compute the same bits: a tiny Llama in a packed row and with a paged KV cache.
 
-What must hold for it: float32 attention scores, [out, in] weights, segments that start on multiples of
-64, and at least two rows in every product.
+Tests of jaxrl/kernels/bits.py. Requirements: float32 attention scores, [out, in] weights, segments
+that start on multiples of 64, and at least two rows in every matrix product.
 """
 
 import functools
@@ -36,7 +36,7 @@ def tiny(cfg: DecoderConfig, dtype=jnp.float32):
 
 
 def pack(tokens: np.ndarray) -> tuple[jax.Array, ...]:
-    """Tokens, segments and positions of one row, with padding up to the next multiple of 64."""
+    """Tokens, segments and positions of one row, padded to the next multiple of 64."""
     segments = np.pad(np.ones_like(tokens), ((0, 0), (0, -S % 64))) * np.arange(1, B + 1)[:, None]
     positions = np.tile(np.arange(S + -S % 64), (B, 1))
     rows = np.pad(tokens, ((0, 0), (0, -S % 64))), segments, positions
@@ -54,7 +54,7 @@ def score_packed(model, row):
 
 
 def score_paged(model, cfg: DecoderConfig, tokens: np.ndarray, dtype=jnp.float32) -> np.ndarray:
-    """Logits [B, S, V]: two chunks of prefill, then one token a step, from scattered pages."""
+    """Logits [B, S, V]: two chunks of prefill, then one token per step, in scattered pages."""
     table = jnp.array([[4, 1], [0, 6], [5, 3]], jnp.int32)
     cache = init_cache(cfg, 7, 64, dtype, TRAIN)
 
@@ -72,13 +72,14 @@ def score_paged(model, cfg: DecoderConfig, tokens: np.ndarray, dtype=jnp.float32
     return np.concatenate(logits, axis=1)
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", ["gqa", pytest.param("mha", marks=pytest.mark.thorough)])
 def test_logits_from_pages_are_bitwise_those_of_the_packed_row(one_device, name):
     model, tokens = tiny(LLAMAS[name])
     trained = jax.jit(score_packed)(model, pack(tokens))
     np.testing.assert_array_equal(score_paged(model, LLAMAS[name], tokens), unpack(trained))
 
 
+@pytest.mark.thorough
 def test_bfloat16_logits_are_bitwise_equal_too(one_device):
     model, tokens = tiny(LLAMAS["gqa"], jnp.bfloat16)
     trained = jax.jit(score_packed)(model, pack(tokens))
@@ -87,7 +88,7 @@ def test_bfloat16_logits_are_bitwise_equal_too(one_device):
 
 
 def test_logprobs_of_the_update_are_those_of_the_engine(one_device):
-    """Scored: the same bits. Inside value_and_grad other fusions cost at most 1e-6."""
+    """Scoring gives the same bits; inside value_and_grad, other fusions differ by at most 1e-6."""
     cfg = LLAMAS["gqa"]
     model, tokens = tiny(cfg)
     row = pack(tokens)

@@ -1,4 +1,4 @@
-"""The kernels of GPUs compile for Hopper chips that are not attached."""
+"""The GPU kernels compile for Hopper chips that are not attached."""
 
 import functools
 import re
@@ -53,7 +53,7 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
     text, keys = compiled.as_text(), 700.0
     blind = program_cost(text)
     cost = program_cost(text, kernels=functools.partial(paged_work, keys=keys))
-    queries = max(T * N // K, 16)  # of a kv head, at least those of a product of tensor cores
+    queries = max(T * N // K, 16)  # per kv head, at least one tensor-core tile
     rows = B * -(-queries // 64)  # of up to 64 queries
     keys += page_len / 2  # the last page is read whole
     assert cost.total_flops == 2 * 2 * rows * min(queries, 64) * K * keys * H
@@ -88,9 +88,10 @@ def test_training_attention_compiles(sizes, heads, options):
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
     text = compiled.as_text()
     cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
-    # A query meets half of the row, and half of its own block of 64. 2 products forward, 3 and 4 backward.
+    # A query attends to half of the row and half of its block of 64. Forward 2 products, backward
+    # 3 and 4.
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 64) / 2 * H / mesh.size
-    scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
+    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 
 
@@ -99,7 +100,7 @@ def test_training_attention_compiles(sizes, heads, options):
     [(dict(fsdp=2, tensor=4), (28, 4, 128), 0), (dict(fsdp=8), (9, 3, 64), 1024)],
 )
 def test_training_attention_of_cudnn_compiles(sizes, heads, window):
-    """Its calls, that is: neither cuDNN nor what it takes is looked at."""
+    """Compiles only the calls; cuDNN and its support checks are not involved."""
     N, K, H = heads
     B, T = 2 * sizes["fsdp"], 4096
     mesh = make_mesh(topology("h100:8").devices, **sizes)
@@ -121,9 +122,9 @@ def test_training_attention_of_cudnn_compiles(sizes, heads, window):
     calls = re.findall(
         r'target="__cudnn\$fmha(\w+)", operand_layout_constraints={(.*?)}, api', text
     )
-    assert [name for name, _ in calls].count("Softmax") == 2  # the first, and those of the loop
+    assert [name for name, _ in calls].count("Softmax") == 2  # the first call and those of the loop
     assert [name for name, _ in calls].count("SoftmaxBackward") == 2
-    for _, operands in calls:  # rows as they lie; lengths and places of queries and of keys
+    for _, operands in calls:  # rows in place; lengths and offsets of queries and of keys
         shapes = ("bf16[{},{},{},{}]".format(*q), f"s32[2,{M}]", f"s32[2,{M + 1}]")
         assert [operands.count(shape) for shape in shapes[1:]] == [2, 2] and shapes[0] in operands
     assert f"{T},{T}]" not in text

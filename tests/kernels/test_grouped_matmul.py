@@ -1,4 +1,4 @@
-"""Rows sorted by group times their group's matrix: every implementation against the reference."""
+"""Grouped matrix products (jaxrl/kernels/grouped_matmul/) against the reference."""
 
 import functools
 
@@ -32,11 +32,11 @@ def value_and_grads(x, w, sizes, dy, name):
     return y, *pull(dy)
 
 
-def test_each_row_meets_the_matrix_of_its_group():
+def test_each_row_is_multiplied_with_its_groups_matrix():
     x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
     w = jnp.array([[[1.0, 0.0]], [[9.0, 9.0]], [[1.0, 10.0]]])  # one row each
     sizes = jnp.array([1, 0, 2])
-    # row 0 meets [1, 0]: 1; rows 1 and 2 meet [1, 10]: 3 + 40, 5 + 60; row 3 is in no group
+    # row 0 x [1, 0]: 1; rows 1 and 2 x [1, 10]: 3 + 40, 5 + 60; row 3 is in no group
     for name in IMPLEMENTATIONS:
         y = grouped_matmul(x, w, sizes, implementation=name)
         np.testing.assert_array_equal(y, [[1.0], [43.0], [65.0], [0.0]])
@@ -63,8 +63,8 @@ def test_bfloat16_is_summed_in_float32():
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-8, atol=1e-3)  # one rounding
 
 
-def test_a_rows_bits_do_not_depend_on_its_company():
-    """A block of another size, another group size, another place in the group."""
+def test_a_rows_bits_do_not_depend_on_other_rows():
+    """With another block size, group size and position in the group."""
     D, F, E = 256, 384, 4
     x = jax.random.normal(jax.random.key(1), (1024, D))
     w = jax.random.normal(jax.random.key(2), (E, F, D))
@@ -77,7 +77,7 @@ def test_a_rows_bits_do_not_depend_on_its_company():
     np.testing.assert_array_equal(many[97:], shifted)
 
 
-def test_kernels_that_are_not_built_say_so():
+def test_planned_and_unknown_kernels_are_clear_errors():
     x, w, _ = problem()
     with pytest.raises(
         NotImplementedError, match=r"grouped_matmul='mosaic_gpu' \(tokamax's .*not built"

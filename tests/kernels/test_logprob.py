@@ -1,4 +1,4 @@
-"""Chunked logprob, entropy and KL against the naive form."""
+"""Chunked logprob, entropy and KL (jaxrl/kernels/logprob/) against the reference."""
 
 import functools
 
@@ -14,6 +14,7 @@ from sharding import Rules, make_mesh
 from tests.kernels.engine_logp import engine_logp
 
 RULES = Rules()
+CAPPED = dict(temperature=0.7, softcap=3.0)
 
 
 def problem(B=8, T=13, D=32, V=500, E=16, seed=0):
@@ -48,8 +49,18 @@ def assert_close(want, got, tol=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), want, got)
 
 
-@pytest.mark.parametrize("chunk, n_grouped", [(1, 1), (7, 1), (7, 4), (40, 1), (40, 4), (1000, 4)])
-@pytest.mark.parametrize("kind", [dict(temperature=1.0), dict(temperature=0.7, softcap=3.0)])
+@pytest.mark.parametrize(
+    ("chunk", "n_grouped", "kind"),
+    [
+        (7, 4, CAPPED),
+        *(
+            pytest.param(chunk, n_grouped, kind, marks=pytest.mark.thorough)
+            for chunk, n_grouped in [(1, 1), (7, 1), (7, 4), (40, 1), (40, 4), (1000, 4)]
+            for kind in (dict(temperature=1.0), CAPPED)
+            if (chunk, n_grouped, kind) != (7, 4, CAPPED)
+        ),
+    ],
+)
 def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chunk, n_grouped, kind):
     monkeypatch.setattr(logprob, "GROUPED_CHUNKS", {"cpu": n_grouped})
     inputs, weights = problem()
@@ -71,7 +82,7 @@ def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chun
     assert_close(want[1], got[1], tol=2e-5)  # sums over 104 tokens or 500 words
 
 
-@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("with_entropy", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_without_a_reference(one_device, with_entropy):
     inputs, weights = problem()
     policy = {name: inputs[name] for name in ("hidden", "unembed", "targets")}
@@ -93,7 +104,7 @@ def test_without_a_reference(one_device, with_entropy):
 
 
 def test_masked_tokens_give_zeros_and_take_no_gradient(one_device):
-    """Also where they hold no numbers at all, and where whole chunks of them are left out."""
+    """Also if their hidden states are NaN and if whole chunks are skipped."""
     inputs, weights = problem()
     mask = jax.random.bernoulli(jax.random.key(5), 0.4, (8, 13)).astype(jnp.float32)
     naive = functools.partial(logprob_reference, temperature=0.9, softcap=None)
@@ -115,9 +126,16 @@ def test_a_mask_without_tokens_gives_zeros(one_device):
         assert not np.any(a)
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(sequence=2, tensor=4)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        dict(sequence=2, tensor=4),
+        pytest.param(dict(fsdp=8), marks=pytest.mark.thorough),
+        pytest.param(dict(fsdp=2, tensor=4), marks=pytest.mark.thorough),
+    ],
+)
 def test_same_numbers_on_every_mesh(mesh):
-    """Also where the devices have unlike numbers of tokens that matter, one of them none."""
+    """Devices have different numbers of unmasked tokens; one has none."""
     rules = Rules(time="sequence")
     inputs, weights = problem(T=14)
     inputs["mask"] = (jnp.arange(8)[:, None] * 2 > jnp.arange(14)).astype(jnp.float32)
@@ -160,14 +178,14 @@ def test_gradients_keep_the_sharding_and_dtype_of_the_weight():
 @pytest.mark.parametrize(
     ("rows", "V", "with_entropy", "dtype"),
     [
-        (2, 96, True, jnp.float32),
-        (2, 1000, False, jnp.float32),
-        (8, 1000, True, jnp.bfloat16),
         (8, 96, False, jnp.float32),
+        pytest.param(2, 96, True, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param(2, 1000, False, jnp.float32, marks=pytest.mark.thorough),
+        pytest.param(8, 1000, True, jnp.bfloat16, marks=pytest.mark.thorough),
     ],
 )
 def test_logprobs_are_bitwise_those_of_the_engine(one_device, V, with_entropy, rows, dtype):
-    """The engine sees `rows` hidden states at a time, the trainer 104 of them in chunks of 33."""
+    """The engine processes `rows` hidden states at a time, the trainer 104 in chunks of 33."""
     inputs, _ = problem(D=64, V=V)
     hidden, unembed = inputs["hidden"].astype(dtype), inputs["unembed"].astype(dtype)
 
@@ -209,12 +227,12 @@ def test_temporaries_are_far_below_tokens_by_vocabulary(one_device):
 
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, unembed, targets)
     temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
-    all_logits = B * T * V * 4  # 64 MiB; the naive form holds several of these
+    all_logits = B * T * V * 4  # 64 MiB; the reference needs several of these
     assert temporaries < all_logits / 2, (temporaries, all_logits)
 
 
 @pytest.mark.parametrize("bad", [dict(temperature=0.0, chunk=8), dict(temperature=1.0, chunk=0)])
-def test_values_that_mean_nothing_are_refused(one_device, bad):
+def test_invalid_temperatures_and_chunks_are_rejected(one_device, bad):
     inputs, _ = problem()
     args = inputs["hidden"], inputs["unembed"], inputs["targets"]
     with pytest.raises(ValueError, match="set"):

@@ -1,4 +1,4 @@
-"""Attention over pages against the reference, and bit for bit against training attention."""
+"""Paged attention (jaxrl/kernels/paged_attention/) against its reference and training attention."""
 
 import functools
 
@@ -53,9 +53,17 @@ def paged(pools, *, implementation=None, window=0, softcap=None):
     return lambda q, table, positions: attend(q, table, jnp.asarray(positions, jnp.int32))
 
 
-@pytest.mark.parametrize("page_len", [64, 128])
 @pytest.mark.parametrize(
-    "options", [dict(), dict(window=70, softcap=3.0), dict(window=jnp.int32(40))]
+    ("page_len", "options"),
+    [
+        (128, dict(window=70, softcap=3.0)),
+        pytest.param(64, dict(window=70, softcap=3.0), marks=pytest.mark.thorough),
+        *(
+            pytest.param(page_len, options, marks=pytest.mark.thorough)
+            for page_len in (64, 128)
+            for options in (dict(), dict(window=jnp.int32(40)))
+        ),
+    ],
 )
 def test_columns_equal_the_reference(one_device, page_len, options):
     (q, _, _), pools, table = paged_problem(6, 2, 32, page_len=page_len)
@@ -72,13 +80,13 @@ def test_columns_equal_the_reference(one_device, page_len, options):
 @pytest.mark.parametrize(
     ("heads", "page_len", "options"),
     [
-        ((6, 2, 128), 64, dict()),
         ((2, 2, 128), 128, dict(window=jnp.int32(70), softcap=3.0)),
+        pytest.param((6, 2, 128), 64, dict(), marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
 def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, options):
-    """Rows of many lengths, with groups of pages that are not full, and rows that are empty in between."""
+    """Rows of many lengths, with partial groups of pages and with empty rows in between."""
     (q, _, _), pools, table = paged_problem(*heads, B=4, S=640, page_len=page_len)
     chunk = np.stack([np.arange(540, 588), np.arange(48), np.full(48, -1), np.arange(500, 548)])
     chunk[1, 40:] = -1  # padding
@@ -96,11 +104,13 @@ def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, option
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
 
-@pytest.mark.parametrize("kv_dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "kv_dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("kernel", [paged_attention_triton])
-def test_kernels_read_pages_in_eight_bits(one_device, kernel, kv_dtype):
+def test_kernels_read_quantized_pages(one_device, kernel, kv_dtype):
     (q, _, _), pools, table = paged_problem(6, 2, 128, B=4, S=640, page_len=64)
-    # Heads of a token differ twentyfold, so a scale that is left out or another's shows.
+    # Heads of a token differ twentyfold, so a missing or wrong scale is visible.
     sizes = jnp.exp(3 * jax.random.uniform(jax.random.key(1), pools[0].shape[:3]))[..., None]
     pools = [quantize(pool * sizes, n_shared=1, dtype=kv_dtype) for pool in pools]
     for queries, positions in [
@@ -125,14 +135,16 @@ def test_kernels_read_pages_in_eight_bits(one_device, kernel, kv_dtype):
     ("heads", "options", "page_len", "n"),
     [
         ((9, 3, 64), dict(), 64, 3),
-        ((9, 3, 64), dict(), 64, 8),  # XLA makes another program of so many numbers
-        ((9, 3, 64), dict(window=50), 128, 3),
-        ((4, 4, 16), dict(softcap=4.0), 64, 3),  # one query row a kv head, and a padded width
-        ((8, 2, 80), dict(), 128, 3),
+        # XLA compiles another program for an array of this size
+        pytest.param((9, 3, 64), dict(), 64, 8, marks=pytest.mark.thorough),
+        pytest.param((9, 3, 64), dict(window=50), 128, 3, marks=pytest.mark.thorough),
+        # one query row per kv head, and a padded width
+        pytest.param((4, 4, 16), dict(softcap=4.0), 64, 3, marks=pytest.mark.thorough),
+        pytest.param((8, 2, 80), dict(), 128, 3, marks=pytest.mark.thorough),
     ],
 )
 def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_len, n):
-    """n sequences packed into one row, against prefill by chunks and decode one by one."""
+    """n sequences packed into one row, against chunked prefill and decode."""
     (q, k, v), pools, table = paged_problem(*heads, B=n, page_len=page_len)
     B, S = q.shape[:2]
     packed = [x.reshape(1, B * S, *x.shape[2:]) for x in (q, k, v)]
@@ -170,7 +182,9 @@ def test_a_row_does_not_depend_on_its_batch(one_device):
         np.testing.assert_array_equal(some, together[rows])
 
 
-@pytest.mark.parametrize("mesh", [dict(tensor=4), dict(fsdp=2, tensor=4)])
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, tensor=4), pytest.param(dict(tensor=4), marks=pytest.mark.thorough)]
+)
 def test_same_numbers_on_every_mesh(mesh):
     results = []
     for sizes in ({}, mesh):
@@ -181,7 +195,7 @@ def test_same_numbers_on_every_mesh(mesh):
 
 
 def test_writes_are_in_place_inside_a_loop(one_device):
-    """No copy of the pool in the compiled program: neither in its text nor in its memory."""
+    """The compiled program has no copy of the pool, neither in its text nor in its memory."""
     B, K, H, N = 4, 2, 64, 4
     pool = jax.ShapeDtypeStruct((256, K, 64, H), jnp.float32)  # 8 MiB
     table = jnp.arange(B * 4, dtype=jnp.int32).reshape(B, 4)
@@ -223,7 +237,7 @@ def test_padding_writes_nothing(one_device):
 
 
 @pytest.mark.parametrize(("name", "platform"), [("ragged", "tpu"), ("triton", "gpu")])
-def test_a_kernel_of_another_platform_says_what_to_set(one_device, name, platform):
+def test_the_error_of_a_kernel_for_another_platform_names_the_remedy(one_device, name, platform):
     (q, _, _), pools, table = paged_problem(4, 2, 16, S=64)
     message = f"config.model.paged_attention='{name}' runs on {platform} and these devices are cpu"
     with pytest.raises(NotImplementedError, match=message):
@@ -231,7 +245,7 @@ def test_a_kernel_of_another_platform_says_what_to_set(one_device, name, platfor
 
 
 @pytest.mark.parametrize("kernel", [paged_attention_ragged, paged_attention_triton])
-def test_pages_that_a_kernel_cannot_take_say_what_to_set(one_device, kernel):
+def test_the_error_for_unsupported_pages_names_the_remedy(one_device, kernel):
     (q, _, _), pools, table = paged_problem(4, 2, 128, S=64)
     how = dict(spec=AttentionSpec(0.1, rules=DECODE), window=0, interpret=True)
     how |= dict(page_table=table, positions=jnp.zeros((3, 1), jnp.int32))
@@ -249,7 +263,7 @@ def test_pages_that_a_kernel_cannot_take_say_what_to_set(one_device, kernel):
 
 
 def test_rows_are_written_where_pages_are(one_device):
-    """On TPU each head is a row of its own; the pool is the same."""
+    """On TPU each head is a separate row; the pool is the same."""
     (_, k, _), pools, table = paged_problem(4, 2, 16, S=128)
     pool = jnp.asarray(np.asarray(pools[0]))
     positions = jnp.array([[3, 64, -1], [-1, 127, 0], [70, 71, 72]])
@@ -265,7 +279,7 @@ def test_rows_are_written_where_pages_are(one_device):
 
 @pytest.mark.parametrize("page_len", [64, 128])
 def test_blocks_are_read_where_pages_are(one_device, page_len):
-    """On TPU each head's is a row of its own; and of scales, which have no width."""
+    """On TPU each head's block is a separate row. Scales have no head dim."""
     (_, k, _), pools, table = paged_problem(4, 2, 16, page_len=page_len)
     pool = jnp.asarray(np.asarray(pools[0]))
     for at in (0, 64, 128):

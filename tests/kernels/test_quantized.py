@@ -1,4 +1,4 @@
-"""Eight bits against the same arithmetic number by number, and against their bounds."""
+"""Quantization (jaxrl/kernels/quantized.py) against scalar arithmetic and its error bounds."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_int8_is_off_by_half_a_scale_at_most(scale_dtype):
         np.abs(np.asarray(dequantize(got)) - x),
         np.asarray(got.scale, np.float32)[:, None],
     )
-    # A bfloat16 scale may be 2^-9 too small: then what would be 127.25 is cut to 127, still within a half.
+    # A bfloat16 scale may be 2^-9 too small; 127.25 is then clipped to 127, still within a half.
     assert np.all(error <= 0.5 * scale * (1 + 1e-5))
     assert np.max(error / scale) > 0.49 and not np.any(error[0])
 
@@ -74,6 +74,6 @@ def test_an_array_unpacks_to_itself_in_float32():
     np.testing.assert_array_equal(dequantize(x), x.astype(jnp.float32))
 
 
-def test_what_stands_for_an_array_may_be_anything():
+def test_the_leaves_of_a_quantized_array_may_be_anything():
     twice = jax.tree.map(lambda name: name * 2, Quantized("v", "s"))
     assert (twice.values, twice.scale) == ("vv", "ss")

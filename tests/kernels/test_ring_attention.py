@@ -1,4 +1,4 @@
-"""Attention over rows that are cut over the mesh, against the reference on one device."""
+"""Ring and Ulysses attention over sharded rows against the reference on one device."""
 
 import functools
 
@@ -14,7 +14,7 @@ from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh, mesh_order, row_ord
 
 # Segments of a row of 512 tokens. Over 4 devices a chunk is 64 tokens.
 LENGTHS = [
-    [300, 150],  # crosses borders of all devices, padding at the end
+    [300, 150],  # crosses all device boundaries; padding at the end
     [10, 64, 100, 1, 330],
 ]
 T = 512
@@ -34,7 +34,7 @@ def problem(N, K, H, *, dtype=jnp.float32, lengths=LENGTHS, T=T):
 
 
 def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, *, window=0, softcap=None):
-    """Output and the gradients of its weighted sum into q, k, v, in the rows' own order."""
+    """Output and gradients of its weighted sum, in the original token order."""
     spec = AttentionSpec(arrays[0].shape[-1] ** -0.5, softcap, rules)
 
     def loss(q, k, v, weight, segments):
@@ -56,7 +56,7 @@ def value_and_grad(attend, rules: Rules, mesh: dict, arrays, segments, *, window
 
 
 def in_order(order, array, rules):
-    """mesh_order and row_order speak of [B, T]."""
+    """Applies mesh_order or row_order, which take [B, T]."""
     flat = array.reshape(*array.shape[:2], -1)
     return np.stack([order(flat[..., i], rules) for i in range(flat.shape[-1])], -1).reshape(
         array.shape
@@ -75,15 +75,15 @@ OPTIONS = dict(window=jnp.int32(200), softcap=5.0)
 
 @pytest.fixture(scope="module")
 def alone():
-    """Arrays, segments, and what one device makes of them."""
+    """Arrays, segments, and the results of one device."""
     arrays, segments = problem(4, 2, 16)
     return arrays, segments, one(arrays, segments, **OPTIONS)
 
 
 QUICK = [
-    (ring_attention, RING, dict(sequence=4)),
     (ring_attention, RING, dict(fsdp=2, sequence=2, tensor=2)),
     (attention, ULYSSES, dict(fsdp=2, sequence=2, tensor=2)),
+    pytest.param(ring_attention, RING, dict(sequence=4), marks=pytest.mark.thorough),
 ]
 MORE = [
     (ring_attention, RING, dict()),
@@ -98,7 +98,7 @@ def name(value):
 
 
 @pytest.mark.parametrize(("attend", "rules", "mesh"), QUICK, ids=name)
-def test_cut_rows_give_values_and_gradients_of_the_reference(attend, rules, mesh, alone):
+def test_sharded_rows_give_values_and_gradients_of_the_reference(attend, rules, mesh, alone):
     arrays, segments, want = alone
     assert_close(value_and_grad(attend, rules, mesh, arrays, segments, **OPTIONS), want)
 
@@ -115,7 +115,7 @@ def test_any_number_of_devices_gives_the_same_values_and_gradients(attend, rules
     ("heads", "options"),
     [((4, 2, 32), dict()), ((2, 2, 16), dict(softcap=2.0)), ((4, 1, 16), dict(window=100))],
 )
-def test_a_ring_knows_caps_and_windows(heads, options):
+def test_a_ring_supports_soft_caps_and_windows(heads, options):
     arrays, segments = problem(*heads)
     got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments, **options)
     assert_close(got, one(arrays, segments, **options))
@@ -143,7 +143,7 @@ def test_a_ring_in_bfloat16_computes_in_float32():
     ("heads", "mesh"),
     [
         ((8, 2), dict(sequence=8)),  # four copies of each kv head
-        ((6, 3), dict(sequence=2)),  # two copies of each, where one and a half would do
+        ((6, 3), dict(sequence=2)),  # two copies of each, although one and a half would be enough
     ],
     ids=str,
 )
@@ -153,7 +153,7 @@ def test_ulysses_copies_kv_heads_that_do_not_divide(heads, mesh):
     assert_close(got, one(arrays, segments))
 
 
-def test_ulysses_moves_heads_by_all_to_all_alone():
+def test_ulysses_moves_heads_only_by_all_to_all():
     arrays, segments = problem(8, 2, 16)
     with jax.set_mesh(make_mesh(sequence=4, tensor=2)):
         spec = [ULYSSES.spec("batch", "time", h, None) for h in ("heads", "kv_heads", "kv_heads")]
@@ -172,7 +172,7 @@ def test_query_heads_that_do_not_divide_are_one_clear_error():
         value_and_grad(attention, ULYSSES, dict(sequence=4), arrays, segments)
 
 
-def test_a_row_that_cannot_be_cut_is_one_clear_error():
+def test_an_indivisible_row_is_one_clear_error():
     arrays, segments = problem(4, 2, 16, T=68, lengths=[[68]])
     with pytest.raises(ValueError, match=r"68 tokens.*4 devices; make its length a multiple of 8"):
         value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments)

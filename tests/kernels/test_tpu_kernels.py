@@ -1,4 +1,4 @@
-"""The kernels of TPU compile for chips that are not attached, under the meshes of training and rollout."""
+"""The TPU kernels compile for chips that are not attached, on training and rollout meshes."""
 
 import functools
 import math
@@ -54,9 +54,10 @@ def test_training_attention_compiles(chips, rules, sizes, heads, options):
         compiled = grad.lower(q, k, k, rows, window).compile()
     text = compiled.as_text()
     cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
-    # A query meets half of the row, and half of its own block of 512. 2 products forward, 3 and 4 backward.
+    # A query attends to half of the row and half of its block of 512. Forward 2 products, backward
+    # 3 and 4.
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 512) / 2 * H / mesh.size
-    scores = 4 * B * N * T * T / mesh.size  # bytes of them on one device, were they in memory
+    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 
 
@@ -97,8 +98,8 @@ def test_ragged_paged_attention_compiles(chips, tensor, heads, page_len, T, opti
     ("chips", "kv_dtype"),
     [("v5e:2x4", "int8"), pytest.param("v6e:2x4", "fp8", marks=pytest.mark.slow)],
 )
-def test_an_engine_with_pages_in_eight_bits_compiles(chips, kv_dtype):
-    """By `columns`, and without a copy of its pool in every layer."""
+def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
+    """Uses `columns` and does not copy the pool in every layer."""
     cfg = DecoderConfig(
         family="qwen2",
         L=4,
@@ -127,11 +128,11 @@ def test_an_engine_with_pages_in_eight_bits_compiles(chips, kv_dtype):
             # keys and values of 4 layers, 2 heads: 128 bytes and a scale
             assert pool == 2 * 4 * 2 * 4096 * 128 * (128 + 4)
             moved = program_cost(text, lambda loop: 1.0).bytes_accessed
-            assert moved < pool, kind  # of which the scales are a 33rd, and laid out anew
+            assert moved < pool, kind  # the scales, a 33rd of it, are copied to another layout
             assert compiled.memory_analysis().temp_size_in_bytes < pool / 8, kind
 
 
-def test_rows_that_are_too_long_for_splash_are_attended_in_blocks():
+def test_rows_too_long_for_splash_use_blockwise():
     mesh = make_mesh(topology("v5p:2x2x1").devices, fsdp=4)
     with jax.set_mesh(mesh):
         for T, kernels in ((2**16, 1), (2**16 + 64, 0)):

@@ -1,4 +1,4 @@
-"""Model FLOPs, against the matrix products that the reference forward pass makes."""
+"""Model FLOPs against the number of weights and visible keys."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ EXPERTS = DecoderConfig("mixtral", L=2, D=32, N=4, K=2, H=8, F=0, V=256, E=8, to
 
 
 @pytest.mark.parametrize("heads", [("vocab",), ("score",), ("vocab", "score")])
-def test_two_for_every_weight_but_the_lookups_and_norms(heads):
+def test_two_flops_per_weight_except_lookups_and_norms(heads):
     cfg = dataclasses.replace(DENSE, heads=heads)
-    idle = cfg.V * cfg.D + (2 * cfg.L + 1) * cfg.D  # of an embedding and of norms
+    idle = cfg.V * cfg.D + (2 * cfg.L + 1) * cfg.D  # embedding lookup and norms
     weights = count_params(decoder_specs(cfg)) - idle
     assert forward_flops(cfg, np.array([1])) == 2 * weights + 4 * cfg.L * cfg.N * cfg.H
 
 
-def test_a_token_meets_only_its_own_experts():
+def test_a_token_counts_only_its_own_experts():
     per_expert = 3 * EXPERTS.D * EXPERTS.F_expert * EXPERTS.L
     wider = dataclasses.replace(EXPERTS, top_k=3)
     more = forward_flops(wider, np.array([5])) - forward_flops(EXPERTS, np.array([5]))

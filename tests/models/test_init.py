@@ -1,4 +1,7 @@
-"""Random initialisation: the same numbers whatever the mesh and the layout of the layers."""
+"""Random initialization gives the same numbers on every mesh and in both layer layouts.
+
+Tests of jaxrl/models/spec.py.
+"""
 
 import dataclasses
 
@@ -16,7 +19,7 @@ CFG = DecoderConfig(family="qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, qkv_bi
 
 
 def by_name(model: Decoder, layer: int) -> dict[str, np.ndarray]:
-    """Host copies of one layer's parameters, and of those outside the layers."""
+    """Host copies of one layer's parameters and of the embeddings."""
     layers = model.layers if model.cfg.stacked else model.layers[layer]
     picked = jax.tree.map(lambda x: x[layer], layers) if model.cfg.stacked else layers
     flat = jax.tree_util.tree_leaves_with_path((picked, model.embed, model.lm_head))
@@ -50,7 +53,8 @@ def test_a_mesh_changes_the_shards_and_not_the_numbers():
         assert weight.sharding.spec == jax.P("tensor", "fsdp")
         assert weight.addressable_shards[0].data.shape == (CFG.F // 2, CFG.D // 4)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
-        # The random bits are equal; XLA rounds the inverse error function's last bit by vector width.
+        # The random bits are equal; XLA's inverse error function differs in the last bit by vector
+        # width.
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
 
 

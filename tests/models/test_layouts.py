@@ -1,4 +1,7 @@
-"""The same numbers on every mesh, in both layer layouts, packed or paged, whatever is rematerialised."""
+"""The same numbers on every mesh, in both layer layouts, packed or paged, with any remat policy.
+
+Tests of jaxrl/models/decoder.py, paged.py, cache.py and layers/moe.py.
+"""
 
 import dataclasses
 import functools
@@ -34,16 +37,20 @@ EXPERT_MESHES = {
     "replica_expert": dict(replica=2, expert=4),
 }
 ROWS, LENGTH = 8, 32
-QUICK = [(family, "hsdp_tensor") for family in FAMILIES if family not in EXPERTS] + [
-    ("llama", "fsdp"),
-    ("qwen2", "fsdp_tensor"),
-    ("qwen3_moe", "replica_expert"),
-    ("mixtral", "fsdp_expert_tensor"),
+QUICK = [("llama", "hsdp_tensor"), ("qwen3_moe", "replica_expert")]
+QUICK += [
+    pytest.param(family, mesh, marks=pytest.mark.thorough)
+    for family, mesh in (
+        *((f, "hsdp_tensor") for f in FAMILIES if f not in (*EXPERTS, "llama")),
+        ("llama", "fsdp"),
+        ("qwen2", "fsdp_tensor"),
+        ("mixtral", "fsdp_expert_tensor"),
+    )
 ]
 
 
 def rows() -> tuple[np.ndarray, ...]:
-    """(tokens, targets, segments, positions, mask), each [B, T]: two segments a row, then padding."""
+    """(tokens, targets, segments, positions, mask), each [B, T]; two segments, then padding."""
     tokens = np.random.default_rng(0).integers(3, 256, (ROWS, LENGTH)).astype(np.int32)
     lengths = (13, 14)
     segments = np.array([1] * 13 + [2] * 14 + [0] * 5, np.int32)
@@ -93,14 +100,14 @@ def assert_same(a: tuple, b: tuple) -> None:
 
 
 def assert_close_trees(a: Tree, b: Tree) -> None:
-    """Equal to 1e-5 of each leaf's largest number: sums over rows come in another order."""
+    """Equal to 1e-5 of each leaf's largest value: sums over rows have another order."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
 
 @pytest.mark.parametrize(("family", "mesh"), QUICK)
 def test_a_mesh_gives_the_numbers_of_one_device(family, mesh):
-    stacked = family.startswith("gemma")  # many layers: quicker to compile
+    stacked = family.startswith("gemma")  # its many layers compile faster when stacked
     sizes = (MESHES | EXPERT_MESHES)[mesh]
     assert_same(on_mesh(family, sizes, stacked=stacked), alone(family, stacked=stacked))
 
@@ -117,7 +124,10 @@ def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh
         assert_same(here, alone(family, stacked=stacked))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", *(pytest.param(f, marks=pytest.mark.thorough) for f in ("gemma2", "qwen3_moe"))],
+)
 def test_stacked_layers_give_the_numbers_of_a_list(family):
     value, logp, grads = alone(family)
     value_s, logp_s, grads_s = alone(family, stacked=True)
@@ -127,7 +137,10 @@ def test_stacked_layers_give_the_numbers_of_a_list(family):
         assert_close_trees(jax.tree.map(lambda x, i=i: x[i], grads_s.layers), layer)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize(
+    "stacked",
+    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+)
 def test_remat_does_not_change_gradients(stacked, one_device):
     _, model = load_model(GOLDEN / "llama", rules=TRAIN, stacked=stacked)
     batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows())
@@ -140,11 +153,17 @@ def test_remat_does_not_change_gradients(stacked, one_device):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [(family, {}) for family in FAMILIES if family != "mixtral"]
-    + [("llama", dict(fsdp=2, tensor=2)), ("mixtral", dict(expert=2, tensor=2))],
+    [("llama", dict(fsdp=2, tensor=2)), ("gemma3", {})]
+    + [
+        pytest.param(family, mesh, marks=pytest.mark.thorough)
+        for family, mesh in (
+            *((f, {}) for f in FAMILIES if f not in ("mixtral", "gemma3")),
+            ("mixtral", dict(expert=2, tensor=2)),
+        )
+    ],
 )
 def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
-    """Two rows, 10 tokens prefilled (one row padded), then one at a time from scattered pages."""
+    """Two rows: 10 tokens of prefill (one row padded), then decode, in scattered pages."""
     tokens, page_len, n_pages = rows()[0][:2, :16], 4, 16
     table = jnp.array([[3, 9, 1, 14], [7, 2, 12, 5]], jnp.int32)
     with jax.set_mesh(make_mesh(None, **mesh)):

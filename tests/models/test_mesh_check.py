@@ -1,4 +1,7 @@
-"""Fit of a model and a mesh: types on meshes without devices, collectives, memory of compiled steps."""
+"""Models on meshes: types without devices, collectives, and memory of compiled steps.
+
+Tests of jaxrl/models/mesh_check.py and of the shardings in jaxrl/models/decoder.py.
+"""
 
 import dataclasses
 import functools
@@ -59,7 +62,7 @@ def abstract_forward(
         return out, jax.eval_shape(jax.grad(loss), params, tokens)
 
 
-def test_a_7b_model_types_on_64_devices_that_are_not_there():
+def test_a_7b_model_type_checks_on_64_absent_devices():
     mesh = abstract_mesh(64, fsdp=16, tensor=4)
     logits, grads = abstract_forward(QWEN2_7B, mesh, row_len=4096)
     assert logits.shape == (16, 4096, 152064) and logits.dtype == jnp.float32
@@ -71,10 +74,10 @@ def test_a_7b_model_types_on_64_devices_that_are_not_there():
 
 def test_a_7b_model_takes_its_share_of_each_device():
     specs = decoder_specs(QWEN2_7B)
-    assert count_params(specs) == 7_615_616_512  # as its model card says: 7.61B
+    assert count_params(specs) == 7_615_616_512  # 7.61B on its model card
     with jax.sharding.use_abstract_mesh(abstract_mesh(64, fsdp=16, tensor=4)):
         share = bytes_per_device(abstract_params(specs, TRAIN, jnp.bfloat16))
-    # Norms (57 x 3584) and biases of keys and values are not cut 64 times.
+    # Norms (57 x 3584) and the biases of keys and values are not sharded 64 ways.
     assert share == pytest.approx(2 * 7_615_616_512 / 64, rel=0.005)
 
 
@@ -82,11 +85,12 @@ def test_a_7b_model_takes_its_share_of_each_device():
     ("rules", "sizes"),
     [
         (ULYSSES, dict(fsdp=8, sequence=2, tensor=2)),  # 28 heads over 4, 4 kv heads
-        (ULYSSES, dict(fsdp=2, sequence=14, tensor=2)),  # a head each, 7 copies of the kv heads
-        (RING, dict(fsdp=4, sequence=4, tensor=4)),
+        # one query head per device, 7 copies of the kv heads
+        pytest.param(ULYSSES, dict(fsdp=2, sequence=14, tensor=2), marks=pytest.mark.thorough),
+        pytest.param(RING, dict(fsdp=4, sequence=4, tensor=4), marks=pytest.mark.thorough),
     ],
 )
-def test_a_7b_model_types_with_rows_cut_over_devices(rules, sizes):
+def test_a_7b_model_type_checks_with_sharded_rows(rules, sizes):
     mesh = abstract_mesh(int(np.prod(list(sizes.values()))), **sizes)
     logits, grads = abstract_forward(QWEN2_7B, mesh, rules=rules, row_len=14336)
     assert logits.sharding.spec == rules.spec("batch", "time", "vocab")
@@ -127,7 +131,7 @@ def compiled_gradient(cfg: DecoderConfig, remat: str, **sizes: int) -> tuple[str
 
 
 def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
-    """CPU's XLA sums gradients by all-reduce and slices; others may make a reduce-scatter of it."""
+    """XLA on CPU all-reduces gradients and slices; other backends may reduce-scatter."""
     cfg = dataclasses.replace(SMALL, L=16, stacked=True)
     n_bytes = 4 * count_params(decoder_specs(cfg))
     text, memory = compiled_gradient(cfg, "full", fsdp=8)
@@ -139,7 +143,10 @@ def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
     assert memory.temp_size_in_bytes < n_bytes / 2
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize(
+    "stacked",
+    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+)
 def test_remat_saves_the_memory_of_activations(stacked):
     cfg = dataclasses.replace(SMALL, stacked=stacked)
     temp = {

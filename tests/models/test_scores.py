@@ -1,4 +1,4 @@
-"""One number a token: against transformers' torch classifiers, in files, on meshes, packed."""
+"""The "score" head (one number per token): parity with transformers, files, meshes, packing."""
 
 import functools
 import json
@@ -39,7 +39,14 @@ def load(folder: Path, rules: Rules = TRAIN, **options) -> Decoder:
     return load_model(folder, rules=rules, heads=SCORE, **options)[1]
 
 
-@pytest.mark.parametrize(("name", "stacked"), [("llama", False), ("qwen2", True), ("gemma3", True)])
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    [
+        ("qwen2", True),
+        pytest.param("llama", False, marks=pytest.mark.thorough),
+        pytest.param("gemma3", True, marks=pytest.mark.thorough),
+    ],
+)
 def test_scores_equal_those_of_transformers(name, stacked, one_device):
     tokens, expected = golden(name)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
@@ -62,11 +69,12 @@ def test_packed_segments_have_the_scores_of_single_rows(one_device):
 @pytest.mark.parametrize(
     ("rules", "sizes"),
     [
-        (TRAIN, dict(replica=2, fsdp=2, tensor=2)),
-        (ULYSSES, dict(fsdp=2, sequence=2)),
-        (PIPELINE, dict(fsdp=2, stage=2)),
+        pytest.param(PIPELINE, dict(fsdp=2, stage=2), id="pipeline"),
+        pytest.param(
+            TRAIN, dict(replica=2, fsdp=2, tensor=2), id="hsdp", marks=pytest.mark.thorough
+        ),
+        pytest.param(ULYSSES, dict(fsdp=2, sequence=2), id="ulysses", marks=pytest.mark.thorough),
     ],
-    ids=["fsdp_tensor", "ulysses", "pipeline"],
 )
 def test_a_mesh_has_the_scores_of_one_device(rules, sizes):
     tokens, expected = golden("llama")
@@ -109,7 +117,7 @@ def test_a_classifier_keeps_every_bit_in_files_and_its_config(one_device, tmp_pa
 
 
 def test_a_language_model_becomes_a_classifier_whose_scores_are_zero(one_device, tmp_path):
-    """With its unembedding left out, tied or not; the export is a classifier's."""
+    """Its unembedding, tied or not, is dropped; the export is a classifier."""
     for name in ("llama", "gemma2"):
         model = load(GOLDEN / name)
         assert model.lm_head is None and not np.asarray(model.score).any()
@@ -137,7 +145,7 @@ def test_both_heads_share_a_backbone(one_device):
     assert not np.asarray(scores).any()
 
 
-def test_a_missing_head_is_said(one_device):
+def test_a_missing_head_is_a_clear_error(one_device):
     hidden = jnp.zeros((1, 4, 32))
     with pytest.raises(ValueError, match=r"heads \('score',\) and so no logits"):
         load(SCORES / "llama").logits(hidden, TRAIN)
@@ -146,7 +154,7 @@ def test_a_missing_head_is_said(one_device):
         model.scores(hidden, TRAIN)
 
 
-def test_folders_that_do_not_fit_the_heads_are_refused(one_device, tmp_path):
+def test_folders_that_do_not_fit_the_heads_are_rejected(one_device, tmp_path):
     with pytest.raises(
         ValueError, match=r"1 missing: lm_head\.weight\n.*unexpected: score\.weight"
     ):

@@ -1,4 +1,7 @@
-"""The C kernels of decoding: bit for bit what XLA's products of many rows give, and used where they should be."""
+"""The C decode kernels give the bits of XLA's products of many rows and run when they should.
+
+Tests of jaxrl/kernels/cpu/native.py, ops.py and skinny_matmul.py.
+"""
 
 import ctypes
 import logging
@@ -17,12 +20,17 @@ from jaxrl.kernels.cpu import native, ops
 from jaxrl.kernels.cpu.skinny_matmul import matmul, matmuls
 from sharding import make_mesh
 
+
+def thorough(*cases: tuple) -> list:
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]
+
+
 CALL = 'custom_call_target="jaxrl_skinny_matmul"'
 
 
 @pytest.fixture
 def kernels(one_device):
-    """They must be there where a compiler is; without one there is nothing to test."""
+    """Requires the kernels if there is a compiler; skips the test otherwise."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     assert native.is_available()
@@ -32,7 +40,9 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(576, 1536), (1536, 576), (700, 200), (65, 513)])
+@pytest.mark.parametrize(
+    ("n_in", "n_out"), [(576, 1536), *thorough((1536, 576), (700, 200), (65, 513))]
+)
 def test_skinny_matmul_gives_the_bits_of_many(kernels, n_in, n_out):
     x, w = normal(256, n_in), normal(n_out, n_in)
     many = jax.jit(lambda x, w: jnp.einsum("BI,OI->BO", x, w))(x, w)
@@ -50,7 +60,7 @@ void run(const float *x, const float *w, float *y, long n_rows, long n_in, long 
 
 
 def built(folder: pathlib.Path, *flags: str) -> ctypes.CDLL:
-    """`product` as it is compiled for another processor than this one."""
+    """`product` compiled for another processor."""
     source, library = folder / "product.c", folder / "product.so"
     source.write_text(PRODUCT)
     places = ("-I", str(native.SOURCE.parent), str(source), "-o", str(library))
@@ -61,9 +71,8 @@ def built(folder: pathlib.Path, *flags: str) -> ctypes.CDLL:
 @pytest.mark.parametrize(
     ("needs", "flags"),
     [
-        ("avx512f", ["-DWIDE"]),
-        ("avx512f", ["-mtune=generic"]),
         ("fma", ["-mno-avx512f", "-Wno-psabi"]),
+        *thorough(("avx512f", ["-DWIDE"]), ("avx512f", ["-mtune=generic"])),
     ],
 )
 def test_products_for_other_processors_have_the_same_bits(kernels, tmp_path, needs, flags):
@@ -91,12 +100,12 @@ def test_products_for_other_processors_have_the_same_bits(kernels, tmp_path, nee
         ({"machine": "arm64"}, False),
     ],
 )
-def test_which_processors_compute_whole_vectors(processor, wide):
+def test_which_processors_execute_whole_avx512_vectors(processor, wide):
     assert native._is_wide(processor) == wide
 
 
 def test_weights_of_one_input_are_read_in_one_call(kernels):
-    """Of sizes that end at and within what a thread takes at a time."""
+    """Weight sizes end at and inside a work item."""
     x, weights = normal(8, 1, 64), [normal(n, 64) for n in (192, 200, 576)]
     together = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert together.lower(x, *weights).compile().as_text().count(CALL) == 1
@@ -104,7 +113,7 @@ def test_weights_of_one_input_are_read_in_one_call(kernels):
         np.testing.assert_array_equal(y, jax.jit(ops.skinny_matmul)(x[:, 0], w)[0][:, None])
 
 
-def test_a_weight_that_the_kernel_does_not_take_leaves_it_the_others(kernels):
+def test_an_unsupported_weight_does_not_affect_the_others(kernels):
     x, weights = normal(8, 1, 64), [normal(200, 64), normal(192, 64).astype(jnp.bfloat16)]
     mixed = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert mixed.lower(x, *weights).compile().as_text().count(CALL) == 1
@@ -113,7 +122,7 @@ def test_a_weight_that_the_kernel_does_not_take_leaves_it_the_others(kernels):
 
 
 def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
-    """Attention over the blocks of gathered pages, as in training."""
+    """Softmax state over the blocks of gathered pages, as in training."""
     k, v = (np.concatenate(list(np.swapaxes(p[table], 0, 1)), axis=2) for p in (k_pages, v_pages))
     H = q.shape[3]
 
@@ -135,13 +144,13 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
     return run(q, k, v)
 
 
-@pytest.mark.parametrize(("M", "H"), [(3, 64), (2, 16), (5, 80), (12, 32), (40, 128)])
+@pytest.mark.parametrize(("M", "H"), [(3, 64), *thorough((2, 16), (5, 80), (12, 32), (40, 128))])
 def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, M, H):
     B, K, page_len = 5, 2, 128
     q = normal(B, K, M, H)
     k_pages, v_pages = normal(9, K, page_len, H), normal(10, K, page_len, H)[:9]
     table = np.array([[5, 1, 7], [2, 0, 0], [0, 0, 0], [5, 6, 8], [3, 4, 0]], np.int32)
-    ends = np.array([383, 64, -1, 200, 130])[:, None]  # one has ended, two share a page
+    ends = np.array([383, 64, -1, 200, 130])[:, None]  # one is inactive, two share a page
     last = np.where(ends < 0, -1, ends - np.arange(M)[::-1] % 60).astype(np.int32)
     first = np.array([0, 0, 0, 70, 129])[:, None] * np.ones((1, M), np.int32)  # windows
     first = np.minimum(first, np.maximum(last, 0)).astype(np.int32)
@@ -161,7 +170,10 @@ def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, 
 
 
 def test_the_exponential_is_that_of_xla(kernels):
-    """Weights of scores from the largest down to -110, where they are 0, each seen apart by values that are one-hot."""
+    """Softmax weights of scores from 0 down to -110, where they underflow to 0.
+
+    One-hot values expose each weight.
+    """
     B, H = 2048, 64
     keys = np.zeros((B, 1, 64, H), np.float32)
     keys[..., 0] = -np.random.default_rng(0).random((B, 1, 64), np.float32) * np.linspace(
@@ -180,8 +192,8 @@ def test_the_exponential_is_that_of_xla(kernels):
     assert 0 < np.sum(want == 0) < want.size / 2
 
 
-def test_where_xla_adds_up_otherwise_it_keeps_the_product(kernels):
-    """XLA cuts the sums of some narrow products elsewhere; which ones is its own affair."""
+def test_xla_keeps_products_that_it_sums_in_another_order(kernels):
+    """XLA splits the sums of some narrow products differently; which ones is unspecified."""
     x, w = normal(64, 1, 576), normal(96, 576)
     f = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
     np.testing.assert_array_equal(f(x[:8], w)[:, 0], f(x.swapaxes(0, 1), w)[0, :8])
@@ -192,7 +204,7 @@ def compiled(x, w) -> str:
     return f.lower(x, w).compile().as_text()
 
 
-def test_one_token_a_row_takes_the_kernel_and_all_else_xla(kernels):
+def test_only_one_token_per_row_uses_the_kernel(kernels):
     w = normal(128, 64)
     assert "jaxrl_skinny_matmul" in compiled(normal(8, 1, 64), w)
     for x, weight in (

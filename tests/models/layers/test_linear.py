@@ -1,4 +1,4 @@
-"""The gradient of a linear map: its numbers, and what the compiler may not do to it on CPU."""
+"""The gradient of a linear map: its values, and a bad fusion that it prevents on CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,17 @@ import numpy as np
 from jaxrl.models.layers.linear import materialize_gradient
 
 
-def test_settling_changes_neither_value_nor_gradient():
+def test_materializing_changes_neither_value_nor_gradient():
     x = jnp.linspace(-2.0, 3.0, 12).reshape(3, 4)
 
     def loss(f, x):
         return jnp.sum(jax.nn.silu(f(x)))
 
-    plain, settled = (
+    plain, materialized = (
         jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)(f, x)
         for f in (lambda x: x, materialize_gradient)
     )
-    jax.tree.map(np.testing.assert_array_equal, plain, settled)
+    jax.tree.map(np.testing.assert_array_equal, plain, materialized)
 
 
 def test_no_transposing_copy_computes_the_activation():
@@ -31,7 +31,7 @@ def test_no_transposing_copy_computes_the_activation():
         fusions = hlo.split("\n}\n")
         return sum("exponential(%" in f and "transpose(%" in f for f in fusions)
 
-    assert transposing_exponentials(lambda y: y) > 0  # the trap is still there
+    assert transposing_exponentials(lambda y: y) > 0  # XLA still has the problem
     assert transposing_exponentials(materialize_gradient) == 0
 
 
