@@ -13,8 +13,7 @@ from sharding import Rules
 
 @struct.dataclass
 class KVCache:
-    """Head-major pages: a list of [P, K, page_len, H] per layer, or one stacked [L, P, K, page_len,
-    H].
+    """Head-major pages: [P, K, page_len, H] per layer in a list, or stacked with a leading L.
 
     Quantized caches hold a `Quantized` of these, with a scale per head and token.
     """
@@ -62,9 +61,7 @@ def _is_list(value: object) -> bool:
 def init_cache(
     cfg: DecoderConfig, n_pages: int, page_len: int, dtype: DTypeLike, rules: Rules
 ) -> KVCache:
-    """A zeroed pool of `n_pages` pages of `page_len` tokens per replica, kv heads sharded by the
-    rules.
-    """
+    """A zeroed pool of `n_pages` pages per replica, with kv heads sharded by the rules."""
     shape = (rules.n_shards("batch") * n_pages, cfg.K, page_len, cfg.H)
     axes = ("batch", "kv_heads", None, None)
 

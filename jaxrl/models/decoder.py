@@ -47,9 +47,7 @@ def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; the caller's `attend` computes scores and
-    values.
-    """
+    """Grouped-query attention with rotary positions; the caller passes the attention kernel."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
         def project(name: str, letter: str, heads: int, axis: str) -> Linear:
@@ -150,9 +148,7 @@ class Decoder(nnx.Module):
 
     @property
     def unembed(self) -> jax.Array:
-        """[V, D]: the lm_head, or the embedding if tied. Raises ValueError without the "vocab"
-        head.
-        """
+        """[V, D]: the lm_head, or the embedding if tied; ValueError without the "vocab" head."""
         if "vocab" not in self.cfg.heads:
             raise ValueError(
                 f"this {self.cfg.family} model has the heads {self.cfg.heads} and so no logits; "
@@ -210,9 +206,7 @@ class Decoder(nnx.Module):
 
 
 def decoder_specs(cfg: DecoderConfig) -> Decoder:
-    """The model as a tree of ParamSpecs, read by init, shardings, and Hugging Face import and
-    export.
-    """
+    """The model as a tree of ParamSpecs, read by init, sharding, import and export."""
     return Decoder(cfg)
 
 
@@ -257,9 +251,7 @@ def run_layers(
 
 
 def stacked_layers(model: Decoder, rules: Rules) -> tuple:
-    """Inputs of `scan_layers`: (layers, frequencies, windows, layer indices), each with a leading
-    L.
-    """
+    """Inputs of `scan_layers`: (layers, frequencies, windows, indices), each with a leading L."""
     cfg = model.cfg
     # A traced window cannot be 0 for "none", so such layers get the largest one.
     windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
@@ -363,9 +355,7 @@ def forward_routed(
     remat: str = "none",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
-    """`forward_packed` and the router load of a mixture of experts; the load is None for a dense
-    model.
-    """
+    """`forward_packed` and the router load of a mixture of experts (None for a dense model)."""
     cfg = model.cfg
     attend_rows = ring_attention if rules.ring else attention
 

@@ -22,8 +22,7 @@ def forward_paged(
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Hidden states of new tokens whose earlier keys are in the cache; their own keys are written
-    first.
+    """Hidden states of new tokens, whose keys are written to the cache first.
 
     `page_table[b, c]` is the pool page of row b's positions [c * page_len, (c + 1) * page_len). A
     position of -1 marks padding: nothing is written for it and its output is meaningless.
@@ -50,8 +49,7 @@ def forward_mixed(
     rules: Rules,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 D"], KVCache]:
-    """`forward_paged` on rows of T prefill tokens and on B decode rows; returns the decode rows'
-    hidden states.
+    """`forward_paged` of R rows of prefill and B rows of decode; returns the decode hidden states.
 
     Weights are read once for both, as one row of R * T + B tokens. Only attention treats them
     separately.

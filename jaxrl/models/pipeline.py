@@ -45,9 +45,7 @@ def run_stages(
 
 
 def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """[M, ranks, T, ...] with T sharded over the stages -> [S, M, ranks, T, ...]: whole rows per
-    stage.
-    """
+    """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], whole rows."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 3)
 
@@ -76,9 +74,7 @@ def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
 
 
 def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
-    """This stage's outputs of all micro-batches, [1, M, ranks, T, D]; zeros except in the last
-    stage.
-    """
+    """This stage's outputs, [1, M, ranks, T, D]; zeros except in the last stage."""
     x, rows = x[0], jax.tree.map(lambda a: a[0], rows)
     n_stages, stage_index, n_micro = lax.axis_size(axis), lax.axis_index(axis), x.shape[0]
     to_next = [(i, (i + 1) % n_stages) for i in range(n_stages)]

@@ -36,9 +36,7 @@ def quantize_int8(params: Tree, dtype: DTypeLike) -> Tree:
 
 
 def int8_specs(specs: Tree) -> Tree:
-    """PartitionSpecs of `quantize_int8`: each matrix's own, and for its scales those of its
-    outputs.
-    """
+    """PartitionSpecs of `quantize_int8`: those of the matrices, and of their outputs for scales."""
     return map_matrices(lambda spec, n_in: Quantized(spec, jax.P(*spec[:-n_in])), specs)
 
 

@@ -1,6 +1,4 @@
-"""One parameter table per model: shape, logical axes, init and Hugging Face name of every
-parameter.
-"""
+"""Parameter table of a model: shape, logical axes, init and Hugging Face name per parameter."""
 
 import dataclasses
 import functools
@@ -45,9 +43,7 @@ def is_spec(leaf: object) -> bool:
 
 
 def hf_names(spec: ParamSpec) -> list[str]:
-    """The parameter's tensor names in a Hugging Face file: one for every index of
-    `spec.stacked_shape`.
-    """
+    """The parameter's Hugging Face tensor names, one per index of `spec.stacked_shape`."""
     names = PLACEHOLDER.findall(spec.hf)
     places = [dict(zip(names, index, strict=True)) for index in np.ndindex(spec.stacked_shape)]
     return [spec.hf.format(**place) for place in places]

@@ -142,8 +142,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call_in_turn(call, q, k, segments, like) -> list[jax.Array]:
-    """Combined results of `call(slots)` over all slots: arrays [B, T, ...] shaped as those in
-    `like`.
+    """Combined results of `call(slots)` over all slots: arrays [B, T, ...] as in `like`.
 
     Padding gives zeros. cuDNN leaves tokens outside a call's slots undefined, so each call fills
     only its own tokens.
@@ -183,9 +182,7 @@ def slot_bytes(q: tuple[int, ...], k: tuple[int, ...]) -> int:
 
 
 def _number_segments(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, ""]]:
-    """(number of each token's segment counted over all rows, -1 at padding; how many segments there
-    are).
-    """
+    """(index of each token's segment over all rows, -1 at padding; number of segments)."""
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
     begins = (segments > 0) & (segments != before)
     number = jnp.cumsum(begins.reshape(-1), dtype=jnp.int32).reshape(segments.shape)

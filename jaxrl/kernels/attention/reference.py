@@ -17,9 +17,7 @@ def attention_reference(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the visible keys of each query; zeros at padding (segment
-    0).
-    """
+    """softmax(cap(q kᵀ * scale)) v over each query's visible keys; zeros at padding (segment 0)."""
     rules = spec.rules
     B, T, N, H = q.shape
     K = k.shape[2]

@@ -103,8 +103,7 @@ def _row(spec: AttentionSpec, interpret: bool, row):
 
 
 def _block_schedule(low: Int[Array, "n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(visited, next_keys, next_queries), each int32 [n, n]: the schedule of query blocks x key
-    blocks.
+    """(visited, next_keys, next_queries), int32 [n, n]: schedule of query x key blocks.
 
     Query block i visits the key blocks from `low[i]` to i. `next_keys` and `next_queries` name the
     block to prefetch meanwhile: the key block of the next visit in a row, and the query block of a

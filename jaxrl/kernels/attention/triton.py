@@ -175,9 +175,7 @@ def _first_key_blocks(first: Int[Array, "B T"]) -> Int[Array, "B n"]:
 
 
 def _specs(T: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
-    """Block specs of queries, keys, numbers per query and starts, for grid (query block, head,
-    row).
-    """
+    """Block specs of queries, keys, numbers and starts, for grid (query block, head, row)."""
     return (
         pl.BlockSpec((None, BLOCK, None, H), lambda i, n, b: (b, i, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, lax.div(n, G), 0)),

@@ -15,9 +15,7 @@ Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
 def matmul(
     x: Float[Array, "B T I"], w: Weight, *, out_sharding: jax.P, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T _"]:
-    """x wᵀ [B, T, out], accumulated in and returned as `dtype` (default: the dtype of the
-    operands).
-    """
+    """x wᵀ [B, T, out], accumulated in and returned as `dtype` (default: that of the operands)."""
     return matmuls(x, [w], out_shardings=[out_sharding], dtype=dtype)[0]
 
 

@@ -95,16 +95,14 @@ class Blocks:
 
 
 def block_rows(n_rows: int, n_groups: int, *, max_rows: int = MAX_ROWS) -> int:
-    """A power of two near the average group size: larger blocks read fewer matrices but are
-    emptier.
+    """A power of two near the average group size. Larger blocks read fewer matrices but waste more
+    rows.
     """
     average = max(n_rows / n_groups, 1)
     return min(max(2 ** math.ceil(math.log2(average)), MIN_ROWS), max_rows)
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, *, like: tuple[jax.Array, ...]) -> jax.Array:
-    """Zeros that vary, inside shard_map, over the mesh axes of the arrays `like`: the loop carry's
-    type.
-    """
+    """Zeros for a loop carry: inside shard_map they vary over the mesh axes of `like`."""
     zero = sum((jnp.ravel(a)[0] > 0).astype(jnp.int32) * 0 for a in like)
     return jnp.zeros(shape, dtype) + jnp.asarray(zero).astype(dtype)

@@ -49,9 +49,7 @@ class Head:
         return (1.0 - capped * capped) / self.temperature
 
     def specs(self, n_ref: int) -> tuple:
-        """PartitionSpecs of [B, T], then of hidden, unembed, targets, keep, (ref_hidden,
-        ref_unembed).
-        """
+        """PartitionSpecs of [B, T], hidden, unembed, targets, keep, (ref_hidden, ref_unembed)."""
         tokens = self.rules.spec("batch", "time")
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
         return tokens, rows, weight, tokens, tokens, (rows, weight)[:n_ref]
@@ -199,9 +197,7 @@ def _chunk_stats(head: Head, x, y, w, ref_x, ref_w):
 
 
 def _softmax_parts(head: Head, logits):
-    """(max [c], Σ exp(l - max) [c], exp(l - max) [c, v]); max and sum are over the whole
-    vocabulary.
-    """
+    """(max [c], Σ exp(l - max) [c], exp(l - max) [c, v]) over the whole vocabulary."""
     top = jnp.max(logits, axis=-1)
     if head.vocab_axes:
         top = lax.pmax(top, head.vocab_axes)

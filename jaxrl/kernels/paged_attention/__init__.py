@@ -1,5 +1,6 @@
-"""Attention over a paged KV cache: one signature for decode and chunked prefill, one implementation
-per backend.
+"""Attention over a paged KV cache, for decode and chunked prefill.
+
+One signature, one implementation per backend.
 """
 
 import jax

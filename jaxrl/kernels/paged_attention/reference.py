@@ -20,9 +20,7 @@ def paged_attention_reference(
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages; zeros for p
-    = -1.
-    """
+    """softmax(cap(q kᵀ * scale)) v over positions 0..p of the row's pages; zeros for p = -1."""
     rules = spec.rules
     B, T, N, H = q.shape
     K, page_len = k_pages.shape[1:3]

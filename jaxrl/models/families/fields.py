@@ -1,5 +1,4 @@
-"""Fields that the families' config.json files share: sizes, rotary embedding, local and global
-layers.
+"""Shared fields of the families' config.json files: sizes, rotary embedding, layer types.
 
 transformers 5 writes `rope_parameters` (per layer type if they differ) and `layer_types`; older
 files have `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are read. The older names

@@ -1,6 +1,4 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783) and models of the same architecture: SmolLM2,
-TinyLlama.
-"""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783); also SmolLM2 and TinyLlama."""
 
 from typing import Any
 

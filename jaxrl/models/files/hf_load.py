@@ -177,9 +177,7 @@ def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) 
 def read_param(
     spec: ParamSpec, infos: list[TensorInfo], sharding: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
-    """One parameter in its sharding; a stacked one reads one tensor per layer (and expert) from
-    `infos`.
-    """
+    """One parameter in its sharding; stacked ones read a tensor per layer (and expert)."""
     tensor_indices = np.arange(len(infos)).reshape(spec.stacked_shape)
     n_lead = tensor_indices.ndim
     slices: dict[Any, np.ndarray] = {}  # devices that hold the same slice share the read

@@ -1,7 +1,6 @@
-"""safetensors files (https://huggingface.co/docs/safetensors), read as memory maps and written as a
-stream.
+"""safetensors files, read as memory maps and written as a stream.
 
-Neither needs more host memory than one tensor.
+Neither needs more host memory than one tensor. Format: https://huggingface.co/docs/safetensors.
 """
 
 import dataclasses

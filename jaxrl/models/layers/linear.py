@@ -19,11 +19,11 @@ ACTIVATION_AXES: dict[str | None, str] = {"w_embed": "embed"}
 
 
 class Linear(nnx.Module):
-    """y = x Wᵀ + b. `eq` is the einsum of (x, W); W's dimensions are out, then in, each possibly
-    several.
+    """y = x Wᵀ + b. `eq` is the einsum of (x, W), with W's dimensions ordered out, in.
 
-    The product runs on [out, in] matrices. For a weight of three dimensions, XLA on CPU would first
-    copy a transpose on every call, and a row's bits would depend on the number of rows.
+    Both may be several dimensions. The product runs on [out, in] matrices. For a weight of three
+    dimensions, XLA on CPU would first copy a transpose on every call, and a row's bits would depend
+    on the number of rows.
     """
 
     def __init__(

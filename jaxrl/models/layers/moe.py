@@ -131,8 +131,7 @@ def router_load(
 def sharded_experts(
     x, weights, experts, live, gate, up, down, *, act, rules: Rules, implementation
 ):
-    """shard_map body: this device's experts applied to the tokens of all devices that share
-    experts.
+    """shard_map body: this device's experts applied to all tokens of its expert group.
 
     Tokens are all-gathered along the expert axis if the batch is sharded over it, and the sums are
     reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
@@ -207,9 +206,7 @@ def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
 def dispatch(
     x: Float[Array, "n D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "m D"]:
-    """[n, D] -> [m, D]: row i is row order[i] // k of `x`; slot_of[j, s] is the row of token j's
-    copy s.
-    """
+    """Row i is row order[i] // k of `x`; slot_of[j, s] is the output row of token j's copy s."""
     return x[order // slot_of.shape[1]]
 
 

@@ -1,5 +1,5 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) in Hugging Face's half-rotation
-order.
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), rotated by halves as in Hugging
+Face.
 """
 
 import math
