@@ -31,29 +31,37 @@ STEP = [  # where it runs, title, lines
     ("device", "6  Update", ["loss, gradient", "accumulation, clip,", "AdamW"]),
 ]
 FLOW = [  # package, what it does, the type that leaves it
-    ("jaxrl/data", "reads rows, applies the chat template", "Prompt: tokens, answer, source"),
+    (
+        "jaxrl/data",
+        "reads rows, applies the chat template",
+        "Prompt: messages, tokens, answer, source",
+    ),
     (
         "jaxrl/rollout + jaxrl/engine",
-        "generates n responses, one or several turns",
-        "Rollout: tokens, logprobs, loss mask, version, finish reason",
+        "generates n completions per prompt, in one or several turns",
+        "Rollout: tokens, logp, loss_mask, version, finish, text",
     ),
-    ("jaxrl/rewards", "scores each rollout in a worker process", "reward and its parts"),
+    (
+        "jaxrl/rewards",
+        "scores each rollout in a worker process",
+        "ScoredRollout: rollout, reward (value, parts, error)",
+    ),
     (
         "jaxrl/trainer",
         "filters groups, computes advantages, splits into mini-batches",
-        "advantages, returns per token",
+        "TrainingSample: tokens, advantages, returns, rollout_logp",
     ),
     (
         "jaxrl/data/packing.py",
-        "packs sequences into micro-batches by token budget",
+        "packs samples into micro-batches by token budget",
         "Batch: arrays [B, T], segments, positions, mask",
     ),
     (
         "jaxrl/learner",
         "forward, chunked logprob, loss, gradient, optimizer",
-        "TrainState: weights, moments, step",
+        "TrainState: params, opt_state, step",
     ),
-    ("jaxrl/engine", "reads the new weights in place or through one reshard", ""),
+    ("jaxrl/engine", "reads the new params in place or through one reshard", ""),
 ]
 
 

@@ -12,6 +12,7 @@ from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import keys
+from scripts import draw_step
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
@@ -28,6 +29,12 @@ def test_config_page_is_up_to_date():
     assert page == config_docs.markdown(), (
         "run: python -m jaxrl.config.docs > docs/reference/config.md"
     )
+
+
+@pytest.mark.parametrize("name", ["training_step", "data_flow"])
+def test_pictures_are_up_to_date(name):
+    drawn = getattr(draw_step, name)()
+    assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, "run: scripts/draw_step.py docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
