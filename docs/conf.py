@@ -30,6 +30,7 @@ html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "use_download_button": False,
+    "navbar_persistent": [],  # the search field is in the sidebar
 }
 copybutton_exclude = ".linenos, .gp"
 
