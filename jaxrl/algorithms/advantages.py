@@ -1,9 +1,14 @@
-"""Advantages from rewards. Host arrays: P prompts with n samples each, or N responses of up to T tokens.
+"""Advantage estimators on host arrays: P prompts with n samples each, or N responses of T tokens.
 
-An estimator of groups gives one number per response, which stands at each of its tokens; `gae` and
-`reinforce_plus_plus` look at the tokens one by one. All arithmetic is float64: in float32 the mean of
-equal rewards is off by a rounding, which a small standard deviation would blow up.
+A response-level estimator gives one number per response, which applies to each of its tokens. A
+token-level estimator (`gae`, `reinforce_plus_plus`, `distill`) gives one number per token. All
+arithmetic is float64: in float32 the mean of equal rewards has a rounding error, which division by
+a small standard deviation would amplify.
 """
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,20 +17,22 @@ Groups = Float[np.ndarray, "P n"]
 Tokens = Float[np.ndarray, "N T"]
 
 
-def grpo(rewards: Groups, *, norm_by_std: bool = True, eps: float = 1e-6) -> Groups:
-    """A = (r - mean(r)) / (std(r) + eps) over each group, with the n - 1 form of std.
+def grpo(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e-6) -> Groups:
+    """A = (r - mean(r)) / (std(r) + eps) over each group, with the unbiased (n - 1) std.
 
-    GRPO, section 4.1.2 (https://arxiv.org/abs/2402.03300). Without `norm_by_std` it is `dr_grpo`.
-    A group of equal rewards gives zeros. Raises ValueError for groups of one, which have no baseline.
+    GRPO, section 4.1.2 (https://arxiv.org/abs/2402.03300). Without `norm_adv_by_std` it is
+    `dr_grpo`. A group of equal rewards gives zeros. Raises ValueError for groups of one sample,
+    which have no baseline.
     """
     r, centred = _centred("grpo", rewards)
-    return _float32(centred / (_std(r) + eps) if norm_by_std else centred)
+    return _float32(centred / (_std(r) + eps) if norm_adv_by_std else centred)
 
 
 def dr_grpo(rewards: Groups) -> Groups:
     """A = r - mean(r) over each group: Dr.GRPO (https://arxiv.org/abs/2503.20783).
 
-    Dr.GRPO aggregates by seq_mean_token_sum_norm as well. Raises ValueError for groups of one.
+    Dr.GRPO also aggregates by `seq_mean_token_sum_norm`. Raises ValueError for groups of one
+    sample.
     """
     return _float32(_centred("dr_grpo", rewards)[1])
 
@@ -33,50 +40,53 @@ def dr_grpo(rewards: Groups) -> Groups:
 def rloo(rewards: Groups) -> Groups:
     """A_i = r_i - mean of the other n - 1 rewards = (r_i - mean(r)) n / (n - 1).
 
-    RLOO (https://arxiv.org/abs/2402.14740). Raises ValueError for groups of one.
+    RLOO (https://arxiv.org/abs/2402.14740). Raises ValueError for groups of one sample.
     """
     n = rewards.shape[1]
     return _float32(_centred("rloo", rewards)[1] * n / max(n - 1, 1))
 
 
 def opo(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
-    """A_i = r_i - Σ_j l_j r_j / Σ_j l_j with the lengths l in tokens: the baseline of least variance where
-    the squared gradient of a response grows with its length.
+    """A_i = r_i - Σ_j l_j r_j / Σ_j l_j with the lengths l in tokens.
 
-    OPO (https://arxiv.org/abs/2505.23585). Raises ValueError for groups of one.
+    This baseline has the least variance if the squared gradient of a response grows in proportion
+    to its length: OPO (https://arxiv.org/abs/2505.23585). Raises ValueError for groups of one
+    sample.
     """
     _check_groups("opo", rewards)
     r, weights = rewards.astype(np.float64), np.maximum(lengths, 1).astype(np.float64)
-    # Differences to one reward of the group: equal rewards cancel exactly, whatever the weights.
-    above = r - r[:, :1]
-    baseline = (weights * above).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
-    return _float32(above - baseline)
+    # Relative to the group's first reward, so that equal rewards cancel exactly for any weights.
+    relative = r - r[:, :1]
+    baseline = (weights * relative).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
+    return _float32(relative - baseline)
 
 
 def gpg(rewards: Groups) -> Groups:
-    """A = α (r - mean(r)) with α = P / (groups whose rewards differ).
+    """A = α (r - mean(r)) with α = P / (number of groups whose rewards differ).
 
-    GPG with F_norm = 1 (https://arxiv.org/abs/2504.02546): groups of equal rewards have no
-    gradient and would only make that of the others smaller. Raises ValueError for groups of one.
+    GPG with F_norm = 1 (https://arxiv.org/abs/2504.02546). α compensates for groups of equal
+    rewards, which have no gradient and would only shrink the mean. Raises ValueError for groups of
+    one sample.
     """
     r, centred = _centred("gpg", rewards)
     n_differ = int((r.min(axis=1) != r.max(axis=1)).sum())
     return _float32(centred * len(r) / max(n_differ, 1))
 
 
-def grpo_passk(rewards: Groups, *, norm_by_std: bool = True, eps: float = 1e-6) -> Groups:
-    """A = (best - second best) for the best response of each group, 0 for the others: what each adds to
-    the group's maximum, max(r) - max of the others.
+def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e-6) -> Groups:
+    """A = best - second-best reward for the best response of each group, 0 for the others.
 
-    Pass@k with k = n (https://arxiv.org/abs/2503.19595); `norm_by_std` divides by std(r) + eps
-    as in verl's grpo_passk. Of equal best ones none gets anything. Raises ValueError for groups of one.
+    This is each response's contribution to the group's maximum: pass@k with k = n
+    (https://arxiv.org/abs/2503.19595). `norm_adv_by_std` divides by std(r) + eps, as verl's
+    grpo_passk does. If several responses share the best reward, all of them get 0. Raises
+    ValueError for groups of one sample.
     """
     _check_groups("grpo_passk", rewards)
     r = rewards.astype(np.float64)
     best = r.argmax(axis=1)
     ordered = np.sort(r, axis=1)
     gain = ordered[:, -1] - ordered[:, -2]
-    if norm_by_std:
+    if norm_adv_by_std:
         gain = gain / (_std(r)[:, 0] + eps)
     return _float32(np.eye(r.shape[1])[best] * gain[:, None])
 
@@ -90,33 +100,35 @@ def remax(rewards: Groups, baselines: Float[np.ndarray, " P"]) -> Groups:
 
 
 def reinforce_plus_plus_baseline(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
-    """A = whiten(r - mean(r)): the group's mean is the baseline, the standard deviation is that of all
-    response tokens of the step.
+    """A = whiten(r - mean(r)): mean over each group, whitening over all response tokens of the step.
 
-    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Raises ValueError for groups of one.
+    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Raises ValueError for groups of one
+    sample.
     """
     _, centred = _centred("reinforce_plus_plus_baseline", rewards)
     return _float32(_whiten(centred, lengths.astype(np.float64)))
 
 
 def reinforce_plus_plus(token_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
-    """A = whiten(Σ_{s >= t} γ^(s - t) r_s), over all response tokens of the step.
+    """A = whiten(Σ_{s >= t} γ^(s - t) r_s) over all response tokens of the step.
 
-    REINFORCE++ (https://arxiv.org/abs/2501.03262). `token_rewards` holds the KL penalty of each
-    token, and the response's reward at its last one. Rows begin at their response's first token.
+    REINFORCE++ (https://arxiv.org/abs/2501.03262). `token_rewards` holds minus the KL penalty of
+    each token, plus the response's reward at its last token. A row starts at the first response
+    token.
     """
     returns = _discounted(token_rewards * mask, gamma)
     return _float32(_whiten(returns, mask) * mask)
 
 
-def distill(token_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
-    """A_t = Σ_{s >= t} γ^(s - t) r_s with r_s = log p(y_s) - log π(y_s), p the teacher: the policy gradient of the
-    reverse KL of responses that the policy sampled itself.
+def distill(token_kl_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
+    """A_t = Σ_{s >= t} γ^(s - t) r_s with r_s = log p(y_s) - log π(y_s), p the teacher.
 
-    γ = 1 is MiniLLM, eq. 2 (https://arxiv.org/abs/2306.08543). γ = 0 takes each token's KL alone, as on-policy GKD
-    does (eq. 4 with reverse KL and λ = 1, https://arxiv.org/abs/2306.13649). Neither whitened nor with a reward.
+    This is the policy gradient of the reverse KL on responses sampled from the policy. γ = 1 is
+    MiniLLM, eq. 2 (https://arxiv.org/abs/2306.08543). γ = 0 uses each token's KL alone, as
+    on-policy GKD does (eq. 4 with reverse KL and λ = 1, https://arxiv.org/abs/2306.13649). There is
+    no whitening and no task reward.
     """
-    return _float32(_discounted(token_rewards * mask, gamma) * mask)
+    return _float32(_discounted(token_kl_rewards * mask, gamma) * mask)
 
 
 def gae(
@@ -124,8 +136,8 @@ def gae(
 ) -> tuple[Tokens, Tokens]:
     """(advantages, returns): A_t = Σ_k (γ λ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} - V_t, returns = A + V.
 
-    GAE, eq. 16 (https://arxiv.org/abs/1506.02438). Rows begin at their response's first token; behind the
-    last one the value is 0. The advantages are not whitened.
+    GAE, eq. 16 (https://arxiv.org/abs/1506.02438). A row starts at the first response token; the
+    value after the last one is 0. The advantages are not whitened.
     """
     values = values.astype(np.float64) * mask
     following = np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
@@ -135,7 +147,7 @@ def gae(
 
 
 def whiten(x: Tokens, mask: Tokens) -> Tokens:
-    """(x - mean) / std over the counted tokens of all rows, 0 elsewhere."""
+    """(x - mean) / std over the unmasked tokens of all rows; 0 at masked tokens."""
     return _float32(_whiten(x.astype(np.float64), mask) * mask)
 
 
@@ -144,7 +156,7 @@ def _whiten(x: np.ndarray, weight: np.ndarray, eps: float = 1e-8) -> np.ndarray:
     total = max(weight.sum(), 1.0)
     centred = x - (x * weight).sum() / total
     variance = (np.square(centred) * weight).sum() / max(total - 1.0, 1.0)
-    if variance <= eps * eps:  # what is left of equal numbers is rounding
+    if variance <= eps * eps:  # equal numbers: only rounding errors are left
         return np.zeros_like(centred)
     return centred / np.sqrt(variance + eps)
 
@@ -180,16 +192,38 @@ def _float32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
-ESTIMATORS = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-    "grpo_passk": grpo_passk,
-    "gae": gae,
-    "distill": distill,
+@dataclasses.dataclass(frozen=True)
+class Advantage:
+    """One row of `ADVANTAGES`: an estimator, what it reads and what it requires."""
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]  # names of `estimator_inputs` (trainer/advantage.py), in order
+    hyper_parameters: tuple[str, ...] = ()  # keys of config.algorithm
+    level: Literal["response", "token"] = "response"  # result [P, n], or [N, T]
+    needs_group: bool = False  # compares the samples of a prompt: rollout.n >= 2
+    needs_critic: bool = False  # gives (advantages, returns); the program whitens the advantages
+
+
+ADVANTAGES = {
+    "grpo": Advantage(grpo, ("rewards",), ("norm_adv_by_std",), needs_group=True),
+    "dr_grpo": Advantage(dr_grpo, ("rewards",), needs_group=True),
+    "rloo": Advantage(rloo, ("rewards",), needs_group=True),
+    "reinforce_plus_plus": Advantage(
+        reinforce_plus_plus, ("token_rewards", "mask"), ("gamma",), level="token"
+    ),
+    "reinforce_plus_plus_baseline": Advantage(
+        reinforce_plus_plus_baseline, ("rewards", "lengths"), needs_group=True
+    ),
+    "remax": Advantage(remax, ("rewards", "baselines")),
+    "opo": Advantage(opo, ("rewards", "lengths"), needs_group=True),
+    "gpg": Advantage(gpg, ("rewards",), needs_group=True),
+    "grpo_passk": Advantage(grpo_passk, ("rewards",), ("norm_adv_by_std",), needs_group=True),
+    "gae": Advantage(
+        gae,
+        ("token_rewards", "values", "mask"),
+        ("gamma", "lam"),
+        level="token",
+        needs_critic=True,
+    ),
+    "distill": Advantage(distill, ("token_kl_rewards", "mask"), ("gamma",), level="token"),
 }

@@ -1,46 +1,82 @@
-"""From per-token losses to one number, as (sum, weight).
+"""From per-token losses to one number, as (sum, weight), and reductions over unmasked tokens.
 
-Sums and weights are added over micro-batches and data-parallel ranks and divided once, so the loss does
-not depend on how sequences were packed. `response_len` holds, at every token, the number of response
-tokens of the token's own sequence; so Σ mask / response_len counts the sequences.
+Sums and weights are added over micro-batches and data-parallel ranks and divided once, so that the
+loss does not depend on packing. `response_len` holds, at every token, the number of response tokens
+of the token's sequence; so Σ mask / response_len counts the sequences.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms.choose import choose
-from jaxrl.algorithms.masked import masked_mean, masked_sum
+from jaxrl.algorithms.table import lookup
 
-Parts = tuple[Float[Array, ""], Float[Array, ""]]
+SumAndWeight = tuple[Float[Array, ""], Float[Array, ""]]
 
 
-def token_mean(loss, mask, response_len, max_response_len: int) -> Parts:
+def apply_mask(x: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """x at unmasked tokens, 0 at masked ones.
+
+    A select, not a product, because 0 * inf is NaN: masked values reach neither the result nor the
+    gradient.
+    """
+    return jnp.where(mask > 0, x, 0.0)
+
+
+def masked_sum(x: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, ""]:
+    """Σ mask x over all tokens."""
+    return jnp.sum(apply_mask(x, mask) * mask)
+
+
+def masked_mean(x: Float[Array, "B T"], mask: Float[Array, "B T"]) -> SumAndWeight:
+    """Mean over unmasked tokens as (Σ mask x, Σ mask)."""
+    return masked_sum(x, mask), jnp.sum(mask)
+
+
+def masked_max(x: Float[Array, "B T"], mask: Float[Array, "B T"]) -> Float[Array, ""]:
+    """Maximum over unmasked tokens; -inf if all tokens are masked."""
+    return jnp.max(jnp.where(mask > 0, x, -jnp.inf))
+
+
+def token_mean(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
     """Mean over all tokens: DAPO, eq. 8 (https://arxiv.org/abs/2503.14476)."""
     return masked_mean(loss, mask)
 
 
-def seq_mean_token_mean(loss, mask, response_len, max_response_len: int) -> Parts:
+def seq_mean_token_mean(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
     """Mean over sequences of the token mean: GRPO, eq. 3 (https://arxiv.org/abs/2402.03300)."""
     return masked_mean(loss, mask / response_len)
 
 
-def seq_mean_token_sum(loss, mask, response_len, max_response_len: int) -> Parts:
+def seq_mean_token_sum(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
     """Mean over sequences of the token sum: the policy gradient of whole responses."""
     return masked_sum(loss, mask), jnp.sum(mask / response_len)
 
 
-def seq_mean_token_sum_norm(loss, mask, response_len, max_response_len: int) -> Parts:
-    """Mean over sequences of token sum / max_response_len: Dr.GRPO (https://arxiv.org/abs/2503.20783)."""
+def seq_mean_token_sum_norm(loss, mask, response_len, max_response_len: int) -> SumAndWeight:
+    """Mean over sequences of token sum / max_response_len: Dr.GRPO.
+
+    https://arxiv.org/abs/2503.20783
+    """
     return masked_sum(loss, mask) / max_response_len, jnp.sum(mask / response_len)
 
 
+@dataclasses.dataclass(frozen=True)
+class Aggregation:
+    """One row of `AGGREGATIONS`: the reduction, and what its weight counts."""
+
+    function: Callable[..., SumAndWeight]
+    weight: Literal["tokens", "sequences"]
+
+
 AGGREGATIONS = {
-    "token_mean": token_mean,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum": seq_mean_token_sum,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "token_mean": Aggregation(token_mean, weight="tokens"),
+    "seq_mean_token_mean": Aggregation(seq_mean_token_mean, weight="sequences"),
+    "seq_mean_token_sum": Aggregation(seq_mean_token_sum, weight="sequences"),
+    "seq_mean_token_sum_norm": Aggregation(seq_mean_token_sum_norm, weight="sequences"),
 }
 
 
@@ -51,14 +87,16 @@ def aggregate(
     *,
     mode: str,
     max_response_len: int,
-) -> Parts:
-    """(sum, weight) of per-token losses; loss = Σ sums / Σ weights over all micro-batches."""
-    reduce = choose(AGGREGATIONS, mode, "algorithm.aggregation")
-    return reduce(loss, mask, response_len, max_response_len)
+) -> SumAndWeight:
+    """(sum, weight) of per-token losses; the loss is Σ sums / Σ weights over all micro-batches."""
+    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    return row.function(loss, mask, response_len, max_response_len)
 
 
 def idle_weight(response_lens: Sequence[int], *, mode: str) -> float:
-    """Weight of sequences that are left out of a batch because they have no gradient: one each, or
-    their tokens under token_mean. They still count in the mean."""
-    choose(AGGREGATIONS, mode, "algorithm.aggregation")
-    return float(sum(response_lens) if mode == "token_mean" else len(response_lens))
+    """Weight of sequences that a batch leaves out because they have no gradient.
+
+    They still count in the denominator: one each, or their tokens if the weight counts tokens.
+    """
+    row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
+    return float(sum(response_lens) if row.weight == "tokens" else len(response_lens))

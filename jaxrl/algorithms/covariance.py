@@ -1,32 +1,61 @@
-"""The tokens of a mini-batch whose logprob and advantage go together most: they drive the fall of entropy.
+"""Tokens whose logprob and advantage covary most: they drive the collapse of the entropy.
 
-Covariance of a token: (logp - mean logp) (A - mean A), https://arxiv.org/abs/2505.22617, section 4. It is
-taken over all response tokens of a mini-batch at once, on the host and with the logprobs of the policy that
-sampled, so that it does not depend on how the mini-batch is cut into micro-batches. N tokens.
+Covariance of a token: (logp - mean logp) (A - mean A), https://arxiv.org/abs/2505.22617, section 4.
+The means are over all N response tokens of a mini-batch, on the host and with the logprobs of the
+policy that sampled, so that the selection does not depend on the split into micro-batches.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-Flat = Float[np.ndarray, " N"]
+TokenValues = Float[np.ndarray, " N"]
+Selected = Bool[np.ndarray, " N"]
 
 
-def covariances(logp: Flat, advantages: Flat) -> Flat:
+def covariances(logp: TokenValues, advantages: TokenValues) -> TokenValues:
     """(logp - mean(logp)) (A - mean(A)) of every token."""
     x, y = logp.astype(np.float64), advantages.astype(np.float64)
     return ((x - x.mean()) * (y - y.mean())).astype(np.float32)
 
 
-def pick_between(
-    cov: Flat, *, fraction: float, low: float, high: float, rng: np.random.Generator
-) -> Bool[np.ndarray, " N"]:
-    """Random tokens of those with low < cov < high, `fraction` of all N and at least one: Clip-Cov."""
-    among = np.flatnonzero((cov > low) & (cov < high))
-    chosen = rng.permutation(among)[: max(int(fraction * len(cov)), 1)]
+def select_between(
+    cov: TokenValues,
+    rng: np.random.Generator,
+    *,
+    cov_fraction: float,
+    clip_cov_low: float,
+    clip_cov_high: float,
+) -> Selected:
+    """Random tokens with low < cov < high, `cov_fraction` of all N and at least one: Clip-Cov."""
+    candidates = np.flatnonzero((cov > clip_cov_low) & (cov < clip_cov_high))
+    chosen = rng.permutation(candidates)[: max(int(cov_fraction * len(cov)), 1)]
     return np.isin(np.arange(len(cov)), chosen)
 
 
-def pick_largest(cov: Flat, *, fraction: float) -> Bool[np.ndarray, " N"]:
-    """The `fraction` of all N tokens with the largest covariance, at least one; ties go to the first: KL-Cov."""
-    chosen = np.argsort(-cov, kind="stable")[: max(int(fraction * len(cov)), 1)]
+def select_largest(cov: TokenValues, *, cov_fraction: float) -> Selected:
+    """The `cov_fraction` of all N tokens with the largest covariance, at least one: KL-Cov.
+
+    The first of equal tokens is selected.
+    """
+    chosen = np.argsort(-cov, kind="stable")[: max(int(cov_fraction * len(cov)), 1)]
     return np.isin(np.arange(len(cov)), chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSelection:
+    """How a policy loss selects tokens of a mini-batch before the update."""
+
+    function: Callable[..., Selected]
+    inputs: tuple[str, ...]  # of "cov" and "rng", in the order of the function's arguments
+    hyper_parameters: tuple[str, ...]  # keys of config.algorithm
+
+
+SELECT_BETWEEN = TokenSelection(
+    select_between,
+    inputs=("cov", "rng"),
+    hyper_parameters=("cov_fraction", "clip_cov_low", "clip_cov_high"),
+)
+SELECT_LARGEST = TokenSelection(select_largest, inputs=("cov",), hyper_parameters=("cov_fraction",))

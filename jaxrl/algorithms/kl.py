@@ -1,9 +1,9 @@
 """Per-token estimators of KL(policy | reference) from one sampled token, d = logp - ref_logp.
 
 Values, for tokens sampled from the policy (Schulman, http://joschu.net/blog/kl-approx.html):
-k1 and k3 are unbiased, k2 and abs are not; k3 and k2 have much less variance than k1.
+k1 and k3 are unbiased, k2 and abs are not; k2 and k3 have much less variance than k1.
 
-Gradients, where the estimator is differentiated as a loss (kl_in = "loss"), are another matter:
+Gradients, if the estimator is differentiated as a loss (kl_in = "loss"), are another matter:
 
 | name | gradient with respect to logp | in expectation on policy |
 |---|---|---|
@@ -14,12 +14,16 @@ Gradients, where the estimator is differentiated as a loss (kl_in = "loss"), are
 | full | exact | the gradient of KL(policy, reference), without sampling noise |
 | name+ | d, as k2 | the gradient of KL(policy, reference) |
 
-A name with "+" has the value of the estimator and the gradient of k2 (straight-through): it reports a low-variance
-or unbiased KL and still pushes towards the reference in the right measure. "full+" is the value of full.
+A name with "+" has the value of the estimator and the gradient of k2 (straight-through): it reports
+a low-variance or unbiased KL and has the gradient of KL(policy, reference). "full+" has the value
+of full.
 
-In the reward (kl_in = "reward") only the value matters, so k1 is the right one there.
-`full` needs both distributions over the whole vocabulary: kernels/logprob computes it, not this file.
+In the reward (kl_in = "reward") only the value matters, so k1 is the right choice there. `full`
+needs both distributions over the whole vocabulary, which kernels/logprob computes (`exact_kl`).
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -37,7 +41,10 @@ def absolute(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[
 
 
 def magnitude(d: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """|d| with slope 0 at 0, where jnp.abs has 1: two equal models must not be pushed apart."""
+    """|d| with slope 0 at 0, where jnp.abs has slope 1.
+
+    Two equal models must not get a gradient that pushes them apart.
+    """
     return d * stop_gradient(jnp.sign(d))
 
 
@@ -48,14 +55,14 @@ def k2(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array,
 
 def k3(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """exp(ref_logp - logp) - 1 - (ref_logp - logp): GRPO, eq. 4 (https://arxiv.org/abs/2402.03300)."""
-    # expm1 keeps the small values: exp(x) - 1 - x would lose all digits where the two agree.
+    # expm1 keeps small values: exp(x) - 1 - x would lose all digits if the two models agree.
     return jnp.expm1(ref_logp - logp) - (ref_logp - logp)
 
 
 def straight_through(
     value: Float[Array, "B T"], gradient: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """The value of one and the gradient of the other: gradient + sg(value - gradient)."""
+    """`value` with the gradient of `gradient`: gradient + sg(value - gradient)."""
     return gradient + stop_gradient(value - gradient)
 
 
@@ -74,13 +81,36 @@ def k3_plus(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[A
     return straight_through(k3(logp, ref_logp), k2(logp, ref_logp))
 
 
-ESTIMATORS = {
-    "k1": k1,
-    "abs": absolute,
-    "k2": k2,
-    "k3": k3,
-    "k1+": k1_plus,
-    "abs+": absolute_plus,
-    "k2+": k2,
-    "k3+": k3_plus,
+def full(exact_kl: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """The exact KL over the vocabulary."""
+    return exact_kl
+
+
+def full_plus(
+    exact_kl: Float[Array, "B T"], logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Value of full, gradient of k2."""
+    return straight_through(exact_kl, k2(logp, ref_logp))
+
+
+@dataclasses.dataclass(frozen=True)
+class KLEstimator:
+    """One row of `KL_ESTIMATORS`: the estimator and what it reads."""
+
+    function: Callable[..., Float[Array, "B T"]]
+    inputs: tuple[str, ...] = ("logp", "ref_logp")  # the function's array arguments, in order
+    hyper_parameters: tuple[str, ...] = ()  # keys of config.algorithm
+
+
+KL_ESTIMATORS = {
+    "k1": KLEstimator(k1),
+    "abs": KLEstimator(absolute),
+    "k2": KLEstimator(k2),
+    "k3": KLEstimator(k3),
+    "full": KLEstimator(full, ("exact_kl",)),
+    "k1+": KLEstimator(k1_plus),
+    "abs+": KLEstimator(absolute_plus),
+    "k2+": KLEstimator(k2),
+    "k3+": KLEstimator(k3_plus),
+    "full+": KLEstimator(full_plus, ("exact_kl", "logp", "ref_logp")),
 }

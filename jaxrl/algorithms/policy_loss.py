@@ -1,15 +1,19 @@
-"""Policy losses. Each returns one loss value per token; masking and averaging happen in aggregate.py.
+"""Policy losses. Each returns one loss per token; masking and averaging happen in aggregation.py.
 
-r = exp(logp - old_logp) is the ratio of a token, A its advantage, |y| the length of its response. "sg" stops
-the gradient. Losses of whole responses stand at each token of theirs, so that seq_mean_token_mean gives the
-papers' mean over responses.
+r = exp(logp - old_logp) is the importance ratio of a token, A its advantage, |y| the length of its
+response; "sg" stops the gradient. A response-level loss has the same value at each token of the
+response, so that `seq_mean_token_mean` gives the papers' mean over responses.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.algorithms.covariance import SELECT_BETWEEN, SELECT_LARGEST, TokenSelection
 from jaxrl.algorithms.kl import magnitude
 from jaxrl.algorithms.segment import segment_mean
 
@@ -24,7 +28,7 @@ def ppo_clip(
 ) -> Float[Array, "B T"]:
     """Clipped surrogate, max(-r A, -clip(r, 1 - low, 1 + high) A).
 
-    PPO, eq. 7 (https://arxiv.org/abs/1707.06347); with high > low it is clip-higher, DAPO, eq. 8
+    PPO, eq. 7 (https://arxiv.org/abs/1707.06347). With high > low it is clip-higher, DAPO, eq. 8
     (https://arxiv.org/abs/2503.14476).
     """
     return _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
@@ -39,10 +43,10 @@ def dual_clip(
     clip_high: float,
     clip_dual: float,
 ) -> Float[Array, "B T"]:
-    """`ppo_clip`, but at most -c A where A < 0, so that a token which has become much likelier does not
-    rule the step: c = clip_dual > 1.
+    """`ppo_clip`, bounded by -c A for A < 0 with c = clip_dual > 1.
 
-    Dual-clip PPO, eq. 5 (https://arxiv.org/abs/1912.09729).
+    The bound keeps a token whose probability has grown a lot from dominating the step. Dual-clip
+    PPO, eq. 5 (https://arxiv.org/abs/1912.09729).
     """
     loss = _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
     return jnp.where(advantages < 0, jnp.minimum(loss, -clip_dual * advantages), loss)
@@ -51,8 +55,10 @@ def dual_clip(
 def policy_gradient(
     logp: Float[Array, "B T"], advantages: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """-A logp, the plain policy gradient: REINFORCE (https://doi.org/10.1007/BF00992696), the loss of GPG
-    (https://arxiv.org/abs/2504.02546)."""
+    """-A logp, the plain policy gradient: REINFORCE (https://doi.org/10.1007/BF00992696).
+
+    Also the loss of GPG (https://arxiv.org/abs/2504.02546).
+    """
     return -advantages * logp
 
 
@@ -66,8 +72,10 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """max(-s A, -clip(s, 1 - low, 1 + high) A) with the ratio of the response,
-    s = exp(1/|y| Σ_t (logp_t - old_logp_t)): GSPO, eq. 5 to 7 (https://arxiv.org/abs/2507.18071)."""
+    """max(-s A, -clip(s, 1 - low, 1 + high) A) with the importance ratio s of the response.
+
+    s = exp(1/|y| Σ_t (logp_t - old_logp_t)): GSPO, eq. 5 to 7 (https://arxiv.org/abs/2507.18071).
+    """
     ratio = jnp.exp(segment_mean(logp - old_logp, mask, segments))
     return _clipped(ratio, advantages, clip_low, clip_high)
 
@@ -82,8 +90,11 @@ def gspo_token(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """`gspo` with s_t = sg(s) exp(logp_t - sg(logp_t)): its value, but every token's gradient follows its own
-    advantage. GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3)."""
+    """`gspo` with s_t = sg(s) exp(logp_t - sg(logp_t)).
+
+    The value is that of `gspo`, but the gradient of a token is scaled by the token's own advantage.
+    GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3).
+    """
     log_ratio = stop_gradient(segment_mean(logp - old_logp, mask, segments))
     ratio = jnp.exp(log_ratio + logp - stop_gradient(logp))
     return _clipped(ratio, advantages, clip_low, clip_high)
@@ -97,7 +108,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses its gradient.
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: clips the weight, so that every token has a gradient.
 
     CISPO, eq. 4 and 5 of MiniMax-M1 (https://arxiv.org/abs/2506.13585).
     """
@@ -115,16 +126,16 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """-A exp(1/|y| Σ_t c_t), where c is log r cut at +high for A > 0 and at -low for A < 0.
+    """-A exp(1/|y| Σ_t c_t), with c = log r clipped at +high for A > 0 and at -low for A < 0.
 
-    GMPO (https://arxiv.org/abs/2507.20673): the geometric mean of ratios that are clipped token by token,
-    in log space (the paper's bounds are 0.4). A must be the same at all tokens of a response.
+    GMPO (https://arxiv.org/abs/2507.20673): the geometric mean of token ratios that are clipped in
+    log space (the paper's bounds are 0.4). A must be the same at all tokens of a response.
     """
     log_ratio = logp - old_logp
-    cut = jnp.where(
+    clipped = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip_high), jnp.maximum(log_ratio, -clip_low)
     )
-    return -advantages * jnp.exp(segment_mean(cut, mask, segments))
+    return -advantages * jnp.exp(segment_mean(clipped, mask, segments))
 
 
 def sapo(
@@ -132,14 +143,14 @@ def sapo(
     old_logp: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
-    tau_positive: float,
-    tau_negative: float,
+    sapo_tau_positive: float,
+    sapo_tau_negative: float,
 ) -> Float[Array, "B T"]:
-    """-(4 / τ) sigmoid(τ (r - 1)) A with τ by the sign of A: a gate instead of a clip, of slope 1 at r = 1.
+    """-(4 / τ) sigmoid(τ (r - 1)) A with τ by the sign of A.
 
-    SAPO (https://arxiv.org/abs/2511.20347).
+    A soft gate of slope 1 at r = 1 instead of a clip: SAPO (https://arxiv.org/abs/2511.20347).
     """
-    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    tau = jnp.where(advantages > 0, sapo_tau_positive, sapo_tau_negative)
     gate = jax.nn.sigmoid(tau * (jnp.exp(logp - old_logp) - 1.0))
     return -gate * 4.0 / tau * advantages
 
@@ -153,8 +164,10 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """`ppo_clip`, without gradient at the `selected` tokens, a few of those whose logprob and advantage go
-    together most (covariance.py): Clip-Cov (https://arxiv.org/abs/2505.22617)."""
+    """`ppo_clip` without the `selected` tokens: Clip-Cov (https://arxiv.org/abs/2505.22617).
+
+    These are a few of the tokens whose logprob and advantage covary most (covariance.py).
+    """
     loss = _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
     return jnp.where(selected, 0.0, loss)
 
@@ -167,8 +180,11 @@ def kl_cov(
     *,
     kl_cov_coef: float,
 ) -> Float[Array, "B T"]:
-    """-r A + coef |logp - old_logp| [selected]: the tokens whose logprob and advantage go together most
-    (covariance.py) are held where they were. KL-Cov (https://arxiv.org/abs/2505.22617)."""
+    """-r A + coef |logp - old_logp| [selected]: KL-Cov (https://arxiv.org/abs/2505.22617).
+
+    The penalty keeps the tokens whose logprob and advantage covary most (covariance.py) close to
+    the old policy.
+    """
     diff = logp - old_logp
     return -jnp.exp(diff) * advantages + jnp.where(selected, kl_cov_coef * magnitude(diff), 0.0)
 
@@ -178,15 +194,30 @@ def _clipped(ratio, advantages, clip_low: float, clip_high: float):
     return jnp.maximum(-ratio * advantages, -clipped * advantages)
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+    """One row of `POLICY_LOSSES`: the loss and what it reads."""
+
+    function: Callable[..., Float[Array, "B T"]]
+    inputs: tuple[str, ...]  # names of the function's array arguments, in order
+    hyper_parameters: tuple[str, ...] = ()  # keys of config.algorithm
+    selection: TokenSelection | None = None  # selects tokens by covariance before the update
+
+
+RATIO = ("logp", "old_logp", "advantages")
+RESPONSE = (*RATIO, "mask", "segments")
+SELECTED = (*RATIO, "selected")
+CLIP = ("clip_low", "clip_high")
+
 POLICY_LOSSES = {
-    "ppo_clip": ppo_clip,
-    "dual_clip": dual_clip,
-    "policy_gradient": policy_gradient,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "gmpo": gmpo,
-    "sapo": sapo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
+    "ppo_clip": PolicyLoss(ppo_clip, RATIO, CLIP),
+    "dual_clip": PolicyLoss(dual_clip, RATIO, (*CLIP, "clip_dual")),
+    "policy_gradient": PolicyLoss(policy_gradient, ("logp", "advantages")),
+    "gspo": PolicyLoss(gspo, RESPONSE, CLIP),
+    "gspo_token": PolicyLoss(gspo_token, RESPONSE, CLIP),
+    "cispo": PolicyLoss(cispo, RATIO, CLIP),
+    "gmpo": PolicyLoss(gmpo, RESPONSE, CLIP),
+    "sapo": PolicyLoss(sapo, RATIO, ("sapo_tau_positive", "sapo_tau_negative")),
+    "clip_cov": PolicyLoss(clip_cov, SELECTED, CLIP, selection=SELECT_BETWEEN),
+    "kl_cov": PolicyLoss(kl_cov, SELECTED, ("kl_cov_coef",), selection=SELECT_LARGEST),
 }

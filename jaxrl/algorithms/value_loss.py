@@ -1,4 +1,4 @@
-"""The loss of a critic's values, per token."""
+"""Value loss of a critic, per token."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,15 +11,15 @@ def value_loss(
     *,
     clip: float,
 ) -> Float[Array, "B T"]:
-    """L = max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²) / 2: a value that moved by more than ε towards
-    R gives no gradient. With ε = 0 it is (V - R)² / 2.
+    """L = max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²) / 2, or (V - R)² / 2 with ε = 0.
 
-    PPO, eq. 9 (https://arxiv.org/abs/1707.06347), with the clipping of its authors' code
+    A value that moved by more than ε towards R has no gradient. PPO, eq. 9
+    (https://arxiv.org/abs/1707.06347), with the clipping of its authors' code
     (https://arxiv.org/abs/2005.12729, section 3).
     """
     loss = jnp.square(values - returns)
     if clip:
-        loss = jnp.maximum(loss, jnp.square(near(values, old_values, clip) - returns))
+        loss = jnp.maximum(loss, jnp.square(clip_values(values, old_values, clip) - returns))
     return 0.5 * loss
 
 
@@ -30,12 +30,13 @@ def clipped(
     *,
     clip: float,
 ) -> Float[Array, "B T"]:
-    """1 at the values that `value_loss` gives no gradient."""
+    """1 at tokens whose value gets no gradient from `value_loss`, 0 elsewhere."""
     if not clip:
         return jnp.zeros_like(values)
-    held = jnp.square(near(values, old_values, clip) - returns)
-    return (held > jnp.square(values - returns)).astype(jnp.float32)
+    clipped_error = jnp.square(clip_values(values, old_values, clip) - returns)
+    return (clipped_error > jnp.square(values - returns)).astype(jnp.float32)
 
 
-def near(values, old_values, clip: float) -> Float[Array, "B T"]:
+def clip_values(values, old_values, clip: float) -> Float[Array, "B T"]:
+    """Values within `clip` of the old ones."""
     return old_values + jnp.clip(values - old_values, -clip, clip)

@@ -37,7 +37,6 @@ POLICY_LOSSES = (
     "clip_cov",
     "kl_cov",
 )
-COV_LOSSES = ("clip_cov", "kl_cov")  # select single tokens by covariance before the update
 AGGREGATIONS = (
     "token_mean",
     "seq_mean_token_mean",

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms.choose import choose
+from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import LearnerConfig
 from jaxrl.models.spec import map_specs
 from jaxrl.types import Tree
@@ -32,7 +32,7 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
         lr, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=matrices(specs)
     )
     known = {"adamw": adamw, "sgd": optax.sgd(lr)}
-    transform = choose(known, cfg.optimizer, "learner.optimizer")
+    transform = lookup(known, cfg.optimizer, "learner.optimizer")
     return Optimizer(transform, lr, cfg.clip_norm, cfg.ema)
 
 
@@ -63,7 +63,7 @@ def lr_schedule(cfg: LearnerConfig, total_updates: int) -> optax.Schedule:
         "linear": lambda done: 1.0 - (1.0 - low) * done,
         "cosine": lambda done: low + (1.0 - low) * 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
     }
-    shape = choose(shapes, cfg.lr_schedule, "learner.lr_schedule")
+    shape = lookup(shapes, cfg.lr_schedule, "learner.lr_schedule")
     if cfg.lr_schedule != "constant" and total_updates <= warmup:
         raise ValueError(
             f"the {cfg.lr_schedule} schedule has {total_updates} updates and all of them are warm-up "

@@ -1,28 +1,21 @@
-"""The loss of one packed micro-batch from what the model says about its targets: the one caller of losses."""
+"""Objective of one packed micro-batch, from logprobs and values of its targets: the caller of losses."""
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms import kl as kl_estimators
-from jaxrl.algorithms.aggregation import aggregate
-from jaxrl.algorithms.choose import choose
-from jaxrl.algorithms.importance import geo_mean_rejection, icepop, seq_tis, token_tis
-from jaxrl.algorithms.masked import masked_max, masked_mean, only
-from jaxrl.algorithms.mismatch import logp_diff, rollout_kl
-from jaxrl.algorithms.policy_loss import (
-    cispo,
-    clip_cov,
-    dual_clip,
-    gmpo,
-    gspo,
-    gspo_token,
-    kl_cov,
-    policy_gradient,
-    ppo_clip,
-    sapo,
+from jaxrl.algorithms.aggregation import (
+    SumAndWeight,
+    aggregate,
+    apply_mask,
+    masked_max,
+    masked_mean,
 )
+from jaxrl.algorithms.importance import CORRECTIONS, REJECTIONS, logp_diff, rollout_kl
+from jaxrl.algorithms.kl import KL_ESTIMATORS, k3
+from jaxrl.algorithms.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.table import apply, lookup
 from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.learner.requirements import kl_in_loss, ratio_source
@@ -34,13 +27,13 @@ from jaxrl.types import Batch, Tree
 
 @struct.dataclass
 class LossSums:
-    """Adds up over micro-batches. Every mean is kept as (sum, weight) until the end."""
+    """Losses and metrics of any number of micro-batches. Means are (sum, weight) until the end."""
 
-    losses: Tree  # name -> sum by `algorithm.aggregation`, all to be divided by `weight`
+    losses: Tree  # name -> sum by `algorithm.aggregation`, to be divided by `weight`
     weight: Tree
-    means: Tree  # name -> mean over tokens, whatever the aggregation
-    maxima: Tree  # name -> largest value over tokens
-    router: RouterLoad | None  # of a mixture of experts, layers first
+    means: Tree  # name -> (sum, count) over tokens, independent of the aggregation
+    maxima: Tree  # name -> maximum over tokens
+    router: RouterLoad | None  # load of the experts, layers first; None for a dense model
 
     def __add__(self, other: "LossSums") -> "LossSums":
         return LossSums(
@@ -72,14 +65,17 @@ VALUE_MEANS = ("critic/value_mean", "critic/clip_fraction")
 
 @struct.dataclass
 class Coefs:
-    """The weights of KL and entropy in the loss, where they change from step to step."""
+    """Coefficients of KL and entropy in the loss, if they change from step to step."""
 
     kl: Tree  # float32 []
     entropy: Tree  # float32 []
 
 
 def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
-    """The sums of no micro-batch: of a policy, with or without values, or of a critic alone."""
+    """Sums over no micro-batches, with the metric names of the model's heads.
+
+    A "vocab" head has the policy's metrics, a "score" head the critic's.
+    """
     zero = jnp.zeros((), jnp.float32)
     losses, means, maxima = (), (), ()
     if "vocab" in model.heads:
@@ -106,65 +102,128 @@ def token_loss_sums(
     *,
     cfg: RunConfig,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, summed over tokens as
-    `algorithm.aggregation` says; the caller divides by the weight of the whole mini-batch.
+    """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, and its metrics.
 
-    Without `coefs` the two weights are those of the config. Rows are in their own order.
+    L is summed over tokens by `algorithm.aggregation`; the caller divides it by the weight of the
+    whole mini-batch. Without `coefs` the two coefficients are those of the config. Tokens of a row
+    must be in sequence order.
     """
     algo, mask = cfg.algorithm, batch.mask
     coefs = Coefs(algo.kl_coef, algo.entropy_coef) if coefs is None else coefs
-    # Masked tokens drop out here once, so that nothing that stands there can overflow below.
-    logp, entropy = only(logp, mask), only(entropy, mask)
-    rollout_logp, advantages = only(batch.rollout_logp, mask), only(batch.advantages, mask)
-    old_logp = {
-        "policy": jax.lax.stop_gradient(logp),
-        "rollout": rollout_logp,
-        "recompute": only(batch.old_logp, mask),
-    }[ratio_source(cfg)]
-    policy = policy_loss(logp, old_logp, advantages, batch, algo)
-    more = {}
+    # Masked once here, so that no value at a masked token can overflow below.
+    logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
+    rollout_logp = apply_mask(batch.rollout_logp, mask)
+    inputs = {
+        "logp": logp,
+        "old_logp": {
+            "policy": jax.lax.stop_gradient(logp),
+            "rollout": rollout_logp,
+            "recompute": apply_mask(batch.old_logp, mask),
+        }[ratio_source(cfg)],
+        "advantages": apply_mask(batch.advantages, mask),
+        "mask": mask,
+        "segments": batch.segments,
+        "selected": batch.selected > 0,
+    }
+    policy, means = policy_loss(inputs, algo), {}
     if algo.has_correction:
-        weights = jax.lax.stop_gradient(token_weights(old_logp - rollout_logp, batch, algo))
+        log_ratio = inputs["old_logp"] - rollout_logp
+        weights = jax.lax.stop_gradient(importance_weights(log_ratio, batch, algo))
         policy = policy * weights
-        more = {
-            "mismatch/weight_mean": masked_mean(weights, mask),
-            "mismatch/truncated_fraction": masked_mean(
-                1.0 * (weights == algo.correction_high), mask
-            ),
-            "mismatch/rejected_fraction": masked_mean(1.0 * (weights == 0.0), mask),
-        }
+        means |= weight_means(weights, mask, algo)
     loss = policy
     if kl_in_loss(algo):
-        kl = reference_kl(algo.kl, logp, exact_kl, batch)
+        kl = reference_kl(logp, exact_kl, batch, algo)
         loss = loss + coefs.kl * kl
-        more["loss/kl"] = masked_mean(kl, mask)
+        means["loss/kl"] = masked_mean(kl, mask)
     if algo.has_entropy:
         loss = loss - coefs.entropy * entropy
 
     loss_sum, weight = aggregate_tokens(loss, batch, cfg)
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
-    gap = logp_diff(logp, rollout_logp)
+    means["loss/entropy"] = masked_mean(entropy, mask)
+    more_means, maxima = ratio_metrics(inputs, rollout_logp, algo)
+    sums = LossSums(losses, weight, means | more_means, maxima, None)
+    return loss_sum, jax.lax.stop_gradient(sums)
+
+
+def policy_loss(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """The configured policy loss of every token."""
+    return apply(lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss"), inputs, cfg)
+
+
+def clipped_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """1 at tokens that have an advantage but no gradient from the policy loss, 0 elsewhere."""
+
+    def total(logp):
+        return jnp.sum(apply_mask(policy_loss(inputs | {"logp": logp}, cfg), inputs["mask"]))
+
+    gradient = jax.grad(total)(jax.lax.stop_gradient(inputs["logp"]))
+    return ((gradient == 0) & (inputs["advantages"] != 0)).astype(jnp.float32)
+
+
+def ratio_metrics(
+    inputs: dict[str, Array], rollout_logp: Float[Array, "B T"], cfg: AlgorithmConfig
+) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
+    """(means, maxima) of the importance ratio and of the mismatch between engine and trainer."""
+    logp, old_logp, mask = inputs["logp"], inputs["old_logp"], inputs["mask"]
+    difference = logp_diff(logp, rollout_logp)
     means = {
-        "loss/entropy": masked_mean(entropy, mask),
-        "loss/clip_fraction": masked_mean(cut_off(logp, old_logp, advantages, batch, algo), mask),
-        "loss/approx_kl": masked_mean(kl_estimators.k3(old_logp, logp), mask),
-        "mismatch/logp_diff_mean": masked_mean(gap, mask),
+        "loss/clip_fraction": masked_mean(clipped_tokens(inputs, cfg), mask),
+        "loss/approx_kl": masked_mean(k3(old_logp, logp), mask),
+        "mismatch/logp_diff_mean": masked_mean(difference, mask),
         "mismatch/kl": masked_mean(rollout_kl(logp, rollout_logp), mask),
-        **more,
     }
     maxima = {
         "loss/ratio_max": masked_max(jnp.exp(logp - old_logp), mask),
-        "mismatch/logp_diff_max": masked_max(gap, mask),
+        "mismatch/logp_diff_max": masked_max(difference, mask),
     }
-    return loss_sum, jax.lax.stop_gradient(LossSums(losses, weight, means, maxima, None))
+    return means, maxima
+
+
+def importance_weights(
+    log_ratio: Float[Array, "B T"], batch: Batch, cfg: AlgorithmConfig
+) -> Float[Array, "B T"]:
+    """The configured importance weight of every token; log_ratio = old_logp - rollout_logp."""
+    inputs = {"log_ratio": log_ratio, "mask": batch.mask, "segments": batch.segments}
+    correction = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
+    rejection = lookup(REJECTIONS, cfg.rejection, "algorithm.rejection")
+    return apply(correction, inputs, cfg) * apply(rejection, inputs, cfg)
+
+
+def weight_means(
+    weights: Float[Array, "B T"], mask: Float[Array, "B T"], cfg: AlgorithmConfig
+) -> dict[str, SumAndWeight]:
+    """Mean importance weight, and the fractions of truncated and rejected tokens."""
+    return {
+        "mismatch/weight_mean": masked_mean(weights, mask),
+        "mismatch/truncated_fraction": masked_mean(1.0 * (weights == cfg.correction_high), mask),
+        "mismatch/rejected_fraction": masked_mean(1.0 * (weights == 0.0), mask),
+    }
+
+
+def reference_kl(
+    logp: Float[Array, "B T"],
+    exact_kl: Float[Array, "B T"] | None,
+    batch: Batch,
+    cfg: AlgorithmConfig,
+) -> Float[Array, "B T"]:
+    """The configured KL(policy | reference) of every token."""
+    inputs = {"logp": logp, "ref_logp": apply_mask(batch.ref_logp, batch.mask)}
+    if exact_kl is not None:
+        inputs["exact_kl"] = apply_mask(exact_kl, batch.mask)
+    return apply(lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl"), inputs, cfg)
 
 
 def value_sums(
     values: Float[Array, "B T"], batch: Batch, *, cfg: RunConfig
 ) -> tuple[Float[Array, ""], LossSums]:
-    """The value loss, summed as `algorithm.aggregation` says. Rows are in their own order."""
+    """The value loss, summed by `algorithm.aggregation`, and its metrics.
+
+    Tokens of a row must be in sequence order.
+    """
     mask = batch.mask
-    values, old, returns = (only(x, mask) for x in (values, batch.values, batch.returns))
+    values, old, returns = (apply_mask(x, mask) for x in (values, batch.values, batch.returns))
     clip = cfg.critic.value_clip
     loss, weight = aggregate_tokens(value_loss(values, old, returns, clip=clip), batch, cfg)
     means = {
@@ -175,83 +234,8 @@ def value_sums(
     return loss, jax.lax.stop_gradient(sums)
 
 
-def policy_loss(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
-    batch: Batch,
-    cfg: AlgorithmConfig,
-) -> Float[Array, "B T"]:
-    """The configured policy loss of every token."""
-    ratio = logp, old_logp, advantages
-    response = batch.mask, batch.segments
-    selected = batch.selected > 0
-    clip = dict(clip_low=cfg.clip_low, clip_high=cfg.clip_high)
-    tau = dict(tau_positive=cfg.sapo_tau_positive, tau_negative=cfg.sapo_tau_negative)
-    known = {
-        "ppo_clip": lambda: ppo_clip(*ratio, **clip),
-        "dual_clip": lambda: dual_clip(*ratio, **clip, clip_dual=cfg.clip_dual),
-        "policy_gradient": lambda: policy_gradient(logp, advantages),
-        "gspo": lambda: gspo(*ratio, *response, **clip),
-        "gspo_token": lambda: gspo_token(*ratio, *response, **clip),
-        "cispo": lambda: cispo(*ratio, **clip),
-        "gmpo": lambda: gmpo(*ratio, *response, **clip),
-        "sapo": lambda: sapo(*ratio, **tau),
-        "clip_cov": lambda: clip_cov(*ratio, selected, **clip),
-        "kl_cov": lambda: kl_cov(*ratio, selected, kl_cov_coef=cfg.kl_cov_coef),
-    }
-    return choose(known, cfg.policy_loss, "algorithm.policy_loss")()
-
-
-def cut_off(logp, old_logp, advantages, batch: Batch, cfg: AlgorithmConfig) -> Float[Array, "B T"]:
-    """1 at tokens with an advantage that the policy loss gives no gradient: those it clips."""
-
-    def total(logp):
-        return jnp.sum(only(policy_loss(logp, old_logp, advantages, batch, cfg), batch.mask))
-
-    gradient = jax.grad(total)(jax.lax.stop_gradient(logp))
-    return ((gradient == 0) & (advantages != 0)).astype(jnp.float32)
-
-
-def token_weights(
-    log_ratio: Float[Array, "B T"], batch: Batch, cfg: AlgorithmConfig
-) -> Float[Array, "B T"]:
-    """The configured importance weight of every token; log_ratio = old_logp - rollout_logp."""
-    response, high = (batch.mask, batch.segments), cfg.correction_high
-    bounds = dict(low=cfg.rejection_low, high=cfg.rejection_high)
-    one = jnp.ones_like(log_ratio)
-    corrections = {
-        "none": lambda: one,
-        "token_tis": lambda: token_tis(log_ratio, high=high),
-        "seq_tis": lambda: seq_tis(log_ratio, *response, high=high),
-        "icepop": lambda: icepop(log_ratio, low=cfg.correction_low, high=high),
-    }
-    rejections = {
-        "none": lambda: one,
-        "geo_mean": lambda: geo_mean_rejection(log_ratio, *response, **bounds),
-    }
-    weights = choose(corrections, cfg.correction, "algorithm.correction")()
-    return weights * choose(rejections, cfg.rejection, "algorithm.rejection")()
-
-
-def reference_kl(
-    name: str,
-    logp: Float[Array, "B T"],
-    exact_kl: Float[Array, "B T"] | None,
-    batch: Batch,
-) -> Float[Array, "B T"]:
-    """The configured KL(policy | reference) of every token."""
-    ref_logp = only(batch.ref_logp, batch.mask)
-    if exact_kl is None:
-        return choose(kl_estimators.ESTIMATORS, name, "algorithm.kl")(logp, ref_logp)
-    exact_kl = only(exact_kl, batch.mask)
-    if name == "full":
-        return exact_kl
-    return kl_estimators.straight_through(exact_kl, kl_estimators.k2(logp, ref_logp))
-
-
-def aggregate_tokens(per_token: Float[Array, "B T"], batch: Batch, cfg: RunConfig):
-    """(sum, weight) of a token loss as `algorithm.aggregation` says."""
+def aggregate_tokens(per_token: Float[Array, "B T"], batch: Batch, cfg: RunConfig) -> SumAndWeight:
+    """(sum, weight) of a per-token loss by `algorithm.aggregation`."""
     return aggregate(
         per_token,
         batch.mask,

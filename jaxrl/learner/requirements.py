@@ -1,14 +1,15 @@
-"""Which logprobs and which models an algorithm needs, so that nothing else is computed or kept."""
+"""Which logprobs and models an algorithm needs, so that nothing else is computed or kept."""
 
-from jaxrl.config.choices import FULL_KLS
+from jaxrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
+from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 
 
 def ratio_source(cfg: RunConfig) -> str:
-    """Where old_logp in the ratio exp(logp - old_logp) comes from.
+    """Source of old_logp in the importance ratio exp(logp - old_logp).
 
-    "rollout": the engine; "recompute": scored before the first update; "policy": the policy of the
-    very update, without gradient, which is the same number where a step makes a single update.
+    "rollout": the engine. "recompute": scored before the first update. "policy": the policy of the
+    current update, without gradient, which is the same number if a step makes a single update.
     """
     wanted = cfg.algorithm.old_logp
     if wanted == "auto":
@@ -40,21 +41,27 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
 
     Raises ValueError for a full KL in the reward, which only has sampled tokens.
     """
-    if not needs_ref(cfg) or cfg.algorithm.kl not in FULL_KLS:
+    if not needs_ref(cfg) or "exact_kl" not in _kl_estimator(cfg).inputs:
         return False
     if cfg.algorithm.kl_in != "loss":
         raise ValueError(
-            f"config.algorithm.kl = {cfg.algorithm.kl!r} is a loss, but kl_in = {cfg.algorithm.kl_in!r}; "
-            "set kl_in='loss', or kl='k1'"
+            f"config.algorithm.kl = {cfg.algorithm.kl!r} is a loss, but kl_in = "
+            f"{cfg.algorithm.kl_in!r}; set kl_in='loss', or kl='k1'"
         )
     return True
 
 
 def needs_ref_logp(cfg: RunConfig) -> bool:
     """Whether Batch.ref_logp must be scored with the reference model."""
-    return needs_ref(cfg) and not (full_kl_in_loss(cfg) and cfg.algorithm.kl == "full")
+    if full_kl_in_loss(cfg):
+        return "ref_logp" in _kl_estimator(cfg).inputs
+    return needs_ref(cfg)
 
 
 def adapts_coefs(cfg: RunConfig) -> bool:
-    """Whether the weights of KL and entropy change from step to step."""
+    """Whether the coefficients of KL and entropy change from step to step."""
     return cfg.algorithm.kl_target > 0.0 or cfg.algorithm.entropy_target > 0.0
+
+
+def _kl_estimator(cfg: RunConfig) -> KLEstimator:
+    return lookup(KL_ESTIMATORS, cfg.algorithm.kl, "algorithm.kl")

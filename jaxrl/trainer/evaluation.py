@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.algorithms.estimates import pass_at_k, standard_error
+from jaxrl.algorithms.evaluation_statistics import pass_at_k, standard_error
 from jaxrl.config.keys import EvalConfig
 from jaxrl.trainer.metrics import episode_means, part_means
 from jaxrl.trainer.shaping import split_groups

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.covariance import covariances, pick_between, pick_largest
-from jaxrl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
-from jaxrl.config.choices import COV_LOSSES
+from jaxrl.algorithms.covariance import covariances
+from jaxrl.algorithms.kl import KL_ESTIMATORS
+from jaxrl.algorithms.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack, response_field
 from jaxrl.learner.requirements import kl_in_loss
@@ -136,7 +137,9 @@ def reference_kl(
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
     """The configured estimate of KL(policy | reference) of every target, [B, T]."""
-    return np.asarray(KL_ESTIMATORS[cfg.kl](jnp.asarray(batch.rollout_logp), jnp.asarray(ref_logp)))
+    row = lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl")
+    inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
+    return np.asarray(apply(row, inputs, cfg))
 
 
 def without_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
@@ -151,18 +154,15 @@ def select_tokens(
     samples: Sequence[TrainingSample], cfg: AlgorithmConfig, rng: np.random.Generator
 ) -> list[TrainingSample]:
     """Fills `selected` if the policy loss selects tokens by their covariance (clip_cov, kl_cov)."""
-    if cfg.policy_loss not in COV_LOSSES or not samples:
+    selection = lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss").selection
+    if selection is None or not samples:
         return list(samples)
     mask = np.concatenate([s.loss_mask for s in samples])
     logp = np.concatenate([response_field(s, s.rollout_logp) for s in samples])[mask]
     advantages = np.concatenate([response_field(s, s.advantages) for s in samples])[mask]
-    cov = covariances(logp, advantages)
     chosen = np.zeros(len(mask), bool)
-    if cfg.policy_loss == "clip_cov":
-        low, high = cfg.clip_cov_low, cfg.clip_cov_high
-        chosen[mask] = pick_between(cov, fraction=cfg.cov_fraction, low=low, high=high, rng=rng)
-    else:
-        chosen[mask] = pick_largest(cov, fraction=cfg.cov_fraction)
+    inputs = {"cov": covariances(logp, advantages), "rng": rng}
+    chosen[mask] = apply(selection, inputs, cfg)
     ends = np.cumsum([len(s.tokens) for s in samples])[:-1]
     return [
         dataclasses.replace(s, selected=one)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.algorithms.overlong import soft_overlong
+from jaxrl.algorithms.reward_shaping import soft_overlong
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.types import Reward, ScoredRollout
 

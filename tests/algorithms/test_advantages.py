@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.advantages import (
-    ESTIMATORS,
+    ADVANTAGES,
     distill,
     dr_grpo,
     gae,
@@ -40,7 +40,7 @@ def test_grpo_divides_by_the_unbiased_std_of_the_group():
 def test_dr_grpo_is_reward_minus_mean_and_grpo_without_std_the_same():
     some = rewards([0, 4], [1, 2])
     np.testing.assert_allclose(dr_grpo(some), [[-2, 2], [-0.5, 0.5]], rtol=1e-6)
-    np.testing.assert_array_equal(grpo(some, norm_by_std=False), dr_grpo(some))
+    np.testing.assert_array_equal(grpo(some, norm_adv_by_std=False), dr_grpo(some))
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
@@ -62,7 +62,7 @@ def test_gpg_makes_up_for_groups_without_a_gradient():
 
 
 def test_passk_rewards_only_what_the_best_one_adds_to_the_maximum():
-    got = grpo_passk(rewards([0, 3, 1], [2, 2, 0]), norm_by_std=False)
+    got = grpo_passk(rewards([0, 3, 1], [2, 2, 0]), norm_adv_by_std=False)
     # 3 - 1; the second group has two best ones, and neither is missed
     np.testing.assert_allclose(got, [[0, 2, 0], [0, 0, 0]], rtol=1e-6)
     # mean 1, std = sqrt((1 + 1 + 4 + 0) / 3) = sqrt 2: 2 / sqrt 2
@@ -184,5 +184,6 @@ def test_a_group_of_one_is_refused_with_what_to_set(name):
         GROUPS[name](rewards([1], [2]))
 
 
-def test_the_table_names_the_estimators():
-    assert all(function.__name__ == name for name, function in ESTIMATORS.items())
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_table_says_which_estimators_need_groups(name):
+    assert ADVANTAGES[name].needs_group == (name in GROUPS)

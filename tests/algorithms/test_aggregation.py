@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.aggregation import AGGREGATIONS, aggregate, idle_weight
+from jaxrl.algorithms.aggregation import AGGREGATIONS, aggregate, idle_weight, masked_max
 
 # Sequence a: 1 response token, loss 6. Sequence b: 3 response tokens, losses 1, 2, 3.
 WANT = {
@@ -66,3 +66,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_idle_sequences_weigh_what_they_would_have_weighed_in_a_batch(mode):
     assert idle_weight([1, 3], mode=mode) == WANT[mode][1]
+
+
+def test_the_maximum_over_no_tokens_is_minus_infinity():
+    assert masked_max(jnp.ones((1, 3)), jnp.zeros((1, 3))) == -jnp.inf

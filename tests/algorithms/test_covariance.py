@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl.algorithms.covariance import covariances, pick_between, pick_largest
+from jaxrl.algorithms.covariance import covariances, select_between, select_largest
 
 LOGP = np.array([-1.0, -3.0, -2.0, -2.0], np.float32)
 ADVANTAGES = np.array([2.0, -2.0, 1.0, -1.0], np.float32)
@@ -15,23 +15,23 @@ def test_the_covariance_is_the_product_of_the_deviations():
 
 def test_the_largest_are_picked_at_least_one_and_the_first_of_equals():
     cov = np.array([1.0, 5.0, 5.0, 3.0, 0.0], np.float32)
-    np.testing.assert_array_equal(np.flatnonzero(pick_largest(cov, fraction=0.4)), [1, 2])
-    np.testing.assert_array_equal(np.flatnonzero(pick_largest(cov, fraction=0.01)), [1])
+    np.testing.assert_array_equal(np.flatnonzero(select_largest(cov, cov_fraction=0.4)), [1, 2])
+    np.testing.assert_array_equal(np.flatnonzero(select_largest(cov, cov_fraction=0.01)), [1])
 
 
 def test_random_ones_between_the_bounds_are_picked():
     cov = np.arange(100, dtype=np.float32)
-    keys = dict(fraction=0.05, low=9.5, high=49.5)
-    picked = [pick_between(cov, **keys, rng=np.random.default_rng(seed)) for seed in range(20)]
+    keys = dict(cov_fraction=0.05, clip_cov_low=9.5, clip_cov_high=49.5)
+    picked = [select_between(cov, np.random.default_rng(seed), **keys) for seed in range(20)]
     for one in picked:
         assert one.sum() == 5 and not one[:10].any() and not one[50:].any()
     assert np.any(picked, axis=0).sum() > 30
-    again = pick_between(cov, **keys, rng=np.random.default_rng(0))
+    again = select_between(cov, np.random.default_rng(0), **keys)
     np.testing.assert_array_equal(picked[0], again)
 
 
 def test_nothing_is_picked_where_none_lies_between_the_bounds():
     cov = np.zeros(4, np.float32)
-    assert not pick_between(
-        cov, fraction=1.0, low=1.0, high=5.0, rng=np.random.default_rng(0)
-    ).any()
+    rng = np.random.default_rng(0)
+    keys = dict(cov_fraction=1.0, clip_cov_low=1.0, clip_cov_high=5.0)
+    assert not select_between(cov, rng, **keys).any()

@@ -1,9 +1,17 @@
-"""Importance weights by hand."""
+"""Importance weights and the mismatch metrics on hand-made logprobs."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.importance import geo_mean_rejection, icepop, seq_tis, token_tis
+from jaxrl.algorithms.aggregation import masked_max, masked_mean
+from jaxrl.algorithms.importance import (
+    geo_mean_rejection,
+    icepop,
+    logp_diff,
+    rollout_kl,
+    seq_tis,
+    token_tis,
+)
 
 LN2 = float(np.log(2.0))
 # Two responses: log ratios ln 2 and ln 2 (after a token of the prompt), and -ln 2.
@@ -17,30 +25,49 @@ def counted(x):
 
 
 def test_token_weights_are_ratios_cut_from_above():
-    np.testing.assert_allclose(counted(token_tis(LOG_RATIO, high=1.5)), [1.5, 1.5, 0.5])
+    np.testing.assert_allclose(counted(token_tis(LOG_RATIO, correction_high=1.5)), [1.5, 1.5, 0.5])
 
 
 def test_a_response_has_the_product_of_its_ratios():
-    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, high=5.0)
+    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_high=5.0)
     np.testing.assert_allclose(counted(got), [4, 4, 0.5], rtol=1e-6)
-    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, high=3.0)
+    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_high=3.0)
     np.testing.assert_allclose(counted(got), [3, 3, 0.5], rtol=1e-6)
 
 
 def test_a_product_that_overflows_is_cut_too():
-    got = seq_tis(LOG_RATIO * 1000, MASK, SEGMENTS, high=2.0)
+    got = seq_tis(LOG_RATIO * 1000, MASK, SEGMENTS, correction_high=2.0)
     np.testing.assert_allclose(counted(got), [2, 2, 0])
 
 
 def test_icepop_masks_what_lies_outside_its_bounds():
-    np.testing.assert_allclose(counted(icepop(LOG_RATIO, low=0.4, high=1.9)), [0, 0, 0.5])
-    np.testing.assert_allclose(counted(icepop(LOG_RATIO, low=0.6, high=2.1)), [2, 2, 0], rtol=1e-6)
+    got = icepop(LOG_RATIO, correction_low=0.4, correction_high=1.9)
+    np.testing.assert_allclose(counted(got), [0, 0, 0.5])
+    got = icepop(LOG_RATIO, correction_low=0.6, correction_high=2.1)
+    np.testing.assert_allclose(counted(got), [2, 2, 0], rtol=1e-6)
 
 
 def test_a_response_is_rejected_by_the_geometric_mean_of_its_ratios():
     log_ratio = jnp.array([[9.0, LN2, -LN2, -LN2, 9.0]])
     # means 0 and -ln 2: 1 and 1/2
-    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, low=0.9, high=1.1)
+    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, rejection_low=0.9, rejection_high=1.1)
     np.testing.assert_array_equal(counted(got), [1, 1, 0])
-    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, low=0.4, high=0.9)
+    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, rejection_low=0.4, rejection_high=0.9)
     np.testing.assert_array_equal(counted(got), [0, 0, 1])
+
+
+TRAINER, ENGINE = jnp.array([[-1.0, -1.0, 5.0]]), jnp.array([[-1.0 - LN2, -1.0, -50.0]])
+DIFF_MASK = jnp.array([[1.0, 1.0, 0.0]])
+
+
+def test_logprob_difference_and_kl_between_engine_and_trainer():
+    diff, kl = logp_diff(TRAINER, ENGINE), rollout_kl(TRAINER, ENGINE)
+    np.testing.assert_allclose(diff[0, :2], [LN2, 0.0], rtol=1e-6)
+    # the engine samples: exp(trainer - engine) - 1 - (trainer - engine) = 2 - 1 - ln 2
+    np.testing.assert_allclose(kl[0, :2], [1.0 - LN2, 0.0], rtol=1e-6)
+
+
+def test_masked_tokens_are_left_out_of_mean_and_max():
+    diff = logp_diff(TRAINER, ENGINE)
+    np.testing.assert_allclose(masked_mean(diff, DIFF_MASK), (LN2, 2.0), rtol=1e-6)
+    np.testing.assert_allclose(masked_max(diff, DIFF_MASK), LN2, rtol=1e-6)

@@ -135,15 +135,12 @@ def assert_same_types(new: TrainState, old: TrainState) -> None:
 
 
 TABLES = {
-    "advantage": (choices.ADVANTAGES, advantages.ESTIMATORS),
+    "advantage": (choices.ADVANTAGES, advantages.ADVANTAGES),
     "policy_loss": (choices.POLICY_LOSSES, policy_loss.POLICY_LOSSES),
     "aggregation": (choices.AGGREGATIONS, aggregation.AGGREGATIONS),
-    "kl": (
-        choices.KLS,
-        {*kl.ESTIMATORS, *choices.FULL_KLS},
-    ),  # full needs all logits: kernels/logprob
-    "correction": (choices.CORRECTIONS, {"none", *importance.WEIGHTS}),
-    "rejection": (choices.REJECTIONS, {"none", *importance.REJECTIONS}),
+    "kl": (choices.KLS, kl.KL_ESTIMATORS),
+    "correction": (choices.CORRECTIONS, importance.CORRECTIONS),
+    "rejection": (choices.REJECTIONS, importance.REJECTIONS),
     "remat": (choices.REMATS, decoder.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),

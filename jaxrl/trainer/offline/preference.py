@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.choose import choose
 from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
+from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, load_pairs
@@ -61,7 +61,7 @@ def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
         "ipo": lambda c, r: ipo(c, r, beta=cfg.beta),
         "kto": lambda c, r: kto(c, r, beta=cfg.beta, kl=kl, **weights),
     }
-    return choose(known, cfg.loss, "preference.loss")
+    return lookup(known, cfg.loss, "preference.loss")
 
 
 def strangers(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:

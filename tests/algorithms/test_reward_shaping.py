@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl.algorithms.overlong import soft_overlong
+from jaxrl.algorithms.reward_shaping import soft_overlong
 
 
 def test_the_punishment_grows_by_a_line_over_the_last_tokens():
