@@ -1,10 +1,13 @@
-"""How the roles of a run lie on its devices: each on a mesh and by rules of its own, over the same devices."""
+"""Mesh and sharding rules of each role of a run: training, scoring, reference, critic, rollout.
+
+All roles use the same devices; each may have a different mesh over them.
+"""
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,7 @@ from sharding.rules import PIPELINE, PRESETS, TRAIN
 
 
 def training_rules(cfg: RunConfig) -> Rules:
-    """The rules of the axes that the mesh uses."""
+    """Sharding rules of training, for the axes that config.mesh uses."""
     return _rules(cfg, cfg.mesh.stage, cfg.mesh.sequence)
 
 
@@ -46,94 +49,114 @@ def _rules(cfg: RunConfig, stage: int, sequence: int) -> Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a role works on the policy's weights."""
+    """Mesh, sharding rules and dtype with which a role reads the policy's weights."""
 
     rules: Rules
-    way: Resharding | None  # of the weights from training's mesh; None: used where they lie
+    resharding: Resharding | None  # from training's mesh; None: the role reads training's arrays
     specs: Tree  # PartitionSpecs of the weights
-    dtype: jnp.dtype  # of weights that are not in int8, and of activations
-    of_process: bool = False  # each process for itself, on its own devices
-    int8: bool = False  # matrices are, made anew from training's for every use
+    dtype: jnp.dtype  # of activations, and of weights that are not int8
+    per_process: bool = False  # every process has a separate mesh over its local devices
+    int8: bool = False  # matrices are quantized to int8 from training's weights for every use
 
     @contextlib.contextmanager
     def weights(
         self, params: Tree, timed: contextlib.AbstractContextManager | None = None
     ) -> Iterator[Tree]:
-        """The policy's weights where the role works, and its mesh set. What had to be copied lives as
-        long as the block; making it is done within `timed`."""
-        if self.way is None:
+        """The policy's weights resharded for the role, with the role's mesh set.
+
+        Copied arrays are deleted at the end of the block. Copying them is timed by `timed`.
+        """
+        if self.resharding is None:
             yield params
             return
         with timed or contextlib.nullcontext():
-            ours = self.compact(params)
-            shared = [own and stays for _, own, stays in self._leaves(ours)]
-            there = jax.block_until_ready(self.way.reshard(ours, self.specs, self.dtype))
-            del ours
+            quantized = self.quantize(params)
+            shared = [leaf.is_shared for leaf in self._leaves(quantized)]
+            resharded = self.resharding.reshard(quantized, self.specs, self.dtype)
+            resharded = jax.block_until_ready(resharded)
+            del quantized
         with self.on_mesh():
             try:
-                yield there
-            finally:  # at once, whoever still refers to them
-                for leaf, is_shared in zip(jax.tree.leaves(there), shared, strict=True):
+                yield resharded
+            finally:  # deleted at once, even if other references exist
+                for leaf, is_shared in zip(jax.tree.leaves(resharded), shared, strict=True):
                     if not is_shared:
                         leaf.delete()
 
     def copy(self, params: Tree) -> Tree:
-        """The policy's weights of now, where the role works, in buffers that no update donates."""
+        """A copy of the current weights for the role, in buffers that no update donates."""
         own = copy_tree(params)
-        return own if self.way is None else self.way.reshard(own, self.specs, self.dtype)
+        if self.resharding is None:
+            return own
+        return self.resharding.reshard(own, self.specs, self.dtype)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """The role's mesh set."""
-        return contextlib.nullcontext() if self.way is None else jax.set_mesh(self.way.mesh)
+        """Context manager that sets the role's mesh."""
+        if self.resharding is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.resharding.mesh)
 
-    def compact(self, params: Tree) -> Tree:
-        """The weights as the role reads them, where they lie: what is not in int8 is shared."""
+    def quantize(self, params: Tree) -> Tree:
+        """The weights in the role's format, not yet resharded; unquantized arrays are shared."""
         return quantize_int8(params, self.dtype) if self.int8 else params
 
-    def _leaves(self, ours: Tree) -> list[tuple[Any, bool, bool]]:
-        """Of `compact`, each with whether it is training's and whether it can stay where it lies."""
-        assert self.way is not None
-        own = jax.tree.map(lambda leaf: True, ours)
+    def mesh(self, training: Mesh) -> Mesh:
+        """The role's mesh, given that of training."""
+        return training if self.resharding is None else self.resharding.mesh
+
+    def weight_bytes(self, params: Tree) -> tuple[int, int]:
+        """(shared, copied) bytes per device of the policy's (abstract) weights on the current mesh.
+
+        Shared arrays are those of training, which the role reads without a copy.
+        """
+        if self.resharding is None:
+            return bytes_per_device(params), 0
+        leaves = self._leaves(self._abstract(params, jax.sharding.get_mesh()))
+        shared = bytes_per_device([leaf.array for leaf in leaves if leaf.is_shared])
+        copied = [leaf.array for leaf in leaves if leaf.of_training and not leaf.is_shared]
+        return shared, bytes_per_device(copied)
+
+    def lower(self, params: Tree) -> jax.stages.Lowered:
+        """The program that reshards the (abstract) weights, for ahead-of-time compilation."""
+        assert self.resharding is not None
+        quantized = self._abstract(params, jax.sharding.get_mesh())
+        return self.resharding.lower(quantized, self.specs, self.dtype)
+
+    def abstract_weights(self, decoder: DecoderConfig, training: Mesh) -> Tree:
+        """Shapes, dtypes and shardings of the role's weights, given the mesh of training."""
+        mesh = self.mesh(training)
+        params = abstract_params(decoder_specs(decoder), self.rules, self.dtype, mesh)
+        with jax.set_mesh(mesh):
+            return self._abstract(params, mesh)
+
+    def _leaves(self, quantized: Tree) -> list["_Leaf"]:
+        assert self.resharding is not None
+        of_training = jax.tree.map(lambda leaf: True, quantized)
         if self.int8:
-            own = map_matrices(lambda w, n_in: Quantized(False, False), own)
-        leaves = zip(*map(jax.tree.leaves, (ours, own, self.specs)), strict=True)
+            of_training = map_matrices(lambda w, n_in: Quantized(False, False), of_training)
+        leaves = zip(*map(jax.tree.leaves, (quantized, of_training, self.specs)), strict=True)
         return [
-            (a, is_own, self.way.shares_buffers(a, spec, self.dtype)) for a, is_own, spec in leaves
+            _Leaf(array, same, same and self.resharding.shares_buffers(array, spec, self.dtype))
+            for array, same, spec in leaves
         ]
 
     def _abstract(self, params: Tree, mesh: Mesh) -> Tree:
-        return on_mesh(jax.eval_shape(self.compact, params), mesh)
+        return on_mesh(jax.eval_shape(self.quantize, params), mesh)
 
-    def mesh(self, training: Mesh) -> Mesh:
-        return training if self.way is None else self.way.mesh
 
-    def shares(self, params: Tree) -> tuple[int, int]:
-        """Bytes per device of the (abstract) policy's weights on the mesh that is set: those that the role uses
-        as they lie, and those that are copied."""
-        if self.way is None:
-            return bytes_per_device(params), 0
-        leaves = self._leaves(self._abstract(params, jax.sharding.get_mesh()))
-        aliased = bytes_per_device([a for a, own, stays in leaves if own and stays])
-        return aliased, bytes_per_device([a for a, own, stays in leaves if own and not stays])
+class _Leaf(NamedTuple):
+    """One array of the quantized weights."""
 
-    def lower(self, params: Tree) -> jax.stages.Lowered:
-        """The program that copies what does not lie so."""
-        assert self.way is not None
-        ours = self._abstract(params, jax.sharding.get_mesh())
-        return self.way.lower(ours, self.specs, self.dtype)
-
-    def abstract_weights(self, decoder: DecoderConfig, training: Mesh) -> Tree:
-        mesh = self.mesh(training)
-        whole = abstract_params(decoder_specs(decoder), self.rules, self.dtype, mesh)
-        with jax.set_mesh(mesh):
-            return self._abstract(whole, mesh)
+    array: Any
+    of_training: bool  # training's array, not one made by quantization
+    is_shared: bool  # read by the role without a copy
 
 
 def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
-    """Of "score", "ref", "critic" or "reward_model", by the section of the config of that name, on the mesh that
-    is set.
+    """Layout of "score", "ref", "critic" or "reward_model" from that section of the config.
 
-    Raises ValueError where its sizes do not divide the devices or the model.
+    Training's mesh is the current one. Raises ValueError if the role's sizes do not divide the
+    devices or the model.
     """
     mesh = jax.sharding.get_mesh()
     key, sizes = {
@@ -142,70 +165,80 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
         "critic": ("critic.mesh", cfg.critic.mesh),
         "reward_model": ("reward_model.mesh", cfg.reward_model.mesh),
     }[role]
-    own = {
+    role_sizes = {
         "stage": sizes.stage or mesh.shape["stage"],
         "sequence": sizes.sequence or mesh.shape["sequence"],
         "tensor": sizes.tensor or mesh.shape["tensor"],
     }
-    kept = own | {"expert": mesh.shape["expert"]}
-    replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(kept.values()))
-    way = reshape_mesh(mesh, per_process=False, **kept, replica=replica, fsdp=-1)
-    rules = _rules(cfg, own["stage"], own["sequence"])
-    check_mesh(decoder, way.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
+    fixed = role_sizes | {"expert": mesh.shape["expert"]}
+    replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(fixed.values()))
+    resharding = reshape_mesh(mesh, per_process=False, **fixed, replica=replica, fsdp=-1)
+    rules = _rules(cfg, role_sizes["stage"], role_sizes["sequence"])
+    check_mesh(decoder, resharding.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
     specs = partition_specs(decoder_specs(decoder), rules)
-    return Layout(rules, None if way.mesh == mesh else way, specs, dtype)
+    return Layout(rules, None if resharding.mesh == mesh else resharding, specs, dtype)
 
 
 def rollout_layout(cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
-    """Of the engine, as `rollout.layout` and `rollout.engines` say, on the mesh that is set; `dtype` is that
-    of training's weights.
+    """Layout of the engine from `rollout.layout` and `rollout.engines`.
 
-    Raises ValueError where the devices cannot be laid out so, or do not divide the model.
+    Training's mesh is the current one; `dtype` is that of training's weights. Raises ValueError if
+    the sizes do not divide the devices or the model.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.is_multi_process and cfg.rollout.engines != "mesh":
         try:
-            return _engine_layout(cfg, decoder, dtype, mesh, of_process=True)
-        except ValueError as problem:
+            return _engine_layout(cfg, decoder, dtype, mesh, per_process=True)
+        except ValueError as error:
             if cfg.rollout.engines == "process":
                 raise ValueError(
-                    f"config.rollout.engines='process' is not possible: {problem}; set smaller sizes in "
-                    "config.mesh, or config.rollout.engines='mesh'"
-                ) from problem
-    return _engine_layout(cfg, decoder, dtype, mesh, of_process=False)
+                    f"config.rollout.engines='process' is not possible: {error}; set smaller sizes "
+                    "in config.mesh, or config.rollout.engines='mesh'"
+                ) from error
+    return _engine_layout(cfg, decoder, dtype, mesh, per_process=False)
 
 
 def _engine_layout(
-    cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh, *, of_process: bool
+    cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh, *, per_process: bool
 ) -> Layout:
     rollout = cfg.rollout
-    sizes = process_mesh_sizes(mesh) if of_process else dict(mesh.shape)
-    if rollout.layout == "training":
-        torn = {
-            axis: mesh.shape[axis] for axis in ONE_TOKEN_AXES if sizes[axis] != mesh.shape[axis]
-        }
-        if torn:
-            raise ValueError(f"the devices of a process do not hold the whole of {torn}")
-    else:
-        n = math.prod(sizes.values())
-        tensor, expert = (
-            rollout.tensor or mesh.shape["tensor"],
-            rollout.expert or mesh.shape["expert"],
-        )
-        if n % (tensor * expert):
-            raise ValueError(
-                f"{n} devices are not shared out by replicas of {tensor} x {expert} devices; set "
-                f"config.rollout.tensor and config.rollout.expert to sizes whose product divides {n}"
-            )
-        sizes = {"replica": -1, "expert": expert, "tensor": tensor}
-    way = reshape_mesh(mesh, per_process=of_process, **sizes)
-    replicas = rollout.layout == "replicas" and way.mesh.shape["replica"] > 1
+    resharding = reshape_mesh(
+        mesh, per_process=per_process, **_engine_mesh_sizes(cfg, mesh, per_process)
+    )
+    replicas = rollout.layout == "replicas" and resharding.mesh.shape["replica"] > 1
     rules = REPLICAS if replicas else DECODE
-    check_mesh(decoder, way.mesh.shape, rules, keys="config.rollout.tensor and .expert to sizes")
+    keys = "config.rollout.tensor and .expert to sizes"
+    check_mesh(decoder, resharding.mesh.shape, rules, keys=keys)
     int8 = rollout.dtype == "int8"
-    own = dtype if int8 or rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
-    in_place = way.mesh == mesh and own == dtype and not int8
+    engine_dtype = dtype if int8 or rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
+    in_place = resharding.mesh == mesh and engine_dtype == dtype and not int8
     specs = partition_specs(decoder_specs(decoder), rules)
     if int8:
         specs = int8_specs(specs)
-    return Layout(rules, None if in_place else way, specs, own, of_process, int8)
+    return Layout(rules, None if in_place else resharding, specs, engine_dtype, per_process, int8)
+
+
+def _engine_mesh_sizes(cfg: RunConfig, mesh: Mesh, per_process: bool) -> dict[str, int]:
+    """Axis sizes of the engine's mesh.
+
+    Raises ValueError if an axis that must stay in one process is split over processes, or if the
+    devices cannot be divided into replicas.
+    """
+    sizes = process_mesh_sizes(mesh) if per_process else dict(mesh.shape)
+    if cfg.rollout.layout == "training":
+        split_axes = {
+            axis: mesh.shape[axis] for axis in ONE_TOKEN_AXES if sizes[axis] != mesh.shape[axis]
+        }
+        if split_axes:
+            raise ValueError(f"the devices of a process do not hold all of the axes {split_axes}")
+        return sizes
+    n = math.prod(sizes.values())
+    tensor = cfg.rollout.tensor or mesh.shape["tensor"]
+    expert = cfg.rollout.expert or mesh.shape["expert"]
+    if n % (tensor * expert):
+        raise ValueError(
+            f"{n} devices cannot be divided into replicas of {tensor} x {expert} devices; set "
+            "config.rollout.tensor and config.rollout.expert to sizes whose product divides "
+            f"{n}"
+        )
+    return {"replica": -1, "expert": expert, "tensor": tensor}

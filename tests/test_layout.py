@@ -44,7 +44,7 @@ def test_scores_of_a_role_are_those_of_one_device(mesh, role, there, n_joined):
     with jax.set_mesh(make_mesh(**mesh)):
         params = new_params(rules=training_rules(cfg))
         scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype))
-        in_place = scorer.layout.shares(params)[0] == bytes_per_device(params)
+        in_place = scorer.layout.weight_bytes(params)[0] == bytes_per_device(params)
         assert in_place == (there == dict(fsdp=8))  # Ulysses cuts weights over the same devices
         calls = []
         with scorer.layout.weights(params) as weights:
@@ -60,7 +60,7 @@ def test_a_role_as_training_uses_its_weights_where_they_lie():
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=RoleConfig(tensor=2))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         layout = role_layout(cfg, "score", MODEL, np.dtype("float32"))
-    assert layout.way is None and layout.rules == TRAIN
+    assert layout.resharding is None and layout.rules == TRAIN
 
 
 def wrong(tiny: dict, words: str, **sections):

@@ -123,4 +123,4 @@ def reward_values(
 
 def shared_values(cfg: RunConfig, dtype: jnp.dtype) -> Values:
     """The values of the policy's own second head."""
-    return Values(cfg, Layout(training_rules(cfg), way=None, specs=None, dtype=dtype))
+    return Values(cfg, Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype))

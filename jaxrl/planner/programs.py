@@ -167,7 +167,7 @@ def run_parts(
         if needed[name]:
             lower[name] = functools.partial(_lower_score, cfg, shapes[name], scoring[name], mesh)
             holds[name] = (held,)
-    aliased, copied = scoring["score"].shares(state.params)
+    aliased, copied = scoring["score"].weight_bytes(state.params)
     parts = Parts(
         cfg=cfg,
         decoder=decoder,
@@ -210,7 +210,7 @@ def _with_engine(parts: Parts, params: Tree, dtype: jnp.dtype, memory_bytes: int
         implementation=None if name == "auto" else name,
     )
     weights = layout.abstract_weights(parts.decoder, mesh)
-    aliased, copied = layout.shares(params)
+    aliased, copied = layout.weight_bytes(params)
     copy = bytes_per_device(weights) - aliased
     state = sum(parts.resident.values())
     half = (cfg.rollout.memory_utilization * memory_bytes - state - copy) / 2

@@ -57,13 +57,13 @@ class Engines:
         A bar of that `name` shows how far this process is. Raises Interrupted, on every process, where one
         of them was asked to stop.
         """
-        of_process = self.layout.of_process
-        mine = prompts[hosts.local_slice(len(prompts))] if of_process else prompts
-        check = self.stop.check_local if of_process else self.stop.check
+        per_process = self.layout.per_process
+        mine = prompts[hosts.local_slice(len(prompts))] if per_process else prompts
+        check = self.stop.check_local if per_process else self.stop.check
         rollouts, metrics = [], {}
         with (
             # of one process: the check below raises it everywhere
-            contextlib.suppress(*[Interrupted] if of_process else []),
+            contextlib.suppress(*[Interrupted] if per_process else []),
             self.progress.phase(name, total=len(mine) * n) as bar,
         ):
             start = time.perf_counter()
@@ -82,7 +82,7 @@ class Engines:
                 version=version,
                 on_progress=on_progress,
             )
-        return self._of_all(prompts, rollouts, metrics, n) if of_process else (rollouts, metrics)
+        return self._of_all(prompts, rollouts, metrics, n) if per_process else (rollouts, metrics)
 
     def _answer(self) -> Callable[..., Sampled]:
         """How a prompt is answered: at once, or in turns with an environment."""

@@ -36,7 +36,7 @@ class Checkpoints:
 
         def put(part: Tree, like: Tree) -> Tree:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-            return jax.block_until_ready(self.layout.compact(jax.device_put(part, shardings)))
+            return jax.block_until_ready(self.layout.quantize(jax.device_put(part, shardings)))
 
         like = language_model(self.policy)
         return jax.tree.map(put, weights, like, is_leaf=lambda node: isinstance(node, Linear | MoE))

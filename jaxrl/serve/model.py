@@ -70,7 +70,7 @@ def open_model(
             if saved is not None and step:
                 params = saved.place(saved.read(step))
             else:
-                params = layout.compact(load_params(folder, layout.rules, decoder, layout.dtype))
+                params = layout.quantize(load_params(folder, layout.rules, decoder, layout.dtype))
             engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
             engine.warmup(params)
             pool = engine.scheduler.pool

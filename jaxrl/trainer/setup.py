@@ -110,7 +110,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         stack.enter_context(layout.on_mesh())
         with base.progress.waiting("loading weights, compiling prefill and decode"):
             params = load_params(base.model_folder, layout.rules, ready.decoder, layout.dtype)
-            params = layout.compact(params)
+            params = layout.quantize(params)
             engines.engine.warmup(params)
         yield Evaluation(prompts, rewards, reward_model, engines, params)
 
@@ -378,7 +378,7 @@ def reference(
     decoder: DecoderConfig,
 ) -> Decoder:
     """The frozen model that the policy is compared with: the model of step 0, or a teacher."""
-    if step == 0 and layout.way is None and not cfg.algorithm.teacher:
+    if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
         ref = layout.copy(state.params)
     else:
         with layout.on_mesh():
@@ -413,7 +413,7 @@ def make_engines(
 
 def check_not_in_step(cfg: RunConfig, layout: Layout) -> None:
     """Raises AgreedError where an engine over several processes is to answer to environments."""
-    if hosts.n_processes() > 1 and not layout.of_process:
+    if hosts.n_processes() > 1 and not layout.per_process:
         raise hosts.AgreedError(
             f"config.env.name={cfg.env.name!r}: environments answer the processes at different times, but one engine "
             "over all of them decodes in lock-step; set config.rollout.engines='process' and a mesh that allows it"

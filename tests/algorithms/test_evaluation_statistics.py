@@ -36,7 +36,9 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 
 def test_pass_at_k_of_more_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"pass@5 cannot be estimated from 4 samples .* at least 5"):
+    with pytest.raises(
+        ValueError, match=r"pass@5 cannot be estimated from 4 samples .* at least 5"
+    ):
         pass_at_k(np.array([1]), n=4, k=5)
 
 

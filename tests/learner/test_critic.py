@@ -174,7 +174,7 @@ def test_a_critic_lies_on_a_mesh_of_its_own():
     cfg = gae_config(mesh=RoleConfig(tensor=2), token_budget=256)
     with jax.set_mesh(make_mesh(fsdp=8)):
         critic = make_critic(cfg, Path(), MODEL, np.dtype(np.float32), 10)
-        assert critic.values.n_ranks == 4 and critic.values.layout.way is not None
+        assert critic.values.n_ranks == 4 and critic.values.layout.resharding is not None
         assert critic.state.params.layers[0].mlp.up.w.sharding.spec == jax.P("tensor", "fsdp")
         assert critic.state.params.score.shape == (1, 16) and critic.state.params.lm_head is None
         assert critic.values.cfg.learner.token_budget == 256

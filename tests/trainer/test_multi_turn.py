@@ -344,7 +344,7 @@ def test_an_engine_over_several_processes_takes_no_environment(env_config, monke
     cfg = resolve(env_config)
     check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
     monkeypatch.setattr("sharding.hosts.n_processes", lambda: 2)
-    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32"), of_process=True))
+    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32"), per_process=True))
     with pytest.raises(ValueError, match=r"lock-step; set config\.rollout\.engines='process'"):
         check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
 

@@ -60,7 +60,7 @@ def test_the_copy_of_a_rollout_is_gone_behind_it_and_the_rest_is_training_s(tiny
         assert not there.norm.w.is_deleted()
         np.testing.assert_array_equal(there.norm.w, params.norm.w)
         copied = sum(leaf.is_deleted() for leaf in jax.tree.leaves(there))
-        assert layout.shares(params)[0] > 0 and copied == 2 + 7 * MODEL.L
+        assert layout.weight_bytes(params)[0] > 0 and copied == 2 + 7 * MODEL.L
 
 
 def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
@@ -68,13 +68,13 @@ def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
         with jax.set_mesh(make_mesh(**sizes)):
             tiny_config.mesh.update({"fsdp": 1} | sizes)
             layout = rollout_layout(resolve(tiny_config), MODEL, jax.numpy.float32.dtype)
-        assert layout.way is None
+        assert layout.resharding is None
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"tensor": 3}, "8 devices are not shared out by replicas of 3 x 1 devices"),
+        ({"tensor": 3}, "8 devices cannot be divided into replicas of 3 x 1 devices"),
         ({"tensor": 4}, "2 kv heads over tensor=4.*Set config.rollout.tensor"),
         ({"tensor": 2, "layout": "training"}, "rollout.tensor=2 is of an engine's replica"),
     ],
