@@ -100,7 +100,7 @@ def remax(rewards: Groups, baselines: Float[np.ndarray, " P"]) -> Groups:
 
 
 def reinforce_plus_plus_baseline(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
-    """A = whiten(r - mean(r)): mean over each group, whitening over all response tokens of the step.
+    """A = whiten(r - mean(r)): group mean, whitening over all response tokens of the step.
 
     REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Raises ValueError for groups of one
     sample.
@@ -134,7 +134,7 @@ def distill(token_kl_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
 def gae(
     token_rewards: Tokens, values: Tokens, mask: Tokens, *, gamma: float, lam: float
 ) -> tuple[Tokens, Tokens]:
-    """(advantages, returns): A_t = Σ_k (γ λ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} - V_t, returns = A + V.
+    """(advantages, returns): A_t = Σ_k (γ λ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} - V_t; returns A + V.
 
     GAE, eq. 16 (https://arxiv.org/abs/1506.02438). A row starts at the first response token; the
     value after the last one is 0. The advantages are not whitened.

@@ -1,7 +1,7 @@
 """Preference losses over pairs of completions.
 
-Each loss takes r = log π(y|x) - log π_ref(y|x) of the chosen and of the rejected completions, summed
-over their tokens, [N], and returns one loss per pair, [N].
+Each loss takes r = log π(y|x) - log π_ref(y|x) of the chosen and of the rejected completions,
+summed over their tokens, [N], and returns one loss per pair, [N].
 
 A loss of sequence logprobs has the same gradient as a policy gradient whose advantage, at every
 token of a completion, is minus the derivative of the loss with respect to that completion's

@@ -1,4 +1,4 @@
-"""Rows of the algorithm tables: how the program finds a function by its configured name and calls it."""
+"""Rows of the algorithm tables: looking one up by its configured name, and calling it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ class Row(Protocol):
 
     @property
     def hyper_parameters(self) -> tuple[str, ...]:
-        """Keys of config.algorithm that the function takes as keyword arguments of the same name."""
+        """Keys of config.algorithm that the function takes as keyword-only arguments."""
         ...
 
 

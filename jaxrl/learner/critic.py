@@ -1,4 +1,4 @@
-"""Numbers for tokens: the values of PPO's critic, of a backbone of its own or the policy's, and a reward model's."""
+"""Per-token values of PPO's critic (separate or shared) and scores of a reward model."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from sharding import target_platform
 
 
 class Values:
-    """The values of packed tokens."""
+    """Computes the values, or scores, of packed tokens."""
 
     def __init__(self, cfg: RunConfig, layout: Layout):
         self.cfg, self.layout = cfg, layout
@@ -36,29 +36,32 @@ class Values:
         packed: Sequence[Packed],
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[np.ndarray]:
-        """[B, T] of each micro-batch, made for `n_ranks`; `on_batch` is called before each."""
-        found, rules = [], self.layout.rules
+        """Values [B, T] of each micro-batch; pack them for `n_ranks` data-parallel ranks.
+
+        `on_batch` is called before each device call.
+        """
+        result, rules = [], self.layout.rules
         with self.layout.on_mesh():
             for one in packed:
                 on_batch()
                 values = self.program(params, put_batch(one.batch, rules))
-                found.append(take_tokens(values, rules))
-        return found
+                result.append(take_tokens(values, rules))
+        return result
 
 
 @dataclasses.dataclass
 class Critic:
-    """A critic with a backbone of its own."""
+    """A separate critic: its model, optimizer and train state."""
 
-    folder: Path  # of its model
+    folder: Path  # model folder
     decoder: DecoderConfig
     values: Values
     optimizer: Optimizer
     update: Update
-    state: TrainState  # the only reference: an update donates it. Abstract until it is loaded
+    state: TrainState  # the only reference, since an update donates it; abstract until `load`
 
     def load(self, *, offload: bool) -> None:
-        """The state before the first update, from the folder."""
+        """Loads the model from the folder into the state before the first update."""
         layout = self.values.layout
         with layout.on_mesh():
             params = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
@@ -72,19 +75,19 @@ def make_critic(
     dtype: jnp.dtype,
     total_steps: int,
 ) -> Critic:
-    """The critic of a run, with an abstract state, where config.critic.mesh lays it out; training's mesh is set.
-    `backbone` is the shape of its model where the folder is not to be read.
+    """A separate critic in the layout of config.critic.mesh, with an abstract state.
 
-    Raises ValueError where those sizes divide neither the devices nor the model.
+    Training's mesh is the current one. With `backbone`, the shape of the model, the folder is not
+    read. Raises ValueError if the mesh sizes do not divide the devices or the model.
     """
-    own = cfg.critic_run
+    critic_run = cfg.critic_run
     backbone = model_config(folder) if backbone is None else backbone
-    decoder = for_platform(own, backbone, target_platform())[1]
+    decoder = for_platform(critic_run, backbone, target_platform())[1]
     decoder = dataclasses.replace(decoder, heads=("score",))
     layout = role_layout(cfg, "critic", decoder, dtype)
     mesh = layout.mesh(jax.sharding.get_mesh())
     specs = decoder_specs(decoder)
-    optimizer = make_optimizer(own.learner, total_steps * own.updates_per_step, specs)
+    optimizer = make_optimizer(critic_run.learner, total_steps * critic_run.updates_per_step, specs)
     with layout.on_mesh():
         state = abstract_state(
             specs,
@@ -94,33 +97,34 @@ def make_critic(
             mesh,
             offload="optimizer" in cfg.learner.offload,
         )
-    update = make_value_update(own, optimizer, layout.rules)
-    return Critic(folder, decoder, Values(own, layout), optimizer, update, state)
+    update = make_value_update(critic_run, optimizer, layout.rules)
+    return Critic(folder, decoder, Values(critic_run, layout), optimizer, update, state)
 
 
 def policy_steps(cfg: RunConfig, total_steps: int) -> int:
-    """Steps in which the policy learns. Raises ValueError where the critic's warm-up leaves none."""
-    if 0 < total_steps <= cfg.critic.warmup_steps:
+    """Number of steps that update the policy. Raises ValueError if critic warm-up leaves none."""
+    warmup_steps = cfg.critic.warmup_steps
+    if 0 < total_steps <= warmup_steps:
         raise ValueError(
-            f"config.critic.warmup_steps={cfg.critic.warmup_steps} leaves none of the {total_steps} steps to the policy; "
-            "set fewer"
+            f"config.critic.warmup_steps={warmup_steps} leaves none of the {total_steps} steps to "
+            "the policy; set fewer"
         )
-    return total_steps - cfg.critic.warmup_steps
+    return total_steps - warmup_steps
 
 
 def reward_values(
     cfg: RunConfig, backbone: DecoderConfig, dtype: jnp.dtype
 ) -> tuple[Values, DecoderConfig]:
-    """(the scores of config.reward_model, its shape where they are made); training's mesh is set.
+    """(scorer, model shape) of config.reward_model; training's mesh is the current one.
 
-    Raises ValueError as `make_critic`.
+    Raises ValueError if the mesh sizes do not divide the devices or the model.
     """
-    own = cfg.reward_model_run
-    decoder = for_platform(own, backbone, target_platform())[1]
+    reward_run = cfg.reward_model_run
+    decoder = for_platform(reward_run, backbone, target_platform())[1]
     decoder = dataclasses.replace(decoder, heads=("score",))
-    return Values(own, role_layout(cfg, "reward_model", decoder, dtype)), decoder
+    return Values(reward_run, role_layout(cfg, "reward_model", decoder, dtype)), decoder
 
 
 def shared_values(cfg: RunConfig, dtype: jnp.dtype) -> Values:
-    """The values of the policy's own second head."""
+    """Values from the value head on the policy's backbone (critic.shared)."""
     return Values(cfg, Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype))

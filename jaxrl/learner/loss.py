@@ -1,4 +1,4 @@
-"""From a model and a packed micro-batch to the loss: the one bridge from models to algorithms."""
+"""Loss of a packed micro-batch under a model: runs the model, then the objective of its targets."""
 
 import dataclasses
 
@@ -22,13 +22,13 @@ from jaxrl.models.layers.moe import RouterLoad
 from jaxrl.types import Batch
 from sharding import Rules, target_platform, unshuffle
 
-DEFAULT_CHUNK = {"cpu": 256}  # larger ones leave the cache: a third more time for an update
+DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take a third longer
 
 
 def score_tokens(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(logp, entropy) of the targets under the policy at the temperature that sampled them."""
+    """(logp, entropy) of the targets under the policy at the sampling temperature."""
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
     return logprob_entropy(hidden, params.unembed, batch.targets, **_head(params, cfg, rules))
 
@@ -36,15 +36,15 @@ def score_tokens(
 def count_tokens(
     params: Decoder, so_far: Balance, batch: Batch, *, cfg: RunConfig, rules: Rules
 ) -> Balance:
-    """Adds a micro-batch to the balance of its mini-batch. No logits, no gradient.
+    """Adds the expert load of a micro-batch to that of its mini-batch, without logits or gradient.
 
     Raises ValueError for a model without experts.
     """
     load = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")[1]
     if load is None:
         raise ValueError(
-            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but this "
-            f"{params.cfg.family} model has none; set it to 0"
+            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
+            f"this {params.cfg.family} model has none; set it to 0"
         )
     weight = aggregate_tokens(batch.mask, batch, cfg)[1]
     return jax.tree.map(jnp.add, so_far, Balance(load, weight))
@@ -53,7 +53,7 @@ def count_tokens(
 def score_values(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
 ) -> Float[Array, "B T"]:
-    """A critic's value of the state in which each target was sampled."""
+    """A critic's value of the state before each target."""
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat="none")
     return params.scores(hidden, rules)
 
@@ -61,7 +61,7 @@ def score_values(
 def value_loss_sums(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
 ) -> tuple[Float[Array, ""], LossSums]:
-    """`value_sums` of a critic with a backbone of its own."""
+    """`value_sums` of a separate critic."""
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
     values = params.scores(hidden, rules)
     values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), (values, batch))
@@ -78,24 +78,24 @@ def policy_loss_sums(
     cfg: RunConfig,
     rules: Rules,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """`token_loss_sums` of what the model says about the targets.
+    """`token_loss_sums` of the policy, plus value and load-balancing losses if used.
 
-    `ref_params` is needed for a KL over the vocabulary alone and gets no gradient. `balance`, of the whole
-    mini-batch, adds router_aux_coef times the load-balancing loss. A shared critic adds loss_coef times the
-    value loss.
+    Only a KL over the vocabulary needs `ref_params`, which gets no gradient. `balance`, counted
+    over the whole mini-batch, adds router_aux_coef times the load-balancing loss. A shared critic
+    adds loss_coef times the value loss.
     """
     hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
-    scores = _of_targets(params, ref_params, hidden, batch, cfg=cfg, rules=rules)
+    scores = _score_targets(params, ref_params, hidden, batch, cfg=cfg, rules=rules)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
     (logp, entropy, exact_kl), values, batch = jax.tree.map(
         lambda rows: unshuffle(rows, rules), (scores, values, batch)
     )
     loss, sums = token_loss_sums(logp, entropy, exact_kl, batch, coefs, cfg=cfg)
     if values is not None:
-        value, of_values = value_sums(values, batch, cfg=cfg)
+        value, extra = value_sums(values, batch, cfg=cfg)
         loss = loss + cfg.critic.loss_coef * value
         sums = dataclasses.replace(
-            sums, losses=of_values.losses | sums.losses, means=sums.means | of_values.means
+            sums, losses=extra.losses | sums.losses, means=sums.means | extra.means
         )
     if load is not None and balance is not None and balance.load is not None:
         aux = balance_loss(load, balance.load)
@@ -108,6 +108,7 @@ def policy_loss_sums(
 def hidden_states(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
+    """(final hidden states, expert load or None) of the packed rows."""
     implementation = None if cfg.model.attention == "auto" else cfg.model.attention
     return forward_routed(
         params,
@@ -120,7 +121,9 @@ def hidden_states(
     )
 
 
-def _of_targets(params: Decoder, ref_params: Decoder | None, hidden, batch: Batch, *, cfg, rules):
+def _score_targets(
+    params: Decoder, ref_params: Decoder | None, hidden, batch: Batch, *, cfg, rules
+):
     """(logp, entropy, exact KL or None), each [B, T]."""
     head = _head(params, cfg, rules)
     if not full_kl_in_loss(cfg):
@@ -141,7 +144,7 @@ def _of_targets(params: Decoder, ref_params: Decoder | None, hidden, batch: Batc
 
 
 def logprob_chunk(cfg: RunConfig) -> int:
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits are in memory at one time."""
     return cfg.learner.logprob_chunk or DEFAULT_CHUNK.get(target_platform(), 1024)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: schedule, clipping, and AdamW or SGD as an optax transformation."""
+"""Optimizer of a run: schedule, clipping, and AdamW or SGD as an optax transformation."""
 
 import dataclasses
 
@@ -14,18 +14,22 @@ from jaxrl.types import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """How a gradient becomes a step: scaled by `clip_factor`, then through the transformation."""
+    """Optax transformation with its schedule, gradient clipping and averaging.
+
+    A gradient is scaled by `clip_factor`, then goes through the transformation.
+    """
 
     transform: optax.GradientTransformation
     lr: optax.Schedule  # optimizer steps taken so far -> learning rate of the next one
     clip_norm: float  # 0 = off
-    ema: float = 0.0  # how much of the average of the weights a step keeps; 0 = none is kept
+    ema: float = 0.0  # decay of the moving average of the weights per step; 0 = no average
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD; with learner.ema an average of its weights.
+    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD from the learner's config.
 
-    `specs` is the model's parameter table: only its matrices decay, not biases and norms.
+    `specs` is the model's parameter table: weight decay applies to matrices only, not to biases and
+    norms.
     """
     lr = lr_schedule(cfg, total_updates)
     adamw = optax.adamw(
@@ -37,25 +41,25 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
 
 
 def clip_factor(norm: Float[Array, ""], clip_norm: float) -> Float[Array, ""]:
-    """min(1, clip_norm / norm) (https://arxiv.org/abs/1211.5063, algorithm 1); 1 where clip_norm is 0.
+    """min(1, clip_norm / norm) (https://arxiv.org/abs/1211.5063, algorithm 1); 1 if clip_norm is 0.
 
-    One number, so that it joins the division by the loss's weight: a gradient tree is never written
-    again just to be scaled, as it is by optax's own clipping.
+    A scalar, which is fused into the division by the loss's weight. optax's clipping would write
+    the whole gradient tree once more.
     """
     one = jnp.ones_like(norm)
     return one if clip_norm == 0 else jnp.minimum(one, clip_norm / norm)
 
 
 def matrices(specs: Tree) -> Tree:
-    """True at the parameters that are matrices in their Hugging Face file, however they lie here."""
+    """True for parameters that are matrices in the Hugging Face file, whatever their shape here."""
     return map_specs(lambda spec: len(spec.hf_shape) >= 2, specs)
 
 
 def lr_schedule(cfg: LearnerConfig, total_updates: int) -> optax.Schedule:
-    """Linear warm-up, lr (k + 1) / warmup_steps, so that update 0 already learns; then from lr down to
-    lr * min_lr_ratio at `total_updates`, by a line or half a cosine, or constant.
+    """Linear warm-up, then constant, or linear or cosine decay to lr * min_lr_ratio.
 
-    Raises ValueError where a falling schedule has no update left after warm-up.
+    The warm-up is lr (k + 1) / warmup_steps, so that update 0 has a positive rate. The decay ends
+    at `total_updates`. Raises ValueError if warm-up leaves no update to a decaying schedule.
     """
     low, warmup = cfg.min_lr_ratio, cfg.warmup_steps
     shapes = {
@@ -66,8 +70,9 @@ def lr_schedule(cfg: LearnerConfig, total_updates: int) -> optax.Schedule:
     shape = lookup(shapes, cfg.lr_schedule, "learner.lr_schedule")
     if cfg.lr_schedule != "constant" and total_updates <= warmup:
         raise ValueError(
-            f"the {cfg.lr_schedule} schedule has {total_updates} updates and all of them are warm-up "
-            f"(config.learner.warmup_steps = {warmup}); set fewer, or lr_schedule='constant'"
+            f"the {cfg.lr_schedule} schedule has {total_updates} updates and all of them are "
+            f"warm-up (config.learner.warmup_steps = {warmup}); set fewer, or "
+            "lr_schedule='constant'"
         )
 
     def lr(k):

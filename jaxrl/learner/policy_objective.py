@@ -1,4 +1,4 @@
-"""Objective of one packed micro-batch, from logprobs and values of its targets: the caller of losses."""
+"""Objective of one packed micro-batch from the logprobs and values of its targets."""
 
 import jax
 import jax.numpy as jnp
@@ -113,18 +113,7 @@ def token_loss_sums(
     # Masked once here, so that no value at a masked token can overflow below.
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
     rollout_logp = apply_mask(batch.rollout_logp, mask)
-    inputs = {
-        "logp": logp,
-        "old_logp": {
-            "policy": jax.lax.stop_gradient(logp),
-            "rollout": rollout_logp,
-            "recompute": apply_mask(batch.old_logp, mask),
-        }[ratio_source(cfg)],
-        "advantages": apply_mask(batch.advantages, mask),
-        "mask": mask,
-        "segments": batch.segments,
-        "selected": batch.selected > 0,
-    }
+    inputs = policy_loss_inputs(logp, rollout_logp, batch, cfg)
     policy, means = policy_loss(inputs, algo), {}
     if algo.has_correction:
         log_ratio = inputs["old_logp"] - rollout_logp
@@ -145,6 +134,25 @@ def token_loss_sums(
     more_means, maxima = ratio_metrics(inputs, rollout_logp, algo)
     sums = LossSums(losses, weight, means | more_means, maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
+
+
+def policy_loss_inputs(
+    logp: Float[Array, "B T"], rollout_logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig
+) -> dict[str, Array]:
+    """Every array that a row of `POLICY_LOSSES` can name; the logprobs are masked already."""
+    old_logp = {
+        "policy": jax.lax.stop_gradient(logp),
+        "rollout": rollout_logp,
+        "recompute": apply_mask(batch.old_logp, batch.mask),
+    }[ratio_source(cfg)]
+    return {
+        "logp": logp,
+        "old_logp": old_logp,
+        "advantages": apply_mask(batch.advantages, batch.mask),
+        "mask": batch.mask,
+        "segments": batch.segments,
+        "selected": batch.selected > 0,
+    }
 
 
 def policy_loss(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:

@@ -1,11 +1,13 @@
-"""The load-balancing loss of a mixture of experts, and what is told of its routers.
+"""Load-balancing loss and load metrics of the routers of a mixture of experts.
 
-L = E Σ_e f_e P_e (https://arxiv.org/abs/2101.03961, equations 4-6, as transformers computes it): f_e is
-the number of times that expert e was chosen over the number of tokens, P_e its mean probability, both
-over the tokens of all layers of the mini-batch. Perfect balance gives k, the experts of a token.
+L = E Σ_e f_e P_e (https://arxiv.org/abs/2101.03961, equations 4-6, as transformers computes it):
+f_e is the number of tokens routed to expert e over the number of tokens, P_e the mean router
+probability of e, both over the tokens of all layers of the mini-batch. Perfect balance gives k, the
+experts per token.
 
-f_e has no gradient. Once it is known, L is a sum over tokens, so it does not depend on how the
-mini-batch is cut into micro-batches; it is counted in a forward pass over all of them beforehand.
+f_e has no gradient. With f_e known, L is a sum over tokens, so it does not depend on the split of
+the mini-batch into micro-batches; a forward pass over all of them counts f_e before the first
+gradient.
 """
 
 import jax.numpy as jnp
@@ -19,30 +21,32 @@ from jaxrl.models.layers.moe import RouterLoad
 
 @struct.dataclass
 class Balance:
-    """What a whole mini-batch sends to the experts, known before its first gradient."""
+    """Expert load of a whole mini-batch, counted before its first gradient."""
 
-    load: RouterLoad | None  # of every layer
-    weight: types.Array  # float32 [], by which the summed loss will be divided
+    load: RouterLoad | None  # per layer
+    weight: types.Array  # float32 [], the divisor of the summed loss
 
 
 def no_load(model: DecoderConfig) -> RouterLoad | None:
-    """The load of no token; None of a dense model."""
+    """Zero load; None for a dense model."""
     if not model.E:
         return None
     zeros = jnp.zeros((model.L, model.E), jnp.float32)
     return RouterLoad(prob=zeros, count=zeros, n_tokens=zeros[:, 0])
 
 
-def balance_loss(load: RouterLoad, among: RouterLoad) -> Float[Array, ""]:
-    """The share of `load`'s tokens in L over the tokens `among` which they are; `load` alone carries a
-    gradient, through the probabilities."""
-    n = jnp.maximum(jnp.sum(among.n_tokens), 1.0)
-    chosen = jnp.sum(among.count, axis=0) / n
-    return among.count.shape[-1] * jnp.sum(chosen * jnp.sum(load.prob, axis=0)) / n
+def balance_loss(load: RouterLoad, total: RouterLoad) -> Float[Array, ""]:
+    """Contribution of the tokens of `load` to L over the tokens of `total`, which include them.
+
+    Only `load` has a gradient, through the probabilities.
+    """
+    n = jnp.maximum(jnp.sum(total.n_tokens), 1.0)
+    chosen = jnp.sum(total.count, axis=0) / n
+    return total.count.shape[-1] * jnp.sum(chosen * jnp.sum(load.prob, axis=0)) / n
 
 
 def router_metrics(load: RouterLoad | None) -> dict[str, Float[Array, ""]]:
-    """The loss L, and the largest and smallest load of an expert in any layer, over the mean load."""
+    """L, and the maximum and minimum load of an expert in any layer, relative to the mean load."""
     if load is None:
         return {}
     mean = jnp.maximum(jnp.mean(load.count, axis=-1, keepdims=True), 1e-9)

@@ -1,4 +1,4 @@
-"""The train state: parameters in the compute dtype, float32 moments, float32 master weights."""
+"""Train state: parameters in the compute dtype, float32 moments and float32 master weights."""
 
 import dataclasses
 
@@ -17,17 +17,19 @@ from sharding.memory import restore_memory_space
 
 @struct.dataclass
 class OptState:
-    """What the optimizer keeps between updates, laid out as the parameters are."""
+    """Optimizer state, sharded like the parameters."""
 
     inner: Tree  # optax's state: float32 moments
-    master: Tree  # float32 weights where the parameters are narrower, MaskedNode where they are not
-    ema: Tree = None  # float32 average of the weights, where the optimizer has one
+    master: Tree  # float32 weights of narrower parameters; MaskedNode for float32 ones
+    ema: Tree = None  # float32 moving average of the weights, if the optimizer keeps one
 
 
 def init_state(params: Tree, optimizer: Optimizer, *, offload: bool = False) -> TrainState:
-    """The state before the first update. `params` goes into it as it is and must not be kept elsewhere:
-    the first update donates it. With `offload` the optimizer's part lies with the host, and is on the
-    devices only during an optimizer step."""
+    """The state before the first update.
+
+    The state takes `params` over without a copy; drop other references, because the first update
+    donates it. `offload` keeps the optimizer state in host memory, except during an optimizer step.
+    """
     opt_state = jax.jit(_init_opt, static_argnums=(1, 2))(params, optimizer, offload)
     return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
@@ -41,7 +43,7 @@ def abstract_state(
     *,
     offload: bool = False,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state, for a restore that never holds it twice."""
+    """Shapes, dtypes and shardings of the state, to restore a checkpoint without a second copy."""
 
     def param(spec) -> jax.ShapeDtypeStruct:
         sharding = jax.sharding.NamedSharding(mesh, rules.spec(*spec.axes))
@@ -56,25 +58,25 @@ def abstract_state(
 
 
 def _init_opt(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
-    narrow = jax.tree.map(_master_of, params)
-    weights = _float32(params, narrow)
+    master = jax.tree.map(_master_weight, params)
+    weights = _float32(params, master)
     ema = (
         jax.tree.map(lambda w: jnp.copy(w.astype(jnp.float32)), weights) if optimizer.ema else None
     )
-    state = OptState(optimizer.transform.init(weights), narrow, ema)
+    state = OptState(optimizer.transform.init(weights), master, ema)
     return to_host(state) if offload else state
 
 
 def apply_gradients(
     state: TrainState, grads: Tree, optimizer: Optimizer, *, keep: Bool[Array, ""]
 ) -> TrainState:
-    """One optimizer step in float32 on the master weights; the parameters are their rounding. The average
-    of the weights, where one is kept, becomes ema * average + (1 - ema) * weights
-    (https://doi.org/10.1137/0330046).
+    """One optimizer step in float32 on the master weights; the parameters are rounded from them.
 
-    Where `keep` is true everything stays as it was (a gradient that is not finite must not spoil it).
+    A moving average of the weights, if kept, becomes ema * average + (1 - ema) * weights
+    (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
+    gradient).
     """
-    before = state.opt_state  # lies with the host where the run offloads it
+    before = state.opt_state  # in host memory if the run offloads it
     state = dataclasses.replace(state, opt_state=to_device(before))
     old = _float32(state.params, state.opt_state.master)
     updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
@@ -86,25 +88,25 @@ def apply_gradients(
         state.opt_state.master,
         new,
     )
-    ema, kept = state.opt_state.ema, optimizer.ema
-    if kept:
-        ema = jax.tree.map(lambda e, w: kept * e + (1.0 - kept) * w.astype(e.dtype), ema, new)
+    ema, decay = state.opt_state.ema, optimizer.ema
+    if decay:
+        ema = jax.tree.map(lambda e, w: decay * e + (1.0 - decay) * w.astype(e.dtype), ema, new)
     stepped = TrainState(params, OptState(inner, master, ema), state.step + 1)
     state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
     return dataclasses.replace(state, opt_state=restore_memory_space(state.opt_state, before))
 
 
 def averaged(state: TrainState) -> Tree:
-    """The average of the weights as a model, in the policy's dtype."""
+    """The moving average of the weights, as parameters in the policy's dtype."""
     average = to_device(state.opt_state.ema)
     return jax.tree.map(lambda p, e: e.astype(p.dtype), state.params, average)
 
 
-def _master_of(param: jax.Array):
+def _master_weight(param: jax.Array):
     wide = param.dtype.itemsize >= 4
     return optax.MaskedNode() if wide else param.astype(jnp.float32)
 
 
 def _float32(params: Tree, master: Tree) -> Tree:
-    """The weights that the optimizer works on."""
+    """The float32 weights that the optimizer updates."""
     return jax.tree.map(lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master)

@@ -1,4 +1,4 @@
-"""Scoring and updating, compiled: the only place where the learner meets jax.jit."""
+"""Compiled scoring and updates of the learner."""
 
 import collections
 import functools
@@ -36,40 +36,46 @@ Loss = Callable[..., tuple[jax.Array, LossSums]]
 
 @struct.dataclass
 class GradSums:
-    """Gradient of the summed loss, float32, and the sums that go with it."""
+    """float32 gradient of the summed loss, and the sums of losses and metrics."""
 
     grads: Tree
     sums: LossSums
 
 
 def put_batch(batch: Batch, rules: Rules) -> Batch:
-    """A host batch onto the mesh: rows over the data-parallel axes, tokens in the order of the rules.
-    Every process passes the whole batch."""
+    """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
+
+    Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
+    whole batch.
+    """
     ordered = jax.tree.map(lambda rows: mesh_order(rows, rules), batch)
     return tree.put_batch(ordered, rules.spec("batch", "time"))
 
 
 def take_tokens(per_token: jax.Array, rules: Rules) -> np.ndarray:
-    """A result [B, T] of the mesh on the host, tokens in their own order."""
+    """A device array [B, T] as a host array with tokens in sequence order."""
     return row_order(hosts.host_array(per_token), rules)
 
 
 def make_score(cfg: RunConfig, rules: Rules) -> Callable:
-    """score(params, batch) -> (logp, entropy) [B, T] of the targets, jitted; `take_tokens` reads them."""
+    """Jitted score(params, batch) -> (logp, entropy) [B, T] of the targets.
+
+    `take_tokens` brings the results to the host.
+    """
     return jax.jit(
         functools.partial(score_tokens, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
 def make_values(cfg: RunConfig, rules: Rules) -> Callable:
-    """values(params, batch) -> [B, T] of the states in which the targets were sampled, jitted."""
+    """Jitted values(params, batch) -> [B, T]: value of the state before each target."""
     return jax.jit(
         functools.partial(score_values, cfg=cfg, rules=rules), compiler_options=_options(cfg)
     )
 
 
 class Scorer:
-    """Logprobs by a role with a layout of its own."""
+    """Computes logprobs in the layout of a role (score or ref)."""
 
     def __init__(self, cfg: RunConfig, layout: Layout):
         self.layout = layout
@@ -82,18 +88,19 @@ class Scorer:
         batches: Sequence[Batch],
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[np.ndarray]:
-        """[B, T] of each of training's micro-batches, of weights that lie as the layout says, on its mesh.
+        """Logprobs [B, T] of each micro-batch of training.
 
-        Where the role has more data-parallel ranks than training, as many more micro-batches of one shape
-        go through together, so that a rank has as many rows. `on_batch` is called before each call.
+        `params` are sharded by the layout, whose mesh is the current one. If the role has more
+        data-parallel ranks than training, micro-batches of one shape are joined, so that a rank has
+        the same number of rows as in training. `on_batch` is called before each device call.
         """
         by_shape = collections.defaultdict(list)
         for i, batch in enumerate(batches):
             by_shape[batch.tokens.shape].append(i)
         found: dict[int, np.ndarray] = {}
-        for shape, places in by_shape.items():
-            for start in range(0, len(places), self._n_joined):
-                group = places[start : start + self._n_joined]
+        for shape, indices in by_shape.items():
+            for start in range(0, len(indices), self._n_joined):
+                group = indices[start : start + self._n_joined]
                 padding = [empty_batch(*shape)] * (self._n_joined - len(group))
                 parts = [*(batches[i] for i in group), *padding]
                 joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
@@ -105,17 +112,19 @@ class Scorer:
 
 
 def joined_batches(cfg: RunConfig, layout: Layout) -> int:
-    """Micro-batches of training that a role scores in one call; training's mesh is set.
+    """Number of micro-batches of training that a role scores in one call.
 
-    Raises ValueError where the data-parallel ranks of neither are a multiple of the other's.
+    Training's mesh is the current one. Raises ValueError unless the number of data-parallel ranks
+    of one is a multiple of that of the other.
     """
     ours = training_rules(cfg).n_shards("batch")
     with layout.on_mesh():
         theirs = layout.rules.n_shards("batch")
     if max(ours, theirs) % min(ours, theirs):
         raise ValueError(
-            f"scoring with {theirs} data-parallel ranks does not go with the {ours} of updates; set sizes in "
-            "config.score, config.ref and config.mesh of which one number is a multiple of the other"
+            f"scoring with {theirs} data-parallel ranks is incompatible with the {ours} ranks of "
+            "updates; set sizes in config.score, config.ref and config.mesh so that one number of "
+            "ranks is a multiple of the other"
         )
     return max(theirs // ours, 1)
 
@@ -127,9 +136,10 @@ def _options(cfg: RunConfig) -> dict[str, Any] | None:
 class Update:
     """One optimizer step over any number of micro-batches.
 
-    `accumulate` adds the gradient of a micro-batch to the running sums, `apply` divides once by the
-    weight of all of them. So the step does not depend on how the rollouts were cut and packed. A step
-    whose loss or gradient is not finite changes nothing and says so in optim/nonfinite.
+    `accumulate` adds the gradient of a micro-batch to the running sums; `apply` divides once by the
+    weight of all of them. So the step does not depend on packing or on the split into
+    micro-batches. A step with a non-finite loss or gradient leaves the state unchanged and sets
+    optim/nonfinite to 1.
     """
 
     def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, loss: Loss):
@@ -137,11 +147,11 @@ class Update:
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self.put = functools.partial(put_batch, rules=rules)
-        # As arrays where they change: as constants they would compile anew in every step.
+        # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
         self.zeros = jax.jit(functools.partial(_zeros, cfg=cfg.algorithm))
-        self.uncounted = jax.jit(_uncounted)
+        self.zero_balance = jax.jit(_zero_balance)
         jit = functools.partial(jax.jit, compiler_options=_options(cfg))
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
         self.count = jit(count, donate_argnames="so_far")
@@ -158,13 +168,13 @@ class Update:
         coefs: Coefs | None = None,
         on_micro_batch: Callable[[int], None] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """(next state, metrics). `state` is donated: nothing of it may be used afterwards.
+        """(next state, metrics). `state` is donated: it must not be used afterwards.
 
-        `extra_weight` counts rollouts without a gradient that were left out of `batches`, in the unit
-        of `algorithm.aggregation` (`idle_weight`). `coefs` are this update's weights of KL and entropy,
-        where the config adapts them. `on_micro_batch(i)` is called when micro-batch i is
-        done. With a load-balancing loss a first pass over the micro-batches counts the tokens of each
-        expert (learner/router.py).
+        `extra_weight` counts rollouts without gradient that `batches` leaves out, in the unit of
+        `algorithm.aggregation` (`idle_weight`). `coefs` are this update's coefficients of KL and
+        entropy, if the config adapts them. `on_micro_batch(i)` is called after micro-batch i. With
+        a load-balancing loss a first pass over the micro-batches counts the tokens of each expert
+        (learner/router.py).
         """
         total = self.zeros(state.params)
         balance = self.balance(state.params, batches, extra_weight)
@@ -181,13 +191,13 @@ class Update:
     def lower(
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
     ) -> dict[str, jax.stages.Lowered]:
-        """The programs of an update of (abstract) arguments, to compile ahead of the first call."""
+        """The programs of an update with (abstract) arguments, for ahead-of-time compilation."""
         mesh = jax.tree.leaves(state.params)[0].sharding.mesh
         total = on_mesh(jax.eval_shape(self.zeros, state.params), mesh)
         balance, counting = None, {}
         if self._balances:
-            uncounted = jax.eval_shape(self.uncounted, state.params, np.float32(0))
-            balance = on_mesh(uncounted, mesh)
+            zero_balance = jax.eval_shape(self.zero_balance, state.params, np.float32(0))
+            balance = on_mesh(zero_balance, mesh)
             counting = {"count": self.count.lower(state.params, balance, batch)}
         return counting | {
             "accumulate": self.accumulate.lower(
@@ -199,20 +209,20 @@ class Update:
     def balance(
         self, params: Tree, batches: Sequence[Batch], extra_weight: int | float = 0.0
     ) -> Balance | None:
-        """What the micro-batches together send to the experts; None without a load-balancing loss."""
+        """Expert load of all micro-batches together; None without a load-balancing loss."""
         if not self._balances:
             return None
-        balance = self.uncounted(params, np.float32(extra_weight))
+        balance = self.zero_balance(params, np.float32(extra_weight))
         for batch in batches:
             balance = self.count(params, balance, self.put(batch))
         return balance
 
     @property
     def n_compiled(self) -> int:
-        """Programs compiled by the calls so far; it stops growing after warm-up."""
+        """Number of programs compiled so far; constant after warm-up."""
         programs: tuple[Any, ...] = (
             self.zeros,
-            self.uncounted,
+            self.zero_balance,
             self.count,
             self.accumulate,
             self.apply,
@@ -220,7 +230,7 @@ class Update:
         return sum(program._cache_size() for program in programs)
 
     def _arrays(self, coefs: Coefs | None) -> Coefs | None:
-        """None where the config fixes the weights: then they are constants of the program."""
+        """None if the config fixes the coefficients: then they are constants of the program."""
         return jax.tree.map(np.float32, coefs or self._coefs) if self._adapts else None
 
     def _accumulate(
@@ -264,21 +274,19 @@ def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:
     return GradSums(grads, zero_sums(cfg, params.cfg))
 
 
-def _uncounted(params: Tree, extra_weight: jax.Array) -> Balance:
+def _zero_balance(params: Tree, extra_weight: jax.Array) -> Balance:
     return Balance(no_load(params.cfg), extra_weight)
 
 
 def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
-    """The policy's update; `optimizer` is that of its train state."""
+    """Update of the policy; `optimizer` must be the one that made the train state."""
     return Update(cfg, optimizer, rules, policy_loss_sums)
 
 
 def make_value_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
-    """The update of a critic of its own; `cfg` is `RunConfig.critic_run`."""
-    return Update(cfg, optimizer, rules, _values_alone)
+    """Update of a separate critic; `cfg` is `RunConfig.critic_run`."""
+    return Update(cfg, optimizer, rules, _value_loss)
 
 
-def _values_alone(
-    params, ref_params, batch: Batch, balance, coefs, *, cfg: RunConfig, rules: Rules
-):
+def _value_loss(params, ref_params, batch: Batch, balance, coefs, *, cfg: RunConfig, rules: Rules):
     return value_loss_sums(params, batch, cfg=cfg, rules=rules)

@@ -1,9 +1,9 @@
-"""Options of the XLA compiler for scoring and updates: named sets per backend, or single ones."""
+"""XLA compiler options for scoring and updates: named sets per backend, or single options."""
 
 from collections.abc import Sequence
 
-# What a set turns on. Overlap: collectives run beside computing. Prefetch: the weights of the next layer are
-# gathered while this one computes (verl: forward prefetch, OpenRLHF: overlap_comm).
+# overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
+# weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).
 SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
     "overlap": {
         "tpu": {
@@ -43,8 +43,10 @@ SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
 
 
 def compiler_options(names: Sequence[str], platform: str) -> dict[str, bool | int | str]:
-    """The options that the names of config.learner.xla mean on a platform: those of a set, or NAME=VALUE
-    as it stands. Raises ValueError for a name that is neither."""
+    """Compiler options of config.learner.xla on a platform: named sets or 'name=value' options.
+
+    Raises ValueError for a name that is neither.
+    """
     options: dict[str, bool | int | str] = {}
     for name in names:
         option, equals, value = name.partition("=")
@@ -54,14 +56,14 @@ def compiler_options(names: Sequence[str], platform: str) -> dict[str, bool | in
             options |= SETS[name][platform]
         else:
             raise ValueError(
-                f"config.learner.xla has {name!r}, which is no set of compiler options; set some of "
-                f"{', '.join(SETS)}, or 'xla_option=value'"
+                f"config.learner.xla has {name!r}, which is no set of compiler options; set some "
+                f"of {', '.join(SETS)}, or 'xla_option=value'"
             )
     return options
 
 
 def _value(text: str) -> bool | int | str:
-    """A Boolean or a number where the text is one: XLA does not take them as text."""
+    """Boolean or integer if the text is one, which XLA does not accept as text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if text.lstrip("-").isdigit() else text

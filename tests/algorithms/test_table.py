@@ -50,7 +50,9 @@ def test_the_config_checks_know_the_preconditions_of_the_tables():
     token_level = {n for n, row in ADVANTAGES.items() if row.level == "token"}
     assert set(choices.TOKEN_ADVANTAGES) == token_level
     assert {n for n, row in ADVANTAGES.items() if row.needs_critic} == {"gae"}
-    assert set(choices.FULL_KLS) == {n for n, row in KL_ESTIMATORS.items() if "exact_kl" in row.inputs}
+    assert set(choices.FULL_KLS) == {
+        n for n, row in KL_ESTIMATORS.items() if "exact_kl" in row.inputs
+    }
     selecting = {n for n, row in POLICY_LOSSES.items() if "selected" in row.inputs}
     assert set(SELECTIONS) == selecting
 
