@@ -31,7 +31,7 @@ from jaxrl.config.command_line import override, read_args, read_options, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
-from jaxrl.io.tracking.json_lines import JsonLines, plain
+from jaxrl.io.tracking.json_lines import JsonLines, json_safe
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.folder import run_in
@@ -142,7 +142,7 @@ def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> Non
     samples = JsonLines(folder / "samples.jsonl", resume_step=None)
     samples.write(*sample_records(rollouts, kind="evaluation"))
     samples.close()
-    (folder / "summary.json").write_text(json.dumps(plain(summary), indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(json_safe(summary), indent=2) + "\n")
 
 
 def table(summary: dict) -> str:

@@ -146,8 +146,8 @@ def _answer(row: dict[str, Any], place: str) -> str:
 def _missing(row: dict[str, Any], place: str) -> str:
     return (
         f"{place} has the columns {columns(row)}; required are a prompt "
-        f"({', '.join(_PROMPT_COLUMNS)}) and an answer (reward_model with ground_truth, or answer); "
-        "rename the columns or convert the file as scripts/prepare_gsm8k.py does"
+        f"({', '.join(_PROMPT_COLUMNS)}) and an answer (reward_model with ground_truth, or "
+        "answer); rename the columns or convert the file as scripts/prepare_gsm8k.py does"
     )
 
 

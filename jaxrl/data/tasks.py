@@ -87,9 +87,9 @@ def arithmetic(
 ) -> list[Question]:
     """`size` questions "What is 12 + 34?", equally many per digit count, in random order.
 
-    All terms of a question have the same number of digits (one digit: 0-9, two: 10-99, ...). A tenth
-    of all possible questions is held out for split="val". The split depends only on the question, so
-    train and val are disjoint for all seeds, and a + b is in the same split as b + a.
+    All terms of a question have the same number of digits (one digit: 0-9, two: 10-99, ...). A
+    tenth of all possible questions is held out for split="val". The split depends only on the
+    question, so train and val are disjoint for all seeds, and a + b is in the split of b + a.
 
     Training questions repeat only after all have been used. Validation questions never repeat, so
     there are fewer than `size` if the digit counts have fewer.
@@ -166,8 +166,8 @@ def _reasoning_gym(name: str, options: dict[str, str]) -> list[Question]:
         entries = list(gym.create_dataset(name, **settings))
     except Exception as error:  # foreign code
         raise ValueError(
-            f"reasoning_gym:{name} with {settings} cannot be created ({error}); see reasoning-gym's "
-            "gallery for names and options"
+            f"reasoning_gym:{name} with {settings} cannot be created ({error}); see "
+            "reasoning-gym's gallery for names and options"
         ) from error
     return [
         Question(
@@ -185,7 +185,8 @@ def _integers(text: str, option: str, source: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(
-            f"{option}={text!r} in {source!r} is not an integer or a list of integers; write for example {option}=2"
+            f"{option}={text!r} in {source!r} is not an integer or a list of integers; write for "
+            f"example {option}=2"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: loading, checks against a model, stop and padding tokens."""
+"""The tokenizer of a checkpoint folder: loading, checks, stop and padding tokens."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is not a folder; set model.path to a checkpoint folder in Hugging Face format"
+            f"{folder} is not a folder; set model.path to a Hugging Face checkpoint folder"
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise FileNotFoundError(

@@ -20,8 +20,8 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }
 _MAX_CHARS = 200  # of an expression
 _INSTRUCTIONS = (
-    "First write what is to be calculated, as in <calc>12 * 34</calc>. You are told its result. Then "
-    "answer with the result alone."
+    "First write what is to be calculated, as in <calc>12 * 34</calc>. You are told its result. "
+    "Then answer with the result alone."
 )
 
 

@@ -29,8 +29,8 @@ class GuessNumber:
         self.number = int(answer[0]) if answer else drawn
         self.n_wrong = 0
         text = (
-            f"I think of a number from 0 to {self.most}. You have {self.tries} guesses, and after each "
-            "I say higher or lower. Write only the number. Your first guess?"
+            f"I think of a number from 0 to {self.most}. You have {self.tries} guesses, and after "
+            "each I say higher or lower. Write only the number. Your first guess?"
         )
         question = {"role": "user", "content": text}
         return [question, *self._example_game(), question] if self.example else [question]

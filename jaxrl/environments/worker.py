@@ -78,7 +78,10 @@ def check_factory(factory: EnvironmentFactory, name: str) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kills an episode's process and its children. Only this waits for it, so the id is not reused."""
+    """Kills an episode's process and its children.
+
+    The id cannot have been reused: only this function waits for the process.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no process group yet
         os.killpg(pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)

@@ -14,11 +14,11 @@ from jaxrl.workers.process import connect, error_text, time_limit
 
 
 class Result(NamedTuple):
-    """The result of a function for one response: a finite score, or the reason why there is none."""
+    """The result of a function for one response: a finite score, or an error."""
 
     score: float
     parts: dict[str, float]  # further numbers that the function returned
-    error: str
+    error: str  # why there is no score; "" if there is one
 
 
 def main(fd: int) -> None:

@@ -246,8 +246,8 @@ class Checkpointer:
         needed, free = sum(n for n, _ in found), min(n for _, n in found)
         if needed > free:
             raise CheckpointError(
-                f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} GiB "
-                f"and {free / 2**30:.2f} GiB are free; free disk space, lower "
+                f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} "
+                f"GiB and {free / 2**30:.2f} GiB are free; free disk space, lower "
                 f"config.checkpoint.keep (now {self.cfg.keep}) or set another config.run_dir"
             )
 

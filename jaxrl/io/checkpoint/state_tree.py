@@ -108,7 +108,7 @@ class Reader:
         self.saved = saved
 
     def request(self) -> dict[str, Any]:
-        """Abstract leaves in the checkpoint's structure, sharded so that assembling moves no data."""
+        """Abstract leaves in the checkpoint's structure; assembling them moves no data."""
         out: dict[str, Any] = {}
         for path, piece in self.pieces.items():
             leaf, sharding = self.wanted[path], self.shardings[path]

@@ -44,7 +44,7 @@ def read_weights(directory: Path, step: int, wanted: Tree) -> Tree:
         ]
     except StructureError as error:
         raise CheckpointError(
-            f"the checkpoint {path} is from another model: {error}; load it with that model's config"
+            f"the checkpoint {path} is from another model: {error}; use that model's config"
         ) from error
     except Exception as error:
         steps = complete_steps(directory)
@@ -82,7 +82,7 @@ def read_arrays(path: Path, saved: dict[str, Any]) -> Tree:
 
 
 def assemble(piece: Piece, read: dict[str, np.ndarray]) -> np.ndarray:
-    """One leaf from the arrays in `read`, which are removed unless other leaves are slices of them."""
+    """One leaf from the arrays in `read`; arrays that no other leaf needs are removed."""
     if piece.kind == "slice":
         return read[piece.paths[0]][piece.index]
     arrays = [read.pop(name) for name in piece.paths]

@@ -1,4 +1,4 @@
-"""The console's view of a run: a table that grows by a line a step, and sampled completions."""
+"""Console output of a run: a table with one line per step, and sampled completions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from jaxrl.config.keys import LogConfig
 from jaxrl.io.tracking.progress import duration
 
 HEADER_EVERY = 20
-SHOWN_CHARS = 600  # of a prompt or a completion
+MAX_CHARS = 600  # of a prompt or a completion
 
 
 def compact(value: float) -> str:
-    """Four characters of a number that matter: 0.431, 9.1, 412, 1e-05."""
+    """A number in about five characters: 0.431, 9.06, 412, 1e-05."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -30,39 +30,45 @@ def one_decimal(value: float) -> str:
     return f"{value:.1f}"
 
 
-# title, metric names of which the first there is shown, width, format
+# title, metric names (the first one present is shown), width, format
 Column = tuple[str, tuple[str, ...], int, Callable[[float], str]]
-LAST: tuple[Column, ...] = (
+COMMON_COLUMNS: tuple[Column, ...] = (
     ("grad", ("optim/grad_norm",), 7, compact),
     ("lr", ("optim/lr",), 7, compact),
     ("tok/s", ("perf/tokens_per_s", "rollout/tokens_per_s"), 7, compact),
     ("s", ("time/step_s",), 7, one_decimal),
 )
-SAMPLED: tuple[Column, ...] = (
+RL_COLUMNS: tuple[Column, ...] = (
     ("reward", ("reward/mean",), 7, compact),
     ("len", ("rollout/response_len",), 7, one_decimal),
     ("kl", ("loss/kl", "reward/kl", "loss/approx_kl"), 7, compact),
     ("entropy", ("loss/entropy",), 8, compact),
     ("clip", ("loss/clip_fraction",), 7, compact),
     ("mismatch", ("mismatch/logp_diff_mean",), 9, compact),
-    *LAST,
+    *COMMON_COLUMNS,
 )
-GIVEN: tuple[Column, ...] = (
+OFFLINE_COLUMNS: tuple[Column, ...] = (
     ("loss", ("loss/nll", "preference/loss"), 8, compact),
     ("accuracy", ("preference/accuracy",), 10, compact),
     ("margin", ("preference/margin",), 8, compact),
     ("entropy", ("loss/entropy",), 9, compact),
-    *LAST,
+    *COMMON_COLUMNS,
 )
 
 
-def cell(names: Sequence[str], values: dict[str, float], width: int, show) -> str:
+def cell(
+    names: Sequence[str], values: dict[str, float], width: int, show: Callable[[float], str]
+) -> str:
+    """The first of the metrics that is in `values`, right-aligned; "-" if none is."""
     found = next((values[name] for name in names if name in values), None)
     return f"{'-' if found is None else show(found):>{width}}"
 
 
-def printable(text: str, limit: int = SHOWN_CHARS) -> str:
-    """`text` without control characters, which would reach the terminal; a long one loses its middle."""
+def printable(text: str, limit: int = MAX_CHARS) -> str:
+    """`text` without control characters, which the terminal would interpret.
+
+    A text over `limit` characters loses its middle.
+    """
     if len(text) > limit:
         text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
     return "".join(
@@ -71,7 +77,7 @@ def printable(text: str, limit: int = SHOWN_CHARS) -> str:
 
 
 class ConsoleLogger:
-    """Prints metrics, sample completions every `cfg.samples_every` steps, and text."""
+    """Prints metrics, text, and sampled completions every `cfg.samples_every` steps."""
 
     def __init__(self, cfg: LogConfig, total_steps: int = 0, console: Console | None = None):
         self.cfg, self.total_steps = cfg, total_steps
@@ -90,7 +96,7 @@ class ConsoleLogger:
         every = self.cfg.samples_every
         if not every or not records or (step % every and records[0].get("kind") != "val"):
             return
-        for record in telling(records, self.cfg.samples):
+        for record in representative_samples(records, self.cfg.samples):
             self._print(sample_panel(step, record, min(self.console.width, 100)))
 
     def text(self, text: str) -> None:
@@ -100,17 +106,17 @@ class ConsoleLogger:
         pass
 
     def _step_line(self, step: int, values: dict[str, float]) -> None:
-        columns = SAMPLED if "reward/mean" in values else GIVEN
-        of = f"{step}/{self.total_steps}" if self.total_steps else str(step)
+        columns = RL_COLUMNS if "reward/mean" in values else OFFLINE_COLUMNS
+        count = f"{step}/{self.total_steps}" if self.total_steps else str(step)
         if self._n_lines % HEADER_EVERY == 0:
             titles = "".join(f"{title:>{width}}" for title, _, width, _ in columns)
             self._print(Text(f"{'step':>9}{titles}{'left':>9}", "bold cyan"))
         self._n_lines += 1
         cells = (cell(names, values, width, show) for _, names, width, show in columns)
-        self._print(Text(f"{of:>9}{''.join(cells)}{self._left(step, values):>9}"))
+        self._print(Text(f"{count:>9}{''.join(cells)}{self._left(step, values):>9}"))
 
     def _left(self, step: int, values: dict[str, float]) -> str:
-        """Time to the last step at the median pace of the last ones."""
+        """Remaining time of the run, at the median pace of the last 32 steps."""
         self._seconds = [*self._seconds[-31:], values.get("time/step_s", math.nan)]
         if not self.total_steps or not math.isfinite(
             pace := sorted(self._seconds)[len(self._seconds) // 2]
@@ -121,24 +127,25 @@ class ConsoleLogger:
     def _validation_line(self, step: int, values: dict[str, float]) -> None:
         shown = {n.removeprefix("val/"): v for n, v in values.items() if n.startswith("val/")}
         first = {name: shown.pop(name) for name in ("reward", "nll", "loss") if name in shown}
-        words = "  ".join(f"{n} {compact(v)}" for n, v in (first | shown).items() if telling_of(n))
+        headline = {n: v for n, v in (first | shown).items() if is_headline(n)}
+        line = "  ".join(f"{name} {compact(value)}" for name, value in headline.items())
         seconds = f"  ({values['time/val_s']:.1f} s)" if "time/val_s" in values else ""
         self._print(
-            Text.assemble(("validation", "bold green"), f" after step {step}:  {words}{seconds}")
+            Text.assemble(("validation", "bold green"), f" after step {step}:  {line}{seconds}")
         )
 
     def _print(self, what: Text | Panel) -> None:
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
 
-def telling_of(metric: str) -> bool:
-    """Whether a validation metric is worth a place in the line: of all prompts, or a source's reward."""
-    of_all = "/" not in metric and not metric.endswith("_stderr")
-    return of_all or metric.endswith("/reward")
+def is_headline(metric: str) -> bool:
+    """Whether the validation line has the metric: one over all prompts, or the reward of a source."""
+    overall = "/" not in metric and not metric.endswith("_stderr")
+    return overall or metric.endswith("/reward")
 
 
-def telling(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """`n` of the records: the one with the highest reward, the one with the lowest, then in order."""
+def representative_samples(records: list[dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """`n` records: the one with the highest reward, the one with the lowest, then in order."""
     by_reward = sorted(range(len(records)), key=lambda i: -records[i].get("reward", 0.0))
     order = dict.fromkeys([by_reward[0], by_reward[-1], *range(len(records))])
     return [records[i] for i in list(order)[:n]]
@@ -154,11 +161,12 @@ def sample_panel(step: int, record: dict[str, Any], width: int) -> Panel:
     error = f"  error: {printable(record['error'], 120)}" if record.get("error") else ""
     answer = printable(str(record.get("answer", "")), 120)
     title = f"{record.get('kind', 'train')} sample, step {step}"
-    below = f"reward {compact(record.get('reward', 0.0))}  answer {answer}  {record.get('finish', '')}{error}"
+    reward = compact(record.get("reward", 0.0))
+    summary = f"reward {reward}  answer {answer}  {record.get('finish', '')}{error}"
     return Panel(
         body,
         title=Text(title),
-        subtitle=Text(below),
+        subtitle=Text(summary),
         title_align="left",
         subtitle_align="left",
         border_style="green" if good else "bright_black",

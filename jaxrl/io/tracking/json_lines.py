@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: the record of a run that everything else can be made from again."""
+"""metrics.jsonl and samples.jsonl: the record of a run, from which all else can be derived."""
 
 import json
 import math
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 
-def plain(value: Any) -> Any:
-    """`value` with what JSON has no number for as a string that float() reads: NaN, Infinity."""
+def json_safe(value: Any) -> Any:
+    """`value` with NaN and infinities as strings that float() reads: JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: json_safe(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [json_safe(one) for one in value]
     return value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; [] where there is none. Lines cut off by a crash are left out."""
+    """The objects in a JSON-lines file; [] without a file. Truncated lines are skipped."""
     out = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -33,14 +33,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """One object per line, on disk when `write` returns.
+    """A file with one object per line, on disk when `write` returns.
 
-    A line that could not be written (full disk) is kept and written before the next one; what was
-    written of it is cut off again, so that the file always ends with a whole line.
+    A line that cannot be written (full disk) is kept and written before the next one. Its partial
+    output is truncated, so the file always ends with a complete line.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None):
-        """Goes on with the lines up to `resume_step`; None starts the file anew."""
+        """Keeps the lines up to `resume_step`; None starts an empty file."""
         self.path = path
         kept = [] if resume_step is None else read_lines(path)
         lines = [
@@ -60,7 +60,7 @@ class JsonLines:
                 n = self._file.write(self._pending)
                 self._pending = self._pending[n:]
         except OSError:
-            self._pending = self._torn() + self._pending
+            self._pending = self._truncate_partial() + self._pending
             raise
         self._good = self._file.tell()
 
@@ -71,17 +71,17 @@ class JsonLines:
         finally:
             self._file.close()
 
-    def _torn(self) -> bytes:
-        """Cuts off what was written since the last good line and returns it."""
+    def _truncate_partial(self) -> bytes:
+        """Truncates the file to the last complete line and returns the removed bytes."""
         with open(self.path, "rb+") as file:
             file.seek(self._good)
-            torn = file.read()
+            partial = file.read()
             file.truncate(self._good)
-        return torn
+        return partial
 
     @staticmethod
     def _line(record: dict[str, Any]) -> str:
-        return json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class JsonlLogger:
@@ -98,7 +98,7 @@ class JsonlLogger:
         self._samples.write(*({"step": step, **record} for record in records))
 
     def text(self, text: str) -> None:
-        """Free text is not part of the record."""
+        """Ignored: free text is not part of the record."""
 
     def close(self) -> None:
         self._metrics.close()

@@ -1,4 +1,4 @@
-"""Where metrics and samples of a run go: one interface, and a fan-out that no failing part can stop."""
+"""Loggers of metrics and samples: one interface, and a fan-out that tolerates failing loggers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,28 +14,28 @@ from jaxrl.io.tracking.json_lines import JsonlLogger
 from jaxrl.io.tracking.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
 from sharding.hosts import is_main_process
 
-SERVICES = ("wandb", "mlflow")  # may be down when a run starts
+SERVICES = ("wandb", "mlflow")  # may be unreachable when a run starts
 
 
 @runtime_checkable
 class Logger(Protocol):
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Metrics of a step; may come more than once a step (validation comes by itself)."""
+        """Logs metrics of a step. Called more than once per step: validation is separate."""
         ...
 
     def samples(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Sampled completions, the fields of samples.jsonl without the step."""
+        """Logs sampled completions, with the fields of samples.jsonl except the step."""
         ...
 
     def text(self, text: str) -> None:
-        """Words for the reader."""
+        """Logs free text for the reader."""
         ...
 
     def close(self) -> None: ...
 
 
 class Fanout:
-    """Hands everything to all loggers. One that fails is warned about once and asked again next time."""
+    """Passes everything to all loggers. A failing logger is reported once and retried every time."""
 
     def __init__(self, loggers: dict[str, Logger]):
         self.loggers = loggers
@@ -65,12 +65,13 @@ class Fanout:
     def _warn(self, name: str, error: Exception) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            warn(f"the logger {name!r} fails and the run goes on without it", error)
+            warn(f"the logger {name!r} fails; the run continues without it", error)
 
 
-def warn(what: str, error: Exception) -> None:
-    words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    rich.get_console().print(Text(f"warning: {what}: {words}", "yellow"), soft_wrap=True)
+def warn(message: str, error: Exception) -> None:
+    """Prints a warning and the error in one line."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    rich.get_console().print(Text(f"warning: {message}: {reason}", "yellow"), soft_wrap=True)
 
 
 def make_loggers(
@@ -81,12 +82,13 @@ def make_loggers(
     *,
     total_steps: int = 0,
 ) -> Logger:
-    """The loggers named in `cfg.loggers`; none in any process but the first.
+    """The loggers named in `cfg.loggers`; none in processes other than the main process.
 
-    `resume_step` is the step of the checkpoint that the run goes on from: what was logged later is
-    dropped. None is a new run: files of an earlier one in the same folder are started anew.
-    Raises ValueError for a name that is not known or a package that is not installed. A service that
-    cannot be reached is warned about and left out.
+    `resume_step` is the step of the checkpoint that the run resumes from; later records are
+    dropped. None is a new run, which overwrites the files of an earlier run in the folder.
+
+    Raises ValueError for an unknown name or a package that is not installed. A service that cannot
+    be reached is logged and skipped.
     """
     if not is_main_process():
         return Fanout({})
@@ -94,23 +96,25 @@ def make_loggers(
     run_dir.mkdir(parents=True, exist_ok=True)
     flat = flatten(to_dict(config))
     total = total_steps or config.total_steps
-    makers: dict[str, Callable[[], Logger]] = {
+    factories: dict[str, Callable[[], Logger]] = {
         "console": lambda: ConsoleLogger(cfg, total),
         "jsonl": lambda: JsonlLogger(run_dir, resume_step),
         "tensorboard": lambda: TensorBoardLogger(cfg, run_dir, resume_step),
         "wandb": lambda: WandbLogger(cfg, run_dir, config.name, flat, resume_step),
         "mlflow": lambda: MlflowLogger(cfg, run_dir, config.name, flat, resume_step),
     }
-    if unknown := [name for name in cfg.loggers if name not in makers]:
-        raise ValueError(f"config.log.loggers has {unknown}; the loggers are {', '.join(makers)}")
+    if unknown := [name for name in cfg.loggers if name not in factories]:
+        raise ValueError(
+            f"config.log.loggers has {unknown}; set names among {', '.join(factories)}"
+        )
     loggers: dict[str, Logger] = {}
     for name in cfg.loggers:
         try:
-            loggers[name] = makers[name]()
+            loggers[name] = factories[name]()
         except MissingPackage:
             raise
         except Exception as error:
             if name not in SERVICES:
                 raise
-            warn(f"the logger {name!r} does not start and the run goes on without it", error)
+            warn(f"the logger {name!r} does not start; the run continues without it", error)
     return Fanout(loggers)

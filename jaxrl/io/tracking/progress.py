@@ -1,4 +1,4 @@
-"""What a run is doing at this moment: status lines, and bars with the time that is left."""
+"""Progress of a run: status lines, and bars with the remaining time."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from rich.text import Text
 from sharding.hosts import is_main_process
 
 BAR_CHARS = 24
-NOTABLE_COMPILE_S = 1.0  # programs that compile faster are not worth a line
+MIN_COMPILE_S = 1.0  # programs that compile faster get no status line
 
 
 def duration(seconds: float) -> str:
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """One phase under way. Made by Progress.phase."""
+    """The bar of one running phase. Created by Progress.phase."""
 
     def __init__(self, owner: "Progress", name: str, total: int):
         self.name, self.total, self.done, self.info = name, total, 0, ""
@@ -35,33 +35,33 @@ class Bar:
         self._owner = owner
 
     def advance(self, n: int = 1, info: str = "") -> None:
-        """`n` more are done; `info` is shown beside the count, e.g. "412 tok/s"."""
+        """Adds `n` to the count; `info` is shown after the count, e.g. "412 tok/s"."""
         self.update(self.done + n, info)
 
     def update(self, done: int, info: str = "") -> None:
-        """`done` are done in all."""
+        """Sets the count to `done`."""
         self.done, self.info = done, info or self.info
-        self._owner.moved(self)
+        self._owner.bar_moved(self)
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds to the end at the pace so far; None before there is a pace."""
+    def remaining_s(self) -> float | None:
+        """Remaining seconds at the pace so far; None before the first update."""
         if not 0 < self.done <= self.total:
             return None
         return (time.monotonic() - self.start) / self.done * (self.total - self.done)
 
-    def words(self) -> str:
-        left = f", {duration(self.left_s)} left" if self.left_s is not None else ""
+    def line(self) -> str:
+        left = f", {duration(self.remaining_s)} left" if self.remaining_s is not None else ""
         info = f", {self.info}" if self.info else ""
         spent = duration(time.monotonic() - self.start)
         return f"{self.name} {self.done}/{self.total}{info}, {spent}{left}"
 
 
 class Progress:
-    """Status lines at once; in a terminal also live bars, in a pipe a plain line every `interval_s`.
+    """Prints status lines and bars: live in a terminal, a line every `interval_s` in a pipe.
 
-    Silent under pytest, and in all processes of a run but the first. The console is rich's own, so
-    that lines printed by loggers go above the bars.
+    Silent under pytest and in processes other than the main process. The default console is rich's
+    global one, so that lines printed by loggers appear above the bars.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Progress:
         self.console = console or rich.get_console()
         self.quiet = ("pytest" in sys.modules or not is_main_process()) if quiet is None else quiet
         self.interval_s = interval_s
-        self._start = self._spoke = time.monotonic()
+        self._start = self._last_line = time.monotonic()
         self._bars: list[Bar] = []
         self._waiting: list[tuple[str, float]] = []
         self._steps: tuple[int, int] | None = None  # done, total
-        self._first: tuple[int, float] | None = None  # the first `done` heard of, and when
+        self._first: tuple[int, float] | None = None  # first reported `done`, and when
         self._live: Live | None = None
 
     def __enter__(self) -> "Progress":
@@ -94,20 +94,20 @@ class Progress:
             self._live = None
 
     def status(self, text: str) -> None:
-        """A line that stays, with the time since the start before it."""
+        """Prints a permanent line, prefixed with the time since the start."""
         if not self.quiet:
             since = f"{duration(time.monotonic() - self._start):>7}"
             line = Text.assemble((since, "dim"), "  ", text)
             self.console.print(line, soft_wrap=True)
 
     def compiled(self, name: str, seconds: float) -> None:
-        """A program was compiled."""
-        if seconds >= NOTABLE_COMPILE_S:
+        """Reports a compilation, unless it was fast."""
+        if seconds >= MIN_COMPILE_S:
             self.status(f"compiled {name} in {seconds:.1f} s")
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Something without a count, e.g. "compiling update [1, 512]": "... 12 s" when it is done."""
+        """Reports a block without a count, e.g. "compiling update [1, 512] ... 12.0 s"."""
         start = time.monotonic()
         self._waiting.append((text, start))
         if self._live is None:
@@ -120,7 +120,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int) -> Iterator[Bar]:
-        """A bar of `total` sequences, micro-batches, ...; it goes when the block ends."""
+        """A bar for `total` sequences, micro-batches, ..., shown until the block ends."""
         bar = Bar(self, name, total)
         self._bars.append(bar)
         try:
@@ -129,28 +129,28 @@ class Progress:
             self._bars.remove(bar)
 
     def steps(self, done: int, total: int) -> None:
-        """Steps of the whole run: call it before the first and after each; gives the run's ETA."""
+        """Reports the steps of the run. Call it before the first step and after each one."""
         self._steps = (done, total)
         if self._first is None:
             self._first = (done, time.monotonic())
 
     @property
-    def run_left_s(self) -> float | None:
-        """Seconds to the end of the run at the pace of this process so far; None before a step."""
+    def run_remaining_s(self) -> float | None:
+        """Remaining seconds of the run at the pace of this process; None before its first step."""
         if self._steps is None or self._first is None or self._steps[0] <= self._first[0]:
             return None
         done, total = self._steps
         return (time.monotonic() - self._first[1]) / (done - self._first[0]) * (total - done)
 
-    def moved(self, bar: Bar) -> None:
-        """A bar moved: in a pipe, says so when nothing was said for `interval_s`."""
+    def bar_moved(self, bar: Bar) -> None:
+        """In a pipe, prints the bar's line if nothing was printed for `interval_s`."""
         now = time.monotonic()
-        quiet_since = max(self._spoke, bar.start)
+        quiet_since = max(self._last_line, bar.start)
         if self._live is None and not self.quiet and now - quiet_since >= self.interval_s:
-            self._spoke = now
-            self.status(f"{self._step_words()}{bar.words()}")
+            self._last_line = now
+            self.status(f"{self._step_prefix()}{bar.line()}")
 
-    def _step_words(self) -> str:
+    def _step_prefix(self) -> str:
         if self._steps is None:
             return ""
         done, total = self._steps
@@ -163,16 +163,20 @@ class Progress:
             table.add_row(text, Text("...", "dim"), duration(now - start))
         for bar in self._bars:
             table.add_row(
-                Text(bar.name, "bold"), blocks(bar.done, bar.total), bar.words().partition(" ")[2]
+                Text(bar.name, "bold"), bar_text(bar.done, bar.total), bar.line().partition(" ")[2]
             )
         if self._steps is not None:
             done, total = self._steps
-            left = f", {duration(self.run_left_s)} left" if self.run_left_s is not None else ""
-            table.add_row(Text("run", "bold"), blocks(done, total), f"{done}/{total} steps{left}")
+            left = (
+                f", {duration(self.run_remaining_s)} left"
+                if self.run_remaining_s is not None
+                else ""
+            )
+            table.add_row(Text("run", "bold"), bar_text(done, total), f"{done}/{total} steps{left}")
         return table
 
 
-def blocks(done: int, total: int) -> Text:
+def bar_text(done: int, total: int) -> Text:
     """A bar of `BAR_CHARS` characters."""
     full = round(BAR_CHARS * min(done / max(total, 1), 1.0))
     return Text.assemble(("━" * full, "green"), ("━" * (BAR_CHARS - full), "bright_black"))

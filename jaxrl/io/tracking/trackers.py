@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard files; Weights & Biases and MLflow, imported only where they are used."""
+"""Experiment trackers: TensorBoard files, and Weights & Biases and MLflow, which are extras."""
 
 import importlib
 import math
@@ -22,22 +22,23 @@ COLUMNS = ("kind", "source", "prompt", "completion", "answer", "reward", "finish
 
 
 class MissingPackage(ValueError):
-    """A logger was asked for whose package is not installed."""
+    """The package of a configured logger is not installed."""
 
 
-def need(module: str, logger: str) -> ModuleType:
-    """The module, or MissingPackage naming the extra to install."""
+def require_package(module: str, logger: str) -> ModuleType:
+    """Imports a module. Raises MissingPackage with the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingPackage(
             f"the logger {logger!r} needs the package {module}, which cannot be imported ({error}); "
-            f"install it with `uv sync --extra {logger}`, or take {logger!r} out of config.log.loggers"
+            f"install it with `uv sync --extra {logger}`, or remove {logger!r} from "
+            "config.log.loggers"
         ) from error
 
 
-def remembered(path: Path, resume_step: int | None) -> str | None:
-    """The id under which the tracker knows this run, from the run folder; None for a new run."""
+def saved_run_id(path: Path, resume_step: int | None) -> str | None:
+    """The tracker's id of a resumed run, from the run folder; None for a new run."""
     return path.read_text().strip() if resume_step is not None and path.is_file() else None
 
 
@@ -45,7 +46,7 @@ def event(step: int, content: Summary) -> Event:
     return Event(step=step, summary=content)
 
 
-def markdown(record: dict[str, Any]) -> str:
+def sample_markdown(record: dict[str, Any]) -> str:
     """One sample as Markdown text."""
     head = f"reward {record.get('reward')}, answer {record.get('answer')}, {record.get('finish')}"
     quoted = (
@@ -55,10 +56,10 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 class TensorBoardLogger:
-    """Event files in run_dir/tensorboard; after a resume TensorBoard hides what came later than it.
+    """Event files in run_dir/tensorboard. TensorBoard hides events after the resumed step.
 
-    Events are written by the caller's thread: tensorboardX's own writer thread ends silently when the
-    disk is full, and the next events would wait for it for ever.
+    Events are written by the caller's thread: tensorboardX's writer thread dies silently when the
+    disk is full, and later events would block forever.
     """
 
     def __init__(self, cfg: LogConfig, run_dir: Path, resume_step: int | None):
@@ -78,8 +79,10 @@ class TensorBoardLogger:
         self._write(*(event(step, summary.scalar(name, value)) for name, value in finite.items()))
 
     def samples(self, step: int, records: list[dict[str, Any]]) -> None:
-        shown_now = enumerate(records[: self._n])
-        tags = {f"{one.get('kind', 'train')}/sample_{i}": markdown(one) for i, one in shown_now}
+        tags = {
+            f"{record.get('kind', 'train')}/sample_{i}": sample_markdown(record)
+            for i, record in enumerate(records[: self._n])
+        }
         self._write(*(event(step, summary.text(tag, text)) for tag, text in tags.items()))
 
     def text(self, text: str) -> None:
@@ -90,9 +93,9 @@ class TensorBoardLogger:
             self._writer.close()
 
     def _write(self, *events: Event) -> None:
-        """After a failure the next events begin a new file: readers give up at a torn record."""
+        """Starts a new file after a failure: readers stop at a truncated record."""
         if self._writer is None:
-            suffix = f".{time.time_ns()}"  # the name itself is the same within a second
+            suffix = f".{time.time_ns()}"  # file names have a resolution of one second
             self._writer = EventsWriter(str(self._folder / "events"), suffix)
         try:
             for one in events:
@@ -105,7 +108,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; WANDB_MODE=offline keeps everything in run_dir/wandb."""
+    """Weights & Biases. WANDB_MODE=offline keeps everything in run_dir/wandb."""
 
     def __init__(
         self,
@@ -115,21 +118,20 @@ class WandbLogger:
         config: dict[str, Any],
         resume_step: int | None,
     ):
-        self._wandb = need("wandb", "wandb")
+        self._wandb = require_package("wandb", "wandb")
         id_file = run_dir / "wandb" / "run_id"
         self._run = self._wandb.init(
             project=cfg.project,
             name=name,
             dir=str(run_dir),
             config=config,
-            id=remembered(id_file, resume_step),
+            id=saved_run_id(id_file, resume_step),
             resume="allow",
         )
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(self._run.id)
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # wandb's own step may not go back on resume
+        # wandb's internal step cannot decrease, which a resume needs
+        self._run.define_metric("*", step_metric="step")
         self._n = cfg.samples
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -148,7 +150,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """MLflow, at MLFLOW_TRACKING_URI."""
+    """MLflow at MLFLOW_TRACKING_URI."""
 
     def __init__(
         self,
@@ -158,16 +160,16 @@ class MlflowLogger:
         config: dict[str, Any],
         resume_step: int | None,
     ):
-        # A server that is down must not hold up every step for minutes.
+        # An unreachable server must not delay every step by minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        self._mlflow = need("mlflow", "mlflow")
+        self._mlflow = require_package("mlflow", "mlflow")
         self._mlflow.set_experiment(cfg.project)
         id_file = run_dir / "mlflow_run_id"
-        known = remembered(id_file, resume_step)
-        run = self._mlflow.start_run(run_id=known, run_name=None if known else name)
+        run_id = saved_run_id(id_file, resume_step)
+        run = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else name)
         id_file.write_text(run.info.run_id)
-        if known is None:
+        if run_id is None:
             self._mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
         self._n = cfg.samples
 
@@ -175,7 +177,7 @@ class MlflowLogger:
         self._mlflow.log_metrics(values, step=step)
 
     def samples(self, step: int, records: list[dict[str, Any]]) -> None:
-        text = "\n\n".join(markdown(record) for record in records[: self._n])
+        text = "\n\n".join(sample_markdown(record) for record in records[: self._n])
         self._mlflow.log_text(text, f"samples/{records[0].get('kind', 'train')}_{step}.md")
 
     def text(self, text: str) -> None:

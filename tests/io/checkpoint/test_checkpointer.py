@@ -1,4 +1,7 @@
-"""Checkpoints: bitwise, onto other meshes and layouts, and never half of one."""
+"""Tests of jaxrl/io/checkpoint: bitwise, onto other meshes and layouts, never a partial one.
+
+`read_weights` is tested in tests/serve/test_checkpoint_watcher.py.
+"""
 
 import os
 import resource
@@ -86,7 +89,7 @@ def open_checkpointer(tmp_path):
 
 
 def numbers(step: int, n: int = 3, shape=(4, 8)) -> TrainState:
-    """A small state without a model: every array is full of `step` plus its index."""
+    """A small state without a model: every array is filled with `step` plus its index."""
     return TrainState(
         {"w": [jnp.full(shape, step + i, jnp.float32) for i in range(n)]}, (), jnp.int32(step)
     )
@@ -144,7 +147,7 @@ def test_shardings_over_an_abstract_mesh_restore_onto_the_mesh_that_is_set(open_
         assert_bitwise_equal(state, restored)
 
 
-def test_donating_the_state_right_after_save_leaves_the_checkpoint_alone(open_checkpointer):
+def test_donating_the_state_right_after_save_does_not_change_the_checkpoint(open_checkpointer):
     state = numbers(1, n=16, shape=(512, 512))
     expected = jax.tree.map(lambda a: np.asarray(a).copy(), state)
     checkpointer = open_checkpointer()
@@ -155,14 +158,14 @@ def test_donating_the_state_right_after_save_leaves_the_checkpoint_alone(open_ch
     assert_bitwise_equal(expected, restored)
 
 
-def test_changes_of_the_host_state_after_save_do_not_reach_the_checkpoint(open_checkpointer):
+def test_later_changes_of_the_host_state_do_not_reach_the_checkpoint(open_checkpointer):
     checkpointer, host = open_checkpointer(), {"at": [1]}
     checkpointer.save(1, numbers(1), host)
     host["at"].append(2)
     assert checkpointer.restore(numbers(0))[1] == {"at": [1]}
 
 
-def test_the_newest_are_kept_and_the_best_too(open_checkpointer):
+def test_the_newest_and_the_best_checkpoints_are_kept(open_checkpointer):
     checkpointer = open_checkpointer(keep=2, best_metric="val/reward", best_mode="max")
     for step, value in [(1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6), (5, float("nan"))]:
         checkpointer.save(step, numbers(step), HOST, {"val/reward": value})
@@ -227,7 +230,7 @@ def test_another_optimizer_is_one_clear_error(open_checkpointer, one_device):
         checkpointer.restore(make_state(tiny(), optimizer=optax.sgd(1e-3)))
 
 
-def test_another_dtype_is_an_error_and_not_a_silent_cast(open_checkpointer, one_device):
+def test_another_dtype_is_an_error_instead_of_a_silent_cast(open_checkpointer, one_device):
     checkpointer = open_checkpointer()
     checkpointer.save(1, numbers(1), HOST)
     other = jax.tree.map(lambda a: a.astype(jnp.bfloat16), numbers(1))
@@ -235,7 +238,7 @@ def test_another_dtype_is_an_error_and_not_a_silent_cast(open_checkpointer, one_
         checkpointer.restore(other)
 
 
-def test_an_empty_folder_says_what_to_set(open_checkpointer):
+def test_the_error_about_an_empty_folder_says_what_to_set(open_checkpointer):
     checkpointer = open_checkpointer()
     assert checkpointer.latest_step() is None
     assert checkpointer.all_steps() == []
@@ -243,14 +246,16 @@ def test_an_empty_folder_says_what_to_set(open_checkpointer):
         checkpointer.restore(numbers(0))
 
 
-def test_a_missing_step_names_those_that_are_there(open_checkpointer):
+def test_the_error_about_a_missing_step_names_the_existing_ones(open_checkpointer):
     checkpointer = open_checkpointer()
     checkpointer.save(3, numbers(3), HOST)
     with pytest.raises(CheckpointError, match=r"step 2 .* it has \[3\]"):
         checkpointer.restore(numbers(0), step=2)
 
 
-def test_a_damaged_checkpoint_names_the_one_to_go_on_from(open_checkpointer, tmp_path):
+def test_the_error_about_a_damaged_checkpoint_names_the_one_to_resume_from(
+    open_checkpointer, tmp_path
+):
     checkpointer = open_checkpointer()
     for step in (1, 2):
         checkpointer.save(step, numbers(step, shape=(64, 64)), HOST)
@@ -262,18 +267,20 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(open_checkpointer, tmp
     assert int(open_checkpointer().restore(numbers(0, shape=(64, 64)), step=1)[0].step) == 1
 
 
-def test_host_state_that_is_not_json_is_named(open_checkpointer):
+def test_host_state_that_is_not_json_is_an_error(open_checkpointer):
     with pytest.raises(CheckpointError, match=r"cannot be saved as JSON: .*int32"):
         open_checkpointer().save(1, numbers(1), {"step": np.int32(1)})
 
 
-def test_a_folder_that_cannot_be_made_says_what_to_set(tmp_path):
+def test_the_error_about_an_unusable_folder_says_what_to_set(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be opened: .*set config\.run_dir"):
         Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
 
 
-def test_no_room_is_refused_before_anything_is_written(open_checkpointer, monkeypatch, tmp_path):
+def test_a_full_disk_is_an_error_before_anything_is_written(
+    open_checkpointer, monkeypatch, tmp_path
+):
     checkpointer = open_checkpointer()
     checkpointer.save(1, numbers(1), HOST)
     checkpointer.wait()
@@ -283,7 +290,7 @@ def test_no_room_is_refused_before_anything_is_written(open_checkpointer, monkey
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1"]
 
 
-def test_a_write_that_fails_leaves_the_last_good_checkpoint(open_checkpointer, capfd):
+def test_a_failed_write_leaves_the_last_good_checkpoint(open_checkpointer, capfd):
     checkpointer = open_checkpointer()
     good = numbers(1, n=20, shape=(256, 256))
     checkpointer.save(1, good, HOST)
@@ -314,7 +321,8 @@ KILLED = """
     from jaxrl.types import TrainState
 
     def numbers(step):
-        return TrainState({"w": [jnp.full((1024, 1024), step + i, jnp.float32) for i in range(24)]}, (), jnp.int32(step))
+        arrays = [jnp.full((1024, 1024), step + i, jnp.float32) for i in range(24)]
+        return TrainState({"w": arrays}, (), jnp.int32(step))
 
     checkpointer = Checkpointer(sys.argv[1], CheckpointConfig(keep=1))
     checkpointer.save(1, numbers(1), {"step": 1})
@@ -327,7 +335,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1])
-def test_a_save_that_was_killed_is_no_checkpoint(open_checkpointer, tmp_path, delay_s):
+def test_a_killed_save_is_not_a_checkpoint(open_checkpointer, tmp_path, delay_s):
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(delay_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -342,4 +350,4 @@ def test_a_save_that_was_killed_is_no_checkpoint(open_checkpointer, tmp_path, de
     assert host == {"step": latest}
     checkpointer.save(3, numbers(3), HOST)
     checkpointer.wait()
-    assert os.listdir(folder) == ["3"]  # what the killed save left is gone
+    assert os.listdir(folder) == ["3"]  # the leftovers of the killed save are removed

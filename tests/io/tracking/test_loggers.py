@@ -1,4 +1,4 @@
-"""Loggers: one record that a resumed run continues, and no failure that stops a run."""
+"""Tests of jaxrl/io/tracking: loggers.py, trackers.py, json_lines.py and console.py."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl.config.keys import LogConfig, RunConfig
-from jaxrl.io.tracking.console import ConsoleLogger, compact, telling
+from jaxrl.io.tracking.console import ConsoleLogger, compact, representative_samples
 from jaxrl.io.tracking.json_lines import JsonlLogger, read_lines
 from jaxrl.io.tracking.loggers import Fanout, make_loggers
 from jaxrl.io.tracking.trackers import TensorBoardLogger
@@ -41,7 +41,7 @@ def without_times(lines):
     return [{k: v for k, v in line.items() if k != "time"} for line in lines]
 
 
-def test_a_resumed_record_is_that_of_an_unbroken_run(tmp_path):
+def test_the_record_of_a_resumed_run_equals_that_of_an_uninterrupted_run(tmp_path):
     def log(folder, steps, resume_step):
         logger = make(folder, "jsonl", resume_step=resume_step)
         for step in steps:
@@ -49,18 +49,18 @@ def test_a_resumed_record_is_that_of_an_unbroken_run(tmp_path):
             logger.samples(step, [SAMPLE | {"reward": float(step)}])
         logger.close()
 
-    log(tmp_path / "unbroken", range(1, 6), None)
-    log(tmp_path / "broken", range(1, 4), None)
-    with open(tmp_path / "broken" / "metrics.jsonl", "a") as file:
+    log(tmp_path / "uninterrupted", range(1, 6), None)
+    log(tmp_path / "resumed", range(1, 4), None)
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "reward/me')  # killed here; the last checkpoint is of step 2
-    log(tmp_path / "broken", range(3, 6), 2)
+    log(tmp_path / "resumed", range(3, 6), 2)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        one, other = (read_lines(tmp_path / run / name) for run in ("unbroken", "broken"))
+        one, other = (read_lines(tmp_path / run / name) for run in ("uninterrupted", "resumed"))
         assert without_times(one) == without_times(other)
         assert [line["step"] for line in one] == [1, 2, 3, 4, 5]
 
 
-def test_a_new_run_in_an_old_folder_starts_its_record_anew(tmp_path):
+def test_a_new_run_in_an_old_folder_starts_an_empty_record(tmp_path):
     for resume_step, expected in ((None, [0, 1]), (None, [0, 1]), (0, [0, 0, 1])):
         logger = make(tmp_path, "jsonl", resume_step=resume_step)
         for step in (0, 1):
@@ -69,7 +69,7 @@ def test_a_new_run_in_an_old_folder_starts_its_record_anew(tmp_path):
         assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == expected
 
 
-def test_lines_are_on_disk_at_once_and_strict_json(tmp_path):
+def test_lines_are_on_disk_immediately_and_strict_json(tmp_path):
     logger = make(tmp_path, "jsonl")
     logger.metrics(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -83,7 +83,7 @@ def test_lines_are_on_disk_at_once_and_strict_json(tmp_path):
     logger.close()
 
 
-def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, capsys):
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path, capsys):
     logger = make(tmp_path, "jsonl", "console")
     logger.metrics(1, {"reward/mean": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -114,7 +114,7 @@ class Broken:
     metrics = samples = text = close = _fail
 
 
-def test_a_failing_logger_is_warned_about_once_and_stops_nothing(tmp_path, capsys):
+def test_a_failing_logger_is_reported_once_and_stops_nothing(tmp_path, capsys):
     broken, good = Broken(), JsonlLogger(tmp_path, None)
     logger = Fanout({"wandb": broken, "jsonl": good})
     for step in (1, 2):
@@ -127,20 +127,20 @@ def test_a_failing_logger_is_warned_about_once_and_stops_nothing(tmp_path, capsy
     assert capsys.readouterr().out.count("the server is down") == 1
 
 
-def test_an_unknown_logger_names_the_known_ones(tmp_path):
+def test_the_error_about_an_unknown_logger_names_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"config\.log\.loggers has \['wandbb'\]; .*wandb, mlflow"):
         make(tmp_path, "wandbb")
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, name):
+def test_the_error_about_a_missing_package_names_the_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"uv sync --extra {name}"):
         make(tmp_path, name)
 
 
 @pytest.mark.parametrize("name, start", [("wandb", "init"), ("mlflow", "set_experiment")])
-def test_a_service_that_is_down_at_the_start_does_not_stop_the_run(
+def test_a_service_that_is_unreachable_at_startup_does_not_stop_the_run(
     tmp_path, monkeypatch, capsys, name, start
 ):
     def down(*args, **kw):
@@ -189,7 +189,7 @@ def test_tensorboard_events_hold_the_metrics_and_samples(tmp_path):
     logger.close()
 
 
-def test_tensorboard_hides_what_came_after_the_resumed_step(tmp_path):
+def test_tensorboard_hides_events_after_the_resumed_step(tmp_path):
     for resume_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
         logger = make(tmp_path, "tensorboard", resume_step=resume_step)
         for step in steps:
@@ -201,7 +201,7 @@ def test_tensorboard_hides_what_came_after_the_resumed_step(tmp_path):
     assert [step for step, _, _ in scalars(events)] == [1, 2, 3, 3, 4]
 
 
-def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path):
+def test_tensorboard_continues_in_a_new_file_after_a_full_disk(tmp_path):
     logger = TensorBoardLogger(LogConfig(), tmp_path, None)
     logger.metrics(1, {"a": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -234,7 +234,7 @@ def fake_wandb(calls):
     return module
 
 
-def test_wandb_gets_config_metrics_and_samples_and_finds_its_run_again(tmp_path, monkeypatch):
+def test_wandb_gets_config_metrics_and_samples_and_resumes_its_run(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls))
     logger = make(tmp_path, "wandb", project="p")
@@ -254,7 +254,7 @@ def test_wandb_gets_config_metrics_and_samples_and_finds_its_run_again(tmp_path,
     assert [c[1]["id"] for c in calls if c[0] == "init"] == [None, "abc"]
 
 
-def test_mlflow_gets_params_metrics_and_samples_and_finds_its_run_again(tmp_path, monkeypatch):
+def test_mlflow_gets_params_metrics_and_samples_and_resumes_its_run(tmp_path, monkeypatch):
     calls = []
     module = types.ModuleType("mlflow")
 
@@ -287,7 +287,7 @@ def page():
     return Console(file=io.StringIO(), width=120)
 
 
-def test_the_console_shows_one_line_a_step_under_a_header(page):
+def test_the_console_shows_one_line_per_step_under_a_header(page):
     console = ConsoleLogger(LogConfig(), 10, page)
     for step in (1, 2):
         console.metrics(
@@ -307,7 +307,7 @@ def test_the_console_shows_one_line_a_step_under_a_header(page):
     assert len(header) == len(one)
 
 
-def test_the_console_shows_validation_in_a_line_of_its_own(page):
+def test_the_console_shows_validation_in_a_separate_line(page):
     ConsoleLogger(LogConfig(), 10, page).metrics(
         4, {"val/addition/reward": 0.5, "val/reward": 0.75, "time/val_s": 3.0}
     )
@@ -328,10 +328,10 @@ def test_the_console_shows_samples_every_few_steps_without_control_characters(pa
     assert not {"\x1b", "\x07"} & set(shown)
 
 
-def test_the_samples_shown_are_the_best_and_the_worst_first():
+def test_the_best_and_the_worst_sample_are_shown_first():
     records = [{"reward": r} for r in (0.5, 0.0, 1.0, 0.5)]
-    assert [r["reward"] for r in telling(records, 3)] == [1.0, 0.0, 0.5]
-    assert telling(records[:1], 3) == records[:1]
+    assert [r["reward"] for r in representative_samples(records, 3)] == [1.0, 0.0, 0.5]
+    assert representative_samples(records[:1], 3) == records[:1]
 
 
 @pytest.mark.parametrize(

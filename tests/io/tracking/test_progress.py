@@ -1,4 +1,4 @@
-"""Progress: lines from the first second, ETAs, and nothing that a pipe cannot hold."""
+"""Tests of jaxrl/io/tracking/progress.py: status lines, bars and remaining times."""
 
 import io
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jaxrl.io.tracking import progress as module
-from jaxrl.io.tracking.progress import Progress, blocks, duration
+from jaxrl.io.tracking.progress import Progress, bar_text, duration
 
 
 class Clock:
@@ -48,38 +48,38 @@ def test_a_pipe_gets_plain_lines_at_a_moderate_rate(clock):
     assert all(line.isprintable() for line in lines(progress))
 
 
-def test_the_time_left_of_a_phase_is_its_pace_times_what_is_left(clock):
+def test_the_remaining_time_of_a_phase_is_its_pace_times_the_remaining_count(clock):
     with Progress(pipe(), quiet=False) as progress, progress.phase("update", total=8) as bar:
-        assert bar.left_s is None
+        assert bar.remaining_s is None
         clock.now += 6.0
         bar.update(2)
-        assert bar.left_s == 18.0  # 3 s each, 6 left
+        assert bar.remaining_s == 18.0  # 3 s each, 6 left
 
 
-def test_the_time_left_of_a_resumed_run_counts_its_own_steps_only(clock):
+def test_the_remaining_time_of_a_resumed_run_counts_only_its_own_steps(clock):
     with Progress(pipe(), quiet=False) as progress:
         progress.steps(10, 20)
-        assert progress.run_left_s is None
+        assert progress.run_remaining_s is None
         clock.now += 30.0
         progress.steps(12, 20)
-        assert progress.run_left_s == 120.0  # 15 s a step, 8 left
+        assert progress.run_remaining_s == 120.0  # 15 s a step, 8 left
 
 
-def test_waiting_says_what_for_at_once_and_how_long_in_the_end(clock):
+def test_waiting_prints_its_text_first_and_the_seconds_at_the_end(clock):
     with Progress(pipe(), quiet=False) as progress, progress.waiting("compiling update [1, 512]"):
         clock.now += 12.0
         assert lines(progress)[0].endswith("compiling update [1, 512] ...")
     assert lines(progress)[1].endswith("compiling update [1, 512] ... 12.0 s")
 
 
-def test_only_programs_that_take_a_while_to_compile_are_told(clock):
+def test_only_slow_compilations_are_reported(clock):
     with Progress(pipe(), quiet=False) as progress:
         progress.compiled("add", 0.1)
         progress.compiled("jit(update)", 12.3)
     assert [line.strip() for line in lines(progress)] == ["0 s  compiled jit(update) in 12.3 s"]
 
 
-def test_a_terminal_shows_live_bars_that_go_when_the_phase_ends(clock):
+def test_a_terminal_shows_live_bars_until_the_phase_ends(clock):
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with Progress(console, quiet=False) as progress:
         progress.steps(0, 2)
@@ -104,7 +104,7 @@ def test_nothing_is_printed_under_pytest_or_by_other_processes(monkeypatch):
     assert lines(progress) == []
 
 
-def test_a_phase_that_raises_takes_its_bar_with_it():
+def test_the_bar_of_a_phase_that_raises_is_removed():
     progress = Progress(pipe())
     with pytest.raises(KeyError), progress.phase("x", 1):
         raise KeyError
@@ -112,10 +112,10 @@ def test_a_phase_that_raises_takes_its_bar_with_it():
 
 
 @pytest.mark.parametrize("seconds, shown", [(8.4, "8 s"), (125.0, "2:05"), (3725.0, "1:02:05")])
-def test_durations_read_like_a_clock(seconds, shown):
+def test_durations_are_formatted_like_a_clock(seconds, shown):
     assert duration(seconds) == shown
 
 
-def test_a_bar_is_filled_in_proportion():
-    assert blocks(1, 2).spans[0].end == module.BAR_CHARS // 2
-    assert len(blocks(9, 0).plain) == module.BAR_CHARS
+def test_a_bar_is_filled_in_proportion_to_the_count():
+    assert bar_text(1, 2).spans[0].end == module.BAR_CHARS // 2
+    assert len(bar_text(9, 0).plain) == module.BAR_CHARS
