@@ -1,14 +1,14 @@
-"""GSM8K's JSONL files to parquet in verl's schema.
+"""Converts GSM8K's JSONL files to parquet in verl's schema.
 
     uv run python scripts/prepare_gsm8k.py --input=path/to/gsm8k --output=data/gsm8k
 
---input holds train.jsonl and test.jsonl as github.com/openai/grade-school-math publishes them (one
+--input has train.jsonl and test.jsonl from github.com/openai/grade-school-math (one
 {"question", "answer": "... #### 72"} per line); either may be absent. Writes OUTPUT/train.parquet
 (7473 rows) and OUTPUT/test.parquet (1319 rows). Train on them with
 
     config.data.train = ("data/gsm8k/train.parquet",)
     config.data.val = ("data/gsm8k/test.parquet",)
-    config.reward.functions = ("gsm8k",)  # "gsm8k?method=flexible" takes the last number, "####" or not
+    config.reward.functions = ("gsm8k",)  # "gsm8k?method=flexible" takes any last number
 """
 
 import argparse
@@ -27,7 +27,7 @@ def convert(row: dict[str, Any], *, place: str, split: str, index: int, instruct
     """One row in verl's schema. The ground truth is the number after "####", without commas."""
     if not isinstance(row.get("question"), str) or "####" not in str(row.get("answer")):
         raise ValueError(
-            f'{place} is no GSM8K row; it needs a "question" and an "answer" that ends in "#### n"'
+            f'{place} is not a GSM8K row; give a "question" and an "answer" that ends in "#### n"'
         )
     return {
         "data_source": "openai/gsm8k",
@@ -49,16 +49,16 @@ def convert(row: dict[str, Any], *, place: str, split: str, index: int, instruct
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--input", type=Path, required=True, help="folder of train.jsonl, test.jsonl"
+        "--input", type=Path, required=True, help="folder with train.jsonl and test.jsonl"
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--instruction", default=INSTRUCTION, help="put after every question")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="appended to every question")
     args = parser.parse_args()
 
     files = [args.input / f"{split}.jsonl" for split in ("train", "test")]
     files = [file for file in files if file.is_file()]
     if not files:
-        parser.error(f"{args.input} holds neither train.jsonl nor test.jsonl")
+        parser.error(f"{args.input} has neither train.jsonl nor test.jsonl")
     args.output.mkdir(parents=True, exist_ok=True)
     for file in files:
         rows = [

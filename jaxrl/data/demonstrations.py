@@ -1,9 +1,9 @@
 """Demonstrations for SFT: conversations whose assistant turns are learned.
 
-A row, whatever file it comes from, has one of these forms; other columns are ignored.
+A row of any file type has one of these forms; other columns are ignored.
 
-  messages       a list of {role, content} with turns of the assistant, which are what is learnt
-  prompt | question | problem | instruction    a string, or a list of messages, and beside it
+  messages       a list of {role, content}; the assistant turns are learned
+  prompt | question | problem | instruction    a string or a list of messages, together with
   response | completion | output | answer      a string: the assistant's answer
 """
 
@@ -38,9 +38,9 @@ def load_demonstrations(
 ) -> list[Demonstration]:
     """All demonstrations of the sources in order, at most `limit` (0 = all).
 
-    `stop` are the tokens that end an answer. What is longer than max_prompt_len + max_response_len tokens
-    is left out with data.filter_overlong_prompts, loses its end with data.truncation = "right", and
-    raises ValueError otherwise, as a row without the columns does and sources without any row.
+    `stop` are the tokens that end an answer. A conversation over max_prompt_len + max_response_len
+    tokens is dropped with data.filter_overlong_prompts, loses its end with data.truncation="right",
+    and raises ValueError otherwise. So do rows without the required columns and empty sources.
     """
     found: list[Demonstration] = []
     dropped = 0
@@ -52,7 +52,7 @@ def load_demonstrations(
                 if data.filter_overlong_prompts:
                     dropped += 1
                     continue
-                tokens, loss_mask = _cut(tokens, loss_mask, place, data)
+                tokens, loss_mask = _truncate(tokens, loss_mask, place, data)
             found.append(demonstration(number, tokens, loss_mask, source=source_of(row)))
         if limit and len(found) >= limit:
             break
@@ -63,14 +63,14 @@ def load_demonstrations(
 def check_kept(
     what: str, n_kept: int, n_dropped: int, sources: Sequence[str], data: DataConfig
 ) -> None:
-    """Says how many rows were too long. Raises ValueError where none is left."""
+    """Logs how many rows were dropped as too long. Raises ValueError if none remains."""
     if n_dropped:
-        logger.warning("%d %s of over %d tokens were left out", n_dropped, what, data.max_len)
+        logger.warning("%d %s of over %d tokens were dropped", n_dropped, what, data.max_len)
     if not n_kept:
         raise ValueError(
-            f"no {what} in {', '.join(sources) or 'no source at all'}"
+            f"no {what} in {', '.join(sources) or 'an empty list of sources'}"
             + (f": all {n_dropped} are longer than {data.max_len} tokens" if n_dropped else "")
-            + "; set data.train (or data.val) to files that hold some"
+            + "; set data.train (or data.val) to files that have some"
         )
 
 
@@ -102,31 +102,35 @@ def to_sample(demonstration: Demonstration, advantage: float | None = None) -> T
 
 
 def conversation(row: dict[str, Any], place: str) -> Messages:
-    """The messages of a row, the assistant's among them.
+    """The messages of a row, including the assistant turns.
 
-    Raises ValueError, naming the place, where it has not the columns or nothing that the assistant says.
+    Raises ValueError with the place if the columns or the assistant turns are missing.
     """
     if row.get("messages") is not None:
         messages = as_messages(row["messages"], "messages", place)
         if not any(m["role"] == "assistant" for m in messages):
-            raise ValueError(f"{place}: messages has no turn of the assistant, so nothing to learn")
+            raise ValueError(
+                f"{place}: messages has no assistant turn to learn; add one or remove the row"
+            )
         return messages
     prompt = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
     if prompt is None or answer is None:
         raise ValueError(
-            f"{place} has the columns {columns(row)}; needed are messages, or a prompt "
-            f"({', '.join(PROMPT_COLUMNS)}) and a text that answers it ({', '.join(ANSWER_COLUMNS)})"
+            f"{place} has the columns {columns(row)}; required are messages, or a prompt "
+            f"({', '.join(PROMPT_COLUMNS)}) and an answer as text ({', '.join(ANSWER_COLUMNS)})"
         )
-    said = {"role": "assistant", "content": row[answer]}
-    return (*as_messages(row[prompt], prompt, place), said)
+    completion = {"role": "assistant", "content": row[answer]}
+    return (*as_messages(row[prompt], prompt, place), completion)
 
 
-def _cut(tokens: np.ndarray, loss_mask: np.ndarray, place: str, data: DataConfig):
+def _truncate(
+    tokens: np.ndarray, loss_mask: np.ndarray, place: str, data: DataConfig
+) -> tuple[np.ndarray, np.ndarray]:
     if data.truncation != "right" or not loss_mask[: data.max_len].any():
         raise ValueError(
             f"{place} has {len(tokens)} tokens, data.max_prompt_len + data.max_response_len is "
-            f"{data.max_len}; raise them, set data.filter_overlong_prompts=True to leave such rows out, or "
-            "data.truncation='right' to cut their ends (a prompt that fills all of it cannot be cut)"
+            f"{data.max_len}; raise them, set data.filter_overlong_prompts=True to drop such "
+            "rows, or data.truncation='right' to drop their ends (not if the prompt fills all)"
         )
     return tokens[: data.max_len], loss_mask[: data.max_len]

@@ -1,11 +1,11 @@
-"""Pairs of answers to one prompt of which one is preferred.
+"""Preference pairs: two answers to one prompt, one of them preferred.
 
-A row, whatever file it comes from, has one of these forms; other columns are ignored.
+A row of any file type has one of these forms; other columns are ignored.
 
-  chosen, rejected    two lists of {role, content}, whole conversations that end with an answer
-  prompt | question | problem | instruction    a string or a list of messages, and beside it
+  chosen, rejected    two lists of {role, content}: conversations that end with an answer
+  prompt | question | problem | instruction    a string or a list of messages, together with
   chosen, rejected    two strings (or lists of one message): the answers
-  margin              optional: by how much, for reward models
+  margin              optional: how much better `chosen` is, for reward models
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from jaxrl.types import Demonstration
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt; `id` is its row in the data set. Only the last turn of each is learnt."""
+    """Two answers to one prompt. Only the last turn of each is in the loss."""
 
-    id: int
+    id: int  # row in the dataset
     chosen: Demonstration
     rejected: Demonstration
-    margin: float = 0.0  # by how much, as the row's column `margin` says
+    margin: float = 0.0  # the row's column `margin`
 
 
 def load_pairs(
@@ -44,9 +44,9 @@ def load_pairs(
 ) -> list[Pair]:
     """All pairs of the sources in order, at most `limit` (0 = all).
 
-    `stop` are the tokens that end an answer. A pair of which one is longer than max_prompt_len +
-    max_response_len tokens is left out with data.filter_overlong_prompts, else raises ValueError, as a row
-    without the columns does and sources without any row.
+    `stop` are the tokens that end an answer. A pair with a conversation over max_prompt_len +
+    max_response_len tokens is dropped with data.filter_overlong_prompts and raises ValueError
+    otherwise. So do rows without the required columns and empty sources.
     """
     pairs: list[Pair] = []
     dropped = 0
@@ -64,9 +64,9 @@ def load_pairs(
             dropped += 1
         else:
             raise ValueError(
-                f"{place} has an answer of {n_tokens} tokens with its prompt, data.max_prompt_len + "
+                f"{place} has {n_tokens} tokens in prompt and answer, data.max_prompt_len + "
                 f"data.max_response_len is {data.max_len}; raise them, or set "
-                "data.filter_overlong_prompts=True to leave such pairs out"
+                "data.filter_overlong_prompts=True to drop such pairs"
             )
         if len(pairs) == limit > 0:
             break
@@ -75,46 +75,48 @@ def load_pairs(
 
 
 def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
-    """(chosen, rejected), each with the prompt before it.
+    """(chosen, rejected), each including the prompt.
 
-    Raises ValueError, naming the place, where the row has not the columns, an answer is not the
-    assistant's, or both are the same.
+    Raises ValueError with the place if the columns are missing, an answer is not an assistant turn,
+    or both are equal.
     """
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ValueError(
-            f"{place} has the columns {columns(row)}; needed are chosen and rejected, as conversations or "
-            f"as answers to a prompt ({', '.join(PROMPT_COLUMNS)})"
+            f"{place} has the columns {columns(row)}; required are chosen and rejected, as "
+            f"conversations or as answers to a prompt ({', '.join(PROMPT_COLUMNS)})"
         )
     name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     prompt = as_messages(row[name], name, place) if name else ()
-    chosen, rejected = (_whole(prompt, row[side], side, place) for side in ("chosen", "rejected"))
+    chosen, rejected = (
+        _with_prompt(prompt, row[side], side, place) for side in ("chosen", "rejected")
+    )
     if chosen == rejected:
-        raise ValueError(f"{place}: chosen and rejected are the same; leave such rows out")
+        raise ValueError(f"{place}: chosen and rejected are equal; remove such rows")
     return chosen, rejected
 
 
 def margin_of(row: dict[str, Any], place: str) -> float:
-    """The number in the column `margin`, 0 without one. Raises ValueError, naming the place, for anything else."""
+    """The number in the column `margin`, 0 without one. Raises ValueError for anything else."""
     margin = row.get("margin")
     if margin is None:
         return 0.0
     if not isinstance(margin, int | float) or not math.isfinite(margin):
         raise ValueError(
-            f"{place}: margin={margin!r} is no number; leave the column out, or mend the row"
+            f"{place}: margin={margin!r} is not a finite number; correct it or remove the column"
         )
     return float(margin)
 
 
-def _whole(prompt: Messages, value: Any, side: str, place: str) -> Messages:
+def _with_prompt(prompt: Messages, value: Any, side: str, place: str) -> Messages:
     if isinstance(value, str):
-        said: Messages = ({"role": "assistant", "content": value},)
+        answer: Messages = ({"role": "assistant", "content": value},)
     else:
-        said = as_messages(value, side, place)
-    messages = said if said[: len(prompt)] == prompt else (*prompt, *said)
+        answer = as_messages(value, side, place)
+    messages = answer if answer[: len(prompt)] == prompt else (*prompt, *answer)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
-            f"{place}: {side} is no answer to a prompt; it must end with a turn of the assistant, and "
-            f"without earlier turns there must be a column {' or '.join(PROMPT_COLUMNS)}"
+            f"{place}: {side} is not an answer to a prompt; end it with an assistant turn, and add "
+            f"earlier turns or a column {' or '.join(PROMPT_COLUMNS)}"
         )
     return messages
 

@@ -1,10 +1,10 @@
 """Runs reward functions in worker processes, so that none of them can stop or crash a run.
 
-A worker is a fresh Python process (no fork: the parent has JAX's threads) without JAX and in a
-session of its own, so that Ctrl-C reaches the parent alone. It gets several calls at a time and answers
-each as it is done; when an answer takes longer than the time limit, the worker and all its children
-are killed, the call becomes an error value, the other calls go to the next free worker, and
-a new process takes its place.
+A worker is a fresh Python process (not a fork: the parent has JAX's threads) without JAX. It leads
+a separate session, so Ctrl-C reaches the parent only. It gets several calls at a time and answers
+them one by one. If an answer exceeds the time limit, the worker and all its children are killed,
+the call becomes an error, its other calls go to the next free worker, and a new process replaces
+it.
 """
 
 import collections
@@ -32,17 +32,17 @@ _MAX_BATCH = 64  # calls per message
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One function on one response, or on a batch of them."""
+    """A call of one function, for one rollout or a batch."""
 
-    items: tuple[int, ...]
+    items: tuple[int, ...]  # indices of the rollouts
     function: int
-    n: int | None  # responses of a batch; None where the function takes one
+    n: int | None  # batch size; None if the function takes one response
     arguments: dict[str, Any]
 
 
 @dataclasses.dataclass
 class _Worker:
-    """A process, the calls it was given and has not answered, and when the next answer is due."""
+    """A process, its unanswered calls, and when the next answer is due."""
 
     process: subprocess.Popen
     connection: Connection
@@ -51,14 +51,14 @@ class _Worker:
     pending: collections.deque[_Call] = dataclasses.field(default_factory=collections.deque)
 
     def kill(self) -> int:
-        """Ends the process and its children; returns its exit status."""
+        """Kills the process and its children; returns its exit status."""
         if self.process.returncode is None:
             self.connection.close()
             os.killpg(self.process.pid, signal.SIGKILL)  # it leads a process group
         return self.process.wait()
 
     def reap(self) -> int:
-        """kill() of a process that closed its socket: lets it end by itself first, for its status."""
+        """kill() for a process that closed its socket: waits briefly for its real exit status."""
         deadline = time.monotonic() + 1.0
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while not os.waitid(os.P_PID, self.process.pid, flags) and time.monotonic() < deadline:
@@ -69,10 +69,10 @@ class _Worker:
 class RewardPool:
     """The reward functions of a run. Use as a context manager, or call close().
 
-    The constructor starts the workers and returns when all have imported the functions. Raises
-    ValueError for an unknown name, a module that cannot be imported, or weights that do not fit. One
-    thread at a time may call score(). `decode` makes the texts of functions that ask for them: tokens to text,
-    special ones included.
+    The constructor starts the workers and returns once all have imported the functions. It raises
+    ValueError for an unknown name, a module that cannot be imported, or a wrong number of weights.
+    `decode` turns tokens into text with special tokens, for functions that declare TEXT_ARGUMENTS.
+    Not thread-safe.
     """
 
     def __init__(self, cfg: RewardConfig, decode: Callable[[np.ndarray], str] | None = None):
@@ -81,13 +81,13 @@ class RewardPool:
         if len(self._weights) != len(self.names):
             raise ValueError(
                 f"{len(cfg.functions)} reward functions and {len(cfg.weights)} weights; set "
-                "reward.weights to as many numbers, or to ()"
+                "reward.weights to one number per function, or to () for 1.0 each"
             )
         self._cfg = cfg
         self._decode = decode
         self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
-        self._signatures: list[CallSignature] = []  # as a worker reports it
+        self._signatures: list[CallSignature] = []  # reported by the workers
         self._start_failures = 0
         self._workers: list[_Worker] = []
         try:
@@ -108,23 +108,24 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers; none is left behind."""
+        """Kills all workers and waits for them."""
         while self._workers:
             self._workers.pop().kill()
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Reward]:
-        """One reward per rollout, in their order.
+        """One reward per rollout, in order.
 
-        The value is the weighted sum of the functions. `parts` holds each function's score under its
-        name, and further numbers it returned as "name/key". If a function raises, hangs, kills its
-        process or returns no finite number, the value is cfg.error_value and `error` gives the
-        reason. A function gets verl's arguments; extra_info holds the prompt's `extra` and
-        "finish" ("stop" or "length") and "response_len" (tokens).
+        The value is the weighted sum of the functions. `parts` has the score of each function by
+        name, and its further numbers as "name/key". If a function raises, hangs, kills its process
+        or does not return a finite number, the value is cfg.error_value and `error` has the reason.
+
+        Functions get verl's arguments. extra_info has the prompt's `extra`, "finish" (as in
+        Rollout), "response_len" (tokens) and, with an environment, "episode".
         """
         calls = collections.deque(self._calls(rollouts))
         try:
             results = self._run(calls)
-        except BaseException:  # Ctrl-C: what the workers still do belongs to no later call
+        except BaseException:  # Ctrl-C: running calls must not answer a later score()
             self.close()
             raise
         return [
@@ -133,11 +134,11 @@ class RewardPool:
         ]
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
-        """One of each function and response, or batch of them; batches come first, for they take longest."""
+        """All calls of all functions; batches come first because they take longest."""
         calls = []
         for function, signature in enumerate(self._signatures):
-            share = -(-len(rollouts) // self._cfg.workers)
-            size = max(1, min(self._batch_sizes[function], share)) if signature.batched else 1
+            per_worker = -(-len(rollouts) // self._cfg.workers)
+            size = max(1, min(self._batch_sizes[function], per_worker)) if signature.batched else 1
             for items in itertools.batched(range(len(rollouts)), size):
                 found = [self._arguments(rollouts[item], signature) for item in items]
                 n: int | None = None
@@ -151,7 +152,7 @@ class RewardPool:
         return sorted(calls, key=lambda call: call.n is None)
 
     def _arguments(self, rollout: Rollout, signature: CallSignature) -> dict[str, Any]:
-        """verl's signature, and the texts that the function asks for."""
+        """verl's arguments, and the texts that the function declares."""
         prompt = rollout.prompt
         extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
         if rollout.episode is not None:
@@ -192,19 +193,25 @@ class RewardPool:
             self._workers.append(_start(self._cfg, self._limits_s))
 
     def _wait(self) -> None:
-        """Sleeps until a worker has something to say or is late."""
+        """Blocks until a worker has sent something or is late."""
         due = min(w.deadline for w in self._workers if w.pending or not w.ready)
         wait([w.connection for w in self._workers], timeout=max(0.0, due - time.monotonic()))
 
     def _start_error(self, worker: _Worker) -> str:
-        """Reads a starting worker's report; "" when it is ready or not heard of yet."""
+        """Reads the report of a starting worker; "" if it is ready or still starting."""
         if not worker.connection.poll():
             late = time.monotonic() > worker.deadline
-            return f"importing the reward functions took over {START_TIMEOUT_S:g} s" if late else ""
+            error = (
+                f"importing the reward functions took over {START_TIMEOUT_S:g} s; do less at import"
+            )
+            return error if late else ""
         try:
             report = worker.connection.recv()
         except (EOFError, OSError):
-            return f"a reward worker died at start with status {worker.reap()}"
+            status = worker.reap()
+            return (
+                f"a reward worker died at startup with status {status}; check the function's module"
+            )
         if isinstance(report, str):
             return report
         worker.ready, self._signatures, self._start_failures = True, report, 0
@@ -212,34 +219,35 @@ class RewardPool:
 
     def _send(self, worker: _Worker, n_calls: int, queue: collections.deque[_Call]) -> None:
         if queue[0].n is not None:
-            n_calls = 1  # a batch is enough for a worker
+            n_calls = 1  # one batch per worker
         calls = [queue.popleft() for _ in range(min(n_calls, len(queue)))]
         try:
             worker.connection.send([(call.function, call.n, call.arguments) for call in calls])
-        except OSError:  # it died while idle; _collect finds out
+        except OSError:  # it died while idle; _collect reports it
             queue.extendleft(reversed(calls))
             return
         worker.pending.extend(calls)
-        self._begin(worker)
+        self._set_deadline(worker)
 
-    def _begin(self, worker: _Worker) -> None:
-        """Sets when the answer to the first of the pending calls is due."""
+    def _set_deadline(self, worker: _Worker) -> None:
+        """Sets the deadline of the first pending call."""
         if worker.pending:
             worker.deadline = time.monotonic() + self._limits_s[worker.pending[0].function]
 
     def _collect(self, worker: _Worker, results: dict[tuple[int, int], Result]) -> str:
-        """Takes the answers that are there; returns why the worker must be replaced, or ""."""
+        """Receives available answers; returns why the worker must be replaced, or ""."""
         try:
             while worker.connection.poll():
                 found = worker.connection.recv()
                 call = worker.pending.popleft()
                 for item, result in zip(call.items, found, strict=True):
                     results[item, call.function] = Result(*result)
-                self._begin(worker)
+                self._set_deadline(worker)
         except (EOFError, OSError):
             return f"the worker process died with status {worker.reap()}"
         if worker.pending and time.monotonic() > worker.deadline:
-            return f"no answer within {self._limits_s[worker.pending[0].function]:g} s"
+            limit_s = self._limits_s[worker.pending[0].function]
+            return f"no answer within {limit_s:g} s (reward.timeout_s or the option timeout_s)"
         return ""
 
     def _replace(
@@ -249,7 +257,7 @@ class RewardPool:
         queue: collections.deque[_Call],
         results: dict[tuple[int, int], Result],
     ) -> None:
-        """The call in work fails, those behind it go back into the queue."""
+        """Replaces a worker: the running call fails, the calls after it return to the queue."""
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
@@ -281,7 +289,7 @@ class RewardPool:
 
 
 def _episode_info(episode: Episode) -> dict[str, Any]:
-    """The dict that reward functions get as extra_info["episode"]; its keys are a public interface."""
+    """What reward functions get as extra_info["episode"]; the keys are a public interface."""
     return {
         "asked": episode.prompt_messages,
         "said": episode.completion_messages,

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learnt."""
+"""Tests of jaxrl/data/demonstrations.py and ChatRenderer.render_turns: which tokens are learned."""
 
 import json
 
@@ -11,10 +11,10 @@ from jaxrl.data.demonstrations import conversation, load_demonstrations, to_samp
 from jaxrl.data.packing import pack
 
 STOP = (2,)
-ASK = {"role": "user", "content": "1 + 2?"}
-SAY = {"role": "assistant", "content": "It is 3."}
-AGAIN = {"role": "user", "content": "And 3 + 4?"}
-LAST = {"role": "assistant", "content": "7, à peu près."}
+QUESTION = {"role": "user", "content": "1 + 2?"}
+ANSWER = {"role": "assistant", "content": "It is 3."}
+QUESTION_2 = {"role": "user", "content": "And 3 + 4?"}
+ANSWER_2 = {"role": "assistant", "content": "7, à peu près."}
 
 
 def write(tmp_path, *rows):
@@ -29,37 +29,38 @@ def load(tmp_path, renderer, *rows, **data):
     )
 
 
-def test_all_turns_of_the_assistant_and_their_ends_are_learnt(renderer):
-    [(tokens, own)] = renderer.render_turns([ASK, SAY, AGAIN, LAST], STOP)
+def test_assistant_turns_and_their_stop_tokens_are_learned(renderer):
+    [(tokens, loss_mask)] = renderer.render_turns([QUESTION, ANSWER, QUESTION_2, ANSWER_2], STOP)
     assert renderer.decode(tokens, skip_special=False) == (
         "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>\n"
         "<|im_start|>user\nAnd 3 + 4?<|im_end|>\n<|im_start|>assistant\n7, à peu près.<|im_end|>"
     )
-    assert renderer.decode(tokens[own], skip_special=False) == (
+    assert renderer.decode(tokens[loss_mask], skip_special=False) == (
         "It is 3.<|im_end|>7, à peu près.<|im_end|>"
     )
 
 
-def test_what_is_before_an_answer_is_the_prompt_that_the_model_gets(renderer, tmp_path):
+def test_the_prompt_of_an_answer_is_what_the_model_sees_in_training(renderer, tmp_path):
     [one] = load(tmp_path, renderer, {"question": "1 + 2?", "answer": "It is 3."})
-    np.testing.assert_array_equal(one.prompt_tokens, renderer.render([ASK]))
+    np.testing.assert_array_equal(one.prompt_tokens, renderer.render([QUESTION]))
     assert renderer.decode(one.tokens, skip_special=False) == "It is 3.<|im_end|>"
     assert one.loss_mask.all() and one.n_loss_tokens == len(one.tokens)
 
 
-def test_turns_that_the_template_rewrites_come_one_by_one(tokenizer, tmp_path):
-    """As Qwen3's does, this one drops thoughts from all answers but the last."""
+def test_turns_that_the_template_rewrites_become_separate_sequences(tokenizer, tmp_path):
+    """Like Qwen3's, this template drops reasoning from all answers except the last."""
     path = tmp_path / "t.jinja"
     path.write_text(
         "{% for m in messages %}{% if m.role == 'user' %}Q:{{ m.content }}\n{% else %}A:"
-        "{{ m.content if loop.last else m.content.split('|')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+        "{{ m.content if loop.last else m.content.split('|')[-1] }}<|im_end|>{% endif %}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
     renderer = ChatRenderer(tokenizer, template=str(path))
     first, last = ({"role": "assistant", "content": f"hm|{n}"} for n in (3, 7))
     shown = [
-        (renderer.decode(t[~own]), renderer.decode(t[own], skip_special=False))
-        for t, own in renderer.render_turns([ASK, first, AGAIN, last], STOP)
+        (renderer.decode(t[~mask]), renderer.decode(t[mask], skip_special=False))
+        for t, mask in renderer.render_turns([QUESTION, first, QUESTION_2, last], STOP)
     ]
     assert shown == [
         ("Q:1 + 2?\nA:", "hm|3<|im_end|>"),
@@ -78,47 +79,43 @@ def test_turns_that_the_template_rewrites_come_one_by_one(tokenizer, tmp_path):
         ),
     ],
 )
-def test_a_template_from_which_nothing_can_be_learnt_is_refused(
-    tokenizer, tmp_path, template, complaint
-):
+def test_a_template_without_learnable_turns_is_an_error(tokenizer, tmp_path, template, complaint):
     path = tmp_path / "t.jinja"
     path.write_text(template)
     with pytest.raises(ValueError, match=rf"{complaint}.*set data\.chat_template"):
-        ChatRenderer(tokenizer, template=str(path)).render_turns([ASK, SAY], STOP)
+        ChatRenderer(tokenizer, template=str(path)).render_turns([QUESTION, ANSWER], STOP)
 
 
-def test_tokens_of_others_are_read_but_not_in_the_loss(renderer, tmp_path):
-    [one] = load(tmp_path, renderer, {"messages": [ASK, SAY, AGAIN, LAST]})
+def test_tokens_of_other_roles_are_in_the_sequence_but_not_in_the_loss(renderer, tmp_path):
+    [one] = load(tmp_path, renderer, {"messages": [QUESTION, ANSWER, QUESTION_2, ANSWER_2]})
     [packed] = pack([to_sample(one)], shapes=((1, 128),), align=4, n_ranks=1)
     batch = packed.batch
     assert batch.mask.sum() == one.n_loss_tokens < len(one.tokens)
-    learnt = renderer.decode(batch.targets[batch.mask > 0], skip_special=False)
-    assert learnt == "It is 3.<|im_end|>7, à peu près.<|im_end|>"
+    learned = renderer.decode(batch.targets[batch.mask > 0], skip_special=False)
+    assert learned == "It is 3.<|im_end|>7, à peu près.<|im_end|>"
     assert set(batch.response_len[batch.segments > 0]) == {one.n_loss_tokens}
-    whole = np.concatenate([one.prompt_tokens, one.tokens])
-    np.testing.assert_array_equal(batch.targets[batch.segments > 0], whole[1:])
+    full = np.concatenate([one.prompt_tokens, one.tokens])
+    np.testing.assert_array_equal(batch.targets[batch.segments > 0], full[1:])
 
 
 @pytest.mark.parametrize(
     "row, complaint",
     [
-        ({"messages": [ASK]}, "no turn of the assistant"),
-        ({"question": "1?", "text": "2"}, "has the columns question, text; needed are messages"),
+        ({"messages": [QUESTION]}, "no assistant turn to learn"),
+        ({"question": "1?", "text": "2"}, "has the columns question, text; required are messages"),
         ({"messages": [{"role": "user"}]}, "neither a string nor a list of messages"),
     ],
 )
-def test_rows_that_teach_nothing_are_named(row, complaint):
+def test_a_row_without_anything_to_learn_is_an_error_with_its_place(row, complaint):
     with pytest.raises(ValueError, match=rf"f:3.*{complaint}"):
         conversation(row, "f:3")
 
 
-def test_demonstrations_that_are_too_long(renderer, tmp_path, caplog):
+def test_overlong_demonstrations_are_dropped_rejected_or_truncated(renderer, tmp_path, caplog):
     rows = [{"question": "1?", "answer": "2" * n} for n in (5, 90)]
     size = dict(max_prompt_len=40, max_response_len=20)
     assert len(load(tmp_path, renderer, *rows, **size)) == 1
-    assert caplog.messages == [
-        "1 demonstrations of over 60 tokens were left out"
-    ]  # a warning is shown
+    assert caplog.messages == ["1 demonstrations of over 60 tokens were dropped"]
     with pytest.raises(ValueError, match="all 1 are longer than 60"):
         load(tmp_path, renderer, rows[1], **size)
     size["filter_overlong_prompts"] = False

@@ -1,4 +1,4 @@
-"""Which answers a row of preferences compares."""
+"""Tests of jaxrl/data/preferences.py: which answers a row compares."""
 
 import json
 
@@ -9,7 +9,7 @@ from jaxrl.config.keys import DataConfig
 from jaxrl.data.preferences import conversations, load_pairs
 
 STOP = (2,)
-ASK = {"role": "user", "content": "1 + 2?"}
+QUESTION = {"role": "user", "content": "1 + 2?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 3.", "4"))
 
 
@@ -21,31 +21,35 @@ def load(tmp_path, renderer, *rows, **data):
 
 FORMS = [
     {"prompt": "1 + 2?", "chosen": "It is 3.", "rejected": "4"},
-    {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
-    {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-    {"prompt": "1 + 2?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},  # as UltraFeedback has it
+    {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    {
+        "prompt": "1 + 2?",
+        "chosen": [QUESTION, GOOD],
+        "rejected": [QUESTION, BAD],
+    },  # as UltraFeedback has it
 ]
 
 
 @pytest.mark.parametrize("row", FORMS)
 def test_all_forms_give_the_same_pair(row, renderer, tmp_path):
     [pair] = load(tmp_path, renderer, row)
-    for one, said in ((pair.chosen, GOOD), (pair.rejected, BAD)):
-        np.testing.assert_array_equal(one.prompt_tokens, renderer.render([ASK]))
+    for one, answer in ((pair.chosen, GOOD), (pair.rejected, BAD)):
+        np.testing.assert_array_equal(one.prompt_tokens, renderer.render([QUESTION]))
         shown = renderer.decode(one.tokens, skip_special=False)
-        assert shown == said["content"] + "<|im_end|>" and one.loss_mask.all()
+        assert shown == answer["content"] + "<|im_end|>" and one.loss_mask.all()
 
 
-def test_a_row_may_say_by_how_much(renderer, tmp_path):
+def test_a_row_may_have_a_margin(renderer, tmp_path):
     row = FORMS[0]
     with_margin, without = load(tmp_path, renderer, row | {"margin": 2}, row)
     assert (with_margin.margin, without.margin) == (2.0, 0.0)
-    with pytest.raises(ValueError, match="margin='much' is no number"):
+    with pytest.raises(ValueError, match="margin='much' is not a finite number"):
         load(tmp_path, renderer, row | {"margin": "much"})
 
 
-def test_only_the_last_turn_is_compared(renderer, tmp_path):
-    earlier = [ASK, GOOD, {"role": "user", "content": "Sure?"}]
+def test_only_the_last_turn_is_in_the_loss(renderer, tmp_path):
+    earlier = [QUESTION, GOOD, {"role": "user", "content": "Sure?"}]
     [pair] = load(tmp_path, renderer, {"prompt": earlier, "chosen": "Yes.", "rejected": "No."})
     np.testing.assert_array_equal(pair.chosen.prompt_tokens, renderer.render(earlier))
     assert renderer.decode(pair.rejected.tokens) == "No."
@@ -54,22 +58,28 @@ def test_only_the_last_turn_is_compared(renderer, tmp_path):
 @pytest.mark.parametrize(
     "row, complaint",
     [
-        ({"prompt": "1?", "chosen": "2"}, "has the columns prompt, chosen; needed are chosen and"),
-        ({"prompt": "1?", "chosen": "2", "rejected": "2"}, "are the same"),
-        ({"chosen": "2", "rejected": "3"}, "chosen is no answer to a prompt"),
-        ({"prompt": "1?", "chosen": [ASK], "rejected": "3"}, "chosen is no answer to a prompt"),
+        (
+            {"prompt": "1?", "chosen": "2"},
+            "has the columns prompt, chosen; required are chosen and",
+        ),
+        ({"prompt": "1?", "chosen": "2", "rejected": "2"}, "are equal"),
+        ({"chosen": "2", "rejected": "3"}, "chosen is not an answer to a prompt"),
+        (
+            {"prompt": "1?", "chosen": [QUESTION], "rejected": "3"},
+            "chosen is not an answer to a prompt",
+        ),
     ],
 )
-def test_rows_without_a_pair_are_named(row, complaint):
+def test_a_row_without_a_pair_is_an_error_with_its_place(row, complaint):
     with pytest.raises(ValueError, match=f"f:3.*{complaint}"):
         conversations(row, "f:3")
 
 
-def test_pairs_that_are_too_long(renderer, tmp_path):
+def test_overlong_pairs_are_dropped_or_rejected(renderer, tmp_path):
     rows = [{"prompt": "1?", "chosen": "2" * n, "rejected": "3"} for n in (5, 90)]
     size = dict(max_prompt_len=40, max_response_len=20)
     assert [pair.id for pair in load(tmp_path, renderer, *rows, **size)] == [0]
     with pytest.raises(ValueError, match="all 1 are longer than 60"):
         load(tmp_path, renderer, rows[1], **size)
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2 has an answer of 1\d\d tokens"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 has 1\d\d tokens in prompt and answer"):
         load(tmp_path, renderer, *rows, **size, filter_overlong_prompts=False)

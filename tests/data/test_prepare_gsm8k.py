@@ -1,3 +1,5 @@
+"""Tests of scripts/prepare_gsm8k.py."""
+
 import json
 import subprocess
 import sys
@@ -43,11 +45,11 @@ def test_gsm8k_becomes_prompts_in_verls_schema(tmp_path, renderer):
         assert gsm8k(prompt.source, row["answer"], prompt.answer, prompt.extra) == 1
 
 
-def test_what_is_not_gsm8k_is_named(tmp_path):
+def test_other_files_are_an_error_with_the_place(tmp_path):
     assert (
         "neither train.jsonl nor test.jsonl"
         in run("--input", tmp_path, "--output", tmp_path).stderr
     )
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     failed = run("--input", tmp_path, "--output", tmp_path)
-    assert failed.returncode != 0 and "train.jsonl:1 is no GSM8K row" in failed.stderr
+    assert failed.returncode != 0 and "train.jsonl:1 is not a GSM8K row" in failed.stderr

@@ -1,3 +1,5 @@
+"""Tests of jaxrl/rewards/pool.py, jaxrl/rewards/worker.py and jaxrl/workers/process.py."""
+
 import os
 import signal
 import subprocess
@@ -58,7 +60,9 @@ def batched(data_sources, solution_strs, ground_truths, extra_infos, *, bonus=0)
     return [float("nan") if s == "nan" else f for s, f in zip(solution_strs, found)]
 
 
-def impatient(data_source, solution_str, ground_truth, extra_info, *, timeout_s, prompt_str, query_str):
+def impatient(
+    data_source, solution_str, ground_truth, extra_info, *, timeout_s, prompt_str, query_str
+):
     return {"score": timeout_s, "prompt": len(prompt_str), "query": len(query_str)}
 
 
@@ -92,7 +96,7 @@ def hazards(tmp_path_factory):
 
 @pytest.fixture
 def pool_of(hazards):
-    """Makes a pool of functions of hazards.py (":name") or of built-in ones; closes it at the end."""
+    """Creates pools of functions in hazards.py (":name") or built-in ones; closes them."""
     pools = []
 
     def make(*functions, **cfg):
@@ -105,7 +109,7 @@ def pool_of(hazards):
         pool.close()
 
 
-def test_rewards_come_back_in_order(pool_of):
+def test_rewards_are_returned_in_order(pool_of):
     pool = pool_of("last_number", workers=3)
     scored = pool.score([rollout(f"it is {i % 7}.", answer=str(i % 5)) for i in range(300)])
     assert [r.value for r in scored] == [float(i % 7 == i % 5) for i in range(300)]
@@ -113,20 +117,20 @@ def test_rewards_come_back_in_order(pool_of):
     assert pool.score([]) == []
 
 
-def test_weighted_sum_of_functions_with_parts_by_name(pool_of):
+def test_the_reward_is_the_weighted_sum_with_parts_by_name(pool_of):
     pool = pool_of("last_number", ":length?scale=2", weights=(1.0, 0.5))
     [scored] = pool.score([rollout("is 1")])
     assert scored.value == 1.0 * 1 + 0.5 * 2 * 4
     assert scored.parts == {"last_number": 1.0, "length": 8.0}
 
 
-def test_dict_gives_score_and_further_numbers(pool_of):
+def test_a_dict_gives_the_score_and_further_numbers(pool_of):
     [scored] = pool_of(":parts").score([rollout("")])
     assert scored.value == 2.0
     assert scored.parts == {"parts": 2.0, "parts/acc": 1.0}
 
 
-def test_function_sees_verls_arguments_in_a_process_without_jax(pool_of):
+def test_a_function_gets_verls_arguments_in_a_process_without_jax(pool_of):
     pool = pool_of(":what_it_sees", workers=1)
     [scored] = pool.score([rollout("", answer="abc", finish="length", index=7)])
     parts = scored.parts
@@ -144,8 +148,8 @@ def test_function_sees_verls_arguments_in_a_process_without_jax(pool_of):
         ("sys.exit", "obey: SystemExit: bye"),
         ("exit", "obey: the worker process died with status 3"),
         ("segfault", "obey: the worker process died with status -11"),
-        ("sleep", "obey: no answer within 0.5 s"),
-        ("hang in C", "obey: no answer within 0.5 s"),
+        ("sleep", "obey: no answer within 0.5 s (reward.timeout_s or the option timeout_s)"),
+        ("hang in C", "obey: no answer within 0.5 s (reward.timeout_s or the option timeout_s)"),
         ("nan", "obey: ValueError: the function returned nan"),
         ("none", "obey: TypeError: the function returned None; return a number"),
         ("text", "obey: TypeError: the function returned '0.5'; return a number"),
@@ -160,10 +164,10 @@ def test_a_failing_call_is_an_error_value_and_the_others_are_scored(pool_of, tex
     for r, text in zip(scored, texts, strict=True):
         assert (r.value, bool(r.error)) == ((1.0, False) if text == "fine" else (-1.0, True))
     assert scored[3].error.startswith(error) and scored[17].error.startswith(error)
-    assert pool.score([rollout("fine")])[0].value == 1.0  # and the pool lives on
+    assert pool.score([rollout("fine")])[0].value == 1.0  # the pool still works
 
 
-def test_a_function_of_verls_batch_signature_gets_batches(pool_of):
+def test_a_function_with_verls_batch_signature_gets_batches(pool_of):
     pool = pool_of(":batched?batch_size=3&bonus=1", "last_number", workers=1)
     scored = pool.score([rollout(text) for text in ("a", "bb", "nan", "is 1", "e")])
     sizes = [r.parts.get("batched/n") for r in scored]
@@ -174,7 +178,7 @@ def test_a_function_of_verls_batch_signature_gets_batches(pool_of):
     )
 
 
-def test_batches_are_shared_out_over_the_workers(pool_of):
+def test_batches_are_distributed_over_the_workers(pool_of):
     scored = pool_of(":batched", workers=2).score([rollout("a")] * 10)
     assert [r.parts["batched/n"] for r in scored] == [5] * 10
 
@@ -188,16 +192,16 @@ def test_batches_are_shared_out_over_the_workers(pool_of):
             "batched: ValueError: the function returned 1 scores for a batch of 2 responses; "
             "return one score per response",
         ),
-        ("sleep", "batched: no answer within 0.3 s"),
+        ("sleep", "batched: no answer within 0.3 s (reward.timeout_s or the option timeout_s)"),
     ],
 )
-def test_a_batch_fails_as_one_and_the_others_are_scored(pool_of, text, error):
+def test_a_batch_fails_as_a_unit_and_the_others_are_scored(pool_of, text, error):
     pool = pool_of(":batched?batch_size=2&timeout_s=0.3", workers=2)
     scored = pool.score([rollout(t) for t in ("a", "a", text, "a", "a", "a")])
     assert [r.error for r in scored] == ["", "", error, error, "", ""]
 
 
-def test_a_function_may_have_a_time_of_its_own_and_learns_it_with_the_texts_it_asks_for(hazards):
+def test_a_function_gets_its_time_limit_and_the_texts_that_it_declares(hazards):
     functions = (hazards + ":impatient?timeout_s=7", hazards + ":obey")
     cfg = RewardConfig(functions=functions, timeout_s=0.5)
     with RewardPool(cfg, decode=lambda tokens: "x" * len(tokens)) as pool:
@@ -208,10 +212,10 @@ def test_a_function_may_have_a_time_of_its_own_and_learns_it_with_the_texts_it_a
         "impatient/query": 3.0 + 4.0,
         "obey": 1.0,
     }
-    assert slow.error == "obey: no answer within 0.5 s"
+    assert slow.error == "obey: no answer within 0.5 s (reward.timeout_s or the option timeout_s)"
 
 
-def test_one_failing_function_makes_the_response_an_error_but_keeps_the_other_parts(pool_of):
+def test_one_failing_function_gives_the_error_value_but_keeps_the_other_parts(pool_of):
     pool = pool_of(":obey", ":length", error_value=-0.5)
     [scored] = pool.score([rollout("raise")])
     assert scored.value == -0.5
@@ -219,36 +223,38 @@ def test_one_failing_function_makes_the_response_an_error_but_keeps_the_other_pa
     assert scored.error == "obey: RuntimeError: out of cheese"
 
 
-def test_single_worker_goes_on_after_every_call_hung(pool_of):
+def test_a_single_worker_recovers_after_every_hanging_call(pool_of):
     pool = pool_of(":obey", workers=1, timeout_s=0.3)
     scored = pool.score([rollout("sleep"), rollout("fine"), rollout("sleep"), rollout("fine")])
     assert [r.value for r in scored] == [0, 1, 0, 1]
 
 
-def test_math_that_hangs_in_c_is_cut_off(pool_of):
+def test_math_that_hangs_in_c_is_stopped(pool_of):
     pool = pool_of("math", workers=1, timeout_s=2.0)
     start = time.monotonic()
     hangs = rollout(r"\boxed{9^{9^{9}}}", answer="5")
     scored = pool.score([rollout(r"\boxed{\frac{1}{2}}", answer="0.5"), hangs])
     assert [r.value for r in scored] == [1.0, 0.0]
-    assert scored[1].error == "math: no answer within 2 s"
+    assert (
+        scored[1].error == "math: no answer within 2 s (reward.timeout_s or the option timeout_s)"
+    )
     assert time.monotonic() - start < 30
 
 
-def test_timeout_kills_what_the_function_started(pool_of, tmp_path):
+def test_a_timeout_kills_the_processes_that_the_function_started(pool_of, tmp_path):
     pid_file = tmp_path / "pid"
     pool_of(":obey", timeout_s=1.0).score([rollout("spawn", answer=str(pid_file))])
     wait_until_gone([int(pid_file.read_text())])
 
 
-def test_close_leaves_no_process_behind(pool_of):
+def test_close_leaves_no_process(pool_of):
     pool = pool_of(":obey", workers=2, timeout_s=0.3)
     before = [w.process for w in pool._workers]
     pool.score([rollout("sleep")])
     after = [w.process for w in pool._workers]
     pool.close()
     for process in {*before, *after}:
-        assert process.returncode is not None  # waited for, so no zombie
+        assert process.returncode is not None  # it was waited for, so it is no zombie
     wait_until_gone([p.pid for p in {*before, *after}])
 
 
@@ -272,10 +278,10 @@ def test_workers_end_when_the_parent_is_killed(hazards):
 
 
 def start_parent(hazards, action):
-    """A program of its own that makes a pool, prints the workers' pids, acts, and waits for a reward."""
+    """A program that creates a pool, prints the worker pids, runs `action` and scores."""
     program = f"""
         import os, signal, sys, time
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells ignore it
         sys.path.insert(0, {os.getcwd()!r})
         from tests.rewards.test_pool import RewardConfig, RewardPool, rollout
         pool = RewardPool(RewardConfig(functions=({hazards + ":obey"!r},)))
@@ -304,12 +310,12 @@ def wait_until_gone(pids):
 def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"  # a zombie waits for its parent
+            return stat.read().rpartition(")")[2].split()[0] != "Z"  # zombies have ended
     except FileNotFoundError:
         return False
 
 
-def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
+def test_wrong_names_and_weights_fail_at_startup(hazards, tmp_path):
     with pytest.raises(ValueError, match=r"unknown name 'maths'; set .* by_source, code, env"):
         RewardPool(RewardConfig(functions=("maths",)))
     with pytest.raises(
@@ -326,5 +332,5 @@ def test_wrong_names_and_weights_fail_at_the_start(hazards, tmp_path):
         RewardPool(RewardConfig(functions=(hazards + ":lenght",)))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nos._exit(4)")
-    with pytest.raises(ValueError, match="died at start with status 4"):
+    with pytest.raises(ValueError, match="died at startup with status 4"):
         RewardPool(RewardConfig(functions=(f"{broken}:f",)))

@@ -1,11 +1,13 @@
-"""The process that runs a program nobody trusts: python -I jail.py JOB, started by rewards/sandbox/runner.py alone.
+"""The process that runs an untrusted program: python -I jail.py JOB, started by runner.py only.
 
-It shuts itself in, and only then runs the program in the same interpreter. That takes no privilege:
+It confines itself and only then runs the program in the same interpreter. This needs no privileges:
 
-  limits      CPU seconds, memory, size of a file, open files
+  limits      CPU seconds, memory, file size, open files
   privileges  all capabilities are dropped, and no program can gain any
-  seccomp     system calls that fail: sockets, new processes and programs, signals, looking into other processes
-  Landlock    files (Linux 5.13 on): Python and the system's libraries can be read, its own folder written, no more
+  seccomp     these system calls fail: sockets, new processes and programs, signals, access to other
+              processes
+  Landlock    files (Linux 5.13 and later): Python and the system libraries can be read, the working
+              folder can be written, nothing else
 """
 
 import ctypes
@@ -19,7 +21,7 @@ import sys
 import types
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# seccomp: the machine's number in the filter, and its system calls that fail
+# seccomp: the architecture's number in the filter, and the system calls that fail
 _X86_64 = (
     0xC000003E,
     {
@@ -59,7 +61,7 @@ MACHINES = {"x86_64": _X86_64, "aarch64": _AARCH64}
 
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the filter sees
+_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in the data that the filter reads
 _CLONE_THREAD, _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 0x10000, 1, 22, 38
 
 _READ = 1 << 2 | 1 << 3  # Landlock: files, folders
@@ -68,8 +70,11 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 def main(path: str) -> None:
-    """Runs the job in the file: its program, then the test or the call. What a test or a call finds goes to
-    the standard output behind the job's secret; without either the output is the program's own."""
+    """Runs the job in the file `path`: its program, then the test or the call.
+
+    The result of a test or a call goes to the standard output after the job's secret. Without
+    either, the output is that of the program.
+    """
     with open(path) as file:
         job = json.load(file)
     os.unlink(path)
@@ -79,7 +84,7 @@ def main(path: str) -> None:
     if test is not None or call is not None:
         found = os.fdopen(os.dup(1), "w")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    shut_in(**job["limits"])
+    confine(**job["limits"])
     name = "__main__" if found is None else "program"
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -96,8 +101,8 @@ def main(path: str) -> None:
     found.close()
 
 
-def shut_in(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
-    """Nothing of this can be undone. Raises OSError where the kernel refuses a part."""
+def confine(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
+    """Confines this process irreversibly. Raises OSError if the kernel rejects a part."""
     machine = platform.machine()
     special = _SPECIAL[machine]
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
@@ -109,7 +114,7 @@ def shut_in(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     }
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
-    # SIGXCPU says why a process ends; SIGKILL follows for one that ignores it.
+    # SIGXCPU tells why the process ended; SIGKILL follows if it is ignored.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process
     _check(_LIBC.syscall(special["capset"], header, none))
@@ -120,17 +125,17 @@ def shut_in(*, cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
 
 
 def landlock_version() -> int:
-    """0 or less where the kernel has none."""
+    """Landlock's ABI version; 0 or less if the kernel has no Landlock."""
     return _LIBC.syscall(444, None, 0, 1)
 
 
-def _confine_files(own: str) -> None:
+def _confine_files(work_folder: str) -> None:
     version = landlock_version()
     n_rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     everything = (1 << n_rights) - 1
     ruleset = _check(_LIBC.syscall(444, struct.pack("Q", everything), 8, 0))
     of_files = everything & (1 << 1 | 1 << 2 | 1 << 14 | 1 << 15)
-    allowed = {own: everything} | dict.fromkeys(_DEVICES, of_files)
+    allowed = {work_folder: everything} | dict.fromkeys(_DEVICES, of_files)
     allowed |= dict.fromkeys((*_READABLE, sys.prefix, sys.base_prefix), _READ)
     for path, rights in allowed.items():
         if not os.path.exists(path):
@@ -148,8 +153,8 @@ def _filter_calls(machine: str) -> None:
     number, denied = MACHINES[machine]
     special = _SPECIAL[machine]
 
-    def given(call: int, *rule: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-        """The rule, skipped for other calls; at its end the number is loaded again."""
+    def rule_for(call: int, *rule: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+        """The rule, skipped for other calls; then the call number is loaded again."""
         return [(_EQUAL, 0, len(rule) + 1, call), *rule, (_LOAD, 0, 0, _NR)]
 
     def when(test: int, value: int, then: int, other: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -161,12 +166,14 @@ def _filter_calls(machine: str) -> None:
         (_EQUAL, 1, 0, number),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR),
-        (_AT_LEAST, 0, 1, 0x40000000),  # x32: the same calls by other numbers
+        (_AT_LEAST, 0, 1, 0x40000000),  # x32: the same calls with other numbers
         (_RETURN, 0, 0, _EPERM),
-        *given(special["clone"], *when(_ANY_BIT, _CLONE_THREAD, _ALLOW, _EPERM)),
-        *given(special["prctl"], *when(_EQUAL, _PR_SET_PDEATHSIG, _EPERM, _ALLOW)),
-        *given(special["prlimit64"], *when(_EQUAL, 0, _ALLOW, _EPERM)),  # 0: of this process
-        *given(_CLONE3, (_RETURN, 0, 0, _ENOSYS)),  # then libc takes clone, whose flags can be seen
+        *rule_for(special["clone"], *when(_ANY_BIT, _CLONE_THREAD, _ALLOW, _EPERM)),
+        *rule_for(special["prctl"], *when(_EQUAL, _PR_SET_PDEATHSIG, _EPERM, _ALLOW)),
+        *rule_for(special["prlimit64"], *when(_EQUAL, 0, _ALLOW, _EPERM)),  # 0: this process
+        *rule_for(
+            _CLONE3, (_RETURN, 0, 0, _ENOSYS)
+        ),  # libc then uses clone, whose flags the filter can read
     ]
     for call in (denied | _BOTH).values():
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _EPERM)]

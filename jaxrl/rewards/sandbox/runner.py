@@ -1,4 +1,4 @@
-"""Runs Python that nobody trusts, each time in a process that is shut in (rewards/sandbox/jail.py)."""
+"""Runs untrusted Python programs, each in a confined process (rewards/sandbox/jail.py)."""
 
 import dataclasses
 import json
@@ -17,28 +17,28 @@ from typing import Any
 from jaxrl.rewards.sandbox import jail
 
 _MIB = 1 << 20
-_START_S = 1.0  # of the interpreter, beside the program's own time
-# Nothing is inherited. Threads of numerical libraries would take address space and cores.
+_START_S = 1.0  # interpreter startup, in addition to the program's time
+# Not inherited. Threads of numerical libraries would take address space and cores.
 _ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _ENV |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """Resource limits of one program."""
 
-    wall_s: float = 4.0  # of CPU as much, rounded up
-    memory_mib: int = 1024  # of address space
-    file_mib: int = 16  # of a file that it writes
-    output_mib: int = 4  # of its standard output
+    wall_s: float = 4.0  # also the CPU time, rounded up
+    memory_mib: int = 1024  # address space
+    file_mib: int = 16  # size of each file that it writes
+    output_mib: int = 4  # standard output
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended, and what it said."""
+    """How a program ended, and its output."""
 
-    end: str  # "ok", "error" (an exception, an exit status, a limit), "timeout" or "output" (too much of it)
-    output: str = ""  # standard output; after a call its result as JSON
+    end: str  # "ok", "error" (exception, exit status or limit), "timeout", "output" (too much)
+    output: str = ""  # standard output; for a call its result as JSON
 
 
 def run(
@@ -49,16 +49,16 @@ def run(
     call: dict[str, Any] | None = None,
     limits: Limits,
 ) -> Outcome:
-    """The program by itself; or, with `test`, that code after it in its namespace; or, with `call`
-    ({"name", "arguments"}), one of its functions or of its class Solution.
+    """Runs a program, then `test` in its namespace or one `call` of its functions.
 
-    A test has passed, and a call has returned, only if the process says so by a secret that the program is
-    not given. Raises OSError where this machine cannot shut a process in.
+    `call` is {"name", "arguments"}: a function of the program or a method of its class Solution.
+    A test has passed, and a call has returned, only if the process reports it with a secret that
+    the program does not get. Raises OSError if this machine cannot confine a process.
     """
     if sys.platform != "linux" or platform.machine() not in jail.MACHINES:
         raise OSError(
-            f"programs cannot be shut in on {sys.platform} {platform.machine()}; use the code reward on Linux, "
-            f"{' or '.join(jail.MACHINES)}"
+            f"programs cannot be confined on {sys.platform} {platform.machine()}; use the code "
+            f"reward on Linux with {' or '.join(jail.MACHINES)}"
         )
     secret = secrets.token_hex(16)
     job = {
@@ -74,15 +74,15 @@ def run(
     }
     with tempfile.TemporaryDirectory(prefix="jaxrl-code-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "own").mkdir()
+        (folder / "work").mkdir()
         (folder / "job.json").write_text(json.dumps(job))
         (folder / "stdin").write_text(stdin)
-        with open(folder / "stdin") as given:
+        with open(folder / "stdin") as stdin_file:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-B", "-X", "utf8", jail.__file__, str(folder / "job.json")],
-                cwd=folder / "own",
-                env=_ENV | {"HOME": str(folder / "own"), "TMPDIR": str(folder / "own")},
-                stdin=given,
+                cwd=folder / "work",
+                env=_ENV | {"HOME": str(folder / "work"), "TMPDIR": str(folder / "work")},
+                stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
@@ -99,7 +99,7 @@ def run(
 
 
 def _read(process: subprocess.Popen, limits: Limits) -> Outcome:
-    """Waits for the end, at most as long and for as much output as the limits say."""
+    """Waits for the end of the process, within the limits of time and output."""
     assert process.stdout is not None
     deadline = time.monotonic() + _START_S + limits.wall_s
     parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Picks the reward by where the prompt comes from, so that one run can mix data sets."""
+"""Selects the reward by data_source, so that one run can mix datasets."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _BY_PREFIX = {
     "aime": math,
     "numina": math,
 }
-_CODE = (
+_CODE_PREFIXES = (
     "apps",
     "codecontests",
     "codeforces",
@@ -42,13 +42,16 @@ def by_source(
     *,
     timeout_s: float,
 ) -> float | dict[str, float]:
-    """The reward of the first entry of the tables that `data_source` starts with."""
-    if data_source.startswith(_CODE):
+    """The reward of the first table entry that is a prefix of `data_source`.
+
+    Raises ValueError if there is none.
+    """
+    if data_source.startswith(_CODE_PREFIXES):
         return code(data_source, solution_str, ground_truth, extra_info, timeout_s=timeout_s)
     for prefix, reward in _BY_PREFIX.items():
         if data_source.startswith(prefix):
             return reward(data_source, solution_str, ground_truth, extra_info)
     raise ValueError(
-        f"no reward is known for data_source {data_source!r}; name one in reward.functions instead of "
-        f"by_source, which knows {', '.join((*_BY_PREFIX, *_CODE))}"
+        f"by_source has no reward for data_source {data_source!r}; set reward.functions to a "
+        f"reward for it. by_source has {', '.join((*_BY_PREFIX, *_CODE_PREFIXES))}"
     )

@@ -1,4 +1,4 @@
-"""What the environment gave over the turns of an episode."""
+"""The reward that the environment gave over the turns of an episode."""
 
 from typing import Any
 
@@ -9,11 +9,15 @@ def environment(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
 ) -> float:
-    """The sum of the episode's rewards. Raises RuntimeError where the environment failed, so that the response counts
-    with reward.error_value."""
+    """The sum of the episode's rewards.
+
+    Raises RuntimeError if the environment failed, so that the reward is reward.error_value.
+    """
     episode = (extra_info or {}).get("episode")
     if episode is None:
-        raise ValueError("the response is of no environment; set env.name")
+        raise ValueError(
+            "the reward 'environment' needs an episode; set env.name or use another reward"
+        )
     if episode["error"]:
         raise RuntimeError(episode["error"])
     return episode["reward"]

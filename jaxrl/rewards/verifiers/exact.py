@@ -1,4 +1,4 @@
-"""Is the response, or the part of it that a pattern finds, exactly the answer?"""
+"""Exact match of the response, or of the part that a pattern finds, with the ground truth."""
 
 import re
 from typing import Any
@@ -13,10 +13,11 @@ def exact(
     pattern: str = "",
     ignore_case: bool = True,
 ) -> float:
-    r"""1 if the answer equals the ground truth up to white space at the ends, else 0.
+    r"""1 if the answer equals the ground truth, ignoring surrounding white space, else 0.
 
-    Without a pattern the answer is the whole response. Otherwise it is the last match of that regular
-    expression ('.' matches newlines), its first group where it has one: r"<answer>(.*?)</answer>".
+    Without a pattern the answer is the entire response. Otherwise it is the last match of the
+    regular expression ('.' matches newlines), or its first group if it has one, as in
+    r"<answer>(.*?)</answer>".
     """
     answer: str | None = solution_str
     if pattern:

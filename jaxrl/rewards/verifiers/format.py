@@ -1,4 +1,4 @@
-"""Does the response have the asked-for form, right or wrong?"""
+"""Checks the form of a response, whether or not its answer is right."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ def format(
     """1 if the whole response matches `pattern` and has each tag exactly once, else 0.
 
     The default is the form of DeepSeek-R1 (arXiv:2501.12948, table 1): <think>...</think>, then
-    <answer>...</answer>. With a pattern of your own set tags="" where it has none.
+    <answer>...</answer>. For a pattern without tags set tags="".
     """
     for tag in filter(None, tags.split(",")):
         if solution_str.count(f"<{tag}>") != 1 or solution_str.count(f"</{tag}>") != 1:

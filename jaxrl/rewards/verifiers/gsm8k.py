@@ -1,4 +1,4 @@
-"""GSM8K's final answer: the number after "####", or in a flexible reading the last number."""
+"""GSM8K's final answer: the number after "####", or, with method "flexible", the last number."""
 
 import re
 from typing import Any
@@ -18,17 +18,17 @@ def gsm8k(
     method: str = "strict",
     format_score: float = 0.0,
 ) -> float:
-    """1 for the right number, `format_score` for a wrong one in the right form, 0 without any.
+    """1 for the right number, `format_score` for a wrong number in the right form, else 0.
 
-    method "strict" reads the last "#### number", "flexible" the last number of any kind, both in the
-    last 300 characters, after verl's reward_score/gsm8k. Here numbers are compared as numbers, so
-    "1,234" and "72." are right in both. The ground truth is a number or GSM8K's whole solution text.
+    method "strict" reads the last "#### number", "flexible" the last number of any kind, both in
+    the last 300 characters, as in verl's reward_score/gsm8k. Numbers are compared as numbers, so
+    "1,234" and "72." are accepted. The ground truth is a number or GSM8K's full solution text.
     """
     if method not in ("strict", "flexible"):
-        raise ValueError(f"method={method!r} of gsm8k is unknown; use 'strict' or 'flexible'")
+        raise ValueError(f"gsm8k has no method {method!r}; use 'strict' or 'flexible'")
     expected = last_number_of(ground_truth.rpartition("####")[2])
     if expected is None:
-        raise ValueError(f"the ground truth {ground_truth!r} holds no number; use another reward")
+        raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
     answer = solution_str[-_TAIL:]
     if method == "strict":
         marked = _MARKED.findall(answer)

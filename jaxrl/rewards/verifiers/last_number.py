@@ -1,4 +1,4 @@
-"""Is the last number of the response the right one?"""
+"""Compares the last number of the response with the ground truth."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def last_number(
 ) -> float:
     """1 if the response's last number equals the ground truth's, else 0.
 
-    With require_stop a response that ran into the length limit scores 0, whatever it says: extra_info
-    tells how it ended ("finish": "stop" or "length"; no entry counts as "stop").
+    `require_stop` scores 0 for a response cut off at the length limit: extra_info["finish"] is
+    "stop" or "length", and a missing entry counts as "stop".
     """
     expected = last_number_of(ground_truth)
     if expected is None:
-        raise ValueError(f"the ground truth {ground_truth!r} holds no number; use another reward")
+        raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
     if require_stop and (extra_info or {}).get("finish", "stop") != "stop":
         return 0.0
     found = last_number_of(solution_str)

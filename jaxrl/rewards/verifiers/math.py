@@ -1,7 +1,7 @@
 r"""Mathematical equality through math-verify: fractions, sets, intervals, expressions in LaTeX.
 
-math-verify's own time limits use SIGALRM, and some inputs (9^{9^{9}}) run for ever in C; here they are
-off, and the worker process that runs this function is killed from outside (rewards/pool.py).
+math-verify's time limits use SIGALRM, which cannot interrupt inputs that hang in C (9^{9^{9}}).
+They are off here; the reward pool kills the worker process instead (rewards/pool.py).
 """
 
 import logging
@@ -22,15 +22,14 @@ def math(
 ) -> float:
     r"""1 if the answer equals the ground truth mathematically, else 0.
 
-    The answer is the last \boxed{...} after the last </think>. Where there is none it is the last
-    expression that math-verify finds, or, with boxed_only, nothing. Earlier boxes do not count, so
+    The answer is the last \boxed{...} after the last </think>. Without one it is the last
+    expression that math-verify finds, or nothing with `boxed_only`. Earlier boxes do not count, so
     that listing guesses does not pay.
     """
     if not ground_truth.strip():
-        raise ValueError("the ground truth is empty; give an answer for every prompt")
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its time limits are off
+        raise ValueError("the ground truth is empty; set an answer for every prompt")
+    # math-verify warns that its time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     response = solution_str.rpartition("</think>")[2]
     boxed = last_boxed(response)
     if boxed is None and boxed_only:
@@ -43,7 +42,7 @@ def math(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last complete \boxed{...} or \fbox{...}, braces balanced."""
+    r"""The content of the last complete \boxed{...} or \fbox{...}, with balanced braces."""
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     while start >= 0:
         depth, first = 0, text.index("{", start)
@@ -59,8 +58,14 @@ def _in_box(answer: str) -> str:
     return answer if last_boxed(answer) is not None else rf"\boxed{{{answer}}}"
 
 
-def _parse(text: str, *, latex_only: bool) -> list:
-    kinds: list = [LatexExtractionConfig(boxed_match_priority=0)]
+def _parse(text: str, *, latex_only: bool) -> list[Any]:
+    kinds: list[LatexExtractionConfig | ExprExtractionConfig] = [
+        LatexExtractionConfig(boxed_match_priority=0)
+    ]
     if not latex_only:
         kinds.append(ExprExtractionConfig())
-    return parse(text, extraction_config=kinds, parsing_timeout=None)  # pyright: ignore[reportArgumentType]  None is off
+    return parse(
+        text,
+        extraction_config=kinds,
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]  None is off
+    )

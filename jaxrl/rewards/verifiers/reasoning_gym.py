@@ -1,4 +1,4 @@
-"""Scores a response with the verifier of the reasoning-gym data set that its question came from."""
+"""Scores a response with the verifier of its reasoning-gym dataset."""
 
 import importlib
 import re
@@ -18,18 +18,17 @@ def reasoning_gym(
     *,
     partial_credit: bool = False,
 ) -> float:
-    r"""What the data set's score_answer gives for the extracted answer; below 1 it is 0 unless
-    partial_credit.
+    r"""The score of the dataset's verifier; values below 1 become 0 unless `partial_credit`.
 
-    The verifiers give part of the score to any text that contains the answer, so only the answer is
-    shown to them: <answer>...</answer>, else \boxed{...}, else the last number where the ground
-    truth is one, else the last line. Some raise on an answer they cannot read: it is wrong, 0.
+    The verifiers give partial credit to any text that contains the answer, so they only get the
+    extracted answer: <answer>...</answer>, else \boxed{...}, else the last number if the ground
+    truth is a number, else the last line. A verifier that raises on the answer gives 0.
     """
     origin = (extra_info or {}).get("reasoning_gym")
     if origin is None:
         raise ValueError(
-            f"a prompt of {data_source!r} is not from reasoning-gym; use this reward with "
-            "'reasoning_gym:...' sources only"
+            f"a prompt of {data_source!r} is not from reasoning-gym; use this reward only with "
+            "'reasoning_gym:...' sources"
         )
     gym = importlib.import_module("reasoning_gym")
     score = gym.get_score_answer_fn(origin["name"])
@@ -41,7 +40,7 @@ def reasoning_gym(
 
 
 def extract(response: str, ground_truth: str) -> str:
-    """The part of the response that is the answer."""
+    """The answer in a response."""
     response = response.rpartition("</think>")[2]
     if tagged := _TAG.findall(response):
         return tagged[-1].strip()

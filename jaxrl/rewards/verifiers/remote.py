@@ -1,7 +1,7 @@
-"""Scores from a server, by the HTTP contract of OpenRLHF's --reward.remote_url.
+"""Scores from a server, with the HTTP interface of OpenRLHF's --reward.remote_url.
 
-A POST of {"query": [...], "prompts": [...], "labels": [...]}, texts with all special tokens, is answered by
-{"rewards": [...]}, and if it likes by "scores" and "extra_logs" {name: [...]} beside, which are logged.
+POST {"query": [...], "prompts": [...], "labels": [...]}, texts with special tokens, returns
+{"rewards": [...]}. Optional "scores" and "extra_logs" {name: [...]} in the response are logged.
 """
 
 import http.client
@@ -13,9 +13,9 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-_MARGIN_S = 1.0  # of the time of a call, for its end
-_SHOWN = 200  # characters of an answer in a message
-_PASSING = (408, 425, 429)  # HTTP statuses below 500 that may be others a little later
+_MARGIN_S = 1.0  # reserved within the time limit to return the result
+_MAX_SHOWN = 200  # characters of a response in an error message
+_TRANSIENT = (408, 425, 429)  # HTTP statuses below 500 that are worth a retry
 
 
 def remote(
@@ -31,59 +31,56 @@ def remote(
     attempts: int = 5,
     wait_s: float = 0.5,
 ) -> list[dict[str, Any]]:
-    """What the server at `url` says, or one of several, joined by commas, of which each attempt takes the next.
+    """Scores from the server at `url`; with several urls, joined by commas, retries rotate.
 
-    A server that cannot be reached, does not answer, or answers with status 5xx or "too many requests" is asked again,
-    at most `attempts` times and within `timeout_s`, after `wait_s` seconds, then twice as many, and so on. Raises
-    RuntimeError with the last failure, ValueError for an answer that is not the contract's.
+    A request is retried if the server cannot be reached, times out, or returns 5xx or "too many
+    requests": at most `attempts` times within `timeout_s`, after `wait_s` seconds, doubled each
+    time. Raises RuntimeError with the last failure, ValueError for an invalid response.
     """
     end = time.monotonic() + timeout_s - _MARGIN_S
     body = {"query": query_strs, "prompts": prompt_strs, "labels": ground_truths}
     urls = url.split(",")
     first, failure = random.randrange(len(urls)), "no time for an attempt"
     for attempt in range(attempts):
-        here = urls[(first + attempt) % len(urls)]
+        server = urls[(first + attempt) % len(urls)]
         left_s = end - time.monotonic()
         if left_s <= 0:
             break
         try:
-            return read_scores(post(here, body, timeout_s=left_s), len(query_strs), here)
+            return read_scores(post(server, body, timeout_s=left_s), len(query_strs), server)
         except urllib.error.HTTPError as error:
-            failure = f"{here} answered with status {error.code} {error.reason}"
-            if error.code < 500 and error.code not in _PASSING:
+            failure = f"{server} returned status {error.code} {error.reason}"
+            if error.code < 500 and error.code not in _TRANSIENT:
                 raise RuntimeError(failure) from error
-        except (
-            OSError,
-            http.client.HTTPException,
-        ) as error:  # connection, time-out, half an answer
-            failure = f"{here}: {error}"
+        except (OSError, http.client.HTTPException) as error:  # connection, timeout, partial reply
+            failure = f"{server}: {error}"
         pause_s = wait_s * 2**attempt
         time.sleep(max(0.0, min(pause_s, end - time.monotonic())))
     raise RuntimeError(f"no score after {attempts} attempts within {timeout_s:g} s; {failure}")
 
 
 def post(url: str, body: dict[str, Any], *, timeout_s: float) -> bytes:
-    """The server's answer. Raises OSError, of which HTTPError is one."""
+    """The body of the server's response. Raises OSError; HTTPError is a subclass."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return answer.read()
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return response.read()
 
 
-def read_scores(answer: bytes, n: int, url: str) -> list[dict[str, Any]]:
-    """The reward of each of `n` queries under "score", and what is to be logged beside it."""
+def read_scores(body: bytes, n: int, url: str) -> list[dict[str, Any]]:
+    """For each of `n` queries, its reward as "score" and the values to log."""
     try:
-        found = json.loads(answer)
+        found = json.loads(body)
     except ValueError as error:
-        raise ValueError(f"{url} answered with {answer[:_SHOWN]!r}, which is no JSON") from error
+        raise ValueError(f"{url} returned {body[:_MAX_SHOWN]!r}, which is not JSON") from error
     if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
         shown = list(found) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{url} answered without a list of 'rewards' but with {shown}")
+        raise ValueError(f"{url} returned no list of 'rewards' but {shown}")
     logs = found.get("extra_logs") or {}
     columns = {"scores": found.get("scores")} | logs | {"score": found["rewards"]}
     lists = {name: values for name, values in columns.items() if isinstance(values, list)}
     for name, values in lists.items():
         if len(values) != n:
             shown = "rewards" if name == "score" else name
-            raise ValueError(f"{url} answered {n} queries with {len(values)} {shown}")
+            raise ValueError(f"{url} returned {len(values)} {shown} for {n} queries")
     return [{name: values[i] for name, values in lists.items()} for i in range(n)]

@@ -14,22 +14,22 @@ from jaxrl.types import Prompt, Rollout
 
 
 class Server:
-    """A reward server on this machine; `answers` are served in turn, the last one for ever."""
+    """A local reward server; `answers` are returned in turn, the last one repeatedly."""
 
     def __init__(self, *answers):
-        self.asked, self.answers = [], list(answers)
+        self.requests, self.answers = [], list(answers)
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.asked.append(body)
+                outer.requests.append(body)
                 answer = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
                 found = answer(body) if callable(answer) else answer
                 status = found if isinstance(found, int) else 200
                 self.send_response(status)
                 self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # the client waits no longer
+                with contextlib.suppress(BrokenPipeError):  # the client timed out
                     self.wfile.write(
                         found if isinstance(found, bytes) else json.dumps(found).encode()
                     )
@@ -63,7 +63,7 @@ def lengths(body):
     return {"rewards": [len(query) for query in body["query"]]}
 
 
-def ask(url, n=2, **options):
+def request_scores(url, n=2, **options):
     texts = [f"prompt {i}" for i in range(n)]
     return remote(
         ["s"] * n,
@@ -77,10 +77,10 @@ def ask(url, n=2, **options):
     )
 
 
-def test_one_request_holds_the_batch_in_openrlhfs_words(serve):
+def test_one_request_has_the_batch_in_openrlhfs_format(serve):
     server = serve(lengths)
-    assert ask(server.url) == [{"score": 10}, {"score": 10}]
-    assert server.asked == [
+    assert request_scores(server.url) == [{"score": 10}, {"score": 10}]
+    assert server.requests == [
         {
             "query": ["prompt 0 r", "prompt 1 r"],
             "prompts": ["prompt 0", "prompt 1"],
@@ -89,59 +89,59 @@ def test_one_request_holds_the_batch_in_openrlhfs_words(serve):
     ]
 
 
-def test_scores_and_extra_logs_come_beside_the_reward(serve):
+def test_scores_and_extra_logs_are_returned_with_the_reward(serve):
     logs = {"length": [3, 4], "of the batch": 7}
     server = serve({"rewards": [0.5, 1], "scores": [0, 1], "extra_logs": logs})
-    assert ask(server.url) == [
+    assert request_scores(server.url) == [
         {"score": 0.5, "scores": 0, "length": 3},
         {"score": 1, "scores": 1, "length": 4},
     ]
 
 
-def test_a_server_that_fails_is_asked_again_after_longer_and_longer_waits(serve):
+def test_a_failed_request_is_retried_with_exponential_backoff(serve):
     server = serve(503, 429, lengths)
     start = time.monotonic()
-    assert ask(server.url, wait_s=0.1) == [{"score": 10}] * 2
-    assert len(server.asked) == 3
+    assert request_scores(server.url, wait_s=0.1) == [{"score": 10}] * 2
+    assert len(server.requests) == 3
     assert time.monotonic() - start >= 0.1 + 0.2
 
 
-def test_the_next_attempt_goes_to_the_next_server(serve):
+def test_a_retry_goes_to_the_next_server(serve):
     server = serve(lengths)
-    nobody = serve(lengths)
-    nobody.close()
-    for _ in range(4):  # whichever of the two is asked first
-        assert ask(f"{nobody.url},{server.url}", attempts=2) == [{"score": 10}] * 2
+    closed = serve(lengths)
+    closed.close()
+    for _ in range(4):  # the first server is random
+        assert request_scores(f"{closed.url},{server.url}", attempts=2) == [{"score": 10}] * 2
 
 
-def test_attempts_and_time_have_an_end(serve):
+def test_attempts_and_time_are_limited(serve):
     server = serve(500)
-    with pytest.raises(RuntimeError, match=r"after 3 attempts .* answered with status 500"):
-        ask(server.url, attempts=3)
-    assert len(server.asked) == 3
+    with pytest.raises(RuntimeError, match=r"after 3 attempts .* returned status 500"):
+        request_scores(server.url, attempts=3)
+    assert len(server.requests) == 3
     slow = serve(lambda body: time.sleep(3) or lengths(body))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"within 1.5 s; .*timed out"):
-        ask(slow.url, timeout_s=1.5)
+        request_scores(slow.url, timeout_s=1.5)
     assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
     "answer, error",
     [
-        (404, "answered with status 404"),
-        (b"<html>", "which is no JSON"),
-        ([1, 2], "without a list of 'rewards' but with list"),
-        ({"reward": [1, 2]}, r"without a list of 'rewards' but with \['reward'\]"),
-        ({"rewards": [1, 2, 3]}, "answered 2 queries with 3 rewards"),
-        ({"rewards": [1, 2], "extra_logs": {"a": [1]}}, "answered 2 queries with 1 a"),
+        (404, "returned status 404"),
+        (b"<html>", "which is not JSON"),
+        ([1, 2], "no list of 'rewards' but list"),
+        ({"reward": [1, 2]}, r"no list of 'rewards' but \['reward'\]"),
+        ({"rewards": [1, 2, 3]}, "returned 3 rewards for 2 queries"),
+        ({"rewards": [1, 2], "extra_logs": {"a": [1]}}, "returned 1 a for 2 queries"),
     ],
 )
-def test_an_answer_that_is_not_the_contracts_is_said_at_once(serve, answer, error):
+def test_an_invalid_response_is_an_error_without_a_retry(serve, answer, error):
     server = serve(answer)
     with pytest.raises((RuntimeError, ValueError), match=error):
-        ask(server.url)
-    assert len(server.asked) == 1
+        request_scores(server.url)
+    assert len(server.requests) == 1
 
 
 def rollouts(n):
@@ -156,7 +156,7 @@ def np_tokens(*ids):
     return np.array(ids, np.int32)
 
 
-def test_the_pool_asks_in_batches_and_one_bad_score_is_an_error_of_its_own(serve):
+def test_the_pool_sends_batches_and_one_bad_score_is_one_error(serve):
     def answer(body):
         return {
             "rewards": [float("nan") if label == "3" else int(label) for label in body["labels"]]
@@ -172,12 +172,16 @@ def test_the_pool_asks_in_batches_and_one_bad_score_is_an_error_of_its_own(serve
         scored[3].error == "remote: ValueError: the function returned nan; return a finite number"
     )
     assert not scored[4].error
-    assert sorted(len(body["query"]) for body in server.asked) == [2, 4, 4]
-    assert {body["query"][0] for body in server.asked} == {"10 100 101", "14 100 101", "18 100 101"}
-    assert {body["prompts"][0] for body in server.asked} == {"10", "14", "18"}
+    assert sorted(len(body["query"]) for body in server.requests) == [2, 4, 4]
+    assert {body["query"][0] for body in server.requests} == {
+        "10 100 101",
+        "14 100 101",
+        "18 100 101",
+    }
+    assert {body["prompts"][0] for body in server.requests} == {"10", "14", "18"}
 
 
-def test_a_batch_that_the_server_does_not_answer_is_an_error_for_each_of_it(serve):
+def test_an_unanswered_batch_is_an_error_for_each_response(serve):
     server = serve(lambda body: time.sleep(5) or {})
     spec = f"remote?url={server.url}&timeout_s=1.5&wait_s=0.01"
     cfg = RewardConfig(functions=(spec,), workers=1, timeout_s=60.0)

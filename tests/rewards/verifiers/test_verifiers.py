@@ -1,3 +1,5 @@
+"""Tests of the rewards in jaxrl/rewards/verifiers except code.py and remote.py."""
+
 import functools
 import sys
 from decimal import Decimal
@@ -28,7 +30,7 @@ from jaxrl.rewards.verifiers.reasoning_gym import extract, reasoning_gym
         ("none", []),
     ],
 )
-def test_numbers_in_prose(text, numbers):
+def test_numbers_in_text(text, numbers):
     assert find_numbers(text) == [Decimal(n) for n in numbers]
 
 
@@ -48,15 +50,15 @@ def test_last_number(response, truth, score):
     assert last_number("", response, truth) == score
 
 
-def test_last_number_counts_only_finished_responses():
+def test_last_number_gives_0_for_truncated_responses():
     assert last_number("", "3", "3", {"finish": "stop"}) == 1
     assert last_number("", "3", "3", {"finish": "length"}) == 0
     assert last_number("", "3", "3", {"finish": "length"}, require_stop=False) == 1
 
 
-def test_rewards_of_numbers_refuse_a_ground_truth_without_one():
+def test_a_ground_truth_without_a_number_is_an_error():
     for reward in (last_number, gsm8k):
-        with pytest.raises(ValueError, match="'blue' holds no number"):
+        with pytest.raises(ValueError, match="'blue' has no number"):
             reward("", "3", "blue")
 
 
@@ -78,7 +80,7 @@ def test_gsm8k(response, strict, flexible):
     assert gsm8k("", response, "72", method="flexible", format_score=0.1) == flexible
 
 
-def test_gsm8k_refuses_an_unknown_method():
+def test_gsm8k_rejects_an_unknown_method():
     with pytest.raises(ValueError, match="use 'strict' or 'flexible'"):
         gsm8k("", "1", "1", method="loose")
 
@@ -103,11 +105,11 @@ def test_exact_compares_the_response_or_what_the_pattern_finds():
         ("<think><think>a</think><answer>c</answer>", 0),
     ],
 )
-def test_format_wants_think_then_answer_once(response, score):
+def test_format_requires_think_then_answer_once(response, score):
     assert format("", response, "") == score
 
 
-def test_format_takes_a_pattern_of_ones_own():
+def test_format_accepts_another_pattern():
     assert format("", "A: 7", "", pattern=r"A: \d", tags="") == 1
     assert format("", "A: seven", "", pattern=r"A: \d", tags="") == 0
 
@@ -125,7 +127,7 @@ def test_format_takes_a_pattern_of_ones_own():
         (r"\boxed{C}", "(C)", 1),
         (r"\boxed{4}, no, \boxed{5}", "5", 1),
         (r"\boxed{5}, no, \boxed{4}", "5", 0),
-        (r"\boxed{5} or \boxed{4", "5", 1),  # the last one never closes
+        (r"\boxed{5} or \boxed{4", "5", 1),  # the last box is incomplete
         (r"<think>\boxed{5}</think> \boxed{4}", "4", 1),
         (r"<think>\boxed{5}</think> I do not know", "5", 0),
         ("The answer is 72.", "72", 1),
@@ -139,12 +141,12 @@ def test_math(response, truth, score):
     assert math("", response, truth) == score
 
 
-def test_math_can_insist_on_the_box():
+def test_math_can_require_the_box():
     assert math("", "it is 5", "5") == 1
     assert math("", "it is 5", "5", boxed_only=True) == 0
 
 
-def test_math_refuses_an_empty_ground_truth():
+def test_math_rejects_an_empty_ground_truth():
     with pytest.raises(ValueError, match="ground truth is empty"):
         math("", "5", " ")
 
@@ -155,7 +157,7 @@ def test_last_boxed_balances_braces():
     assert last_boxed("none") is None
 
 
-def test_by_source_picks_the_reward_of_the_data_set():
+def test_by_source_selects_the_reward_of_the_dataset():
     reward = functools.partial(by_source, timeout_s=5.0)
     program = "```python\nprint(int(input()) + 1)\n```"
     assert reward("taco", program, '{"inputs": ["1"], "outputs": ["2"]}')["score"] == 1
@@ -163,7 +165,7 @@ def test_by_source_picks_the_reward_of_the_data_set():
     assert reward("openai/gsm8k", "#### 12", "12") == 1
     assert reward("openai/gsm8k", "it is 12", "12") == 0
     assert reward("HuggingFaceH4/MATH-500", r"\boxed{\frac12}", "0.5") == 1
-    with pytest.raises(ValueError, match="no reward is known for data_source 'poems'"):
+    with pytest.raises(ValueError, match="no reward for data_source 'poems'"):
         reward("poems", "", "")
 
 
