@@ -148,8 +148,9 @@ def escaped(line: str) -> str:
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"([\\*|_`<>])", r"\\\1", parts[i])
     for i in range(1, len(parts), 2):
-        parts[i] = f"``{parts[i].strip()}``"
-    return re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", "".join(parts))
+        joined = re.match(r"\w", parts[i + 1])  # inline markup must end at a word boundary
+        parts[i] = f"``{parts[i].strip()}``" + ("\\ " if joined else "")
+    return "".join(parts)
 
 
 def setup(app) -> dict:

@@ -61,6 +61,19 @@ def test_every_override_and_config_named_exists(page):
         assert (ROOT / file).is_file(), f"{page.name} names {file}"
 
 
+def anchors(page: pathlib.Path) -> set[str]:
+    """The anchors that GitHub and the site give to the page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_linked_exists(page):
+    for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target), f"{page.name} links to {name}#{anchor}"
+
+
 SECTIONS = "|".join(sorted({name.split(".")[0] for name in KEYS if "." in name}))
 
 

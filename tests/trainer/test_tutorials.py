@@ -89,8 +89,13 @@ def long_model(tmp_path_factory, tiny_model):
     return folder
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def marked(page: Path):
+    """Pages whose runs take minutes are slow, the others thorough."""
+    mark = pytest.mark.slow if page.stem in ("quickstart", "sft_then_rl") else pytest.mark.thorough
+    return pytest.param(page, id=page.stem, marks=mark)
+
+
+@pytest.mark.parametrize("page", map(marked, TUTORIALS))
 def test_every_command_of_a_tutorial_runs(page, tmp_path, long_model, xla_cache):
     write_files(page, tmp_path)
     n_runs = 0

@@ -34,10 +34,7 @@ def get_config():
 """
 MY_REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(shutil.which("uv") is None, reason="uv builds the wheel"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv builds the wheel")
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -53,6 +50,7 @@ def wheel(tmp_path_factory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+@pytest.mark.thorough
 def test_the_wheel_has_every_file_that_a_run_reads(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     listed = run("git", "ls-files", "jaxrl", "sharding", "configs", cwd=ROOT).split()
@@ -62,6 +60,7 @@ def test_the_wheel_has_every_file_that_a_run_reads(wheel):
     assert {".py", ".c", ".h", ".jinja", ".json", ".html", ".css", ".js"} <= suffixes
 
 
+@pytest.mark.slow
 def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_model):
     """A shipped config and a user's own one, in a fresh environment and another folder."""
     requirements = run(
@@ -82,7 +81,10 @@ def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_mode
     train = (python, "-m", "jaxrl.train")
     shared = ("--config.model.path=model", "--config.total_steps=1", "--config.mesh.fsdp=1")
     shipped = ("--config=configs/quickstart.py", "--config.data.max_prompt_len=96")
-    small = ("--config.data.val_prompts=2", "--config.rollout.n=2")
+    small = (
+        *("--config.data.prompts_per_step=2", "--config.data.val_prompts=2"),
+        *("--config.rollout.n=2", "--config.rollout.max_num_seqs=4"),
+    )
     run(*train, *shipped, *shared, *small, cwd=tmp_path, env=env)
     assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     run(*train, "--config=my_run.py", cwd=tmp_path, env=env)
