@@ -1,4 +1,4 @@
-"""Scoring on a mesh of its own gives the logprobs of one device, micro-batch by micro-batch."""
+"""Scoring on a separate mesh gives the logprobs of one device for every micro-batch."""
 
 import dataclasses
 import functools
@@ -31,53 +31,68 @@ def alone() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "role", "there", "n_joined"),
+    ("mesh", "role", "role_mesh", "n_joined"),
     [
         (dict(fsdp=2, sequence=4), dict(sequence=1), dict(fsdp=8), 4),
-        (dict(fsdp=2, sequence=4), dict(sequence=2, tensor=2), dict(fsdp=2, sequence=2, tensor=2), 1),
-        (dict(replica=2, fsdp=1), dict(sequence=2), dict(sequence=2), 1),
+        pytest.param(
+            dict(fsdp=2, sequence=4),
+            dict(sequence=2, tensor=2),
+            dict(fsdp=2, sequence=2, tensor=2),
+            1,
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            dict(replica=2, fsdp=1),
+            dict(sequence=2),
+            dict(sequence=2),
+            1,
+            marks=pytest.mark.thorough,
+        ),
     ],
-)  # fmt: skip
-def test_scores_of_a_role_are_those_of_one_device(mesh, role, there, n_joined):
+)
+def test_scores_of_a_role_are_those_of_one_device(mesh, role, role_mesh, n_joined):
     assert len(BATCHES) == 4 and len({b.tokens.shape for b in BATCHES}) == 2
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(**mesh), score=RoleConfig(**role))
     with jax.set_mesh(make_mesh(**mesh)):
         params = new_params(rules=training_rules(cfg))
         scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype))
         in_place = scorer.layout.weight_bytes(params)[0] == bytes_per_device(params)
-        assert in_place == (there == dict(fsdp=8))  # Ulysses cuts weights over the same devices
+        assert in_place == (
+            role_mesh == dict(fsdp=8)
+        )  # Ulysses shards weights over the same devices
         calls = []
         with scorer.layout.weights(params) as weights:
             sizes = jax.sharding.get_mesh().shape
             logps = scorer.logps(weights, BATCHES, on_batch=lambda: calls.append(1))
-    assert {axis: n for axis, n in sizes.items() if n > 1} == there
-    assert len(calls) == -(-3 // n_joined) + 1  # those of a shape together
+    assert {axis: n for axis, n in sizes.items() if n > 1} == role_mesh
+    assert len(calls) == -(-3 // n_joined) + 1  # micro-batches of one shape are joined
     for got, want in zip(logps, alone(), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_a_role_as_training_uses_its_weights_where_they_lie():
+def test_a_role_with_the_mesh_of_training_shares_its_weights():
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=RoleConfig(tensor=2))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         layout = role_layout(cfg, "score", MODEL, np.dtype("float32"))
     assert layout.resharding is None and layout.rules == TRAIN
 
 
-def wrong(tiny: dict, words: str, **sections):
+def invalid(tiny: dict, words: str, **sections):
     return pytest.param(tiny, sections, words, id=words[:20])
 
 
 @pytest.mark.parametrize(
     ("mesh", "sections", "words"),
     [
-        wrong(dict(fsdp=8), "ref.tensor=3.*needs a multiple of 3", ref=dict(tensor=3)),
-        wrong(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
-        wrong(dict(fsdp=8), "ref.stage=2 does not go with ref.sequence=2", ref=dict(stage=2, sequence=2)),
-        wrong(dict(fsdp=8), "ref.tensor=2 lays the reference out.*'full'", ref=dict(tensor=2),
+        invalid(dict(fsdp=8), "ref.tensor=3.*needs a multiple of 3", ref=dict(tensor=3)),
+        invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
+        invalid(dict(fsdp=8), "ref.stage=2 does not go with ref.sequence=2",
+              ref=dict(stage=2, sequence=2)),
+        invalid(dict(fsdp=8), "ref.tensor=2 lays the reference out.*'full'", ref=dict(tensor=2),
               algorithm=dict(kl="full", kl_coef=0.1)),
     ],
 )  # fmt: skip
-def test_roles_that_cannot_be_say_what_to_set(mesh, sections, words):
+def test_invalid_role_sizes_say_what_to_set(mesh, sections, words):
     config = default_config()
     config.update({"mesh": mesh, "model": {"path": "m"}, "data": {"train": ("task:addition",)}})
     config.update(sections)

@@ -32,7 +32,8 @@ def test_grpo_divides_by_the_unbiased_std_of_the_group():
     # mean 1, deviations (-1, 0, 1), std = sqrt((1 + 0 + 1) / 2) = 1
     got = grpo(rewards([0, 1, 2]), eps=0.0)
     np.testing.assert_allclose(got, [[-1, 0, 1]], rtol=1e-6)
-    # mean 0.25, deviations (-.25, -.25, -.25, .75), std = sqrt((3 * .0625 + .5625) / 3) = .5; eps 0.5 -> / 1
+    # mean 0.25, deviations (-.25, -.25, -.25, .75), std = sqrt((3 * .0625 + .5625) / 3) = .5;
+    # with eps 0.5 the divisor is 1
     got = grpo(rewards([0, 0, 0, 1]), eps=0.5)
     np.testing.assert_allclose(got, [[-0.25, -0.25, -0.25, 0.75]], rtol=1e-6)
 
@@ -84,7 +85,8 @@ def test_reinforce_plus_plus_baseline_whitens_over_all_tokens():
 
 def test_reinforce_plus_plus_discounts_from_the_end():
     token_rewards, mask = rewards([0, 0, 4], [2, 0, 0]), rewards([1, 1, 1], [1, 0, 0])
-    # returns with gamma 1/2: 1, 2, 4 and 2; mean 9/4, squares (25 + 1 + 49 + 1) / 16 = 76/16, over 3
+    # returns with gamma 1/2: 1, 2, 4 and 2; mean 9/4, squares (25 + 1 + 49 + 1) / 16 = 76/16,
+    # over 3
     got = reinforce_plus_plus(token_rewards, mask, gamma=0.5)
     std = (76 / 16 / 3) ** 0.5
     want = np.array([[1 - 2.25, 2 - 2.25, 4 - 2.25], [2 - 2.25, 0, 0]]) / std
@@ -100,7 +102,8 @@ def test_gae_by_hand():
 
 
 def test_distill_by_hand():
-    # log p - log π of three tokens: -1, 2, 4; γ = 0.5: -1 + 0.5 (2 + 0.5 * 4) = 1, 2 + 0.5 * 4 = 4, 4
+    # log p - log π of three tokens: -1, 2, 4;
+    # γ = 0.5: -1 + 0.5 (2 + 0.5 * 4) = 1, 2 + 0.5 * 4 = 4, 4
     of_tokens, mask = rewards([-1, 2, 4]), rewards([1, 1, 1])
     np.testing.assert_allclose(distill(of_tokens, mask, gamma=0.5), [[1, 4, 4]])
     np.testing.assert_allclose(distill(of_tokens, mask, gamma=0.0), of_tokens)
@@ -108,7 +111,7 @@ def test_distill_by_hand():
 
 
 def slow_gae(r, v, gamma, lam):
-    """Eq. 16 as it stands: a double loop over the episode."""
+    """Eq. 16 literally: a double loop over the episode."""
     v = [*v, 0.0]
     delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
     return [
@@ -117,7 +120,7 @@ def slow_gae(r, v, gamma, lam):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gae_of_random_episodes_is_the_double_loop_whatever_stands_behind_their_end(seed):
+def test_gae_of_random_episodes_is_the_double_loop_whatever_follows_their_end(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 12, 6)
     mask = (np.arange(12) < lengths[:, None]).astype(np.float32)
@@ -179,7 +182,7 @@ def test_groups_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_of_one_is_refused_with_what_to_set(name):
+def test_a_group_of_one_is_an_error_that_says_what_to_set(name):
     with pytest.raises(ValueError, match=rf"{name} compares.*rollout\.n >= 2"):
         GROUPS[name](rewards([1], [2]))
 

@@ -1,4 +1,4 @@
-"""Which tokens Clip-Cov and KL-Cov single out."""
+"""Tokens that Clip-Cov and KL-Cov select."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def test_random_ones_between_the_bounds_are_picked():
     np.testing.assert_array_equal(picked[0], again)
 
 
-def test_nothing_is_picked_where_none_lies_between_the_bounds():
+def test_nothing_is_selected_if_no_covariance_is_within_the_bounds():
     cov = np.zeros(4, np.float32)
     rng = np.random.default_rng(0)
     keys = dict(cov_fraction=1.0, clip_cov_low=1.0, clip_cov_high=5.0)

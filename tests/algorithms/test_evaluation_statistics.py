@@ -10,7 +10,8 @@ from jaxrl.algorithms.evaluation_statistics import pass_at_k, standard_error
 
 
 def test_pass_at_k_by_hand():
-    # n = 5, c = 2, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10; c = 4: two of five always hold one of four
+    # n = 5, c = 2, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10;
+    # c = 4: two of five always include one of four
     np.testing.assert_allclose(pass_at_k(np.array([0, 2, 4, 5]), n=5, k=2), [0, 0.7, 1, 1])
     np.testing.assert_allclose(pass_at_k(np.array([0, 1, 3]), n=4, k=1), [0, 0.25, 0.75])
 
@@ -35,7 +36,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     np.testing.assert_allclose(pass_at_k(np.array([1]), n=10_000, k=100), [0.01], rtol=1e-9)
 
 
-def test_pass_at_k_of_more_than_there_are_is_refused():
+def test_pass_at_k_with_k_above_n_is_an_error():
     with pytest.raises(
         ValueError, match=r"pass@5 cannot be estimated from 4 samples .* at least 5"
     ):
@@ -50,7 +51,7 @@ def test_standard_error_by_hand():
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_intervals_of_95_percent_hold_the_truth_that_often(k):
-    """Prompts of their own difficulty, 8 samples each: counting samples as independent would cover far less."""
+    """Prompts of random difficulty, 8 samples each: treating samples as independent covers less."""
     rng, n, n_prompts, n_times = np.random.default_rng(0), 8, 100, 2000
     # E[1 - (1 - p)^k] for p ~ Beta(a, b): 1 - prod_{i < k} (b + i) / (a + b + i)
     a, b = 0.5, 1.0

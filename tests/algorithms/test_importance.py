@@ -40,7 +40,7 @@ def test_a_product_that_overflows_is_cut_too():
     np.testing.assert_allclose(counted(got), [2, 2, 0])
 
 
-def test_icepop_masks_what_lies_outside_its_bounds():
+def test_icepop_masks_ratios_outside_its_bounds():
     got = icepop(LOG_RATIO, correction_low=0.4, correction_high=1.9)
     np.testing.assert_allclose(counted(got), [0, 0, 0.5])
     got = icepop(LOG_RATIO, correction_low=0.6, correction_high=2.1)

@@ -1,4 +1,4 @@
-"""Policy losses on hand-made ratios, their gradients, and which tokens they cut off."""
+"""Policy losses on hand-made ratios, their gradients, and which tokens they clip."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_ppo_clip_takes_the_worse_of_ratio_and_clipped_ratio():
     np.testing.assert_allclose(got, [[-2.0, -2.6, 3.0, -1.0, 1.6]], rtol=1e-6)
 
 
-def test_ppo_clip_cuts_the_gradient_off_exactly_where_it_clips():
+def test_ppo_clip_has_no_gradient_exactly_at_clipped_tokens():
     # d(-r A)/dlogp = -r A where it is not cut: -2, 0, 3, -1, 0
     grad = slope(lambda logp: ppo_clip(logp, OLD, ADVANTAGES, **CLIP))
     np.testing.assert_allclose(grad, [[-2.0, 0.0, 3.0, -1.0, 0.0]], rtol=1e-6)
@@ -69,7 +69,8 @@ def test_policy_gradient_is_minus_advantage_times_logprob():
     np.testing.assert_allclose(grad, [[-3.0, 0.5]])
 
 
-# Two responses in a row, of 2 tokens (after one of the prompt) and of 1; log ratios .2 and .4, and -.5.
+# Two responses in a row, of 2 tokens (after one of the prompt) and of 1.
+# Log ratios .2 and .4, and -.5.
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0]], jnp.int32)
 MASK = row(0, 1, 1, 0, 1, 0)
 LOG_RATIOS = row(0, 0.2, 0.4, 0, -0.5, 0)

@@ -1,4 +1,4 @@
-"""Preference losses by hand, their direction, and that a policy gradient stands in for them."""
+"""Preference losses by hand, their direction, and their equivalent policy gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_kto_by_hand():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_chosen_answers_are_made_likelier_and_rejected_ones_less_likely(name):
+def test_chosen_completions_become_likelier_and_rejected_ones_less_likely(name):
     _, chosen, rejected = advantages(LOSSES[name], CHOSEN, REJECTED)
     assert (chosen > 0).all() and (rejected < 0).all()
 
@@ -61,7 +61,7 @@ def test_cdpo_and_ipo_pull_back_what_went_too_far():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_policy_gradient_has_the_gradient_of_the_loss(name):
-    """Answers of three tokens under a toy policy: logits [answer, token, vocabulary]."""
+    """Completions of three tokens under a toy policy: logits [completion, token, vocabulary]."""
     logits = jax.random.normal(jax.random.key(0), (4, 3, 5))
     tokens = jax.random.randint(jax.random.key(1), (4, 3, 1), 0, 5)
     ref = jnp.array([-4.0, -5.0, -4.5, -5.5])

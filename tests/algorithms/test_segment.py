@@ -1,4 +1,4 @@
-"""Sums over segments, against a loop, in every place of a row and on a mesh."""
+"""Segment sums against a loop, at every position of a row and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_the_mean_is_over_counted_tokens():
     np.testing.assert_allclose(segment_mean(X, mask, SEGMENTS), want)
 
 
-def test_the_place_in_a_row_changes_no_bit():
+def test_the_position_in_a_row_changes_no_bit():
     rng = np.random.default_rng(0)
     values = rng.standard_normal(37).astype(np.float32)
     found = set()
@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_the_sum_and_ignores_padding():
 
 
 @pytest.mark.parametrize("spec", [jax.P("fsdp", None), jax.P("fsdp", "sequence")])
-def test_rows_may_lie_on_any_devices(spec):
+def test_rows_may_be_sharded_over_any_axes(spec):
     mesh = make_mesh(fsdp=2, sequence=2)
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, spec)

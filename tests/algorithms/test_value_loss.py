@@ -1,4 +1,4 @@
-"""The value loss: numbers by hand, and where it pushes."""
+"""The value loss by hand, and the direction of its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ def row(*numbers: float) -> jax.Array:
 def test_value_loss_by_hand():
     values, old, returns = row(1.0, 1.0, 3.0, 0.0), row(0.0, 0.0, 0.0, 1.0), row(2.0, 0.0, 2.0, 0.0)
     # within 0.5 of the old value: 0.5, 0.5, 0.5, 0.5; the larger of the two squares, halved:
-    # (1-2)² = 1 < (0.5-2)² = 2.25; (1-0)² = 1 > 0.25; (3-2)² = 1 < (0.5-2)² = 2.25; 0 < (0.5-0)² = 0.25
+    # (1-2)² = 1 < (0.5-2)² = 2.25; (1-0)² = 1 > 0.25;
+    # (3-2)² = 1 < (0.5-2)² = 2.25; 0 < (0.5-0)² = 0.25
     loss = value_loss(values, old, returns, clip=0.5)
     np.testing.assert_allclose(loss, row(1.125, 0.5, 1.125, 0.125))
     np.testing.assert_array_equal(clipped(values, old, returns, clip=0.5), row(1, 0, 1, 1))

@@ -1,4 +1,4 @@
-"""The critic's values, loss and gradient are the same numbers on any packing and mesh; values come from both kinds."""
+"""Values, loss and gradient of a critic, separate or shared, on any packing and mesh."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def params_of(model, rules: Rules):
 
 
 def value_numbers(packing: dict, sizes: dict, rules: Rules):
-    """(values of every rollout, gradient of the loss, metrics) of a critic of its own."""
+    """(values of every rollout, gradient of the loss, metrics) of a separate critic."""
     cfg = gae_config(value_clip=0.3)
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
@@ -112,8 +112,8 @@ def test_the_loss_is_that_of_a_slow_reference():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
-def test_a_value_is_of_the_state_before_its_token():
-    """Another last token changes no value; another last token of the prompt changes them all."""
+def test_a_value_belongs_to_the_state_before_its_token():
+    """A different last token changes no value; a different last prompt token changes them all."""
     [r] = [r for r in ROLLOUTS if len(r.tokens) == 12][:1]
     last, prompt = r.tokens.copy(), r.prompt_tokens.copy()
     last[-1], prompt[-1] = (last[-1] + 1) % MODEL.V, (prompt[-1] + 1) % MODEL.V
@@ -170,7 +170,7 @@ def test_a_shared_critic_has_the_losses_of_one_device_on_eight():
         np.testing.assert_allclose(got[key], want[key], rtol=1e-4, err_msg=key)
 
 
-def test_a_critic_lies_on_a_mesh_of_its_own():
+def test_a_critic_has_a_separate_mesh():
     cfg = gae_config(mesh=RoleConfig(tensor=2), token_budget=256)
     with jax.set_mesh(make_mesh(fsdp=8)):
         critic = make_critic(cfg, Path(), MODEL, np.dtype(np.float32), 10)

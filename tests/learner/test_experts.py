@@ -1,4 +1,7 @@
-"""An update of a mixture of experts is the same numbers whatever the layout, its load-balancing loss too."""
+"""Updates of a mixture of experts and the load-balancing loss do not depend on the layout.
+
+Tests of jaxrl/learner/router.py.
+"""
 
 import dataclasses
 
@@ -67,10 +70,12 @@ MORE = {
     "expert 4": (dict(row_len=32, token_budget=64, n_ranks=4), dict(expert=4)),
     "fsdp 8": (dict(row_len=32, token_budget=64, n_ranks=8), dict(fsdp=8)),
 }
+THOROUGH = "long rows, two micro-batches", "replica 2, expert 4"
+CASES = [pytest.param(n, marks=[pytest.mark.thorough] * (n in THOROUGH)) for n in LAYOUTS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *SLOW])
+@pytest.mark.parametrize("layout", [*CASES, *SLOW])
 def test_an_update_does_not_depend_on_the_layout(layout, want):
     packing, mesh = (LAYOUTS | MORE)[layout]
     assert_same(update_once(packing, mesh), want)
@@ -78,7 +83,7 @@ def test_an_update_does_not_depend_on_the_layout(layout, want):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [ULYSSES, RING], ids=["ulysses", "ring"])
-def test_experts_see_the_tokens_of_rows_that_are_cut(rules, want):
+def test_experts_get_the_tokens_of_time_sharded_rows(rules, want):
     some = batches(ROLLOUTS, row_len=64, token_budget=64, n_ranks=4)
     mesh = dict(fsdp=2, expert=2, sequence=2)
     assert_same(update_any(CFG, some, mesh, model=MOE, rules=rules), want)
@@ -105,7 +110,7 @@ def test_the_balance_loss_is_that_of_all_tokens_of_the_mini_batch(want, one_devi
     np.testing.assert_allclose(metrics["router/load_min"], load_over_mean.min(), rtol=1e-6)
 
 
-def test_the_balance_loss_falls_when_it_is_all_that_is_learned(one_device):
+def test_the_balance_loss_falls_if_it_is_the_only_loss(one_device):
     flat = [dataclasses.replace(r, advantages=np.zeros_like(r.advantages)) for r in ROLLOUTS]
     state, (_, update, _) = new_state(CFG, model=MOE), programs(CFG, MOE, TRAIN)
     losses = []
@@ -120,7 +125,7 @@ def test_the_balance_loss_falls_when_it_is_all_that_is_learned(one_device):
 
 
 @pytest.mark.slow
-def test_without_its_coefficient_the_balance_loss_is_only_told(want):
+def test_without_its_coefficient_the_balance_loss_is_only_logged(want):
     cfg = run_config(old_logp="rollout")
     grads, metrics, _ = update_any(cfg, batches(ROLLOUTS, **ONE), {}, model=MOE)
     assert metrics["router/balance_loss"] == pytest.approx(want[1]["router/balance_loss"])

@@ -1,4 +1,4 @@
-"""What waits in the host's memory comes back for an optimizer step, and changes no number."""
+"""Optimizer state offloaded to host memory returns for an optimizer step and changes no number."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def kinds(tree):
 
 
 def stepped(offload: bool, n_steps: int = 2):
-    """(state, metrics of each step, programs compiled after the first step) in bfloat16, which has a master."""
+    """(state, metrics per step, programs compiled after step 1) in bfloat16, which has a master."""
     optimizer, update, _ = programs(CFG)
     state = init_state(new_params(jnp.bfloat16), optimizer, offload=offload)
     metrics, compiled = [], []

@@ -1,4 +1,4 @@
-"""Schedules and the optimizer by hand."""
+"""Learning rate schedules and optimizer steps against hand-computed numbers."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_a_gradient_longer_than_the_clip_norm_is_scaled_back_to_it(norm, clip_no
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_matrices_are_those_of_the_file_whatever_shape_they_have_here(stacked):
+def test_matrices_are_those_of_the_hugging_face_file(stacked):
     specs = decoder_specs(dataclasses.replace(MODEL, stacked=stacked))
     decayed = jax.tree_util.tree_leaves_with_path(matrices(specs))
     names = {jax.tree_util.keystr(path): decays for path, decays in decayed}

@@ -1,4 +1,4 @@
-"""Layers in stages: every number is that of one device."""
+"""Pipeline parallelism gives the numbers of one device."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jaxrl.models.files.hf_save import save_model
 from sharding import PIPELINE, TRAIN, make_mesh
 from tests.learner.tiny_policy import MODEL, all_numbers, batches, new_params, rollouts, run_config
 
-# Two micro-batches of four rows of 128 tokens, which go through the stages one by one.
+# Two micro-batches of four rows of 128 tokens, which go through the stages one after the other.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
 CFG = run_config(old_logp="rollout", entropy_coef=0.01)
 STACKED = dataclasses.replace(MODEL, stacked=True)

@@ -1,6 +1,10 @@
-"""Every policy loss and correction is the same number and the same gradient per token, however rows are packed."""
+"""Value and gradient of every policy loss and correction are independent of packing and mesh.
+
+Tests of jaxrl/learner/policy_objective.py.
+"""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,7 @@ from sharding.rules import TRAIN
 from tests.learner.tiny_policy import batches, rollouts, run_config
 
 ROLLOUTS = [dataclasses.replace(r, selected=np.arange(len(r.tokens)) % 3 == 0) for r in rollouts()]
-# What the models would say about the same tokens: far enough from the engine that every clip is met.
+# Logprobs of the current and the old policy, far enough from the engine that every clip is active.
 RNG = np.random.default_rng(7)
 LOGPS = [
     r.rollout_logp + 0.5 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS
@@ -61,7 +65,7 @@ def place(packed, values, pad):
 
 
 def loss_and_gradient(cfg, packing, mesh_sizes):
-    """(loss, gradient of every rollout's tokens, mean metrics). What stands at padding is absurd on purpose."""
+    """(loss, gradient of every rollout's tokens, mean metrics), with absurd values at padding."""
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     assert [p.batch.tokens.shape for p in packed] == [
@@ -92,22 +96,30 @@ def loss_and_gradient(cfg, packing, mesh_sizes):
     return sums.losses["loss/total"] / weight, [g / weight for g in gather(grads, packed)], means
 
 
-@pytest.mark.parametrize("case", [*LOSSES, *CORRECTIONS])
-def test_packing_micro_batches_and_devices_change_nothing(case):
+@functools.cache
+def numbers(case, layout):
     keys = dict(aggregation="seq_mean_token_mean", old_logp="recompute") | (
         LOSSES.get(case) or CORRECTIONS[case]
     )
-    cfg = run_config(**keys)
-    want = None
-    for packing, mesh in LAYOUTS.values():
-        got = loss_and_gradient(cfg, packing, mesh)
-        want = want or got
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    return loss_and_gradient(run_config(**keys), *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("long rows in two micro-batches", marks=pytest.mark.thorough),
+        "2 x 2 x 2 devices",
+    ],
+)
+@pytest.mark.parametrize("case", [*LOSSES, *CORRECTIONS])
+def test_packing_micro_batches_and_devices_change_nothing(case, layout):
+    got, want = numbers(case, layout), numbers(case, "one micro-batch")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert np.concatenate(want[1]).any()
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo", "clip_cov"])
-def test_clip_fraction_counts_the_tokens_that_a_loss_cuts_off(name):
+def test_clip_fraction_counts_the_tokens_without_gradient(name):
     cfg = run_config(policy_loss=name, old_logp="recompute")
     _, grads, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
     share = np.mean(np.concatenate(grads) == 0)
@@ -116,7 +128,7 @@ def test_clip_fraction_counts_the_tokens_that_a_loss_cuts_off(name):
 
 
 @pytest.mark.parametrize("name", ["policy_gradient", "cispo", "sapo", "kl_cov"])
-def test_losses_without_a_clip_cut_nothing_off(name):
+def test_losses_without_a_clip_have_a_gradient_at_every_token(name):
     cfg = run_config(policy_loss=name, old_logp="recompute")
     _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
     assert means["loss/clip_fraction"] == 0
@@ -150,8 +162,8 @@ def test_rejected_and_truncated_tokens_are_counted():
     np.testing.assert_allclose(means["mismatch/rejected_fraction"], outside, rtol=1e-5)
 
 
-def test_a_weight_has_no_gradient_of_its_own():
-    """On policy, old_logp is the logprob of the very update: it must not lead the gradient into the weight."""
+def test_an_importance_weight_has_no_gradient():
+    """On policy, old_logp is the current logprob: no gradient may reach the weight through it."""
     cfg = run_config(correction="token_tis", correction_high=9.0, old_logp="auto")
     _, grads, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
     n = sum(len(r.tokens) for r in ROLLOUTS)
@@ -161,7 +173,7 @@ def test_a_weight_has_no_gradient_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["k1+", "k3+", "abs+"])
-def test_a_kl_with_a_plus_reports_its_value_and_pushes_as_k2(name):
+def test_a_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(name):
     found = {}
     for kl in (name, name[:-1], "k2"):
         cfg = run_config(kl=kl, kl_coef=0.5, old_logp="recompute")

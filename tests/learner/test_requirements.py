@@ -1,4 +1,4 @@
-"""What each algorithm needs before an update."""
+"""Which logprobs and models each algorithm needs before an update."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def cfg(*, mini_batch_prompts=0, epochs=1, **algorithm):
         (dict(old_logp="rollout", epochs=2), "rollout"),
     ],
 )
-def test_old_logp_is_scored_only_where_a_step_makes_several_updates(keys, source):
+def test_old_logp_is_scored_only_if_a_step_makes_several_updates(keys, source):
     assert needs.ratio_source(cfg(**keys)) == source
     assert needs.needs_old_logp(cfg(**keys)) == (source == "recompute")
 
@@ -42,7 +42,7 @@ def test_old_logp_is_scored_only_where_a_step_makes_several_updates(keys, source
         (dict(kl_coef=0.1, kl="full"), True, False, True),
     ],
 )
-def test_the_reference_is_kept_and_scored_only_where_a_kl_asks_for_it(keys, model, logp, full):
+def test_the_reference_is_kept_and_scored_only_if_a_kl_needs_it(keys, model, logp, full):
     assert needs.needs_ref(cfg(**keys)) == model
     assert needs.needs_ref_logp(cfg(**keys)) == logp
     assert needs.full_kl_in_loss(cfg(**keys)) == full

@@ -1,4 +1,4 @@
-"""Rows cut over the sequence axis: every number is that of one device, in its own place."""
+"""Sequence parallelism (Ulysses, ring) gives the numbers of one device at every token."""
 
 import dataclasses
 import functools
@@ -10,7 +10,8 @@ import pytest
 from sharding import RING, TRAIN, ULYSSES, Rules
 from tests.learner.tiny_policy import MODEL, all_numbers, batches, rollouts, run_config
 
-# Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk is 8 tokens, a sequence 3 to 21.
+# Two micro-batches of four rows of 128 tokens. On 8 devices a zig-zag chunk has 8 tokens, a
+# sequence 3 to 21.
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
 CFG = run_config(old_logp="rollout", entropy_coef=0.01)
 PRESETS = {"ulysses": ULYSSES, "ring": RING}
@@ -43,28 +44,28 @@ def assert_same(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
-def test_sequences_lie_across_the_borders_of_devices():
+def test_sequences_cross_device_boundaries():
     batch = BATCHES[0]
     for n_chunks in (2, 4, 16):
-        border = batch.segments.reshape(4, n_chunks, -1)
-        crossing = (border[:, :-1, -1] == border[:, 1:, 0]) & (border[:, 1:, 0] > 0)
+        chunks = batch.segments.reshape(4, n_chunks, -1)
+        crossing = (chunks[:, :-1, -1] == chunks[:, 1:, 0]) & (chunks[:, 1:, 0] > 0)
         assert crossing.any(), n_chunks
 
 
 @pytest.mark.parametrize(("preset", "mesh"), QUICK, ids=str)
-def test_a_cut_row_gives_the_numbers_of_one_device(preset, mesh):
+def test_time_sharded_rows_give_the_numbers_of_one_device(preset, mesh):
     assert_same(numbers(PRESETS[preset], mesh, STACKED), alone(STACKED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "mesh"), MORE, ids=str)
-def test_every_cut_gives_the_numbers_of_one_device(preset, mesh):
+def test_every_mesh_gives_the_numbers_of_one_device(preset, mesh):
     assert_same(numbers(PRESETS[preset], mesh), alone())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
-def test_windows_caps_and_stacked_layers_on_cut_rows(preset):
+def test_windows_caps_and_stacked_layers_on_time_sharded_rows(preset):
     model = dataclasses.replace(
         MODEL, stacked=True, windows=(9, 0), attn_softcap=5.0, logit_softcap=10.0, qk_norm=True
     )

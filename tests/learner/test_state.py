@@ -1,4 +1,4 @@
-"""Master weights, and a state that can be described before it exists."""
+"""Master weights, moving averages and the abstract train state."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights(one_device):
     state = init_state(new_params(jnp.bfloat16), optimizer)
     start = np.asarray(
         state.params.norm.w, np.float32
-    )  # ones; bfloat16 knows 1 - 2^-8 = 0.996 next
+    )  # ones; the next bfloat16 below is 1 - 2^-8 = 0.996
     grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), state.params)
     step = jax.jit(lambda state: apply_gradients(state, grads, optimizer, keep=NO))
     one = step(state)
@@ -79,7 +79,7 @@ def test_moments_are_float32_under_bfloat16_parameters(one_device):
     assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(jnp.float32)}
 
 
-def test_a_refused_step_keeps_every_bit(one_device):
+def test_a_rejected_step_keeps_every_bit(one_device):
     optimizer = optimizer_of()
     state = init_state(new_params(), optimizer)
     grads = jax.tree.map(lambda p: p * jnp.nan, state.params)

@@ -1,4 +1,7 @@
-"""An update is the same numbers whatever the layout, donates its state, and survives a NaN."""
+"""Updates do not depend on the layout, donate their state, and reject non-finite gradients.
+
+Tests of jaxrl/learner/step.py and jaxrl/learner/loss.py.
+"""
 
 import dataclasses
 
@@ -61,24 +64,34 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+DEFAULT_LAYOUTS = "long rows", "replica 2, fsdp 2, tensor 2"
+
+
+def thorough_except(names, default):
+    """Parameters for all `names`, marked thorough unless they are in `default`."""
+    mark = pytest.mark.thorough
+    return [pytest.param(name, marks=() if name in default else mark) for name in names]
+
+
+@pytest.mark.parametrize("layout", thorough_except(LAYOUTS, DEFAULT_LAYOUTS))
 def test_token_mean_does_not_depend_on_the_layout(layout, want):
     packing, mesh = LAYOUTS[layout]
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
     assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want("token_mean"))
 
 
-@pytest.mark.parametrize(
-    "mode", ["seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-)
+SEQUENCE_MEANS = "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+
+
+@pytest.mark.parametrize("mode", thorough_except(SEQUENCE_MEANS, ["seq_mean_token_mean"]))
 def test_sequence_means_do_not_depend_on_the_packing(mode, want):
     packing, mesh = LAYOUTS["long rows"]
     cfg = run_config(aggregation=mode, old_logp="rollout", entropy_coef=0.01)
     assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want(mode))
 
 
-# Losses of whole responses, and what else looks at more than its own token.
-WIDE = {
+# Response-level losses and weights, which read more than their own token.
+RESPONSE_LEVEL = {
     "gspo": dict(policy_loss="gspo"),
     "gmpo, seq_tis, geo_mean": dict(
         policy_loss="gmpo",
@@ -91,15 +104,17 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("case", WIDE)
+@pytest.mark.parametrize("case", thorough_except(RESPONSE_LEVEL, ["gmpo, seq_tis, geo_mean"]))
 def test_losses_of_responses_do_not_depend_on_the_layout(case):
-    cfg = run_config(**(dict(aggregation="seq_mean_token_mean", old_logp="rollout") | WIDE[case]))
+    cfg = run_config(
+        **(dict(aggregation="seq_mean_token_mean", old_logp="rollout") | RESPONSE_LEVEL[case])
+    )
     want = update_once(cfg, batches(ROLLOUTS, **ONE), {})
     packing, mesh = LAYOUTS["fsdp 8"]
     assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want)
 
 
-def test_adapted_weights_are_those_of_the_config_at_first_and_change_without_compiling(one_device):
+def test_adapted_coefficients_start_at_the_config_and_change_without_recompiling(one_device):
     keys = dict(entropy_coef=0.01, old_logp="rollout")
     fixed, adapting = run_config(**keys), run_config(**keys, entropy_target=1.0)
     some, results = batches(ROLLOUTS, **ONE), []
@@ -114,6 +129,7 @@ def test_adapted_weights_are_those_of_the_config_at_first_and_change_without_com
     np.testing.assert_allclose(total, policy - 0.5 * entropy, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_full_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(one_device):
     ref, results = new_params(seed=1), {}
     for kl in ("full", "full+", "k2"):
@@ -130,6 +146,7 @@ def test_full_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(one_device):
     assert abs(norms[2] / norms[1] - 1) > 1e-3
 
 
+@pytest.mark.thorough
 def test_stacked_layers_give_the_loss_and_gradient_of_listed_ones(want):
     stacked = dataclasses.replace(MODEL, stacked=True)
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
@@ -173,7 +190,7 @@ def test_on_policy_the_ratio_is_one_and_the_loss_follows_the_score(one_device):
     assert metrics["loss/clip_fraction"] == metrics["loss/approx_kl"] == 0.0
 
 
-def test_updates_make_good_answers_likelier_and_bad_ones_less(one_device):
+def test_updates_raise_the_logprob_of_good_responses_and_lower_that_of_bad_ones(one_device):
     cfg = run_config(old_logp="auto")
     state, (_, update, score) = new_state(cfg), programs(cfg)
     [batch] = batches(ROLLOUTS, **ONE)
@@ -198,7 +215,7 @@ def test_the_step_is_clipped_by_the_norm_of_the_mean_gradient(one_device):
     assert metrics["optim/grad_norm"] > 0.5
 
 
-def test_the_old_state_is_given_up_and_no_alias_of_it_is_left(one_device):
+def test_the_old_state_is_donated_and_no_alias_of_it_is_left(one_device):
     cfg = run_config()
     state, (_, update, _) = new_state(cfg), programs(cfg)
     reference = copy_tree(state.params)
@@ -207,13 +224,15 @@ def test_the_old_state_is_given_up_and_no_alias_of_it_is_left(one_device):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, reference)))
 
 
-def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(one_device):
+def test_a_non_finite_loss_is_reported_and_leaves_the_state_unchanged(one_device):
     cfg = run_config(old_logp="rollout")
     state, (_, update, _) = new_state(cfg), programs(cfg)
     before = jax.device_get(state)
     [batch] = batches(ROLLOUTS, **ONE)
-    spoilt = batch.replace(rollout_logp=batch.rollout_logp - 1000.0 * batch.mask)  # exp overflows
-    state, metrics = update.update(state, [spoilt])
+    overflowing = batch.replace(
+        rollout_logp=batch.rollout_logp - 1000.0 * batch.mask
+    )  # exp overflows
+    state, metrics = update.update(state, [overflowing])
     assert metrics["optim/nonfinite"] == 1.0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     state, metrics = update.update(state, [batch])
@@ -221,7 +240,7 @@ def test_a_loss_that_is_not_finite_is_told_and_changes_nothing(one_device):
     assert int(state.step) == 1
 
 
-def test_what_stands_at_masked_tokens_reaches_nothing(one_device):
+def test_values_at_masked_tokens_have_no_effect(one_device):
     cfg = run_config(old_logp="recompute", kl_coef=0.1, kl="k3")
     [batch] = batches(ROLLOUTS, **ONE)
     hole = np.where(batch.mask > 0, 0.0, 1e30).astype(np.float32)
@@ -239,6 +258,7 @@ def test_what_stands_at_masked_tokens_reaches_nothing(one_device):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.thorough
 def test_a_reference_equal_to_the_policy_gives_no_kl_and_no_gradient_of_it(one_device):
     kinds = [dict(kl="full"), dict(kl="k3"), dict(kl_coef=0.0)]
     results = []
@@ -292,6 +312,7 @@ def test_nothing_compiles_after_the_first_update_of_a_shape(one_device):
     assert update.n_compiled == n > 0
 
 
+@pytest.mark.thorough
 def test_lowering_needs_no_data_and_the_call_then_compiles_nothing_more(one_device):
     cfg = run_config(temperature=0.9)  # compiled by no other test
     state, (_, update, _) = new_state(cfg), programs(cfg)

@@ -30,7 +30,8 @@ from sharding.rules import TRAIN
 MODEL = DecoderConfig(
     family="qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
 )
-# eps: Adam's first step is g / (|g| + eps), which at 1e-8 turns a rounding of a tiny g into a whole step.
+# eps: Adam's first step is g / (|g| + eps), which at 1e-8 turns a rounding error of a tiny g into a
+# full step.
 LEARNER = LearnerConfig(
     eps=1e-3,
     lr=1e-2,
@@ -52,7 +53,7 @@ def run_config(learner: dict | None = None, temperature: float = 0.7, **algorith
 
 
 def rollouts(n: int = 16, seed: int = 0) -> list[TrainingSample]:
-    """Prompts of 2-9 tokens with answers of 1-12 and an advantage of either sign."""
+    """Prompts of 2-9 tokens with responses of 1-12 and an advantage of either sign."""
     rng = np.random.default_rng(seed)
 
     def one(i: int) -> TrainingSample:
@@ -80,7 +81,7 @@ def batches(some: list[TrainingSample], *, row_len: int, token_budget: int, n_ra
 def new_params(
     dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0, rules: Rules = TRAIN
 ):
-    """Weights ten times the usual spread, so that the model has opinions; the same for both layouts."""
+    """Weights with ten times the usual spread, for peaked logits; independent of stacking."""
     listed = dataclasses.replace(model, stacked=False)
     params = init_params(jax.random.key(seed), decoder_specs(listed), rules, dtype)
     params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
