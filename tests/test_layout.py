@@ -78,7 +78,7 @@ def test_a_role_with_the_mesh_of_training_shares_its_weights():
 
 
 def invalid(tiny: dict, words: str, **sections):
-    return pytest.param(tiny, sections, words, id=words[:20])
+    return pytest.param(tiny, sections, words, id=words[:24])
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def invalid(tiny: dict, words: str, **sections):
     [
         invalid(dict(fsdp=8), "ref.tensor=3.*needs a multiple of 3", ref=dict(tensor=3)),
         invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
-        invalid(dict(fsdp=8), "ref.stage=2 does not go with ref.sequence=2",
+        invalid(dict(fsdp=8), "ref.stage=2 with ref.sequence=2 is not supported",
               ref=dict(stage=2, sequence=2)),
-        invalid(dict(fsdp=8), "ref.tensor=2 lays the reference out.*'full'", ref=dict(tensor=2),
+        invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'", ref=dict(tensor=2),
               algorithm=dict(kl="full", kl_coef=0.1)),
     ],
 )  # fmt: skip
