@@ -1,4 +1,4 @@
-"""python -m jaxrl.dpo --config=configs/dpo_7b.py: learn which of two given answers is preferred."""
+"""python -m jaxrl.dpo --config=configs/dpo_7b.py: preference optimization (DPO, IPO, KTO)."""
 
 import os
 import sys
@@ -9,22 +9,15 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
-from jaxrl.trainer.loop import exit_status, run_to_end
-from jaxrl.trainer.offline.offline import learning, train_step, validate
-from jaxrl.trainer.offline.preference import DPO
-from jaxrl.trainer.setup import open_offline
-
-
-def main() -> int:
-    """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
-    return exit_status(train, parse(sys.argv[1:]))
+from jaxrl.trainer.loop import exit_status
+from jaxrl.trainer.offline.dpo import DPO
+from jaxrl.trainer.setup.run import train_offline
 
 
 def train(cfg: RunConfig) -> bool:
-    """Runs to the last step. False if it was interrupted before that: then all is saved."""
-    with open_offline(learning(cfg, DPO), DPO) as run:
-        return run_to_end(run, train_step, validate)
+    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
+    return train_offline(cfg, DPO)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(train, parse(sys.argv[1:])))

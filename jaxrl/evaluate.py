@@ -34,12 +34,12 @@ from jaxrl.config.schema import to_dict
 from jaxrl.io.tracking.json_lines import JsonLines, json_safe
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.evaluation import by_source, statistics
-from jaxrl.trainer.folder import run_in
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.run import sampling_seed
 from jaxrl.trainer.scoring import score
-from jaxrl.trainer.setup import open_evaluation
+from jaxrl.trainer.setup.folder import run_in
+from jaxrl.trainer.setup.run import open_evaluation
 from jaxrl.types import ScoredRollout
 from sharding import hosts
 

@@ -29,13 +29,13 @@ from jaxrl.planner.programs import Lengths, TooLarge
 from jaxrl.planner.report import search_text, show
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import KNOWN, simulated_cpus, topology
-from jaxrl.trainer.offline.offline import learning
-from jaxrl.trainer.offline.preference import DPO
-from jaxrl.trainer.offline.ranking import RANKING
-from jaxrl.trainer.offline.supervised import SFT
+from jaxrl.trainer.offline.dpo import DPO
+from jaxrl.trainer.offline.objective import with_objective
+from jaxrl.trainer.offline.reward_model import REWARD_MODEL
+from jaxrl.trainer.offline.sft import SFT
 
 OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "job", "json")
-LESSONS = {"sft": SFT, "dpo": DPO, "reward_model": RANKING}
+LESSONS = {"sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def main() -> int:
             }
             workload = None
             if lesson := LESSONS.get(job):
-                cfg, workload = learning(cfg, lesson), lesson.given
+                cfg, workload = with_objective(cfg, lesson), lesson.workload
             how = {"others": others, "workload": workload, "lengths": lengths, "on_start": say}
             plan = make_plan(cfg, decoder, machine, **how)
     except TooLarge as problem:

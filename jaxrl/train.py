@@ -10,17 +10,17 @@ if __name__ == "__main__":  # before the imports, which take seconds
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
 from jaxrl.trainer.loop import exit_status, run_to_end
-from jaxrl.trainer.setup import open_run
+from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step, validate
 
 
 def main() -> int:
-    """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
+    """Exit status: 0 done, 1 after an error with a message, 130 interrupted and saved."""
     return exit_status(train, parse(sys.argv[1:]))
 
 
 def train(cfg: RunConfig) -> bool:
-    """Runs to the last step. False if it was interrupted before that: then all is saved."""
+    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
     with open_run(cfg) as run:
         # a step: sample -> reward -> experience -> update
         return run_to_end(run, train_step, validate)

@@ -41,7 +41,7 @@ from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import Meters
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.request import Limits
-from jaxrl.trainer.folder import run_in
+from jaxrl.trainer.setup.folder import run_in
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "JAXRL_API_KEY"

@@ -18,8 +18,9 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoints import Checkpoints
-from jaxrl.trainer.inputs import make_renderer
-from jaxrl.trainer.setup import keep_programs, make_engine
+from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.devices import keep_programs
+from jaxrl.trainer.setup.engines import make_engine
 from jaxrl.types import Tree
 from sharding import make_mesh
 

@@ -1,4 +1,4 @@
-"""How a run leaves its folder: checkpoints, export, report, and a word on how to go on."""
+"""Checkpoints, the Hugging Face export and the report of a run."""
 
 import dataclasses
 import shlex
@@ -10,90 +10,96 @@ from jaxrl.learner.state import averaged
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
-from jaxrl.trainer.run import Job
+from jaxrl.trainer.run import Core
 from jaxrl.types import TrainState
 from sharding import hosts
 
 
-def save(run: Job) -> None:
-    """Starts the checkpoint of this step: the state, and all else that the next step depends on."""
+def save(core: Core) -> None:
+    """Starts the asynchronous checkpoint of everything that the next step depends on."""
     host = {
-        "step": run.step,
-        "iterator": run.position,
-        "coefs": dataclasses.asdict(run.coefs),
-        "reward_scale": dataclasses.asdict(run.reward_scale),
-        "validated_at": run.validated_at,
-        "val_metrics": run.val_metrics,
+        "step": core.step,
+        "iterator": core.position,
+        "coefs": dataclasses.asdict(core.coefs),
+        "reward_scale": dataclasses.asdict(core.reward_scale),
+        "validated_at": core.validated_at,
+        "val_metrics": core.val_metrics,
     }
-    metrics = run.val_metrics if run.validated_at == run.step else {}
-    with run.timed("save_checkpoint"):
-        run.checkpoints.save(run.step, saved_state(run), host, metrics)
-    run.saved_at = run.step
+    metrics = core.val_metrics if core.validated_at == core.step else {}
+    with core.timed("save_checkpoint"):
+        core.checkpoints.save(core.step, saved_state(core), host, metrics)
+    core.saved_at = core.step
 
 
-def saved_state(run: Job) -> TrainState:
-    """With the reference model where it is not that of step 0, and the state of a critic of its own."""
-    ref = run.ref_params if run.cfg.algorithm.ref_refresh_every else None
-    critic = None if run.critic is None else run.critic.state
-    return dataclasses.replace(run.state, ref=ref, critic=critic)
+def saved_state(core: Core) -> TrainState:
+    """The training state, with the reference model if it is refreshed, and a separate critic."""
+    ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
+    critic = None if core.critic is None else core.critic.state
+    return dataclasses.replace(core.state, ref=ref, critic=critic)
 
 
-def stopped(run: Job, signal: object) -> None:
-    """Waits for the checkpoint and says how to go on."""
-    run.checkpoints.wait()
-    run.progress.status(
-        f"{signal}: saved after step {run.step} of {run.total_steps}. To go on:\n"
+def stopped(core: Core, signal: object) -> None:
+    """Waits for the checkpoint and prints the command that resumes the run."""
+    core.checkpoints.wait()
+    core.progress.status(
+        f"{signal}: saved after step {core.step} of {core.total_steps}. To resume:\n"
         f"  {resume_command()}"
     )
     if hosts.is_main_process():
-        write_report(run.folder)
+        write_report(core.folder)
 
 
-def finish(run: Job) -> None:
-    """The last checkpoint, the weights as a Hugging Face folder, and the report."""
-    run.checkpoints.wait()
-    if run.cfg.checkpoint.export_hf:
-        export(run)
+def finish(core: Core) -> None:
+    """Waits for the last checkpoint, then writes the Hugging Face export and the report."""
+    core.checkpoints.wait()
+    if core.cfg.checkpoint.export_hf:
+        export(core)
     if hosts.is_main_process():
-        run.progress.status(f"report in {write_report(run.folder)}")
+        core.progress.status(f"report in {write_report(core.folder)}")
 
 
-def export(run: Job) -> None:
-    """A language model in hf/, its average in hf_ema/, the values beside it as a sequence classifier in hf_critic/; a
-    model of scores alone is such a classifier, in hf/ and hf_ema/."""
-    params, critic = run.state.params, run.critic
+def export(core: Core) -> None:
+    """Writes hf/, the averaged weights in hf_ema/, and the critic in hf_critic/.
+
+    The policy is exported as a causal language model, the critic and a reward model as sequence
+    classifiers.
+    """
+    params, critic = core.state.params, core.critic
     has_logits = "vocab" in params.cfg.heads
     heads = ("vocab",) if has_logits else params.cfg.heads
-    save = save_language_model if has_logits else save_classifier
-    save(run, run.folder / "hf", with_heads(params, heads), run.model_folder)
-    run.progress.status(f"Hugging Face export in {run.folder / 'hf'}")
-    if run.cfg.learner.ema:
-        average = with_heads(averaged(run.state), heads)
-        save(run, run.folder / "hf_ema", average, run.model_folder)
-        run.progress.status(f"the averaged weights in {run.folder / 'hf_ema'}")
+    write = save_language_model if has_logits else save_classifier
+    write(core, core.folder / "hf", with_heads(params, heads), core.model_folder)
+    core.progress.status(f"Hugging Face export in {core.folder / 'hf'}")
+    if core.cfg.learner.ema:
+        average = with_heads(averaged(core.state), heads)
+        write(core, core.folder / "hf_ema", average, core.model_folder)
+        core.progress.status(f"averaged weights in {core.folder / 'hf_ema'}")
     if critic is not None:
         with critic.values.layout.on_mesh():
-            save_classifier(run, run.folder / "hf_critic", critic.state.params, critic.folder)
-    elif run.values is not None and has_logits:
+            save_classifier(core, core.folder / "hf_critic", critic.state.params, critic.folder)
+    elif core.values is not None and has_logits:
         values = with_heads(params, ("score",))
-        save_classifier(run, run.folder / "hf_critic", values, run.model_folder)
+        save_classifier(core, core.folder / "hf_critic", values, core.model_folder)
 
 
-def save_language_model(run: Job, target: Path, params: Decoder, source: Path) -> None:
+def save_language_model(core: Core, target: Path, params: Decoder, source: Path) -> None:
+    """Writes a causal language model."""
     save_model(target, params, source=source)
 
 
-def save_classifier(run: Job, target: Path, params: Decoder, source: Path) -> None:
-    """With the padding token by which transformers finds the last token of a row, and the chat template of the run:
-    its scores are of texts so written."""
-    ids = {"pad_token_id": padding_id(source, run.renderer.tokenizer)}
+def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> None:
+    """Writes a sequence classifier with the run's chat template and a padding token.
+
+    transformers finds the last token of a row by the padding token.
+    """
+    ids = {"pad_token_id": padding_id(source, core.renderer.tokenizer)}
     save_model(target, params, source=source, config=ids)
-    if run.cfg.data.chat_template and hosts.is_main_process():
-        (target / "chat_template.jinja").write_text(run.renderer.template)
+    if core.cfg.data.chat_template and hosts.is_main_process():
+        (target / "chat_template.jinja").write_text(core.renderer.template)
 
 
 def resume_command() -> str:
-    """This process's command with config.resume set."""
+    """The command of this process with config.resume set."""
     argv = [a for a in sys.argv[1:] if not a.startswith("--config.resume")]
     name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
     program = name if name.startswith("jaxrl.") else "jaxrl.train"

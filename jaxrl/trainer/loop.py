@@ -1,4 +1,4 @@
-"""A job from its first step to its last, or to an interruption that loses nothing."""
+"""The main loop of every training program, and its exit status."""
 
 from collections.abc import Callable
 
@@ -8,43 +8,44 @@ from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.checkpointing import finish, save, stopped
-from jaxrl.trainer.run import Job
+from jaxrl.trainer.run import HasCore
 from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
 
-EXPLAINED = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
+USER_ERRORS = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
 
 
-def run_to_end[J: Job](
-    run: J, train_step: Callable[[J], None], validate: Callable[[J], None]
+def run_to_end[R: HasCore](
+    run: R, train_step: Callable[[R], None], validate: Callable[[R], None]
 ) -> bool:
-    """False if it was interrupted before the last step: then all is saved."""
+    """Runs all remaining steps. Returns False if the run was interrupted; its state is then saved."""
+    core = run.core
     try:
         while True:
-            if run.validation_due:
+            if core.validation_due:
                 validate(run)
-            if run.save_due:
-                save(run)
-            if run.done:
+            if core.save_due:
+                save(core)
+            if core.done:
                 break
             train_step(run)
     except Interrupted as signal:
-        save(run)
-        stopped(run, signal)
+        save(core)
+        stopped(core, signal)
         return False
     except NonFiniteError:
-        if run.whole:
-            save(run)
+        if core.step_restartable:
+            save(core)
         raise
-    finish(run)
+    finish(core)
     return True
 
 
 def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:
-    """Of the program: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted and saved."""
+    """Runs the program. Returns 0 if done, 1 after an error with a message, 130 if interrupted."""
     try:
         done = train(cfg)
-    except EXPLAINED as problem:
+    except USER_ERRORS as problem:
         print_error(problem)
         return 1
     hosts.barrier()

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.data.packing import Packed, sequence_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import chip_of
-from jaxrl.trainer.run import Job
+from jaxrl.trainer.run import Core
 from jaxrl.types import Reward, Rollout, ScoredRollout
 
 
@@ -80,7 +80,7 @@ def _sample_record(rollout: Rollout, reward: Reward, kind: str) -> dict[str, Any
     }
 
 
-def speed_metrics(run: Job, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
+def speed_metrics(core: Core, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
     """perf/tokens_per_s of the last timed step, the same per device, and perf/mfu_actor.
 
     perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices during
@@ -90,14 +90,14 @@ def speed_metrics(run: Job, n_tokens: int, trained: Sequence[Packed]) -> dict[st
       n_tokens: tokens of the step's sequences.
       trained: the micro-batches of one epoch.
     """
-    seconds, n_devices = run.seconds, jax.device_count()
+    seconds, n_devices = core.seconds, jax.device_count()
     rate = n_tokens / seconds["time/step_s"]
     metrics = {"perf/tokens_per_s": rate, "perf/tokens_per_s_per_device": rate / n_devices}
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is not None and trained:
-        params = run.state.params
+        params = core.state.params
         lens = np.concatenate([sequence_lens(packed.batch) for packed in trained])
-        flops = 3 * run.cfg.learner.epochs * forward_flops(params.cfg, lens)
+        flops = 3 * core.cfg.learner.epochs * forward_flops(params.cfg, lens)
         peak = n_devices * chip.rate("bf16" if params.embed.dtype.itemsize == 2 else "f32")
         metrics["perf/mfu_actor"] = flops / (peak * seconds["time/update_actor_s"])
     return metrics

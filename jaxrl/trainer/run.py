@@ -1,10 +1,11 @@
-"""The parts of one run, and what it remembers between steps."""
+"""The state of a run: parts that all training programs share, and those of RL runs."""
 
 import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -29,8 +30,8 @@ from jaxrl.types import Prompt, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
-class Job:
-    """What every training program holds in its hands. Built by trainer/setup.py."""
+class Core:
+    """State shared by all training programs. Built by trainer/setup/core.py."""
 
     cfg: RunConfig
     folder: Path
@@ -39,35 +40,39 @@ class Job:
     n_ranks: int  # data-parallel ranks
     renderer: ChatRenderer
     iterator: BatchIterator
-    val: Sequence  # held-out items, of the kind that the iterator gives
+    val: Sequence  # validation items, of the same type as the iterator's
     optimizer: Optimizer
     update: Update
     scorer: Scorer  # of the policy's logprobs
-    ref_scorer: Scorer
+    ref_scorer: Scorer  # of the reference model's
     ref_params: Decoder | None
-    values: Values | None  # where advantages need them
-    critic: Critic | None  # whose they are, unless the policy's own second head gives them
+    values: Values | None  # None if the algorithm needs no values
+    critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
     checkpoints: Checkpointer
     logger: Logger
     progress: Progress
     watch: CompileWatch
     stop: StopFlag
     state: TrainState  # the only reference: an update donates it
-    coefs: Coefficients  # weights of KL and entropy in the next step
-    reward_scale: RewardScale  # of the rewards of the steps done
+    coefs: Coefficients  # KL and entropy coefficients of the next step
+    reward_scale: RewardScale  # of all rewards so far
     step: int = 0  # steps done
-    whole: bool = True  # no update of the next step has changed `state` yet
-    position: dict = dataclasses.field(default_factory=dict)  # of the iterator after `step` steps
-    first_step: int = 0  # of this process
+    step_restartable: bool = True  # no update of the current step has changed `state` yet
+    position: dict = dataclasses.field(default_factory=dict)  # iterator state after `step` steps
+    first_step: int = 0  # steps done when this process started
     validated_at: int = -1  # the last step that was validated ...
     val_metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # ... and its result
     saved_at: int = -1
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of the step under way
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # time/* of the current step
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the block's wall seconds to time/<phase>_s of this step, without those of phases inside it; `step`
-        holds all."""
+        """Adds the wall time of the block to time/<phase>_s, without nested phases.
+
+        The phase "step" includes nested phases.
+        """
         start, before = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -79,18 +84,18 @@ class Job:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def take_seconds(self) -> dict[str, float]:
-        """The timings so far; counting begins anew."""
+        """Returns and resets the timings."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
     def check_stop(self) -> None:
-        """Raises Interrupted as long as nothing of the step has been learnt yet."""
-        if self.whole:
+        """Raises Interrupted on a stop signal, only before the first update of the step."""
+        if self.step_restartable:
             self.stop.check()
 
     def end_step(self, metrics: dict[str, float]) -> None:
-        """Counts the step as done and logs it."""
-        self.step, self.position, self.whole = self.step + 1, self.iterator.state(), True
+        """Counts the step and logs its metrics."""
+        self.step, self.position, self.step_restartable = self.step + 1, self.iterator.state(), True
         self.logger.metrics(self.step, metrics | self.take_seconds())
         self.progress.steps(self.step, self.total_steps)
 
@@ -105,7 +110,7 @@ class Job:
 
     @property
     def validation_due(self) -> bool:
-        """Before training, every eval.every steps, and at the end, where there is validation data."""
+        """True before training, every eval.every steps, and at the end, if there is validation data."""
         if not self.val or self.validated_at == self.step:
             return False
         if self.step == 0:
@@ -122,34 +127,45 @@ class Job:
             return False
         return self.done or _every(self.cfg.checkpoint.every, self.step)
 
+    def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
+        """Seed of the samples of this step."""
+        return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
 
-@dataclasses.dataclass(kw_only=True)
-class Run(Job):
-    """What the loop of jaxrl/train.py holds: a job that samples and is rewarded for it."""
 
+class HasCore(Protocol):
+    """A run of any kind."""
+
+    @property
+    def core(self) -> Core: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An RL run: it samples rollouts, rewards them, and trains on them."""
+
+    core: Core
     rewards: RewardPool
     reward_model: RewardModel | None
     engines: Engines
 
-    def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
-        """Seed of this step's samples."""
-        return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What jaxrl/evaluate.py holds: a model that answers and is rewarded, and learns nothing from it."""
+    """A model that is sampled and rewarded, without training."""
 
     prompts: list[Prompt]
     rewards: RewardPool
     reward_model: RewardModel | None
     engines: Engines
-    params: Decoder  # as engines.layout says
+    params: Decoder  # sharded as engines.layout says
 
 
 def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:
-    """Seed of a step's samples: a prompt met again in a later step, or in a later batch of the same step, is
-    sampled anew."""
+    """Seed of the samples of a step.
+
+    It differs between steps and between the batches (`draw`) of one step, so a repeated prompt gets
+    new samples.
+    """
     entropy = [seed, step, int(validation), *([draw] if draw else [])]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 

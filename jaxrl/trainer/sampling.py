@@ -71,14 +71,14 @@ def collect(run: Run) -> Collected:
     equal rewards, or with a mean reward outside dynamic_sampling_range, are dropped. Further batches
     are sampled until the step is full, at most dynamic_sampling_batches in all.
     """
-    cfg = run.cfg
+    cfg = run.core.cfg
     n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
     collected = Collected(cfg)
     for draw in range(n_batches):
-        rollouts, engine_metrics = sample(run, next(run.iterator), draw=draw)
+        rollouts, engine_metrics = sample(run, next(run.core.iterator), draw=draw)
         groups = split_groups(reward(run, rollouts), cfg.rollout.n)
         if cfg.data.skip_solved:
-            run.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
+            run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
         collected.add(groups, engine_metrics)
         if collected.full:
             break
@@ -88,7 +88,7 @@ def collect(run: Run) -> Collected:
 def greedy_baselines(run: Run, rollouts: list[ScoredRollout]) -> np.ndarray:
     """float64 [len(rollouts)]: reward of the greedy response to the prompt of each rollout (ReMax)."""
     greedy, _ = sample(run, [r.rollout.prompt for r in rollouts], greedy=True)
-    rewarded = add_overlong_penalty(reward(run, greedy), run.cfg)
+    rewarded = add_overlong_penalty(reward(run, greedy), run.core.cfg)
     return np.array([r.reward.value for r in rewarded])
 
 
@@ -108,7 +108,7 @@ def sample(
 
     Returns: (rollouts, rollout/* metrics).
     """
-    cfg = run.cfg
+    cfg = run.core.cfg
     n, sampling = cfg.rollout.n, cfg.rollout.sampling
     if validation:
         n, sampling = cfg.eval.n, cfg.eval.sampling
@@ -116,22 +116,22 @@ def sample(
         n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
     name = "validation" if validation else "rollout"
     with (
-        run.no_compile(name),
-        run.engines.layout.weights(run.state.params, run.timed("reshard")) as params,
-        run.timed("val" if validation else "gen"),
+        run.core.no_compile(name),
+        run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
+        run.core.timed("val" if validation else "gen"),
     ):
         return run.engines.sample(
             params,
             prompts,
             n=n,
             sampling=sampling,
-            seed=run.sampling_seed(validation=validation, draw=draw),
-            version=run.step,
+            seed=run.core.sampling_seed(validation=validation, draw=draw),
+            version=run.core.step,
             name=name,
         )
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
     """The rollouts with their rewards, all of them on every process."""
-    with run.timed("val" if validation else "reward"), run.no_compile("reward"):
-        return score(run.rewards, run.reward_model, rollouts, run.stop)
+    with run.core.timed("val" if validation else "reward"), run.core.no_compile("reward"):
+        return score(run.rewards, run.reward_model, rollouts, run.core.stop)

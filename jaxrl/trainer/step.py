@@ -17,17 +17,17 @@ def train_step(run: Run) -> None:
 
     Raises Interrupted only before the first update, so that the step can be repeated from its start.
     """
-    cfg = run.cfg
-    with run.timed("step"):
+    core, cfg = run.core, run.core.cfg
+    with core.timed("step"):
         collected = collect(run)
         rollouts, metrics = collected.chosen(), collected.metrics()
         if cfg.data.skip_solved:
-            metrics["data/solved"] = float(run.iterator.n_solved)
+            metrics["data/solved"] = float(core.iterator.n_solved)
         baselines = None
         if cfg.algorithm.advantage == "remax":
             baselines = greedy_baselines(run, rollouts)
 
-        scale = run.reward_scale.updated([r.reward for r in collected.sampled])
+        scale = core.reward_scale.updated([r.reward for r in collected.sampled])
         raw_rewards = np.array([r.reward.value for r in rollouts])
         rewards = scaled_rewards(raw_rewards, scale, cfg.reward)
         if baselines is not None:
@@ -36,26 +36,27 @@ def train_step(run: Run) -> None:
         metrics |= reward_metrics(collected.sampled)
         metrics |= scale_metrics(raw_rewards, scale, cfg.reward) | packing
 
-        if run.critic is not None:
-            metrics |= update_critic(run, run.critic, mini_batches)
-        if run.step < cfg.critic.warmup_steps:
+        if core.critic is not None:
+            metrics |= update_critic(core, core.critic, mini_batches)
+        if core.step < cfg.critic.warmup_steps:
             mini_batches = []
-        metrics |= update(run, mini_batches)
-        metrics |= coefficient_metrics(run.coefs, cfg)
-    run.reward_scale = scale
-    run.coefs = adapted(run.coefs, metrics, cfg, n_samples=len(rollouts))
+        metrics |= update(core, mini_batches)
+        metrics |= coefficient_metrics(core.coefs, cfg)
+    core.reward_scale = scale
+    core.coefs = adapted(core.coefs, metrics, cfg, n_samples=len(rollouts))
     n_tokens = sum(len(r.rollout.prompt.tokens) + len(r.rollout.tokens) for r in collected.sampled)
-    metrics |= speed_metrics(run, n_tokens, [p for mini in mini_batches for p in mini.packed])
-    run.end_step(metrics)
-    if run.refresh_due:
-        refresh_reference(run)
-    run.logger.samples(run.step, sample_records(collected.sampled, kind="train"))
+    metrics |= speed_metrics(core, n_tokens, [p for mini in mini_batches for p in mini.packed])
+    core.end_step(metrics)
+    if core.refresh_due:
+        refresh_reference(core)
+    core.logger.samples(core.step, sample_records(collected.sampled, kind="train"))
 
 
 def validate(run: Run) -> None:
     """Samples the validation prompts with the current weights and logs val/*."""
-    rollouts, _ = sample(run, list(run.val), validation=True)
+    core = run.core
+    rollouts, _ = sample(run, list(core.val), validation=True)
     rewarded = reward(run, rollouts, validation=True)
-    run.validated_at, run.val_metrics = run.step, validation_metrics(rewarded, run.cfg.eval)
-    run.logger.metrics(run.step, run.val_metrics | run.take_seconds())
-    run.logger.samples(run.step, sample_records(rewarded, kind="val"))
+    core.validated_at, core.val_metrics = core.step, validation_metrics(rewarded, core.cfg.eval)
+    core.logger.metrics(core.step, core.val_metrics | core.take_seconds())
+    core.logger.samples(core.step, sample_records(rewarded, kind="val"))

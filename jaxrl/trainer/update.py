@@ -11,7 +11,7 @@ from jaxrl.data.packing import Packed
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.trainer.experience import MiniBatch, pack_samples
-from jaxrl.trainer.run import Job
+from jaxrl.trainer.run import Core
 from sharding import hosts, to_device
 
 CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
@@ -21,47 +21,49 @@ class NonFiniteError(FloatingPointError):
     """The loss or its gradient was not finite. The weights are those before the update."""
 
 
-def update(run: Job, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """All optimizer updates of a step; metrics are averaged over them.
 
     A mini-batch without a sample that has a gradient is skipped.
     """
-    cfg = run.cfg
+    cfg = core.cfg
     work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
-        run.timed("update_actor"),
-        run.no_compile("update"),
-        run.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
+        core.timed("update_actor"),
+        core.no_compile("update"),
+        core.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
     ):
-        ref_params = to_device(run.ref_params) if full_kl_in_loss(cfg) else None
+        ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
             idle_lens = [s.n_loss_tokens for s in mini.idle]
-            run.state, one = run.update.update(
-                run.state,
+            core.state, one = core.update.update(
+                core.state,
                 [packed.batch for packed in mini.packed],
                 ref_params=ref_params,
                 extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
-                coefs=run.coefs.of_loss(),
+                coefs=core.coefs.of_loss(),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:
-                check_finite(one, mini.packed, run.folder, run.step + 1)
-            run.whole = False
+                check_finite(one, mini.packed, core.folder, core.step + 1)
+            core.step_restartable = False
             metrics.append(one)
     return over_updates(metrics) | {"perf/n_updates": float(len(metrics))}
 
 
-def update_critic(run: Job, critic: Critic, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+def update_critic(
+    core: Core, critic: Critic, mini_batches: Sequence[MiniBatch]
+) -> dict[str, float]:
     """All optimizer updates of a separate critic in a step; metrics are averaged over them."""
     cfg, n_ranks = critic.values.cfg, critic.values.n_ranks
     packs = [pack_samples(mini.samples, cfg, n_ranks) for mini in mini_batches if mini.samples]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
-        run.timed("update_critic"),
-        run.no_compile("critic"),
-        run.progress.phase("critic", total=sum(map(len, work))) as bar,
+        core.timed("update_critic"),
+        core.no_compile("critic"),
+        core.progress.phase("critic", total=sum(map(len, work))) as bar,
         critic.values.layout.on_mesh(),
     ):
         for packed in work:
@@ -71,9 +73,9 @@ def update_critic(run: Job, critic: Critic, mini_batches: Sequence[MiniBatch]) -
                 on_micro_batch=lambda i: bar.advance(1),
             )
             one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
-            if run.cfg.check_finite:
-                check_finite(one, packed, run.folder, run.step + 1)
-            run.whole = False
+            if core.cfg.check_finite:
+                check_finite(one, packed, core.folder, core.step + 1)
+            core.step_restartable = False
             metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
     return over_updates(metrics)
 

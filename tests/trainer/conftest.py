@@ -55,7 +55,7 @@ def xla_cache(tmp_path_factory):
 @pytest.fixture
 def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
     """4 steps of 4 prompts x 4 samples, validation before and after, a dense reward, one device."""
-    monkeypatch.setattr("jaxrl.trainer.setup.check_devices", lambda cfg, n_devices: None)
+    monkeypatch.setattr("jaxrl.trainer.setup.devices.check_devices", lambda cfg, n_devices: None)
     config = default_config()
     config.run_dir = str(tmp_path / "run")
     config.total_steps = 4

@@ -11,7 +11,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import CHIPS, chip_of
 from jaxrl.trainer import metrics as speed
-from jaxrl.trainer.run import Job
+from jaxrl.trainer.run import Core
 from jaxrl.types import TrainState
 from tests.trainer.test_experience import config, samples_of
 
@@ -35,7 +35,7 @@ def test_a_phase_inside_another_counts_as_itself_alone_and_a_step_holds_all(monk
     clock = iter([0.0, 1.0, 3.0, 8.0, 9.0, 10.0])  # step, adv, ref begin; ref, adv, step end
     monkeypatch.setattr("jaxrl.trainer.run.time.perf_counter", lambda: next(clock))
     job = SimpleNamespace(seconds={})
-    with Job.timed(job, "step"), Job.timed(job, "adv"), Job.timed(job, "ref"):
+    with Core.timed(job, "step"), Core.timed(job, "adv"), Core.timed(job, "ref"):
         pass
     assert job.seconds == {"time/ref_s": 5.0, "time/adv_s": 3.0, "time/step_s": 10.0}
 
@@ -44,7 +44,7 @@ def test_utilisation_is_of_all_devices_and_epochs(monkeypatch):
     c = config()
     c.learner.epochs = 2
     params = SimpleNamespace(cfg=MODEL, embed=SimpleNamespace(dtype=np.dtype("float16")))
-    run = Job.__new__(Job)
+    run = Core.__new__(Core)
     run.cfg = resolve(c)
     run.state = TrainState(params, None, np.int32(0))
     run.seconds = {"time/step_s": 4.0, "time/update_actor_s": 2.0}

@@ -22,7 +22,7 @@ from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import Limits, converse
 from jaxrl.train import train
 from jaxrl.trainer.experience import to_sample
-from jaxrl.trainer.setup import check_not_in_step
+from jaxrl.trainer.setup.engines import check_not_in_step
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN
 from tests.trainer.test_train import assert_same_weights, metrics

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.planner import check
-from jaxrl.trainer.setup import open_run
+from jaxrl.trainer.setup.run import open_run
 
 GIB = 2**30
 
@@ -14,7 +14,7 @@ def memory(monkeypatch):
     """Sets what the devices say of their memory (CPU devices say nothing)."""
 
     def says(n_bytes: int) -> None:
-        monkeypatch.setattr("jaxrl.trainer.setup.device_memory", lambda: n_bytes)
+        monkeypatch.setattr("jaxrl.trainer.setup.devices.device_memory", lambda: n_bytes)
 
     return says
 

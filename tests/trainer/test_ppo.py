@@ -17,7 +17,7 @@ from jaxrl.models.files.hf_load import load_model
 from jaxrl.train import main, train
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.experience import value_metrics
-from jaxrl.trainer.setup import open_run
+from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step
 from jaxrl.types import TrainingSample
 from sharding import make_mesh
@@ -175,13 +175,13 @@ def test_while_only_the_critic_learns_the_policy_keeps_its_bits(ppo_config):
     ppo_config.critic.warmup_steps = 1
     ppo_config.algorithm.kl_coef = 0.0
     with open_run(resolve(ppo_config)) as run:
-        policy, critic = jax.device_get((run.state.params, run.critic.state.params))
+        policy, critic = jax.device_get((run.core.state.params, run.core.critic.state.params))
         train_step(run)
-        after = jax.device_get((run.state.params, run.critic.state.params))
+        after = jax.device_get((run.core.state.params, run.core.critic.state.params))
         jax.tree.map(np.testing.assert_array_equal, policy, after[0])
         assert (critic.score != after[1].score).any()
         train_step(run)
-        last = jax.device_get(run.state.params)
+        last = jax.device_get(run.core.state.params)
         assert (policy.embed != last.embed).any()
 
 

@@ -22,10 +22,10 @@ from jaxrl.learner.loss import value_loss_sums
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.train import train
-from jaxrl.trainer.offline.offline import learning
-from jaxrl.trainer.offline.ranking import RANKING, rank
+from jaxrl.trainer.offline.objective import with_objective
+from jaxrl.trainer.offline.reward_model import REWARD_MODEL, make_samples
 from jaxrl.trainer.scoring import open_reward_model, with_score
-from jaxrl.trainer.setup import open_offline, open_run
+from jaxrl.trainer.setup.run import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -141,14 +141,14 @@ def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
     ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
     ranking_config.data.train = write(Path(ranking_config.data.train[0]), rows)
-    cfg = learning(resolve(ranking_config), RANKING)
-    with open_offline(cfg, RANKING) as run:
-        items = next(run.iterator)
-        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.state.params)  # fmt: skip
-        run.state = dataclasses.replace(run.state, params=moved)
-        rollouts, found = rank(run, items)
+    cfg = with_objective(resolve(ranking_config), REWARD_MODEL)
+    with open_offline(cfg, REWARD_MODEL) as run:
+        items = next(run.core.iterator)
+        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.core.state.params)  # fmt: skip
+        run.core.state = dataclasses.replace(run.core.state, params=moved)
+        rollouts, found = make_samples(run, items)
         packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
-        batches = [run.update.put(p.batch) for p in packed]
+        batches = [run.core.update.put(p.batch) for p in packed]
 
         def ours(params):
             sums = [value_loss_sums(params, b, cfg=cfg, rules=TRAIN) for b in batches]
@@ -346,8 +346,8 @@ def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, mo
         seen.update(how)
         raise ValueError("it does not fit")
 
-    monkeypatch.setattr("jaxrl.trainer.setup.device_memory", lambda: 2**30)
-    monkeypatch.setattr("jaxrl.trainer.setup.check_plan", check_plan)
+    monkeypatch.setattr("jaxrl.trainer.setup.devices.device_memory", lambda: 2**30)
+    monkeypatch.setattr("jaxrl.trainer.setup.devices.check_plan", check_plan)
     with pytest.raises(ValueError, match="it does not fit"), open_run(resolve(tiny_config)):
         pass
     assert set(seen["others"]) == {"critic", "teacher", "reward_model"}
@@ -367,4 +367,4 @@ def test_keys_that_it_does_not_read_are_refused(ranking_config):
     ranking_config.preference.beta = 0.5
     ranking_config.reward.workers = 3
     with pytest.raises(ValueError, match=r"preference\.beta, config\.reward\.workers mean nothing"):
-        learning(resolve(ranking_config), RANKING)
+        with_objective(resolve(ranking_config), REWARD_MODEL)

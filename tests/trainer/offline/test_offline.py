@@ -16,10 +16,10 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.packing import pack
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.offline.offline import learning
-from jaxrl.trainer.offline.preference import DPO, compare, pair_loss
-from jaxrl.trainer.offline.supervised import SFT
-from jaxrl.trainer.setup import open_offline
+from jaxrl.trainer.offline.dpo import DPO, make_samples, pair_loss
+from jaxrl.trainer.offline.objective import with_objective
+from jaxrl.trainer.offline.sft import SFT
+from jaxrl.trainer.setup.run import open_offline
 from sharding.rules import TRAIN
 
 QUESTIONS = [(f"{a} + {b}?", str(a + b), str(a + b + 1)) for a in range(6) for b in range(4)]
@@ -104,19 +104,19 @@ def test_the_other_preference_losses_fall(dpo_config, loss):
 
 def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
     """Through packing and two forward passes, against the loss of both answers differentiated at once."""
-    cfg = learning(resolve(dpo_config), DPO)
+    cfg = with_objective(resolve(dpo_config), DPO)
     with open_offline(cfg, DPO) as run:
-        pairs = next(run.iterator)
-        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.state.params)  # fmt: skip
-        run.state = dataclasses.replace(run.state, params=moved)
-        rollouts, _ = compare(run, pairs)
+        pairs = next(run.core.iterator)
+        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.core.state.params)  # fmt: skip
+        run.core.state = dataclasses.replace(run.core.state, params=moved)
+        rollouts, _ = make_samples(run, pairs)
         packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
 
         def weighted_logp(params, batch, weights):
             logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
             return jnp.sum(jnp.where(batch.mask > 0, weights * logp, 0.0))
 
-        batches = [run.update.put(p.batch) for p in packed]
+        batches = [run.core.update.put(p.batch) for p in packed]
 
         def surrogate(params):
             total = sum(weighted_logp(params, b, b.advantages) for b in batches)
@@ -124,7 +124,7 @@ def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
 
         def alone(rollout):
             [p] = pack([rollout], shapes=((1, 256),), align=64, n_ranks=1)
-            return run.update.put(p.batch)
+            return run.core.update.put(p.batch)
 
         sides = [[alone(getattr(pair, side)) for pair in pairs] for side in ("chosen", "rejected")]
 
@@ -132,7 +132,7 @@ def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
             ratios = [
                 jnp.stack(
                     [
-                        weighted_logp(params, b, 1.0) - weighted_logp(run.ref_params, b, 1.0)
+                        weighted_logp(params, b, 1.0) - weighted_logp(run.core.ref_params, b, 1.0)
                         for b in side
                     ]
                 )
@@ -165,11 +165,11 @@ def test_an_interrupted_run_goes_on_bitwise(dpo_config, tmp_path, monkeypatch):
     dpo_config.run_dir = str(tmp_path / "broken")
 
     def stop_at_4(run, pairs):
-        if run.step == 3 and run.first_step == 0:
+        if run.core.step == 3 and run.core.first_step == 0:
             raise Interrupted("SIGINT")
-        return compare(run, pairs)
+        return make_samples(run, pairs)
 
-    monkeypatch.setattr(dpo, "DPO", dataclasses.replace(DPO, teach=stop_at_4))
+    monkeypatch.setattr(dpo, "DPO", dataclasses.replace(DPO, make_samples=stop_at_4))
     assert not dpo.train(resolve(dpo_config))
     assert dpo.train(resolve(dpo_config))
     for name, one in weights(unbroken).items():
@@ -182,7 +182,7 @@ def test_keys_of_sampling_runs_are_refused(sft_config):
     sft_config.learner.epochs = 2
     sft_config.preference.beta = 0.5
     with pytest.raises(ValueError, match=r"rollout\.n, config\.preference\.beta, .*epochs .*leave"):
-        learning(resolve(sft_config), SFT)
+        with_objective(resolve(sft_config), SFT)
 
 
 def test_every_preference_loss_of_the_config_is_known(dpo_config):

@@ -1,4 +1,7 @@
-"""Preference optimisation: DPO and its kin, as a lesson of the RL learner (see algorithms/preference.py)."""
+"""Preference optimization (DPO, IPO, KTO) as an objective of the RL learner.
+
+The equations are in algorithms/preference.py.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,49 +15,52 @@ from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, load_pairs
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline.offline import IDLE, Lesson, Offline, logps
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
 from jaxrl.trainer.phases import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray
 
 
-def compare(run: Offline, pairs: Sequence[Pair]) -> tuple[list[TrainingSample], dict[str, float]]:
-    """Both answers of each pair with the advantages of the configured loss under the weights of now."""
+def make_samples(
+    run: OfflineRun, pairs: Sequence[Pair]
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """Both completions of each pair, with the advantages of the configured loss at the current
+    weights."""
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
-    # The learner divides by answers, of which a pair has two.
+    # The learner divides by the number of completions; a pair has two.
     each = 2 * np.concatenate([up, down])
-    samples = [to_sample(d, a) for d, a in zip(answers_of(pairs), each.tolist(), strict=True)]
-    return samples, preference_metrics(run.cfg.preference.beta, loss, chosen, rejected)
+    samples = [to_sample(d, a) for d, a in zip(completions_of(pairs), each.tolist(), strict=True)]
+    return samples, preference_metrics(run.core.cfg.preference.beta, loss, chosen, rejected)
 
 
-def judge(run: Offline, pairs: Sequence[Pair]) -> dict[str, float]:
+def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
     """val/loss, val/accuracy, val/margin and the rewards of both sides."""
-    metrics = preference_metrics(run.cfg.preference.beta, *measure(run, pairs))
+    metrics = preference_metrics(run.core.cfg.preference.beta, *measure(run, pairs))
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
-def measure(run: Offline, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
-    """(the configured loss, log π / π_ref of the chosen answers, of the rejected ones), answers whole."""
-    answers = answers_of(pairs)
-    if run.cfg.preference.loss == "kto":
-        answers += strangers(pairs, run.cfg.data.max_len)
-    policy = logps(run, answers, policy_logps)
-    reference = logps(run, answers, reference_logps)
+def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
+    """(loss, log π / π_ref of the chosen completions, of the rejected ones), summed over tokens."""
+    completions = completions_of(pairs)
+    if run.core.cfg.preference.loss == "kto":
+        completions += mismatched(pairs, run.core.cfg.data.max_len)
+    policy = logps(run.core, completions, policy_logps)
+    reference = logps(run.core, completions, reference_logps)
     ratio = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
-    chosen, rejected, strange = np.split(ratio, [len(pairs), 2 * len(pairs)])
-    kl = max(float(strange.mean()), 0.0) if len(strange) else 0.0
-    return pair_loss(run.cfg.preference, kl), chosen, rejected
+    chosen, rejected, mismatch = np.split(ratio, [len(pairs), 2 * len(pairs)])
+    kl = max(float(mismatch.mean()), 0.0) if len(mismatch) else 0.0
+    return pair_loss(run.core.cfg.preference, kl), chosen, rejected
 
 
-def answers_of(pairs: Sequence[Pair]) -> list[Demonstration]:
-    """The chosen answers, then the rejected ones."""
+def completions_of(pairs: Sequence[Pair]) -> list[Demonstration]:
+    """The chosen completions, then the rejected ones."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
 def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
-    """The configured loss; `kl` is that of KTO."""
+    """The configured loss; only KTO uses `kl`."""
     weights = dict(chosen_weight=cfg.chosen_weight, rejected_weight=cfg.rejected_weight)
     known: dict[str, PairLoss] = {
         "dpo": lambda c, r: dpo(c, r, beta=cfg.beta, label_smoothing=cfg.label_smoothing),
@@ -64,9 +70,11 @@ def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
     return lookup(known, cfg.loss, "preference.loss")
 
 
-def strangers(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
-    """Each chosen answer behind the prompt of the next pair, cut to `max_len` tokens: what KTO judges the
-    distance between policy and reference by."""
+def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
+    """Each chosen completion after the prompt of the next pair, cut to `max_len` tokens.
+
+    KTO estimates the KL between policy and reference from these mismatched pairs.
+    """
     found = []
     for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
         answer, prompt_tokens = pair.chosen, other.chosen.prompt_tokens
@@ -85,8 +93,8 @@ def strangers(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
 def preference_metrics(
     beta: float, loss: PairLoss, chosen: Numbers, rejected: Numbers
 ) -> dict[str, float]:
-    """Means over pairs. The reward of an answer is β log π / π_ref (DPO, eq. 5); of a model of scores, with β = 1, its
-    score."""
+    """Means over pairs. The reward of a completion is β log π / π_ref (DPO, eq. 5); for a reward
+    model, with β = 1, it is the score."""
     return {
         "preference/loss": float(jnp.mean(loss(jnp.asarray(chosen), jnp.asarray(rejected)))),
         "preference/accuracy": float(np.mean(chosen > rejected)),
@@ -96,12 +104,12 @@ def preference_metrics(
     }
 
 
-DPO = Lesson(
+DPO = Objective(
     load=load_pairs,
-    teach=compare,
-    judge=judge,
+    make_samples=make_samples,
+    evaluate=evaluate,
     aggregation="seq_mean_token_sum",
-    given=OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
-    idle=(*IDLE, "preference.margin_weight"),
-    logged={"loss/entropy": "loss/entropy"},
+    workload=OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
+    unused_keys=(*UNUSED_SECTIONS, "preference.margin_weight"),
+    metric_names={"loss/entropy": "loss/entropy"},
 )

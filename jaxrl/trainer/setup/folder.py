@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and whether this run may go on in it."""
+"""The run folder: created or reused, and checked against the config of an earlier run."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ from sharding import hosts
 
 
 def run_in(folder: Path) -> RunConfig | None:
-    """The configuration of the run whose folder it is; None of another folder. Raises ValueError where the keys
-    have changed since."""
+    """The configuration of the run in `folder`; None if it is not a run folder.
+
+    Raises ValueError if its config.json has keys that no longer exist.
+    """
     path = folder / "config.json"
     of_run = (folder / "hf").is_dir() or (folder / "checkpoints").is_dir()
     if not of_run or not path.is_file():
@@ -21,7 +23,7 @@ def run_in(folder: Path) -> RunConfig | None:
 
 
 def open_folder(cfg: RunConfig) -> None:
-    """Makes cfg.run_path and writes config.json; in all processes but the first, looks that it is there.
+    """Creates cfg.run_path and writes config.json; other processes check that the file exists.
 
     Raises ValueError if the folder holds checkpoints of a run whose numbers this config would change.
     """
@@ -29,7 +31,7 @@ def open_folder(cfg: RunConfig) -> None:
     if not hosts.is_main_process():
         if not path.is_file():
             raise ValueError(
-                f"the run folder {cfg.run_path.absolute()} that process 0 made is not there on this host; "
+                f"the run folder {cfg.run_path.absolute()} of process 0 does not exist on this host; "
                 "set config.run_dir to a folder on a disk that all hosts share"
             )
         return
@@ -38,7 +40,8 @@ def open_folder(cfg: RunConfig) -> None:
         if config_hash(old) != config_hash(cfg):
             raise ValueError(
                 f"{cfg.run_path} holds the checkpoints of another run; this one would change "
-                f"{'; '.join(differences(old, cfg))}. Set config.run_dir to another folder, or undo the changes to go on"
+                f"{'; '.join(differences(old, cfg))}. Set config.run_dir to another folder, or undo the changes to "
+                "resume"
             )
     cfg.run_path.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(cfg))

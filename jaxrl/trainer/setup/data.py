@@ -1,4 +1,4 @@
-"""What a run reads beside its weights: tokenizer, prompts, and the order they come in."""
+"""Loads the data of a run: tokenizer and chat template, prompts, and the batch iterator."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from jaxrl.types import Prompt
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
+    """The policy's tokenizer with the chat template of the config."""
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
@@ -32,11 +33,13 @@ def load_data(
 
 
 def load_val(cfg: RunConfig, renderer: ChatRenderer) -> list[Prompt]:
+    """The validation prompts."""
     data = cfg.data
     return load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
 
 
 def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
+    """Batches of the items in the order of the config."""
     data = cfg.data
     return BatchIterator(
         items,

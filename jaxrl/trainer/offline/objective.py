@@ -1,0 +1,110 @@
+"""Offline training on a fixed dataset: no sampling and no reward. The loss is an `Objective`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.schema import flatten, to_dict
+from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.packing import gather
+from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.experience import MiniBatch, pack_samples, padding_fraction
+from jaxrl.trainer.metrics import speed_metrics
+from jaxrl.trainer.run import Core
+from jaxrl.trainer.update import update
+from jaxrl.types import Batch, Demonstration, TrainingSample
+
+# Sections of the config that offline training does not use.
+UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """An offline training objective, expressed as a policy gradient or value loss of the RL learner."""
+
+    load: Callable[..., Sequence]  # (sources, renderer=, data=, stop=, limit=) -> items
+    make_samples: Callable[["OfflineRun", Sequence], tuple[list[TrainingSample], dict[str, float]]]
+    evaluate: Callable[["OfflineRun", Sequence], dict[str, float]]  # validation items -> val/*
+    aggregation: str  # algorithm.aggregation of its loss
+    workload: OfflineWorkload  # shape of a training step, for the planner
+    unused_keys: tuple[str, ...]  # sections and keys of the config that it does not read
+    metric_names: Mapping[str, str]  # metrics of an update to log -> their names
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineRun:
+    """A run of jaxrl/sft.py, jaxrl/dpo.py or jaxrl/reward_model.py."""
+
+    core: Core
+    objective: Objective
+
+
+def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
+    """The config with the learner's algorithm set for the objective.
+
+    Raises ValueError for keys that have no effect in offline training.
+    """
+    values, default = flatten(to_dict(cfg)), flatten(to_dict(RunConfig()))
+    sections = tuple(f"{name}." for name in objective.unused_keys)
+    unused = [
+        f"config.{name}"
+        for name, value in values.items()
+        if value != default[name] and (name in objective.unused_keys or name.startswith(sections))
+    ]
+    if cfg.learner.epochs != 1:
+        unused.append("config.learner.epochs (set total_epochs)")
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} have no effect in offline training on a fixed dataset; leave them out"
+        )
+    algorithm = dataclasses.replace(
+        cfg.algorithm, policy_loss="policy_gradient", aggregation=objective.aggregation
+    )
+    critic = dataclasses.replace(cfg.critic, value_clip=0.0)  # scores move freely to their targets
+    return dataclasses.replace(cfg, algorithm=algorithm, critic=critic)
+
+
+def train_step(run: OfflineRun) -> None:
+    """One step on the next items; the samples of each mini-batch use the current weights."""
+    core, objective = run.core, run.objective
+    core.stop.check()
+    found: list[dict[str, float]] = []
+    n_tokens, size, trained = 0, core.cfg.mini_batch_prompts, []
+    with core.timed("step"):
+        items = next(core.iterator)
+        for start in range(0, len(items), size):
+            samples, metrics = objective.make_samples(run, items[start : start + size])
+            packed = pack_samples(samples, core.cfg, core.n_ranks)
+            updated = update(core, [MiniBatch(packed)])
+            metrics |= {shown: updated[name] for name, shown in objective.metric_names.items()}
+            metrics |= {name: v for name, v in updated.items() if name.startswith("optim/")}
+            found.append(metrics | {"perf/padding_fraction": padding_fraction(packed)})
+            trained += packed
+            n_tokens += sum(len(s.prompt_tokens) + len(s.tokens) for s in samples)
+    metrics = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    metrics["perf/n_updates"] = float(len(found))
+    metrics |= speed_metrics(core, n_tokens, trained)
+    core.end_step(metrics)
+
+
+def validate(run: OfflineRun) -> None:
+    """Evaluates the validation items with the current weights and logs val/*."""
+    core = run.core
+    with core.timed("val"):
+        core.val_metrics = run.objective.evaluate(run, core.val)
+    core.validated_at = core.step
+    seconds = sum(core.take_seconds().values())  # scoring is a separate phase only within a step
+    core.logger.metrics(core.step, core.val_metrics | {"time/val_s": seconds})
+
+
+def logps(
+    core: Core,
+    demonstrations: Sequence[Demonstration],
+    score: Callable[[Core, Sequence[Batch]], list[np.ndarray]],
+) -> list[np.ndarray]:
+    """Logprobs of the loss tokens of each demonstration, by policy_logps or reference_logps."""
+    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.n_ranks)
+    found = gather(score(core, [p.batch for p in packed]), packed)
+    return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

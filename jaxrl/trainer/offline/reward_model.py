@@ -1,0 +1,85 @@
+"""Reward modelling: scores that rank the chosen completion of a pair above the rejected one."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
+from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun
+from jaxrl.trainer.scoring import last_scores, scored_sequence
+from jaxrl.types import Demonstration, TrainingSample
+
+Numbers = np.ndarray
+
+
+def make_samples(
+    run: OfflineRun, pairs: Sequence[Pair]
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """Both completions of each pair, with target scores as `returns`.
+
+    The gradient of a loss L of scores equals that of the value loss (V - R)² / 2 with R = V - dL/dV.
+    The update minimizes the value loss, so the two sides of a pair may be in different micro-batches.
+    """
+    loss, chosen, rejected = measure(run, pairs)
+    _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
+    # The learner divides by the number of completions; a pair has two.
+    targets = np.concatenate([chosen, rejected]) + 2 * np.concatenate([up, down])
+    answers = [to_sequence(r) for r in completions_of(pairs)]
+    answers = [
+        dataclasses.replace(r, returns=np.array([target], np.float32))
+        for r, target in zip(answers, targets.tolist(), strict=True)
+    ]
+    return answers, preference_metrics(1.0, loss, chosen, rejected)
+
+
+def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
+    """val/loss, val/accuracy, val/margin and the mean scores of both sides."""
+    metrics = preference_metrics(1.0, *measure(run, pairs))
+    return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
+
+
+def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
+    """(loss with margins, scores of the chosen completions, scores of the rejected ones)."""
+    assert run.core.values is not None
+    with run.core.timed("values"):
+        answers = [to_sequence(r) for r in completions_of(pairs)]
+        scores = last_scores(run.core.values, run.core.state.params, answers, run.core.check_stop)
+    margins = run.core.cfg.preference.margin_weight * np.array(
+        [pair.margin for pair in pairs], np.float32
+    )
+
+    def loss(chosen, rejected):
+        return bradley_terry(chosen, rejected, margin=jnp.asarray(margins))
+
+    return loss, scores[: len(pairs)], scores[len(pairs) :]
+
+
+def to_sequence(answer: Demonstration) -> TrainingSample:
+    """Prompt and completion as one sequence to score."""
+    return scored_sequence(np.concatenate([answer.prompt_tokens, answer.tokens]), answer.id)
+
+
+REWARD_MODEL = Objective(
+    load=load_pairs,
+    make_samples=make_samples,
+    evaluate=evaluate,
+    aggregation="seq_mean_token_sum",
+    workload=OfflineWorkload(
+        responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
+    ),
+    unused_keys=(
+        *UNUSED_SECTIONS,
+        "learner.router_aux_coef",
+        "preference.loss",
+        "preference.beta",
+        "preference.label_smoothing",
+        "preference.chosen_weight",
+        "preference.rejected_weight",
+    ),
+    metric_names={},
+)

@@ -1,0 +1,119 @@
+"""Builds the state that all training programs share."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.iterator import BatchIterator
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
+from jaxrl.io.tracking.loggers import make_loggers
+from jaxrl.layout import role_layout, training_rules
+from jaxrl.learner.critic import Critic, Values, make_critic, policy_steps, shared_values
+from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.step import Scorer, make_update, make_value_update
+from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.trainer.coefficients import Coefficients, first_coefficients
+from jaxrl.trainer.run import Core
+from jaxrl.trainer.setup.devices import Policy, Session
+from jaxrl.trainer.setup.models import Models
+from jaxrl.trainer.setup.state import load_reference, load_state
+from jaxrl.trainer.shaping import RewardScale
+
+
+def build_core(
+    cfg: RunConfig,
+    models: Models,
+    policy: Policy,
+    session: Session,
+    stack: contextlib.ExitStack,
+    *,
+    iterator: BatchIterator,
+    val: Sequence[Any],
+    has_reference: bool,
+) -> Core:
+    """Weights, optimizer, compiled functions, checkpoints and logs, restored from the newest
+    checkpoint if there is one."""
+    rules = training_rules(cfg)
+    checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
+    stack.callback(checkpoints.close)
+    steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
+    specs = decoder_specs(policy.decoder)
+    optimizer = make_optimizer(cfg.learner, policy_steps(cfg, steps) * cfg.updates_per_step, specs)
+    critic, values = make_values(cfg, models, policy, steps)
+    scorer, ref_scorer, ref_decoder = make_scorers(cfg, models, policy)
+    ref_layout = ref_scorer.layout
+    state, host = load_state(
+        cfg, rules, models, policy, session.progress, optimizer, critic, checkpoints, ref_layout
+    )
+    step = host.get("step", 0)
+    if host:
+        iterator.restore(host["iterator"])
+    state, ref_params = dataclasses.replace(state, ref=None), state.ref
+    if has_reference and ref_params is None:
+        ref_params = load_reference(cfg, ref_layout, state, step, models, ref_decoder)
+    make = make_update if "vocab" in policy.decoder.heads else make_value_update
+    logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
+    stack.callback(logger.close)
+    return Core(
+        cfg=cfg,
+        folder=cfg.run_path,
+        model_folder=models.folders.policy,
+        total_steps=steps,
+        n_ranks=rules.n_shards("batch"),
+        renderer=models.renderer,
+        iterator=iterator,
+        val=val,
+        optimizer=optimizer,
+        update=make(cfg, optimizer, rules),
+        scorer=scorer,
+        ref_scorer=ref_scorer,
+        values=values,
+        critic=critic,
+        ref_params=ref_params,
+        checkpoints=checkpoints,
+        logger=logger,
+        progress=session.progress,
+        watch=session.watch,
+        stop=session.stop,
+        state=state,
+        coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
+        reward_scale=RewardScale(**host.get("reward_scale", {})),
+        step=step,
+        position=iterator.state(),
+        first_step=step,
+        validated_at=host.get("validated_at", -1),
+        val_metrics=host.get("val_metrics", {}),
+        saved_at=step if host else -1,
+    )
+
+
+def make_values(
+    cfg: RunConfig, models: Models, policy: Policy, steps: int
+) -> tuple[Critic | None, Values | None]:
+    """(separate critic, value function); the policy's own score head needs no critic."""
+    if "score" in policy.decoder.heads:
+        return None, shared_values(cfg, policy.dtype)
+    if not cfg.has_critic:
+        return None, None
+    critic = make_critic(cfg, models.folders.critic, None, policy.dtype, steps)
+    return critic, critic.values
+
+
+def make_scorers(
+    cfg: RunConfig, models: Models, policy: Policy
+) -> tuple[Scorer, Scorer, DecoderConfig]:
+    """(scorer of the policy, scorer of the reference model, config of the reference model)."""
+    scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", policy.decoder, policy.dtype))
+    ref_decoder = policy.decoder
+    if cfg.algorithm.teacher:
+        teacher = model_config(models.folders.reference)
+        ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
+    if cfg.ref != cfg.score or cfg.algorithm.teacher:
+        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype))
+    return scorer, ref_scorer, ref_decoder

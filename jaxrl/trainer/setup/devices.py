@@ -1,0 +1,118 @@
+"""Opens the process group and the devices of a run, and checks that the run fits their memory."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.resolve import check_devices
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.spec import count_params
+from jaxrl.planner.check import check_plan, device_memory, plan_line
+from jaxrl.planner.plan import Plan
+from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.host_memory import keep_freed_memory
+from jaxrl.runtime.multihost import check_all_joined, join
+from jaxrl.runtime.signals import StopFlag, stop_on_signals
+from jaxrl.trainer.setup.models import Models
+from sharding import check_host_memory, hosts, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """The process-wide services of a run."""
+
+    stop: StopFlag
+    progress: Progress
+    watch: CompileWatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The policy's configuration on the devices of the run."""
+
+    decoder: DecoderConfig  # "auto" values resolved
+    dtype: jnp.dtype  # of the weights
+
+
+def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
+    """Joins the other processes and starts signal handling and progress output."""
+    keep_programs(cfg)
+    join(cfg)
+    stop = stack.enter_context(stop_on_signals())
+    progress = stack.enter_context(Progress())
+    watch = CompileWatch(progress.compiled)
+    stack.callback(watch.detach)
+    progress.status(f"run folder {cfg.run_path}")
+    return Session(stop, progress, watch)
+
+
+def open_devices(
+    cfg: RunConfig, models: Models, session: Session, stack: contextlib.ExitStack
+) -> Policy:
+    """Opens the backend and sets the mesh."""
+    dtype, decoder = start_devices(cfg, models.decoder, session.progress)
+    mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
+    stack.enter_context(jax.set_mesh(mesh))
+    shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
+    where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
+    kind = jax.devices()[0].device_kind
+    session.progress.status(f"mesh {shape} of {kind} ({jax.default_backend()}){where}")
+    return Policy(decoder, dtype)
+
+
+def checked_plan(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    progress: Progress,
+    *,
+    others: dict[str, DecoderConfig] | None = None,
+    workload: OfflineWorkload | None = None,
+) -> Plan | None:
+    """The plan of the run; None if plan_check is off or the devices do not report their memory.
+
+    Raises ValueError if the run does not fit. `others` and `workload` are those of `check_plan`.
+    """
+    memory = device_memory()
+    if not cfg.plan_check or memory is None:
+        return None
+    with progress.waiting("planning: compiling all programs"):
+        plan = check_plan(cfg, decoder, memory, others=others, workload=workload)
+    progress.status(plan_line(plan))
+    return plan
+
+
+def keep_programs(cfg: RunConfig) -> None:
+    """Sets the folder of the persistent compilation cache; call it before the first compilation."""
+    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def start_devices(
+    cfg: RunConfig, decoder: DecoderConfig, progress: Progress
+) -> tuple[jnp.dtype, DecoderConfig]:
+    """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
+    check_all_joined()
+    check_devices(cfg, jax.device_count())
+    if cfg.learner.offload:
+        check_host_memory()
+    backend = jax.default_backend()
+    if backend == "cpu":
+        keep_freed_memory()
+    dtype, decoder = for_platform(cfg, decoder, backend)
+    if cfg.learner.router_aux_coef and not decoder.E:
+        raise ValueError(
+            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but this "
+            f"{decoder.family} model has none; set it to 0"
+        )
+    n_params = count_params(decoder_specs(decoder))
+    progress.status(
+        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters, {dtype}"
+    )
+    return dtype, decoder

@@ -1,0 +1,96 @@
+"""Builds what produces and scores rollouts: engines, environments, reward functions, reward model."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+from jaxrl.config.keys import RolloutConfig, RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.tokenizer import stop_ids
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.layout import Layout, rollout_layout
+from jaxrl.models.config import DecoderConfig
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.multi_turn import Limits
+from jaxrl.trainer.scoring import RewardModel, open_reward_model
+from jaxrl.trainer.setup.devices import Policy, Session
+from jaxrl.trainer.setup.models import Models
+from sharding import hosts
+
+
+def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> EnvironmentPool | None:
+    """The environment pool; None if no environment is configured."""
+    return stack.enter_context(EnvironmentPool(cfg.env)) if cfg.env.name else None
+
+
+def make_engines(
+    cfg: RunConfig,
+    rollout: RolloutConfig,
+    models: Models,
+    policy: Policy,
+    session: Session,
+    environments: EnvironmentPool | None,
+) -> Engines:
+    """The engines of the run, with the sizes of `rollout`."""
+    layout = rollout_layout(cfg, policy.decoder, policy.dtype)
+    if environments is not None:
+        check_not_in_step(cfg, layout)
+    return Engines(
+        layout=layout,
+        engine=make_engine(
+            cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
+        ),
+        renderer=models.renderer,
+        limits=Limits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
+        environments=environments,
+        progress=session.progress,
+        stop=session.stop,
+    )
+
+
+def check_not_in_step(cfg: RunConfig, layout: Layout) -> None:
+    """Raises AgreedError where an engine over several processes is to answer to environments."""
+    if hosts.n_processes() > 1 and not layout.per_process:
+        raise hosts.AgreedError(
+            f"config.env.name={cfg.env.name!r}: environments reply to the processes at different times, but one "
+            "engine over all of them decodes in lock-step; set config.rollout.engines='process' and a mesh "
+            "that allows it"
+        )
+
+
+def make_engine(
+    cfg: RunConfig,
+    rollout: RolloutConfig,
+    layout: Layout,
+    decoder: DecoderConfig,
+    model_folder: Path,
+    renderer: ChatRenderer,
+) -> PagedEngine:
+    """The paged engine of the policy."""
+    name = cfg.model.paged_attention
+    return PagedEngine(
+        decoder,
+        rollout,
+        rules=layout.rules,
+        dtype=layout.dtype,
+        max_len=cfg.data.max_len,
+        eos_ids=stop_ids(model_folder, renderer.tokenizer),
+        implementation=None if name == "auto" else name,
+    )
+
+
+def load_reward_model(
+    cfg: RunConfig, models: Models, policy: Policy, session: Session
+) -> RewardModel | None:
+    """The reward model; None if none is configured."""
+    if models.folders.reward_model is None:
+        return None
+    with session.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
+        return open_reward_model(cfg, models.folders.reward_model, policy.dtype)
+
+
+def reward_pool(cfg: RunConfig, renderer: ChatRenderer) -> RewardPool:
+    """The pool of reward functions."""
+    return RewardPool(cfg.reward, functools.partial(renderer.decode, skip_special=False))

@@ -1,0 +1,95 @@
+"""Resolves the model folders of a run and checks that all models share the policy's tokenizer."""
+
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.tokenizer import check_same_tokenizer
+from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.files.source import resolve_model
+from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.folder import open_folder
+from sharding import hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolders:
+    """The local folder of every model of a run."""
+
+    policy: Path
+    critic: Path  # the policy's folder unless critic.path is set
+    reference: Path  # the teacher's folder with algorithm.teacher, else the policy's
+    reward_model: Path | None
+
+    def other_configs(self) -> dict[str, DecoderConfig]:
+        """The configurations of the models other than the policy, by the planner's names."""
+        folders = {"critic": self.critic, "teacher": self.reference}
+        if self.reward_model is not None:
+            folders["reward_model"] = self.reward_model
+        return {name: model_config(folder) for name, folder in folders.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The models of a run before devices are open: folders, the policy's config and chat template."""
+
+    folders: ModelFolders
+    decoder: DecoderConfig  # "auto" values are not resolved yet
+    renderer: ChatRenderer
+
+
+def open_models(cfg: RunConfig) -> Models:
+    """Opens the run folder and the model folders; the main process downloads first.
+
+    Raises ValueError or OSError if a folder or model is invalid.
+    """
+    with hosts.main_process_first():
+        open_folder(cfg)
+        policy = resolve_model(cfg.model.path)
+        folders = ModelFolders(
+            policy=policy,
+            critic=resolve_other("critic.path", cfg.critic.path) or policy,
+            reference=resolve_other("algorithm.teacher", cfg.algorithm.teacher) or policy,
+            reward_model=resolve_other("reward_model.path", cfg.reward_model.path),
+        )
+    with hosts.raise_together():
+        decoder = model_config(policy)
+        renderer = make_renderer(cfg, policy, decoder)
+        check_critic(cfg, folders.critic, renderer.tokenizer)
+        check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
+    return Models(folders, decoder, renderer)
+
+
+def resolve_other(key: str, path: str) -> Path | None:
+    """The folder of a model other than the policy; None if the key is not set."""
+    return resolve_model(path, key=f"config.{key}") if path else None
+
+
+def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the critic's tokenizer differs from the policy's."""
+    if cfg.critic.path:
+        key, n_rows = f"config.critic.path={cfg.critic.path}", model_config(folder).V
+        check_same_tokenizer(tokenizer, folder, key, n_rows)
+
+
+def check_teacher(
+    cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: DecoderConfig
+) -> None:
+    """Raises ValueError if the teacher's tokenizer differs, or if its logits cannot be compared with
+    the policy's in a KL over the vocabulary."""
+    if not cfg.algorithm.teacher:
+        return
+    key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
+    check_same_tokenizer(tokenizer, folder, key, teacher.V)
+    ours, theirs = (policy.V, policy.logit_softcap), (teacher.V, teacher.logit_softcap)
+    if full_kl_in_loss(cfg) and ours != theirs:
+        raise ValueError(
+            f"{key}: config.algorithm.kl={cfg.algorithm.kl!r} compares all logits, but the teacher has "
+            f"{theirs[0]} of them, soft-capped at {theirs[1]}, and the policy {ours[0]} at {ours[1]}; set an "
+            "algorithm.kl of sampled tokens, such as 'k1' with algorithm.kl_in='reward'"
+        )

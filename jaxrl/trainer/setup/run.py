@@ -1,0 +1,149 @@
+"""Opens a whole run from its config: an RL run, an offline run, or an evaluation.
+
+The cheap checks come first: run folder, data, tokenizer and rewards; then the devices.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.tokenizer import stop_ids
+from jaxrl.learner.requirements import needs_ref
+from jaxrl.models.files.hf_load import load_params
+from jaxrl.runtime.multihost import check_same_data
+from jaxrl.trainer.loop import run_to_end
+from jaxrl.trainer.offline.objective import (
+    Objective,
+    OfflineRun,
+    train_step,
+    validate,
+    with_objective,
+)
+from jaxrl.trainer.run import Evaluation, Run
+from jaxrl.trainer.setup.core import build_core
+from jaxrl.trainer.setup.data import load_data, load_val, make_iterator
+from jaxrl.trainer.setup.devices import checked_plan, open_devices, open_session
+from jaxrl.trainer.setup.engines import (
+    load_reward_model,
+    make_engines,
+    open_environments,
+    reward_pool,
+)
+from jaxrl.trainer.setup.models import open_models
+from jaxrl.trainer.setup.warmup import warm_up, warm_up_learner
+from sharding import hosts
+
+
+@contextlib.contextmanager
+def open_run(cfg: RunConfig) -> Iterator[Run]:
+    """An RL run, resumed from the newest checkpoint in its folder; closed at exit.
+
+    Raises ValueError or OSError if the config, the models, the data or the folder is invalid.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        models = open_models(cfg)
+        with hosts.raise_together():
+            prompts, val_prompts = load_data(cfg, models.renderer, session.progress)
+            iterator = make_iterator(cfg, prompts)
+            rewards = stack.enter_context(reward_pool(cfg, models.renderer))
+            environments = open_environments(cfg, stack)
+        check_same_data(prompts, val_prompts)
+        policy = open_devices(cfg, models, session, stack)
+        others = models.folders.other_configs()
+        plan = checked_plan(cfg, policy.decoder, session.progress, others=others)
+        reward_model = load_reward_model(cfg, models, policy, session)
+        rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
+        core = build_core(
+            cfg,
+            models,
+            policy,
+            session,
+            stack,
+            iterator=iterator,
+            val=val_prompts,
+            has_reference=needs_ref(cfg),
+        )
+        engines = make_engines(cfg, rollout, models, policy, session, environments)
+        run = Run(core=core, rewards=rewards, reward_model=reward_model, engines=engines)
+        if not core.done:
+            warm_up(run)
+        yield run
+
+
+@contextlib.contextmanager
+def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
+    """A model with its engine compiled, the validation prompts and the rewards, without a learner.
+
+    Raises the errors of `open_run`.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        models = open_models(cfg)
+        with hosts.raise_together():
+            prompts = load_val(cfg, models.renderer)
+            rewards = stack.enter_context(reward_pool(cfg, models.renderer))
+            environments = open_environments(cfg, stack)
+        session.progress.status(f"data: {len(prompts)} prompts")
+        check_same_data([], prompts)
+        policy = open_devices(cfg, models, session, stack)
+        reward_model = load_reward_model(cfg, models, policy, session)
+        engines = make_engines(cfg, cfg.rollout, models, policy, session, environments)
+        layout = engines.layout
+        stack.enter_context(layout.on_mesh())
+        with session.progress.waiting("loading weights, compiling prefill and decode"):
+            folder = models.folders.policy
+            params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
+            params = layout.quantize(params)
+            engines.engine.warmup(params)
+        yield Evaluation(prompts, rewards, reward_model, engines, params)
+
+
+@contextlib.contextmanager
+def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
+    """An offline training run (SFT, DPO, reward modelling).
+
+    Raises the errors of `open_run`.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        models = open_models(cfg)
+        with hosts.raise_together():
+            load = functools.partial(
+                objective.load,
+                renderer=models.renderer,
+                data=cfg.data,
+                stop=stop_ids(models.folders.policy, models.renderer.tokenizer),
+            )
+            items = load(cfg.data.train)
+            val = load(cfg.data.val, limit=cfg.data.val_prompts) if cfg.data.val else []
+            iterator = make_iterator(cfg, items)
+        session.progress.status(f"data: {len(items)} training items, {len(val)} for validation")
+        check_same_data(items, val)
+        policy = open_devices(cfg, models, session, stack)
+        workload = objective.workload
+        decoder = dataclasses.replace(policy.decoder, heads=workload.heads)
+        policy = dataclasses.replace(policy, decoder=decoder)
+        checked_plan(cfg, policy.decoder, session.progress, workload=workload)
+        core = build_core(
+            cfg,
+            models,
+            policy,
+            session,
+            stack,
+            iterator=iterator,
+            val=val,
+            has_reference=workload.has_reference,
+        )
+        if not core.done:
+            has_logits = "vocab" in workload.heads
+            warm_up_learner(core, policy=has_logits, reference=workload.has_reference)
+        yield OfflineRun(core, objective)
+
+
+def train_offline(cfg: RunConfig, objective: Objective) -> bool:
+    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
+    with open_offline(with_objective(cfg, objective), objective) as run:
+        return run_to_end(run, train_step, validate)

@@ -1,0 +1,78 @@
+"""Loads the weights of a run: the training state, a separate critic and the reference model."""
+
+import dataclasses
+
+import jax
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.io.checkpoint.checkpointer import Checkpointer
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.layout import Layout
+from jaxrl.learner.critic import Critic
+from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.state import abstract_state, init_state
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.hf_load import load_params
+from jaxrl.trainer.setup.devices import Policy
+from jaxrl.trainer.setup.models import Models
+from jaxrl.types import TrainState
+from sharding import hosts, to_host
+from sharding.rules import Rules
+
+
+def load_state(
+    cfg: RunConfig,
+    rules: Rules,
+    models: Models,
+    policy: Policy,
+    progress: Progress,
+    optimizer: Optimizer,
+    critic: Critic | None,
+    checkpoints: Checkpointer,
+    ref_layout: Layout,
+) -> tuple[TrainState, dict]:
+    """(state, host values) of the newest checkpoint; without a checkpoint (initial state, {}).
+
+    Also loads or restores the state of a separate critic.
+    """
+    step, offload = hosts.broadcast(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
+    if step is None:
+        if cfg.resume:
+            raise ValueError(
+                f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
+                "set config.run_dir to the folder of the run, or leave out config.resume"
+            )
+        params = load_params(models.folders.policy, rules, policy.decoder, policy.dtype)
+        if critic is not None:
+            critic.load(offload=offload)
+        return init_state(params, optimizer, offload=offload), {}
+    progress.status(f"resuming after step {step}")
+    specs, mesh = decoder_specs(policy.decoder), jax.sharding.get_mesh()
+    abstract = abstract_state(specs, policy.dtype, optimizer, rules, mesh, offload=offload)
+    if cfg.algorithm.ref_refresh_every:
+        ref = ref_layout.abstract_weights(policy.decoder, mesh)
+        away = "reference" in cfg.learner.offload
+        abstract = dataclasses.replace(abstract, ref=to_host(ref) if away else ref)
+    if critic is None:
+        return checkpoints.restore(abstract, step)
+    saved, host = checkpoints.restore(dataclasses.replace(abstract, critic=critic.state), step)
+    critic.state = saved.critic
+    return dataclasses.replace(saved, critic=None), host
+
+
+def load_reference(
+    cfg: RunConfig,
+    layout: Layout,
+    state: TrainState,
+    step: int,
+    models: Models,
+    decoder: DecoderConfig,
+) -> Decoder:
+    """The frozen reference model: the policy of step 0, or a teacher."""
+    if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
+        ref = layout.copy(state.params)
+    else:
+        with layout.on_mesh():
+            ref = load_params(models.folders.reference, layout.rules, decoder, layout.dtype)
+    return to_host(ref) if "reference" in cfg.learner.offload else ref
