@@ -358,7 +358,7 @@ def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
     tiny_config.reward_model.path = str(tiny_model)
     with (
         jax.set_mesh(make_mesh(fsdp=1)),
-        pytest.raises(ValueError, match=r"no score\.weight, so it is no sequence classifier"),
+        pytest.raises(ValueError, match=r"no score\.weight, so it is not a sequence classifier"),
     ):
         open_reward_model(resolve(tiny_config), tiny_model, jnp.dtype("float32"))
 
@@ -366,5 +366,5 @@ def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
 def test_keys_that_it_does_not_read_are_refused(ranking_config):
     ranking_config.preference.beta = 0.5
     ranking_config.reward.workers = 3
-    with pytest.raises(ValueError, match=r"preference\.beta, config\.reward\.workers mean nothing"):
+    with pytest.raises(ValueError, match=r"beta, config\.reward\.workers have no effect"):
         with_objective(resolve(ranking_config), REWARD_MODEL)
