@@ -3,6 +3,15 @@
 import pytest
 
 from tests.runtime.hosts.process_group import Group
+from tests.trainer.conftest import tiny_config, tiny_model
+
+__all__ = ["tiny_config", "tiny_model"]
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory):
+    """Folder of the compilation cache that the processes of all groups share."""
+    return tmp_path_factory.mktemp("xla")
 
 
 @pytest.fixture

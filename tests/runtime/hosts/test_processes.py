@@ -15,14 +15,33 @@ from sharding.rules import TRAIN
 from tests.runtime.hosts.process_group import assert_close, assert_same_run, metrics
 
 
+@pytest.fixture
+def short_config(group_config):
+    """One step of `group_config` on 4 devices: one update, no reference model."""
+    group_config.total_steps = 1
+    group_config.mesh.fsdp = 2
+    group_config.learner.mini_batch_prompts = 0
+    group_config.algorithm.kl_coef = 0.0
+    return group_config
+
+
+def test_one_step_of_two_processes_gives_the_numbers_of_one(start_group, short_config, tmp_path):
+    assert_two_processes_give_the_numbers_of_one(start_group, short_config, tmp_path, n_devices=4)
+
+
+@pytest.mark.thorough
 def test_two_processes_give_the_numbers_of_one(start_group, group_config, tmp_path):
-    start_group(group_config, n=1, n_devices=8).finish()
-    reference = group_config.run_dir
-    group_config.run_dir = str(tmp_path / "two")
-    first, second = start_group(group_config, n=2, n_devices=4).finish()
+    assert_two_processes_give_the_numbers_of_one(start_group, group_config, tmp_path, n_devices=8)
+
+
+def assert_two_processes_give_the_numbers_of_one(start_group, config, tmp_path, *, n_devices):
+    start_group(config, n=1, n_devices=n_devices).finish()
+    reference = config.run_dir
+    config.run_dir = str(tmp_path / "two")
+    first, second = start_group(config, n=2, n_devices=n_devices // 2).finish()
     assert "in 2 processes" in first and "step" in first
     assert "reward" not in second, "only process 0 logs"
-    assert_same_run(group_config.run_dir, reference)
+    assert_same_run(config.run_dir, reference)
 
 
 @pytest.mark.thorough
