@@ -1,4 +1,5 @@
-"""Eight simulated CPU devices for every test, unless JAX_PLATFORMS names others."""
+"""Eight simulated CPU devices for every test, unless JAX_PLATFORMS names others, and one cache of
+compiled programs for all of them."""
 
 import os
 import pathlib
@@ -9,8 +10,24 @@ import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# One cache of compiled programs for all test processes and the runs that they start. Small programs count
+# too: a test has hundreds of them.
+CACHE = os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+jax.config.update("jax_compilation_cache_dir", CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 from sharding import make_mesh  # noqa: E402  the device count is set first
+
+
+@pytest.fixture(scope="session")
+def xla_cache():
+    """Folder of the compilation cache that all tests share."""
+    return CACHE
 
 
 @pytest.fixture

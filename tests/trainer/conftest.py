@@ -18,8 +18,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A Llama of 2 layers with a byte-level tokenizer and the chatml template."""
-    cfg = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
+    """A Llama of one layer with a byte-level tokenizer and the chatml template."""
+    cfg = DecoderConfig("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
     return write_model(tmp_path_factory.mktemp("tiny") / "model", cfg)
 
 
@@ -45,11 +45,6 @@ def write_model(folder, cfg):
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     return folder
-
-
-@pytest.fixture(scope="session")
-def xla_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("xla")
 
 
 @pytest.fixture

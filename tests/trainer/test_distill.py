@@ -46,6 +46,7 @@ def lines_of(config) -> list[dict]:
     return [line for line in map(json.loads, lines) if "reward/mean" in line]
 
 
+@pytest.mark.thorough
 def test_the_exact_kl_to_a_teacher_of_another_shape_falls(distill_config):
     distill_config.algorithm.kl = "full"
     assert train(resolve(distill_config))
@@ -56,6 +57,7 @@ def test_the_exact_kl_to_a_teacher_of_another_shape_falls(distill_config):
         np.testing.assert_allclose(line["loss/total"], line["loss/kl"], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_sampled_kl_to_a_teacher_falls_with_its_policy_gradient(distill_config):
     distill_config.algorithm.kl, distill_config.algorithm.kl_in = "k1", "reward"
     distill_config.algorithm.gamma = 0.0

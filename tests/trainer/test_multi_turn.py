@@ -293,6 +293,7 @@ def env_config(tiny_config, environments):
     return tiny_config
 
 
+@pytest.mark.thorough
 def test_a_run_in_an_environment_resumes_bitwise_and_is_evaluated_as_validated(
     env_config, tmp_path
 ):
@@ -323,6 +324,7 @@ def test_a_run_in_an_environment_resumes_bitwise_and_is_evaluated_as_validated(
     assert_same_weights(unbroken, env_config.run_dir)
 
 
+@pytest.mark.thorough
 def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_config, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(

@@ -36,6 +36,7 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tiny_config, memory
         assert word in str(e.value)
 
 
+@pytest.mark.thorough
 def test_a_run_that_fits_takes_the_plans_pages(tiny_config, memory):
     memory(GIB)
     with open_run(resolve(tiny_config)) as run:

@@ -132,6 +132,7 @@ def run_main(config, tmp_path, monkeypatch) -> int:
 CRITIC = ("loss", "value_mean", "clip_fraction", "return_mean", "explained_variance")
 
 
+@pytest.mark.thorough
 def test_a_critic_learns_beside_the_policy_and_goes_on_bitwise(
     ppo_config, tiny_model, tmp_path, monkeypatch
 ):
@@ -171,6 +172,7 @@ def test_a_critic_learns_beside_the_policy_and_goes_on_bitwise(
         assert_same_weights(weights(ppo_config, folder), weights(unbroken, folder))
 
 
+@pytest.mark.thorough
 def test_while_only_the_critic_learns_the_policy_keeps_its_bits(ppo_config):
     ppo_config.critic.warmup_steps = 1
     ppo_config.algorithm.kl_coef = 0.0

@@ -135,6 +135,7 @@ def rl_config(config, tmp_path, folder):
     return config
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
     """Through packing and the value loss of the learner, against both answers of a pair differentiated at once."""
     ranking_config.preference.margin_weight = 0.5
@@ -176,6 +177,7 @@ def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_neither_packing_nor_the_mesh_changes_what_is_learnt(ranking_config, tmp_path):
     config = ranking_config
     config.total_steps, config.learner.eps, config.data.val = 2, 1e-4, ()
@@ -219,6 +221,7 @@ def rollout(text, **fields):
     return Rollout(prompt, 0, tokens, logp, np.ones(4, bool), 0, "stop", text=text, **fields)
 
 
+@pytest.mark.thorough
 def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_config, tiny_scorer):
     tiny_config.mesh.fsdp = 2
     tiny_config.reward_model.path = str(tiny_scorer)
@@ -256,6 +259,7 @@ def score_at_end(params, tokens):
     return jnp.sum(jnp.where(positions == n - 1, params.scores(hidden, TRAIN), 0.0))
 
 
+@pytest.mark.thorough
 def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config, tiny_scorer):
     def message(role, content):
         return {"role": role, "content": content}
@@ -287,6 +291,7 @@ def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config
     assert failed.error == "reward_model: the environment failed before the conversation ended"
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_rewarded_by_environment_and_model_together(
     tiny_config, tiny_scorer, tmp_path
 ):
@@ -338,6 +343,7 @@ def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
     assert (failed.value, failed.parts) == (-1.0, {"reward_model": 7.0})
 
 
+@pytest.mark.thorough
 def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, monkeypatch):
     tiny_config.reward_model.path = str(tiny_scorer)
     seen = {}

@@ -36,6 +36,7 @@ def assert_same_steps(ours: list[dict], theirs: list[dict]):
             np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_a_run_with_replicas_is_the_run_without(tiny_config, tmp_path):
     tiny_config.mesh.fsdp = 2
     tiny_config.rollout.layout = "training"
@@ -102,6 +103,7 @@ def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path)
         np.testing.assert_allclose(one["loss/kl"], other["loss/kl"], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [dict(fsdp=1), dict(fsdp=2, tensor=2)])
 def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_config, sizes):
     tiny_config.mesh.update({"tensor": 1} | sizes)
@@ -123,6 +125,7 @@ def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_co
             np.testing.assert_array_equal(leaf, was)
 
 
+@pytest.mark.thorough
 def test_a_run_with_a_rollout_in_eight_bits_measures_and_corrects_it(tiny_config, tmp_path):
     """And with drafts; then the same engine evaluates."""
     val = tiny_config.data.val

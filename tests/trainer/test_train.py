@@ -129,6 +129,7 @@ def test_training_changes_the_weights_and_the_export_is_what_was_trained(tiny_co
     assert any((before[name] != after[name]).any() for name in before)
 
 
+@pytest.mark.thorough
 def test_packing_does_not_change_the_result(tiny_config, tmp_path):
     tiny_config.total_steps = 2
     # Adam's first step is g / (|g| + eps): at 1e-8 the rounding of a tiny g becomes a part of a whole step.
@@ -169,6 +170,7 @@ def test_eight_devices_end_with_the_weights_of_one(tiny_config, tmp_path, mesh):
         np.testing.assert_allclose(one[name], eight[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
     tiny_config.total_steps = 2
     tiny_config.learner.mini_batch_prompts = 2
@@ -195,6 +197,7 @@ def test_what_waits_with_the_host_changes_no_number(tiny_config, tmp_path):
     assert_same_weights(tiny_config.run_dir, first)
 
 
+@pytest.mark.thorough
 def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
     tiny_config.total_steps = 2
     tiny_config.algorithm.kl_coef = 0.1
@@ -208,6 +211,7 @@ def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
     assert "reward/kl" in line and "loss/kl" not in line, "the loss has none"
 
 
+@pytest.mark.thorough
 def test_remax_samples_a_greedy_baseline_and_clip_cov_singles_tokens_out(tiny_config):
     tiny_config.total_steps = 2
     tiny_config.rollout.n = 1
@@ -223,6 +227,7 @@ def test_remax_samples_a_greedy_baseline_and_clip_cov_singles_tokens_out(tiny_co
     assert all(0.1 < line["loss/clip_fraction"] <= 0.4 for line in lines)
 
 
+@pytest.mark.thorough
 def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_config, tmp_path):
     tiny_config.total_steps = 3
     tiny_config.data.prompts_per_step = 2
@@ -259,6 +264,7 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
     assert all(line["mismatch/weight_mean"] == pytest.approx(1.0, abs=1e-4) for line in trained)
 
 
+@pytest.mark.thorough
 def test_a_refreshed_reference_and_an_average_of_the_weights_resume_bitwise(tiny_config, tmp_path):
     tiny_config.algorithm.kl_coef = 0.1
     tiny_config.algorithm.ref_refresh_every = 2
@@ -316,6 +322,7 @@ def test_a_killed_run_resumes_bitwise(tiny_config, tmp_path, step):
     assert_same_weights(unbroken, tiny_config.run_dir)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bitwise(tiny_config, tmp_path):
     tiny_config.total_steps = 40
     process = start_process(tiny_config, tmp_path)
@@ -363,6 +370,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tiny_config
     assert Path(tiny_config.run_dir, "checkpoints", str(step - 1)).is_dir()
 
 
+@pytest.mark.thorough
 def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(

@@ -93,6 +93,7 @@ def test_dpo_learns_to_prefer_what_was_chosen(dpo_config):
     assert lines[1]["preference/loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ipo", "kto"])
 def test_the_other_preference_losses_fall(dpo_config, loss):
     dpo_config.preference.loss = loss
@@ -145,6 +146,7 @@ def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lesson", ["sft", "dpo"])
 def test_packing_and_mini_batches_of_a_step_do_not_change_what_is_learnt(lesson, request, tmp_path):
     config = request.getfixturevalue(f"{lesson}_config")
@@ -159,6 +161,7 @@ def test_packing_and_mini_batches_of_a_step_do_not_change_what_is_learnt(lesson,
         np.testing.assert_allclose(weights(config.run_dir)[name], one, rtol=0, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_goes_on_bitwise(dpo_config, tmp_path, monkeypatch):
     assert dpo.train(resolve(dpo_config))
     unbroken = dpo_config.run_dir
