@@ -1,5 +1,6 @@
 """A tiny random model in a folder, and a config that trains it on one-digit sums in seconds."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,14 +14,21 @@ from jaxrl.models.files.hf_save import save_model
 from sharding import make_mesh
 from sharding.rules import TRAIN
 
+LLAMA = DecoderConfig("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A Llama of one layer with a byte-level tokenizer and the chatml template."""
-    cfg = DecoderConfig("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
-    return write_model(tmp_path_factory.mktemp("tiny") / "model", cfg)
+    return write_model(tmp_path_factory.mktemp("tiny") / "model", LLAMA)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory):
+    """The same with two layers: for pipeline stages."""
+    cfg = dataclasses.replace(LLAMA, L=2)
+    return write_model(tmp_path_factory.mktemp("two_layers") / "model", cfg)
 
 
 @pytest.fixture(scope="session")

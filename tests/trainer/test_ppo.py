@@ -221,7 +221,10 @@ def test_a_shared_backbone_goes_on_bitwise(ppo_config, tmp_path):
     [{"tensor": 2}, {"sequence": 2}, {"stage": 2}],
     ids=["tensor", "sequence", "stage"],
 )
-def test_a_critic_on_a_mesh_of_its_own_gives_the_run_of_one_device(ppo_config, tmp_path, layout):
+def test_a_critic_on_another_mesh_gives_the_run_of_one_device(
+    ppo_config, two_layers, tmp_path, layout
+):
+    ppo_config.model.path = str(two_layers)
     ppo_config.model.layers = "stacked" if "stage" in layout else "list"
     ppo_config.learner.eps = 1e-3
     assert train(resolve(ppo_config))

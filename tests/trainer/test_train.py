@@ -155,7 +155,8 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_eight_devices_end_with_the_weights_of_one(tiny_config, tmp_path, mesh):
+def test_eight_devices_end_with_the_weights_of_one(tiny_config, two_layers, tmp_path, mesh):
+    tiny_config.model.path = str(two_layers)
     tiny_config.total_steps = 2
     tiny_config.learner.mini_batch_prompts = 2  # so that old_logp is scored
     assert train(resolve(tiny_config))
