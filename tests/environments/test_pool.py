@@ -1,0 +1,197 @@
+"""Tests of jaxrl/environments: pool.py, worker.py and api.py."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config.keys import EnvConfig
+from jaxrl.environments.api import Turn
+from jaxrl.environments.pool import EnvironmentPool
+
+HAZARDS = """
+import os
+import subprocess
+import sys
+import time
+
+
+class Obey:
+    def __init__(self, *, first="hello"):
+        self.first, self.n = first, 0
+
+    def reset(self, prompt):
+        if prompt["answer"] == "raise":
+            raise KeyError("x")
+        if prompt["answer"] == "hang":
+            time.sleep(1000)
+        return {"default": None, "text": "go", "wrong": 5}.get(
+            prompt["answer"], [{"role": "system", "content": self.first}]
+        )
+
+    def step(self, completion):
+        self.n += 1
+        if completion == "raise":
+            raise RuntimeError("out of cheese")
+        if completion == "exit":
+            os._exit(3)
+        if completion == "sys.exit":
+            sys.exit("bye")
+        if completion == "hang in C":
+            9 ** 9 ** 9
+        if completion == "spawn":
+            child = subprocess.Popen(["sleep", "1000"])
+            return f"{os.getpid()} {child.pid}", 0.0, False
+        if completion == "jax":
+            return str("jax" in sys.modules), 0.0, False
+        return {
+            "nan": ("x", float("nan"), False),
+            "reward": ("x", "good", False),
+            "done": ("x", 1.0, 1),
+            "observation": (5, 1.0, False),
+            "counts": ("x", 1.0, False, {"calls": float("inf")}),
+            "two": ("x", 1.0),
+        }.get(completion, (f"{completion} {self.n}", 0.5, completion == "end", {"calls": 1}))
+"""
+FAILURES = {
+    "raise": "RuntimeError: out of cheese",
+    "exit": "process died",
+    "sys.exit": "SystemExit: bye",
+    "hang in C": "no answer within 1 s",
+    "nan": "reward nan",
+    "reward": "reward 'good'",
+    "done": "done=1",
+    "observation": "TypeError: step returned 5",
+    "counts": "counts {'calls': inf}",
+    "two": "return (observation, reward, done)",
+}
+
+
+@pytest.fixture(scope="module")
+def hazards(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environments") / "hazards.py"
+    path.write_text(HAZARDS)
+    return str(path)
+
+
+@pytest.fixture
+def pool(hazards):
+    with EnvironmentPool(
+        EnvConfig(name=f"{hazards}:Obey?first=yo", timeout_s=1.0, workers=16)
+    ) as pool:
+        yield pool
+
+
+def prompt(answer=""):
+    return {"messages": [], "answer": answer, "source": "s", "extra": {}, "seed": 7}
+
+
+def results(pool, n):
+    """{episode: Turn} of the next `n` results."""
+    found, deadline = {}, time.monotonic() + 20
+    while len(found) < n and time.monotonic() < deadline:
+        found |= dict(pool.collect(0.1))
+    assert len(found) == n
+    return found
+
+
+def start_episodes(pool, n):
+    episodes = [pool.start(prompt()) for _ in range(n)]
+    first = results(pool, n)
+    assert all(turn == Turn([{"role": "system", "content": "yo"}]) for turn in first.values())
+    return episodes
+
+
+def test_episodes_have_separate_state(pool):
+    a, b = start_episodes(pool, 2)
+    for text, turns in (("go", 1), ("on", 2)):
+        pool.step(a, text)
+        assert results(pool, 1)[a] == Turn(
+            [{"role": "user", "content": f"{text} {turns}"}], 0.5, False, {"calls": 1.0}
+        )
+    pool.step(b, "end")
+    assert results(pool, 1)[b] == Turn([], 0.5, True, {"calls": 1.0})
+
+
+def test_a_failure_ends_only_its_episode(pool):
+    episodes = dict(zip(start_episodes(pool, len(FAILURES) + 1), [*FAILURES, "fine"], strict=True))
+    for number, text in episodes.items():
+        pool.step(number, text)
+    for number, turn in results(pool, len(episodes)).items():
+        text = episodes[number]
+        if text == "fine":
+            assert turn.messages == [{"role": "user", "content": "fine 1"}] and not turn.error
+        else:
+            assert FAILURES[text] in turn.error
+    assert pool.n_free == 16 - 1
+
+
+def test_failures_in_reset_end_the_episode(pool):
+    episodes = {
+        pool.start(prompt(text)): text for text in ("raise", "hang", "default", "text", "wrong")
+    }
+    found = {episodes[number]: turn for number, turn in results(pool, 5).items()}
+    assert "KeyError" in found["raise"].error and "within 1 s" in found["hang"].error
+    assert found["default"] == Turn(None)
+    assert found["text"].messages == [{"role": "user", "content": "go"}]
+    assert "reset returned 5" in found["wrong"].error
+
+
+def test_an_ended_episode_leaves_no_process_and_episodes_do_not_import_jax(pool):
+    (number,) = start_episodes(pool, 1)
+    pool.step(number, "jax")
+    assert results(pool, 1)[number].messages[0]["content"] == "False"
+    pool.step(number, "spawn")
+    pids = [int(pid) for pid in results(pool, 1)[number].messages[0]["content"].split()]
+    assert all(map(is_alive, pids))
+    pool.end(number)
+    wait_until_gone(pids)
+    start_episodes(pool, 1)  # the pool still works
+
+
+def test_a_killed_fork_server_is_replaced(pool):
+    (old,) = start_episodes(pool, 1)
+    pool._process.kill()
+    pool._process.wait()
+    (new,) = start_episodes(pool, 1)
+    pool.end(old)
+    pool.step(new, "go")
+    assert results(pool, 1)[new].messages
+
+
+def test_close_ends_every_process(hazards):
+    with EnvironmentPool(EnvConfig(name=f"{hazards}:Obey?first=yo")) as pool:
+        (number,) = start_episodes(pool, 1)
+        pool.step(number, "spawn")
+        pids = [int(pid) for pid in results(pool, 1)[number].messages[0]["content"].split()]
+        pids.append(pool._process.pid)
+    wait_until_gone(pids)
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"still alive: {pids}"
+        time.sleep(0.02)
+
+
+def test_import_and_option_errors_are_raised_at_startup(hazards, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os\nos._exit(4)")
+    for name, words in {
+        "calculate": r"env\.name has the unknown name 'calculate'; set it to one of calculator",
+        f"{hazards}:Obeys": "has no function or class 'Obeys'; set one that it has: Obey",
+        "nowhere.module:Env": r"cannot be imported \(ModuleNotFoundError",
+        f"{broken}:Env": "ended the process that imports it",
+        "calculator?call=1": r"cannot be created \(TypeError.*'call'.*change its options",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            EnvironmentPool(EnvConfig(name=name))
