@@ -139,7 +139,7 @@ class ConsoleLogger:
 
 
 def is_headline(metric: str) -> bool:
-    """Whether the validation line has the metric: one over all prompts, or the reward of a source."""
+    """Whether the validation line has the metric: over all prompts, or a source's reward."""
     overall = "/" not in metric and not metric.endswith("_stderr")
     return overall or metric.endswith("/reward")
 

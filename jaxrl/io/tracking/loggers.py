@@ -35,7 +35,7 @@ class Logger(Protocol):
 
 
 class Fanout:
-    """Passes everything to all loggers. A failing logger is reported once and retried every time."""
+    """Passes everything to all loggers; a failing one is reported once and retried each time."""
 
     def __init__(self, loggers: dict[str, Logger]):
         self.loggers = loggers

@@ -31,8 +31,8 @@ def require_package(module: str, logger: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingPackage(
-            f"the logger {logger!r} needs the package {module}, which cannot be imported ({error}); "
-            f"install it with `uv sync --extra {logger}`, or remove {logger!r} from "
+            f"the logger {logger!r} needs the package {module}, which cannot be imported "
+            f"({error}); install it with `uv sync --extra {logger}`, or remove {logger!r} from "
             "config.log.loggers"
         ) from error
 

@@ -334,7 +334,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.1, marks=pytest.mark.thorough)])
 def test_a_killed_save_is_not_a_checkpoint(open_checkpointer, tmp_path, delay_s):
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(delay_s)]
