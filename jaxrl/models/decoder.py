@@ -127,10 +127,13 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig):
         top = make_spec("")
-        vocab = dict(axes=("vocab", "w_embed"), hf_shape=(cfg.V, cfg.D))
         self.cfg = cfg
         self.layers: Any  # one Layer of stacked parameters, or a list
-        self.embed = nnx.data(top("model.embed_tokens.weight", (cfg.V, cfg.D), **vocab))
+
+        def table(name: str) -> Any:
+            return top(name, (cfg.V, cfg.D), ("vocab", "w_embed"), hf_shape=(cfg.V, cfg.D))
+
+        self.embed = nnx.data(table("model.embed_tokens.weight"))
         if cfg.stacked:
             self.layers = Layer(make_spec("model.layers.{layer}.", cfg.L), cfg)
         else:
@@ -139,7 +142,7 @@ class Decoder(nnx.Module):
             )
         self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
         untied = "vocab" in cfg.heads and not cfg.tied
-        self.lm_head = nnx.data(top("lm_head.weight", (cfg.V, cfg.D), **vocab) if untied else None)
+        self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
         self.score = nnx.data(
             top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
             if "score" in cfg.heads

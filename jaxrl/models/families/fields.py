@@ -15,13 +15,17 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def sizes(c: Json) -> dict[str, Any]:
-    """The DecoderConfig fields that every family has; absent keys get transformers' defaults."""
+def base_config(c: Json, family: str, *, theta: float = 10_000.0) -> DecoderConfig:
+    """The fields that every family has; absent keys get transformers' defaults.
+
+    `theta` is the family's default rotary base.
+    """
     N, D = c["num_attention_heads"], c["hidden_size"]
     act = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if act not in ACTIVATIONS:
         raise ValueError(f"activation {act!r} is not known; known: {', '.join(ACTIVATIONS)}")
-    return dict(
+    return DecoderConfig(
+        family=family,
         L=c["num_hidden_layers"],
         D=D,
         N=N,
@@ -33,11 +37,12 @@ def sizes(c: Json) -> dict[str, Any]:
         tied=c.get("tie_word_embeddings", False),
         act=ACTIVATIONS[act],
         max_len=c["max_position_embeddings"],
+        rope=read_rope(c, theta=theta),
     )
 
 
-def sizes_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """The inverse of `sizes`, with the keys that select transformers' model class."""
+def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """The inverse of `base_config`, with the keys that select transformers' model class."""
     act = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[cfg.act]
     return dict(
         architectures=[architecture],

@@ -4,6 +4,7 @@ Local and global layers alternate, scores and logits are soft-capped, and each b
 before and after.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -28,12 +29,17 @@ DEFAULTS: dict[str, Any] = dict(
 )
 
 
-def gemma_fields(c: fields.Json) -> dict[str, Any]:
-    """The DecoderConfig fields that Gemma 2 and 3 share."""
+def gemma_config(
+    c: fields.Json, family: str, *, period: int, theta: float = 10_000.0
+) -> DecoderConfig:
+    """The config fields that Gemma 2 and 3 share; every `period`-th layer is global."""
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported; use a causal checkpoint")
     bias = c.get("attention_bias", False)
-    return fields.sizes(c) | dict(
+    types = fields.local_global_pattern(c["num_hidden_layers"], period)
+    return dataclasses.replace(
+        fields.base_config(c, family, theta=theta),
+        windows=fields.read_windows(c, types),
         qkv_bias=bias,
         o_bias=bias,
         post_norms=True,
@@ -46,9 +52,9 @@ def gemma_fields(c: fields.Json) -> dict[str, Any]:
 
 
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """The inverse of `gemma_fields`, with the windows."""
+    """The inverse of `gemma_config`."""
     scalar = cfg.scale**-2
-    return fields.sizes_json(cfg, model_type, architecture) | dict(
+    return fields.base_json(cfg, model_type, architecture) | dict(
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=cfg.qkv_bias,
         query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
@@ -60,13 +66,7 @@ def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[s
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
-    c = DEFAULTS | dict(c)
-    return DecoderConfig(
-        family="gemma2",
-        rope=fields.read_rope(c),
-        windows=fields.read_windows(c, fields.local_global_pattern(c["num_hidden_layers"], 2)),
-        **gemma_fields(c),
-    )
+    return gemma_config(DEFAULTS | dict(c), "gemma2", period=2)
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:

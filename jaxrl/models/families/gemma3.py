@@ -4,12 +4,13 @@ Five local layers per global one, each kind with its own rotary base; queries an
 normalized per head.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import fields
 from jaxrl.models.families.gemma2 import DEFAULTS as GEMMA2_DEFAULTS
-from jaxrl.models.families.gemma2 import gemma_fields, gemma_json
+from jaxrl.models.families.gemma2 import gemma_config, gemma_json
 
 # transformers' defaults for keys absent from config.json.
 DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | dict(
@@ -30,13 +31,10 @@ def local_rope_json(c: fields.Json) -> fields.Json:
 def from_hf(c: fields.Json) -> DecoderConfig:
     c = DEFAULTS | dict(c)
     period = c.get("sliding_window_pattern") or 6
-    return DecoderConfig(
-        family="gemma3",
-        rope=fields.read_rope(c, theta=1_000_000.0),
+    return dataclasses.replace(
+        gemma_config(c, "gemma3", period=period, theta=1_000_000.0),
         local_rope=fields.read_rope(local_rope_json(c), kind=fields.LOCAL),
-        windows=fields.read_windows(c, fields.local_global_pattern(c["num_hidden_layers"], period)),
         qk_norm=True,
-        **gemma_fields(c),
     )
 
 

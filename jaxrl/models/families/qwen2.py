@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671): biases on query, key and value."""
 
+import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -28,14 +29,12 @@ def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen2",
-        rope=fields.read_rope(c),
+    return dataclasses.replace(
+        fields.base_config(c, "qwen2"),
         windows=windows(c),
         qkv_bias=True,
-        **fields.sizes(c),
     )
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    return fields.sizes_json(cfg, "qwen2", "Qwen2ForCausalLM") | windows_json(cfg)
+    return fields.base_json(cfg, "qwen2", "Qwen2ForCausalLM") | windows_json(cfg)

@@ -1,5 +1,6 @@
 """Qwen3 with experts (https://arxiv.org/abs/2505.09388), for example Qwen3-30B-A3B."""
 
+import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
@@ -16,9 +17,8 @@ def from_hf(c: fields.Json) -> DecoderConfig:
             "every layer"
         )
     bias = c.get("attention_bias", False)
-    return DecoderConfig(
-        family="qwen3_moe",
-        rope=fields.read_rope(c),
+    return dataclasses.replace(
+        fields.base_config(c, "qwen3_moe"),
         windows=qwen2.windows(c),
         qkv_bias=bias,
         o_bias=bias,
@@ -27,12 +27,11 @@ def from_hf(c: fields.Json) -> DecoderConfig:
         top_k=c["num_experts_per_tok"],
         F_expert=c["moe_intermediate_size"],
         norm_topk=c.get("norm_topk_prob", False),
-        **fields.sizes(c),
     )
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    base = fields.sizes_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM")
+    base = fields.base_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM")
     return (
         base
         | qwen2.windows_json(cfg)
