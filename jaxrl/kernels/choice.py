@@ -17,7 +17,7 @@ def choose(
     planned: Mapping[str, str],
     defaults: Mapping[str, tuple[str, str]],
 ) -> Callable:
-    """The function in `built` called `name`; None and "auto" select the backend's default.
+    """The entry of `implementations` called `name`; None and "auto" select the backend's default.
 
     `key` is the config key that sets the name. `planned` describes the implementations that do not
     exist yet. `defaults` holds each backend's name and the reason for it. Raises ValueError for an

@@ -1,4 +1,7 @@
-"""Packed attention (jaxrl/kernels/attention/) against the [T, T] reference."""
+"""Packed attention against the [T, T] reference.
+
+Tests of jaxrl/kernels/attention/, attention_spec.py, shard_attention.py and choice.py.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The "score" head (one number per token): parity with transformers, files, meshes, packing."""
+"""The "score" head (one number per token): parity with transformers, files, meshes, packing.
+
+Tests of jaxrl/models/decoder.py and pipeline.py.
+"""
 
 import functools
 import json
