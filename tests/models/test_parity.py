@@ -27,9 +27,9 @@ FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral",
 
 
 def cases(every: Iterable[tuple], default: Callable[..., bool]) -> list:
-    """`every` case; those that are not `default` are thorough."""
-    marks = pytest.mark.thorough
-    return [case if default(*case) else pytest.param(*case, marks=marks) for case in every]
+    """Parameters of `every` case; those that are not `default` are thorough."""
+    marks = {True: (), False: pytest.mark.thorough}
+    return [pytest.param(*case, marks=marks[default(*case)]) for case in every]
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
