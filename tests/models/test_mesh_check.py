@@ -37,7 +37,7 @@ ROW_LEN = 64
 
 
 def abstract_forward(
-    cfg: DecoderConfig, mesh: AbstractMesh, *, rules: Rules = TRAIN, row_len: int
+    cfg: DecoderConfig, mesh: AbstractMesh, *, rules: Rules = TRAIN, row_len: int = 128
 ) -> tuple[jax.ShapeDtypeStruct, Decoder]:
     """Types of the logits [ranks, row_len, V] and of the gradient of their sum, without devices.
 
