@@ -155,7 +155,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     pairs = [pair for work in steps for pair in zip(work.prompts, work.lens, strict=True)]
     with jax.set_mesh(make_mesh(fsdp=-1)):
         if args.random_weights:
-            cfg = model_shape(args.model, instead="--model")
+            cfg = model_shape(args.model, option="--model")
             params = init_model(cfg, seed=0, rules=TRAIN, dtype=args.dtype)
         else:
             cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)

@@ -2,11 +2,15 @@
 
     python scripts/bench_parallel.py --devices 8 --out result.json
 
-One update (gradient of one micro-batch and the optimizer step) of a small random model, the same rows on
-every mesh. Simulated devices share the cores of one machine: the ratios say how much work a layout adds to
-that of one device (copies, collectives, padding, repeated computation), not how fast real links are. The
-share of collectives is their part of the time that the devices' threads spend in operations, waiting
-for each other included. Prints a table, and one JSON line with --out.
+Measures one update (gradient of one micro-batch and the optimizer step) of a small random model,
+with the same rows on every mesh. Simulated devices share the cores of one machine: the ratios show
+how much work a layout adds to that of one device (copies, collectives, padding, repeated
+computation), not how fast real links are. The share of collectives is their part of the time that
+the devices' threads spend in operations, including the time they wait for each other.
+
+Prints one line per mesh, and writes one JSON line with --out. Format of a line:
+
+    fsdp      SECONDS s   RATIO x one device   collectives PERCENT %   all-gather SECONDS, ...
 """
 
 import argparse
@@ -27,7 +31,7 @@ COLLECTIVE = re.compile(
 
 
 def meshes(n: int) -> dict[str, tuple[str, dict[str, int]]]:
-    """name -> (preset of sharding/rules.py, mesh sizes) for n devices, a multiple of 8."""
+    """name -> (preset of sharding/rules.py, mesh sizes), for n devices, a multiple of 8."""
     return {
         "one device": ("train", {}),
         "fsdp": ("train", {"fsdp": n}),
@@ -64,20 +68,22 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="simulated devices, a multiple of 8")
-    parser.add_argument("--only", default="", help="names of the table, separated by commas")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--only", default="", help="comma-separated names of meshes to measure (default: all)"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
     parser.add_argument("--width", type=int, default=256, help="model dimension; 8 heads")
-    parser.add_argument("--row-len", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--row-len", type=int, default=1024, help="tokens per row")
+    parser.add_argument("--repeats", type=int, default=5, help="timed updates; the median counts")
     parser.add_argument("--out", default="", help="file for the JSON line")
     args = parser.parse_args()
     if args.devices % 8:
-        parser.error(f"--devices {args.devices} is no multiple of 8")
+        parser.error(f"--devices {args.devices} is not a multiple of 8")
     return args
 
 
 def measure(args: argparse.Namespace, preset: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Median seconds of an update on one mesh, and what its collectives take."""
+    """Median seconds of an update on one mesh, and the time in its collectives."""
     import jax
 
     from jaxrl.learner.optimizer import make_optimizer
@@ -116,7 +122,7 @@ def measure(args: argparse.Namespace, preset: str, sizes: dict[str, int]) -> dic
 
 
 def operation_seconds(folder: str) -> dict[str, float]:
-    """Seconds by kind of operation, added up over the devices' threads, from a profile."""
+    """Seconds by kind of operation in a profile, summed over the devices' threads."""
     from jax.profiler import ProfileData
 
     path = next(Path(folder).rglob("*.xplane.pb"))
@@ -124,7 +130,7 @@ def operation_seconds(folder: str) -> dict[str, float]:
     for plane in ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
-                # HLO names are lower case with a number; the runtime's own events and Python's are not
+                # HLO operations are lower case with a number; runtime and Python events are not.
                 if re.fullmatch(r"[a-z][a-z0-9_-]*(\.\d+)*", event.name) and not re.match(
                     r"(while|call|conditional)\b", event.name
                 ):
@@ -150,7 +156,7 @@ def decoder_config(args: argparse.Namespace):
 
 
 def rows(args: argparse.Namespace) -> list:
-    """One micro-batch: a row for each device, full of sequences of many lengths."""
+    """One micro-batch: a row per device, packed with sequences of different lengths."""
     from jaxrl.data.packing import pack
     from jaxrl.types import TrainingSample
 

@@ -1,12 +1,18 @@
-"""Warm speed of one GRPO step on a given workload: generation, reference scoring, update, whole step.
+"""Measures one GRPO step on a fixed workload: generation, reference scoring, update, whole step.
 
     python scripts/bench_step.py --model MODEL_FOLDER --workload WORKLOAD.json --out result.json
 
-The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: per step the prompt
-tokens and the length that every response must have, so that each system does the same work. Only these
-tokens count: response tokens for gen, prompt and response tokens for score, update and step. `--cores 1`
-keeps all threads on one core; tokens per CPU-second are then comparable on a machine that is shared.
-Prints one JSON line (medians over the steps after --warm).
+The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: the
+prompt tokens of each step and the length of every response, so that all systems do the same work.
+Only these tokens count: response tokens for gen; prompt and response tokens for score, update and
+step. With `--cores 1` all threads run on one core; tokens per CPU-second are then comparable on a
+shared machine.
+
+Prints one JSON line with medians over the steps after --warm:
+
+    {"system": "jaxrl", "workload": ..., "phases": {"gen": {"tokens_per_s": ...,
+     "tokens_per_cpu_s": ..., "wall_s": ..., "cpu_s": ...}, "score": ..., "update": ...,
+     "step": ...}, "padding_fraction": ..., "rollout": ..., "losses": [...], ...}
 """
 
 import argparse
@@ -39,15 +45,17 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
-    parser.add_argument("--workload", required=True, help="JSON file of prompts and lengths")
-    parser.add_argument("--out", default="", help="file for the JSON line")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warm", type=int, default=1, help="first steps that do not count")
-    parser.add_argument("--cores", type=int, default=0, help="pin to so many cores; 0 = all")
+    parser.add_argument(
+        "--workload", required=True, help="JSON file of prompts and response lengths"
+    )
+    parser.add_argument("--out", default="", help="also write the JSON line to this file")
+    parser.add_argument("--steps", type=int, default=4, help="steps to run")
+    parser.add_argument("--warm", type=int, default=1, help="warm-up steps, not counted")
+    parser.add_argument("--cores", type=int, default=0, help="number of cores to use; 0 = all")
     parser.add_argument("--token-budget", type=int, default=1024, help="learner.token_budget")
     parser.add_argument("--remat", default="none", help="learner.remat")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kl-coef", type=float, default=0.04, help="0 leaves the scoring out")
+    parser.add_argument("--dtype", default="float32", help="dtype of the weights")
+    parser.add_argument("--kl-coef", type=float, default=0.04, help="0 skips reference scoring")
     return parser.parse_args()
 
 
@@ -78,100 +86,128 @@ class Clock:
 
 
 def bench(args: argparse.Namespace) -> dict:
-    import jax  # after the cores are chosen
+    import jax  # after the cores are set
 
-    from jaxrl.data.packing import Packed, empty_batch
-    from jaxrl.engine.engine import PagedEngine
-    from jaxrl.learner.optimizer import make_optimizer
-    from jaxrl.learner.state import init_state
-    from jaxrl.learner.step import make_score, make_update
-    from jaxrl.models.decoder import decoder_specs
-    from jaxrl.models.files.hf_load import load_model
-    from jaxrl.rollout.generate import generate
-    from jaxrl.runtime.host_memory import keep_freed_memory
-    from jaxrl.trainer.experience import make_mini_batches, to_sample
-    from jaxrl.types import Prompt
-    from sharding import copy_tree, make_mesh
-    from sharding.rules import DECODE, TRAIN
+    from sharding import make_mesh
 
-    if jax.default_backend() == "cpu":
-        keep_freed_memory()
     workload = json.loads(Path(args.workload).read_text())
     steps = workload["steps"][: args.steps]
     cfg = make_config(args, workload)
-    clock = Clock()
     with jax.set_mesh(make_mesh(fsdp=-1)):
-        model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
-        optimizer = make_optimizer(cfg.learner, len(steps), decoder_specs(model_cfg))
-        reference = copy_tree(params)
-        state = init_state(params, optimizer)
-        del params
-        engine = PagedEngine(
-            model_cfg,
-            cfg.rollout,
-            rules=DECODE,
-            dtype=state.params.embed.dtype,
-            max_len=cfg.data.max_len,
-        )
-        update, score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
-        engine.warmup(state.params)
-        for shape in cfg.learner.shapes:
-            score(reference, update.put(empty_batch(*shape)))
-            state, _ = update.update(state, [empty_batch(*shape)])
-        losses = []
+        trainer = Trainer(args, cfg, len(steps))
         for i, work in enumerate(steps):
-            prompts = [
-                Prompt(j, (), np.array(p["ids"], np.int32), "")
-                for j, p in enumerate(work["prompts"])
-            ]
-            lens = [n for row in work["resp_len"] for n in row]
-            n_prompt = sum(len(p.tokens) for p in prompts) * cfg.rollout.n
-            n_response, n_all = sum(lens), n_prompt + sum(lens)
-            with clock.phase("step", n_all):
-                with clock.phase("gen", n_response):
-                    rollouts, stats = generate(
-                        engine,
-                        state.params,
-                        prompts,
-                        n=cfg.rollout.n,
-                        sampling=cfg.rollout.sampling,
-                        max_tokens=lens,
-                        seed=i,
-                        version=i,
-                        decode=lambda tokens: "",
-                        ignore_stop=True,
-                    )
-                rewards = np.random.default_rng(i).random(len(rollouts))
-
-                def ref_logp(batches) -> list[np.ndarray]:
-                    return [np.asarray(score(reference, update.put(b))[0]) for b in batches]
-
-                with clock.phase("score", n_all):
-                    mini_batches, packing = make_mini_batches(
-                        [to_sample(r) for r in rollouts],
-                        rewards,
-                        cfg,
-                        n_ranks=1,
-                        score_old=None,
-                        score_ref=ref_logp if args.kl_coef else None,
-                    )
-                with clock.phase("update", n_all):
-                    packed: list[Packed] = mini_batches[0].packed
-                    state, metrics = update.update(state, [p.batch for p in packed])
-                    jax.block_until_ready(state.params)
-            losses.append(metrics["loss/total"])
+            trainer.step(i, work)
     return {
         "system": "jaxrl",
         "workload": workload.get("name", Path(args.workload).stem),
         "config": vars(args),
         "jax": jax.__version__,
-        "phases": clock.report(args.warm),
-        "padding_fraction": round(packing["perf/padding_fraction"], 4),
-        "rollout": {name: round(value, 4) for name, value in stats.items()},
-        "losses": losses,
-        "mismatch_logp_diff_max": metrics["mismatch/logp_diff_max"],
+        "phases": trainer.clock.report(args.warm),
+        "padding_fraction": round(trainer.packing["perf/padding_fraction"], 4),
+        "rollout": {name: round(value, 4) for name, value in trainer.stats.items()},
+        "losses": trainer.losses,
+        "mismatch_logp_diff_max": trainer.metrics["mismatch/logp_diff_max"],
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
+
+
+class Trainer:
+    """Engine, learner and reference model, with all programs compiled."""
+
+    def __init__(self, args: argparse.Namespace, cfg, n_steps: int) -> None:
+        import jax
+
+        from jaxrl.data.packing import empty_batch
+        from jaxrl.engine.engine import PagedEngine
+        from jaxrl.learner.optimizer import make_optimizer
+        from jaxrl.learner.state import init_state
+        from jaxrl.learner.step import make_score, make_update
+        from jaxrl.models.decoder import decoder_specs
+        from jaxrl.models.files.hf_load import load_model
+        from jaxrl.runtime.host_memory import keep_freed_memory
+        from sharding import copy_tree
+        from sharding.rules import DECODE, TRAIN
+
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
+        self.cfg, self.scores_reference = cfg, bool(args.kl_coef)
+        self.clock, self.losses = Clock(), []
+        model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
+        optimizer = make_optimizer(cfg.learner, n_steps, decoder_specs(model_cfg))
+        self.reference = copy_tree(params)
+        self.state = init_state(params, optimizer)
+        del params
+        self.engine = PagedEngine(
+            model_cfg,
+            cfg.rollout,
+            rules=DECODE,
+            dtype=self.state.params.embed.dtype,
+            max_len=cfg.data.max_len,
+        )
+        self.update, self.score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
+        self.engine.warmup(self.state.params)
+        for shape in cfg.learner.shapes:
+            self.score(self.reference, self.update.put(empty_batch(*shape)))
+            self.state, _ = self.update.update(self.state, [empty_batch(*shape)])
+
+    def step(self, i: int, work: dict) -> None:
+        """Runs and times step `i` of the workload."""
+        import jax
+
+        lens = [n for row in work["resp_len"] for n in row]
+        n_prompt = sum(len(p["ids"]) for p in work["prompts"]) * self.cfg.rollout.n
+        n_response, n_all = sum(lens), n_prompt + sum(lens)
+        with self.clock.phase("step", n_all):
+            with self.clock.phase("gen", n_response):
+                rollouts = self.generate(i, work, lens)
+            with self.clock.phase("score", n_all):
+                mini_batches = self.make_batches(i, rollouts)
+            with self.clock.phase("update", n_all):
+                batches = [p.batch for p in mini_batches[0].packed]
+                self.state, self.metrics = self.update.update(self.state, batches)
+                jax.block_until_ready(self.state.params)
+        self.losses.append(self.metrics["loss/total"])
+
+    def generate(self, i: int, work: dict, lens: list[int]) -> list:
+        from jaxrl.rollout.generate import generate
+        from jaxrl.types import Prompt
+
+        rollout = self.cfg.rollout
+        prompts = [
+            Prompt(j, (), np.array(p["ids"], np.int32), "") for j, p in enumerate(work["prompts"])
+        ]
+        rollouts, self.stats = generate(
+            self.engine,
+            self.state.params,
+            prompts,
+            n=rollout.n,
+            sampling=rollout.sampling,
+            max_tokens=lens,
+            seed=i,
+            version=i,
+            decode=lambda tokens: "",
+            ignore_stop=True,
+        )
+        return rollouts
+
+    def make_batches(self, i: int, rollouts: list) -> list:
+        """Mini-batches with random rewards and, if needed, reference logprobs."""
+        from jaxrl.trainer.experience import make_mini_batches, to_sample
+
+        rewards = np.random.default_rng(i).random(len(rollouts))
+
+        def ref_logp(batches) -> list[np.ndarray]:
+            return [np.asarray(self.score(self.reference, self.update.put(b))[0]) for b in batches]
+
+        mini_batches, self.packing = make_mini_batches(
+            [to_sample(r) for r in rollouts],
+            rewards,
+            self.cfg,
+            n_ranks=1,
+            score_old=None,
+            score_ref=ref_logp if self.scores_reference else None,
+        )
+        return mini_batches
 
 
 def make_config(args: argparse.Namespace, workload: dict):

@@ -1,8 +1,9 @@
-"""Draws docs/layouts.svg: which of eight devices holds which part of a layer's arrays, under each preset.
+"""Draws docs/layouts.svg: the shards of a layer's arrays on eight devices, for each preset.
 
     python scripts/draw_layouts.py docs/layouts.svg
 
-Nothing is drawn from hand: the rules of sharding/rules.py are asked on a mesh of simulated devices.
+The picture follows from the rules of sharding/rules.py on meshes of simulated devices: one row per
+strategy, one column per array, and each shard has the numbers of the devices that hold it.
 """
 
 import sys
@@ -31,7 +32,7 @@ COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b0
 
 
 def arrays(rules: Rules) -> list[tuple[str, str, str, jax.P]]:
-    """(title, name of the rows, name of the columns, spec) of what a layer reads and makes."""
+    """(title, name of the rows, name of the columns, spec) of a layer's weights and activations."""
     body = rules.in_stage() if rules.layers else rules
     inside = body if rules.ring else body.whole_rows()
     return [
@@ -46,6 +47,8 @@ def arrays(rules: Rules) -> list[tuple[str, str, str, jax.P]]:
 
 
 def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"{__doc__}\nusage: draw_layouts.py OUT.svg")
     n_columns = len(arrays(Rules()))
     width = LEFT + n_columns * (SIDE + GAP)
     height = TOP + len(LAYOUTS) * (SIDE + GAP)
@@ -88,7 +91,7 @@ def drawing(x: float, y: float, sharding: jax.NamedSharding) -> list[str]:
 
 
 def label(x: float, y: float, w: float, h: float, devices: list[int]) -> list[str]:
-    """The devices' numbers, in as many lines as fit the width."""
+    """The numbers of the devices, wrapped to the width."""
     if len(devices) == 8:
         return [text(x, y + 4, "all")]
     per_line = int(np.clip(w // 11, 1, len(devices)))
@@ -102,7 +105,8 @@ def label(x: float, y: float, w: float, h: float, devices: list[int]) -> list[st
 
 def text(x: float, y: float, words: str, *, bold=False, anchor="middle", size=11.0) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:.1f}"{weight}>{words}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size:.1f}"{weight}>{words}</text>'
 
 
 if __name__ == "__main__":

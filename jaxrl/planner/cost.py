@@ -1,6 +1,6 @@
-"""What one call of a compiled program does on a device: operations, memory traffic, collectives.
+"""Cost of one call of a compiled program on a device: FLOPs, memory traffic, collectives.
 
-XLA's own cost analysis counts the body of a loop once; here it counts as often as it runs.
+XLA's own cost analysis counts the body of a loop once; this one multiplies by the trip count.
 """
 
 import collections
@@ -12,10 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.planner.hlo import Computation, Instruction, Module, Shape, parse
-from jaxrl.planner.kernels import Kernels
+from jaxrl.planner.kernels import KernelCosts
 
-Trips = Callable[[str], float | None]  # op_name of a loop whose bound is data -> how often it runs
-KINDS = (
+# op_name of a loop with a data-dependent bound -> trip count, or None if unknown
+TripCounts = Callable[[str], float | None]
+COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -24,24 +25,24 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-FREE = {
+FREE_OPCODES = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "domain", "copy-done", "iota",
 }  # fmt: skip
-CALLS = ("call", "async-start")
+CALL_OPCODES = ("call", "async-start")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program."""
+    """A collective operation of a program."""
 
     kind: str
-    bytes: float  # per device: what an all-gather brings together, else what a device puts in
-    n_devices: int  # that take part together
-    spread: int  # distance between the first and the last of them, in devices
+    bytes: float  # per device: the result of an all-gather, else the operands
+    n_devices: int  # per replica group
+    spread: int  # distance between the first and the last device of the group
     times: float  # executions in one call of the program
-    loops: tuple[str, ...]  # op_name of every loop around it
-    shapes: tuple[Shape, ...]  # of its result
+    loops: tuple[str, ...]  # op_name of every enclosing loop
+    shapes: tuple[Shape, ...]  # of the result
     op_name: str
 
     @property
@@ -51,14 +52,16 @@ class Collective:
 
 @dataclasses.dataclass
 class Cost:
-    """Per device and call. `flops` are those of matrix products and convolutions, in kernels too, by operand
-    dtype."""
+    """Cost per device and call.
+
+    `flops` are those of matrix products and convolutions, including kernels, by operand dtype.
+    """
 
     flops: dict[str, float] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(float)
     )
     bytes_accessed: float = 0.0  # of HBM
-    host_bytes: float = 0.0  # copied from or to the host's memory
+    host_bytes: float = 0.0  # copied from or to host memory
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)  # counted once
 
@@ -66,33 +69,36 @@ class Cost:
     def total_flops(self) -> float:
         return float(sum(self.flops.values()))
 
-    def by_kind(self) -> dict[str, dict[str, int]]:
-        """{kind: {"count", "bytes"}} over all executions of one call."""
-        found: dict[str, dict[str, float]] = {}
+    def collectives_by_kind(self) -> dict[str, dict[str, int]]:
+        """{kind: {"count", "bytes"}}, summed over all executions in one call."""
+        totals: dict[str, dict[str, float]] = {}
         for one in self.collectives:
-            entry = found.setdefault(one.kind, {"count": 0, "bytes": 0})
+            entry = totals.setdefault(one.kind, {"count": 0, "bytes": 0})
             entry["count"] += one.times
             entry["bytes"] += one.times * one.bytes
-        return {kind: {n: round(v) for n, v in found[kind].items()} for kind in sorted(found)}
+        return {kind: {n: round(v) for n, v in totals[kind].items()} for kind in sorted(totals)}
 
 
 def program_cost(
     text: str,
-    trips: Trips = lambda op_name: None,
-    kernels: Kernels = lambda op_name, operands, results: None,
+    trips: TripCounts = lambda op_name: None,
+    kernels: KernelCosts = lambda op_name, operands, results: None,
 ) -> Cost:
-    """The cost of `compiled.as_text()`. `trips` knows the loops whose bounds are data; what it does
-    not know counts once. `kernels` knows custom calls; others read their operands and write their results. Of a
-    conditional the cheapest branch counts, but every collective."""
-    walk = _Walk(parse(text), trips, kernels)
-    walk.computation(walk.module.entry, 1.0, ())
-    return walk.cost
+    """The cost of `compiled.as_text()`.
+
+    `trips` gives the trip counts of loops with data-dependent bounds; unknown loops count once.
+    `kernels` gives the work of custom calls; unknown ones read their operands and write their
+    results. A conditional counts as its cheapest branch, plus the collectives of all branches.
+    """
+    visitor = _CostVisitor(parse(text), trips, kernels)
+    visitor.computation(visitor.module.entry, 1.0, ())
+    return visitor.cost
 
 
-class _Walk:
-    """From the entry down, multiplying by trip counts."""
+class _CostVisitor:
+    """Sums the cost of computations from the entry down, multiplied by trip counts."""
 
-    def __init__(self, module: Module, trips: Trips, kernels: Kernels):
+    def __init__(self, module: Module, trips: TripCounts, kernels: KernelCosts):
         self.module, self.trips, self.kernels, self.cost = module, trips, kernels, Cost()
 
     def computation(self, name: str, times: float, loops: tuple[str, ...]) -> None:
@@ -102,7 +108,7 @@ class _Walk:
                 self._loop(one, inside, times, loops)
             elif one.opcode == "conditional":
                 self._conditional(one, times, loops)
-            elif one.opcode in CALLS:
+            elif one.opcode in CALL_OPCODES:
                 name = one.called("to_apply") or one.called("calls") or ""
                 self.computation(name, times, loops)
             elif one.opcode == "fusion":
@@ -110,7 +116,7 @@ class _Walk:
                 self.cost.bytes_accessed += times * self._fusion_bytes(one, inside)
             elif kind := _kind(one):
                 self._collective(kind, one, inside, times, loops)
-            elif one.opcode not in FREE and not one.opcode.endswith(("-done", "-update")):
+            elif one.opcode not in FREE_OPCODES and not one.opcode.endswith(("-done", "-update")):
                 self._flops(one, inside, times)
                 self.cost.bytes_accessed += times * _bytes(one, inside)
                 self.cost.host_bytes += times * _host_bytes(one, inside)
@@ -130,9 +136,9 @@ class _Walk:
         names = names or [one.called(f"{side}_computation") or "" for side in ("true", "false")]
         branches = []
         for name in names:
-            walk = _Walk(self.module, self.trips, self.kernels)
-            walk.computation(name, times, loops)
-            branches.append(walk.cost)
+            visitor = _CostVisitor(self.module, self.trips, self.kernels)
+            visitor.computation(name, times, loops)
+            branches.append(visitor.cost)
         cheapest = min(branches, key=lambda cost: (cost.total_flops, cost.bytes_accessed))
         for dtype, flops in cheapest.flops.items():
             self.cost.flops[dtype] += flops
@@ -142,27 +148,27 @@ class _Walk:
             self.cost.unknown_loops += branch.unknown_loops
 
     def _fused(self, name: str, times: float, loops) -> None:
-        """Operations inside a fusion; its memory traffic is that of the fusion as a whole.
+        """FLOPs and collectives inside a fusion; `_fusion_bytes` has its memory traffic.
 
-        On TPU a collective that runs beside other work appears once in every fusion that it passes
-        through; it counts where it starts. A reduce-scatter is an all-reduce with its slices there.
+        On TPU an asynchronous collective appears in every fusion that it overlaps with; it counts
+        in the one that starts it. A reduce-scatter is an all-reduce fused with its slices.
         """
         inside = self.module.computations[name]
         targets = {one.target for one in inside.instructions.values()}
-        passing = name.startswith("async_collective") or "AsyncCollectiveDone" in targets
+        continues_async = name.startswith("async_collective") or "AsyncCollectiveDone" in targets
         scatters = "all-reduce-scatter" in name
         for one in inside.instructions.values():
             if one.opcode == "fusion":
                 self._fused(one.called("calls") or "", times, loops)
             elif kind := _kind(one):
-                if not passing or "AsyncCollectiveStart" in targets:
+                if not continues_async or "AsyncCollectiveStart" in targets:
                     kind = "reduce-scatter" if scatters else kind
                     self._collective(kind, one, inside, times, loops)
             else:
                 self._flops(one, inside, times)
 
     def _collective(self, kind: str, one: Instruction, inside: Computation, times, loops) -> None:
-        members = group(one.attributes)
+        members = replica_group(one.attributes)
         n = len(members)
         if n < 2:
             return
@@ -187,13 +193,15 @@ class _Walk:
             operands = [inside.instructions[name].shapes[0] for name in one.operands]
             if work := self.kernels(one.op_name, operands, one.shapes):
                 flops, dtype = work.flops, work.dtype
-                self.cost.bytes_accessed += times * work.more_bytes
+                self.cost.bytes_accessed += times * work.extra_bytes
         if flops:
             self.cost.flops[dtype] += times * flops
 
     def _fusion_bytes(self, fusion: Instruction, inside: Computation) -> float:
-        """What a fusion reads and writes: of an array that it only slices the slices, of one that it
-        updates in place the update."""
+        """HBM traffic of a fusion.
+
+        An array that it only slices counts as the slices, one updated in place as the update.
+        """
         called = self.module.computations[fusion.called("calls") or ""]
         total = 0.0
         for i, name in enumerate(fusion.operands):
@@ -213,7 +221,7 @@ class _Walk:
 
 def _kind(one: Instruction) -> str | None:
     name = one.opcode.removesuffix("-start")
-    return name if name in KINDS else None
+    return name if name in COLLECTIVES else None
 
 
 def _hbm(shapes: tuple[Shape, ...]) -> float:
@@ -225,7 +233,7 @@ def _operand_bytes(one: Instruction, inside: Computation) -> list[float]:
 
 
 def _bytes(one: Instruction, inside: Computation) -> float:
-    """HBM read and written by an instruction on its own."""
+    """HBM read and written by a single instruction outside a fusion."""
     operands = [inside.instructions[o] for o in one.operands if o in inside.instructions]
     if one.opcode in ("dynamic-slice", "gather", "slice"):
         return 2 * _hbm(one.shapes) + sum(_hbm(o.shapes) for o in operands[1:])
@@ -233,12 +241,13 @@ def _bytes(one: Instruction, inside: Computation) -> float:
         return 2 * sum((_hbm(o.shapes) for o in operands[1:]), 0.0)
     if one.target == "AllocateBuffer":
         return 0.0
-    made = one.shapes[:1] if one.opcode == "copy-start" else one.shapes  # its source again behind
-    return _hbm(made) + sum(_hbm(o.shapes) for o in operands)
+    # The results of copy-start are the copy, its source and a context.
+    written = one.shapes[:1] if one.opcode == "copy-start" else one.shapes
+    return _hbm(written) + sum(_hbm(o.shapes) for o in operands)
 
 
 def _host_bytes(one: Instruction, inside: Computation) -> float:
-    """What a copy moves from the host's memory or to it."""
+    """Bytes that a copy moves from or to host memory."""
     if one.opcode not in ("copy", "copy-start"):
         return 0.0
     source = inside.instructions[one.operands[0]].shapes[0]
@@ -247,16 +256,18 @@ def _host_bytes(one: Instruction, inside: Computation) -> float:
 
 
 def _read_bytes(parameter: Instruction, called: Computation, whole: float, module: Module) -> float:
-    """Of a fusion's operand: no more than the slices, if nothing else is made of it, here or in a fusion
-    within the fusion."""
+    """Bytes that a fusion reads of an operand: only the slices, if it is used in no other way.
+
+    Follows nested fusions.
+    """
     total = 0.0
     for user in called.users[parameter.name]:
-        if user.opcode == "bitcast" or _only_lays_out(user, module):
+        if user.opcode == "bitcast" or _is_layout_copy(user, module):
             total += _read_bytes(user, called, whole, module)
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls") or ""]
-            places = [i for i, name in enumerate(user.operands) if name == parameter.name]
-            total += sum(_read_bytes(inner.parameters[i], inner, whole, module) for i in places)
+            indices = [i for i, name in enumerate(user.operands) if name == parameter.name]
+            total += sum(_read_bytes(inner.parameters[i], inner, whole, module) for i in indices)
         elif user.opcode in ("dynamic-slice", "gather", "slice") and (
             user.operands[0] == parameter.name
         ):
@@ -270,8 +281,8 @@ def _read_bytes(parameter: Instruction, called: Computation, whole: float, modul
     return min(total, whole)
 
 
-def _only_lays_out(one: Instruction, module: Module) -> bool:
-    """A copy within a fusion, as a fusion of its own: it is done for what is read of it."""
+def _is_layout_copy(one: Instruction, module: Module) -> bool:
+    """Whether it is a fusion with just a layout copy, done only for the elements that are read."""
     if one.opcode != "fusion":
         return False
     inner = module.computations[one.called("calls") or ""]
@@ -279,6 +290,7 @@ def _only_lays_out(one: Instruction, module: Module) -> bool:
 
 
 def _written_bytes(root: Instruction, called: Computation) -> float:
+    """Bytes that a fusion writes for one of its results: the update if it is in place."""
     while root.opcode == "bitcast":
         root = called.instructions[root.operands[0]]
     if root.opcode in ("dynamic-update-slice", "scatter"):
@@ -305,8 +317,10 @@ def _flops_of(one: Instruction, inside: Computation) -> tuple[float, str]:
 
 
 def _window(one: Instruction, image: Shape, kernel: Shape) -> float:
-    """Multiply-adds per output of a convolution: input features times the places of its window that
-    meet an input. On TPU the batch of a matrix product is a window that meets one."""
+    """Multiply-adds per output of a convolution: input features times valid window positions.
+
+    On TPU the batch of a matrix product is a window with one valid position.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
     if labels is None:
         return 0.0
@@ -338,8 +352,8 @@ def _window(one: Instruction, image: Shape, kernel: Shape) -> float:
     return total / (int(groups[1]) if groups else 1)
 
 
-def group(attributes: str) -> list[int]:
-    """The devices of a collective's first group."""
+def replica_group(attributes: str) -> list[int]:
+    """The devices of a collective's first replica group."""
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return [int(n) for n in match[1].split(",")]
     if match := re.search(
@@ -354,8 +368,8 @@ def group(attributes: str) -> list[int]:
         sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
         named = re.findall(r"'([^']+)'", match[2])
         order = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        cut = tuple(slice(None) if name in named else 0 for name in sizes)
-        return order[cut].reshape(-1).tolist()
+        index = tuple(slice(None) if name in named else 0 for name in sizes)
+        return order[index].reshape(-1).tolist()
     if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", attributes):
         for source, target in re.findall(r"\{(\d+),(\d+)\}", match[1]):
             if source != target:

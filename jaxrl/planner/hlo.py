@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA module: computations, instructions, shapes, loops."""
+"""Parser for the text of compiled XLA modules: computations, instructions, shapes, loops."""
 
 import dataclasses
 import functools
@@ -13,9 +13,10 @@ ITEM_BYTES = {
 HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # a memory space of its own on the chip, not HBM
+FAST_MEMORY = re.compile(r"S\((?!0\))\d+\)")  # on-chip memory, not HBM
 HOST_MEMORY = "S(5)"
-CONTINUED = re.compile(r'\n(?="|}[^\n])')  # a kernel's metadata are printed over several lines
+# A kernel's metadata span several lines.
+CONTINUED = re.compile(r'\n(?="|}[^\n])')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +41,23 @@ class Instruction:
     shapes: tuple[Shape, ...]
     opcode: str
     operands: tuple[str, ...]
-    literal: str  # what stands in the parentheses: a constant's value, a parameter's number
+    literal: str  # text in the parentheses: a constant's value, a parameter's number
     attributes: str
     root: bool
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The JAX operations it comes from, outermost first."""
+        """The JAX operations that it was compiled from, outermost first."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     def called(self, attribute: str) -> str | None:
-        """The computation that an attribute such as `body` or `calls` names."""
+        """The computation named by an attribute such as `body` or `calls`."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
     def called_list(self, attribute: str) -> list[str]:
+        """The computations named by an attribute such as `branch_computations`."""
         match = re.search(rf"\b{attribute}=\{{([^}}]*)\}}", self.attributes)
         return re.findall(r"[\w.\-]+", match[1]) if match else []
 
@@ -70,7 +72,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The target of a custom call, else ""."""
         match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -91,7 +93,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction."""
+        """The instructions that read each instruction's result."""
         found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in instruction.operands:
@@ -106,15 +108,17 @@ class Module:
     computations: dict[str, Computation]
 
     def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
-        """How often a while loop runs, where the text says it: a bound noted by the compiler, or a
-        counter compared with a constant. None where it depends on the data."""
+        """Trip count of a while loop; None if it depends on data.
+
+        Known if the compiler noted it, or if the loop compares a counter with a constant.
+        """
         if match := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.attributes):
             return int(match[1])
         condition = self.computations[loop.called("condition") or ""]
-        test = self._test(condition)
-        if test is None:
+        comparison = self._loop_condition(condition)
+        if comparison is None:
             return None
-        counter, bound, inclusive = test
+        counter, bound, inclusive = comparison
         start = 0
         init = inside.instructions.get(loop.operands[0])
         if init is not None and init.opcode == "tuple" and counter < len(init.operands):
@@ -122,12 +126,12 @@ class Module:
             start = 0 if first is None else first
         return max(bound - start + inclusive, 0)
 
-    def _test(self, condition: Computation) -> tuple[int, int, int] | None:
-        """(place of the counter in the loop's state, constant bound, 1 if that one still runs)."""
+    def _loop_condition(self, condition: Computation) -> tuple[int, int, int] | None:
+        """(index of the counter in the loop state, constant bound, 1 if the bound is inclusive)."""
         root = condition.root
-        if root.opcode == "fusion":  # the comparison alone, its operands passed in order
+        if root.opcode == "fusion":  # the comparison only, with its operands in order
             inner = self.computations[root.called("calls") or ""].root
-            sides = [self._passed(root, o) for o in inner.operands]
+            sides = [self._fusion_operand(root, o) for o in inner.operands]
         else:
             inner, sides = root, list(root.operands)
         direction = re.search(r"direction=(\w+)", inner.attributes)
@@ -139,7 +143,8 @@ class Module:
             return None
         return _index(counter), bound, int(direction[1] == "LE")
 
-    def _passed(self, fusion: Instruction, name: str) -> str | None:
+    def _fusion_operand(self, fusion: Instruction, name: str) -> str | None:
+        """The operand of a fusion that a parameter inside it stands for."""
         inside = self.computations[fusion.called("calls") or ""].instructions[name]
         if inside.opcode != "parameter":
             return None
@@ -147,7 +152,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module of `compiled.as_text()`."""
+    """Parses `compiled.as_text()`. Raises ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in CONTINUED.sub("", text).splitlines():
@@ -160,7 +165,7 @@ def parse(text: str) -> Module:
         elif current is not None and (instruction := _instruction(line)):
             current.instructions[instruction.name] = instruction
     if not entry:
-        raise ValueError("this is no text of a compiled module: it has no ENTRY computation")
+        raise ValueError("not the text of a compiled module: it has no ENTRY computation")
     return Module(entry, computations)
 
 
@@ -186,7 +191,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _type_end(line: str, start: int) -> int:
-    """Where the type that begins at `start` ends."""
+    """End of the type that starts at `start`."""
     if line[start] == "(":
         return _closing(line, start) + 1
     depth = 0
@@ -198,7 +203,7 @@ def _type_end(line: str, start: int) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1
@@ -220,7 +225,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """The integer that an instruction is, seen through copies and bitcasts."""
+    """The value of an integer constant, through copies and bitcasts; else None."""
     instruction = computation.instructions.get(name)
     while instruction is not None and instruction.opcode in ("copy", "bitcast"):
         instruction = computation.instructions.get(instruction.operands[0])

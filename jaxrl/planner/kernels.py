@@ -1,4 +1,7 @@
-"""What a kernel does, of ours or of cuDNN. The compiled module shows its operands and results only, and XLA knows no more."""
+"""FLOPs and memory traffic of attention kernels, ours and cuDNN's.
+
+A compiled module shows only a kernel's operands and results, and XLA knows no more.
+"""
 
 import dataclasses
 import math
@@ -7,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from jaxrl.planner.hlo import Shape
 
-# (op_name, operands, results) of a kernel -> what it does, None where that is not known
-Kernels = Callable[[str, Sequence[Shape], Sequence[Shape]], "Work | None"]
+# (op_name, operands, results) of a kernel -> its work; None for an unknown kernel
+KernelCosts = Callable[[str, Sequence[Shape], Sequence[Shape]], "KernelWork | None"]
 ATTENTION = re.compile(r"(splash_mha|packed_attention)_(fwd|dq|dkv)")
-# products of a block of queries with one of keys, the place of q among the operands, and those of what each visit reads
-# anew: k and v, or q and dO
-VISITS = {
+# Per kernel: matrix products per (query block, key block) pair, index of the operand q, and indices
+# of the operands that every pair reads again: k and v, or q and dO.
+BLOCK_WORK = {
     "splash_mha_fwd": (2, 2, (3, 4)),
     "splash_mha_dq": (3, 2, (3, 4)),
     "splash_mha_dkv": (4, 2, (2, 6)),
@@ -21,59 +24,61 @@ VISITS = {
     "packed_attention_dkv": (4, 1, (1, 4)),
 }
 CUDNN = re.compile("cudnn_attention_(fwd|bwd)")
-CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # of a query with a key; backward works out scores once
+CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes the scores
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class KernelWork:
     """One call of a kernel on one device."""
 
     flops: float
-    dtype: str  # of the operands of its products
-    more_bytes: float  # of HBM, beyond reading every operand and writing every result once
+    dtype: str  # of the operands of its matrix products
+    extra_bytes: float  # of HBM, beyond reading every operand and writing every result once
 
 
 def attention_work(
     op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
-) -> Work | None:
-    """Of training attention (kernels/attention/splash.py, triton.py), where a query sees `keys` on average.
+) -> KernelWork | None:
+    """Training attention (kernels/attention/splash.py, triton.py); a query attends to `keys`.
 
-    A block of queries visits whole blocks of keys: on average half of one more at its own end, and half of one at
-    the beginning of its segment. Each head makes its own visits.
+    `keys` is an average. A block of queries visits whole blocks of keys: on average an extra half
+    block at its own end, and half a block at the start of its segment, once per head.
     """
     match = ATTENTION.search(op_name)
     if match is None:
         return None
-    products, at, anew = VISITS[match[0]]
-    by_block, q = operands[0], operands[at]
+    products, q_index, reread = BLOCK_WORK[match[0]]
+    per_block, q = operands[0], operands[q_index]
     T = q.dims[1]  # of [N, T, H] (splash: one row) or [B, T, N, H]
-    block = T / by_block.dims[1]
-    met = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # multiply-adds of one product
-    sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in anew if operands[i].in_hbm]
-    return Work(2 * products * met, q.dtype, sum(sizes) * met / block)
+    block = T / per_block.dims[1]
+    macs = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # of one matrix product
+    sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in reread if operands[i].in_hbm]
+    return KernelWork(2 * products * macs, q.dtype, sum(sizes) * macs / block)
 
 
 def cudnn_work(
     op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
-) -> Work | None:
-    """Of cuDNN's calls (kernels/attention/cudnn.py), as one for all segments of the rows, where a query sees `keys` on
-    average. What cuDNN computes beyond that in blocks, or reads anew, is not known."""
+) -> KernelWork | None:
+    """cuDNN's attention (kernels/attention/cudnn.py); a query attends to `keys` on average.
+
+    The first call counts for all segments of the rows. The work that cuDNN adds by computing in
+    blocks, and the operands it reads again, are unknown.
+    """
     match = CUDNN.search(op_name)
     if match is None:
         return None
     q = operands[0]
     flops = 2 * CUDNN_PRODUCTS[match[1]] * math.prod(q.dims) * min(keys, q.dims[1] / 2)
-    return Work(flops, q.dtype, 0.0)
+    return KernelWork(flops, q.dtype, 0.0)
 
 
 def paged_work(
     op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
-) -> Work | None:
-    """Of attention over pages (kernels/paged_attention/ragged.py, triton.py), where a row of queries sees `keys` on
-    average.
+) -> KernelWork | None:
+    """Paged attention (kernels/paged_attention/ragged.py, triton.py).
 
-    It reads the row's pages whole, and of the pool nothing else.
+    A row of queries attends to `keys` on average. It reads whole pages, and only its own.
     """
     if not PAGED.search(op_name):
         return None
@@ -81,6 +86,6 @@ def paged_work(
     rows, K, M, H = q.dims
     n_pages, _, page_len, _ = pools[0].dims
     keys += page_len / 2  # of the last page
-    held = sum(pool.bytes for pool in pools)
-    read = rows * keys / page_len * held / n_pages
-    return Work(2 * 2 * rows * K * M * keys * H, q.dtype, read - held)
+    pool_bytes = sum(pool.bytes for pool in pools)
+    read = rows * keys / page_len * pool_bytes / n_pages
+    return KernelWork(2 * 2 * rows * K * M * keys * H, q.dtype, read - pool_bytes)

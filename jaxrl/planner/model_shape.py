@@ -1,4 +1,4 @@
-"""The shape of a model from its config.json alone: no weights, no downloads."""
+"""The shape of a model from its config.json alone, without weights or downloads."""
 
 import json
 import pathlib
@@ -11,30 +11,30 @@ SHAPES = pathlib.Path(jaxrl.__path__[0]).parent / "configs" / "shapes"
 
 
 def model_shape(
-    path: str, config_file: str = "", *, instead: str = "--model-config"
+    path: str, config_file: str = "", *, option: str = "--model-config"
 ) -> DecoderConfig:
-    """The decoder of a model; `config_file` is a config.json or its folder where the model is not on this
-    machine, `instead` what to set to one.
+    """The decoder config of the model at `path`; configs/shapes has those of well-known models.
 
-    Shapes of well-known models lie in configs/shapes. Raises ValueError where there is no config.json.
+    `config_file` is a config.json or its folder, for a model that is not on this machine.
+    Raises ValueError, with `option` as the remedy, if there is no config.json.
     """
-    file = _find(pathlib.Path(config_file or path).expanduser(), bool(config_file), instead)
+    file = _find(pathlib.Path(config_file or path).expanduser(), bool(config_file), option)
     try:
         return config_from_hf(json.loads(file.read_text()))
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{file} is no JSON: {problem}") from problem
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
 
 
-def _find(path: pathlib.Path, named: bool, instead: str) -> pathlib.Path:
+def _find(path: pathlib.Path, explicit: bool, option: str) -> pathlib.Path:
     if path.is_file() and path.suffix == ".json":
         return path
     if (path / "config.json").is_file():
         return path / "config.json"
     shipped = SHAPES / f"{path.name.removeprefix('package:')}.json"
-    if not named and shipped.is_file():
+    if not explicit and shipped.is_file():
         return shipped
     known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
     raise ValueError(
-        f"there is no config.json at {path}; set {instead} to that file or its folder "
-        f"(known without one: {known})"
+        f"there is no config.json at {path}; set {option} to that file or its folder "
+        f"(shipped shapes: {known})"
     )

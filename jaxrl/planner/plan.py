@@ -1,4 +1,4 @@
-"""Whether a run fits, phase by phase, and how long a step takes at the machine's peak rates."""
+"""Memory per phase of a training step, and its time at the machine's peak rates."""
 
 import dataclasses
 import math
@@ -10,16 +10,9 @@ import jax
 from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.cost import Collective
-from jaxrl.planner.programs import (
-    Lengths,
-    OfflineWorkload,
-    Parts,
-    Program,
-    compile_programs,
-    run_parts,
-    uses_ref,
-)
+from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs, uses_ref
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
@@ -32,12 +25,12 @@ PHASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What is on a device at once while the programs of a phase run, and their time."""
+    """Peak memory of a device while a phase's programs run, and the time of the phase."""
 
-    live_bytes: int  # at its fullest, without KV pages
+    live_bytes: int  # peak, without KV pages
     fits: bool  # with the KV pages
     roofline_s: float
-    bound: str  # what most of that time goes to: "flops" | "memory" | "collectives" | "host"
+    bound: str  # of the slowest program: "flops" | "memory" | "collectives" | "host"
     tokens_per_s: float
 
 
@@ -49,7 +42,7 @@ class Plan:
     chip: Chip
     mesh: dict[str, int]
     fits: bool
-    why_not: str
+    misfit: str  # the reason if it does not fit, else ""
     programs: dict[str, Program]
     phases: dict[str, Phase]
     resident: dict[str, int]
@@ -62,7 +55,7 @@ class Plan:
     lengths: Lengths
 
     def json(self) -> dict[str, Any]:
-        """The object of --json."""
+        """The object printed with --json."""
         return {
             "fits": self.fits,
             "programs": {
@@ -72,7 +65,7 @@ class Plan:
                     "output_bytes": p.output_bytes,
                     "flops": p.cost.total_flops,
                     "bytes_accessed": p.cost.bytes_accessed,
-                    "collectives": p.cost.by_kind(),
+                    "collectives": p.cost.collectives_by_kind(),
                     "compile_s": round(p.compile_s, 2),
                 }
                 for name, p in self.programs.items()
@@ -84,135 +77,180 @@ class Plan:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """How a device's memory is divided. Bytes are per device."""
+
+    budget_bytes: int
+    live_bytes: dict[str, int]  # by program, without KV pages
+    kv_pages: int
+    min_pages: int  # that the run needs
+    sequences: int  # that an engine replica can decode at the same time
+    page_bytes: int
+
+    @property
+    def peak_program(self) -> str:
+        return max(self.live_bytes, key=self.live_bytes.__getitem__)
+
+    @property
+    def fits(self) -> bool:
+        free = self.budget_bytes - self.live_bytes[self.peak_program]
+        return free >= self.min_pages * self.page_bytes
+
+
 def make_plan(
     cfg: RunConfig,
     decoder: DecoderConfig,
     machine: Topology,
     *,
-    others: Mapping[str, DecoderConfig] | None = None,
+    role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
     lengths: Lengths | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Plan:
-    """Compiles the run's programs for `machine` and adds up what they need.
+    """Compiles the run's programs for `machine` and plans its memory and time.
 
-    `others` and `workload` are as in `run_parts`. `lengths` (default: the longest allowed) are those of an average
-    sequence. Raises ValueError where the mesh is not of the machine's devices or does not divide the model.
+    `role_decoders` and `workload` are as in `run_programs`. `lengths` are those of an average
+    sequence (default: the maxima). Raises ValueError if the mesh does not match the number of
+    devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        parts = run_parts(cfg, decoder, machine.chip.memory_bytes, others, workload)
-        programs = compile_programs(parts, lengths, on_start)
-    return add_up(parts, programs, machine, dict(mesh.shape), lengths)
+        run = run_programs(cfg, decoder, machine.chip.memory_bytes, role_decoders, workload)
+        programs = compile_programs(run, lengths, on_start)
+    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 
-def add_up(
-    parts: Parts,
+def assemble_plan(
+    run: RunPrograms,
     programs: dict[str, Program],
     machine: Topology,
     mesh: dict[str, int],
     lengths: Lengths,
 ) -> Plan:
-    """The plan of compiled programs."""
-    cfg, engine, chip = parts.cfg, parts.engine, machine.chip
-    budget = int(cfg.rollout.memory_utilization * chip.memory_bytes)
-    page_bytes = parts.page_bytes
-    pool = page_bytes * parts.n_pages
-    live = {name: live_bytes(p, parts, pool) for name, p in programs.items()}
-    # The pool lies on the device through all phases, so the fullest of them bounds it.
-    left = budget - max(live.values())
-    pages = least = sequences = 0
-    if engine is not None:
-        room = left // page_bytes
-        wanted = cfg.rollout.n_pages or cfg.rollout.max_num_seqs * engine.shapes.max_pages_per_seq
-        pages = max(min(wanted, room), 0)
-        least = cfg.rollout.n_pages or engine.shapes.max_pages_per_seq
-        sequences = min(cfg.rollout.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
-    fits = left >= least * page_bytes
-    calls = calls_per_step(cfg, parts, max(sequences, 1), lengths)
-    phases = {}
-    for phase, names in PHASES.items():
-        found = [name for name in names if name in programs]
-        if not found:
-            continue
-        times = {name: calls[name] * seconds(programs[name], chip)[0] for name in found}
-        slowest = max(found, key=times.__getitem__)
-        fullest = max(live[name] for name in found)
-        total = sum(times.values())
-        if "reference" in cfg.learner.offload and any(uses_ref(cfg, name) for name in found):
-            total += parts.resident["ref"] / chip.host_bytes_per_s  # it comes for the phase
-        phases[phase] = Phase(
-            live_bytes=fullest,
-            fits=fullest + least * page_bytes <= budget,
-            roofline_s=total,
-            bound=seconds(programs[slowest], chip)[1],
-            tokens_per_s=_tokens(parts, lengths, phase) / total,
-        )
+    """The plan of a run from its compiled programs."""
+    memory = divide_memory(run, programs, machine.chip)
+    calls = calls_per_step(run.cfg, run, max(memory.sequences, 1), lengths)
+    phases = {
+        phase: _plan_phase(phase, present, run, programs, memory, calls, machine.chip, lengths)
+        for phase, names in PHASES.items()
+        if (present := [name for name in names if name in programs])
+    }
     step_s = sum(phase.roofline_s for phase in phases.values())
-    tight = max(live, key=live.__getitem__)
-    why_not = (
-        ""
-        if fits
-        else (
-            f"{tight} needs {live[tight] / 2**30:.2f} GiB, of {budget / 2**30:.2f} GiB that "
-            f"memory_utilization={cfg.rollout.memory_utilization} leaves of {chip.memory_bytes / 2**30:.2f}"
-            + (
-                f"; the {least} KV pages of "
-                f"{'rollout.n_pages' if cfg.rollout.n_pages else 'one longest sequence'} take "
-                f"{least * page_bytes / 2**30:.2f} GiB more"
-                if least
-                else ""
-            )
-        )
-    )
     return Plan(
         topology=machine.name,
-        chip=chip,
+        chip=machine.chip,
         mesh=mesh,
-        fits=fits,
-        why_not=why_not,
+        fits=memory.fits,
+        misfit="" if memory.fits else _misfit(run.cfg, memory, machine.chip),
         programs=programs,
         phases=phases,
-        resident=parts.resident,
-        budget_bytes=budget,
-        page_bytes=page_bytes,
-        kv_pages=pages,
-        max_concurrent_sequences=sequences * parts.n_replicas,
+        resident=run.resident,
+        budget_bytes=memory.budget_bytes,
+        page_bytes=run.page_bytes,
+        kv_pages=memory.kv_pages,
+        max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
-        tokens_per_s=_tokens(parts, lengths, "step") / step_s,
+        tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
     )
 
 
-def live_bytes(program: Program, parts: Parts, pool_bytes: int) -> int:
-    """What a device holds while a program runs, the KV pool apart: its arguments, temporaries and new
-    outputs, and what of the run's state it is not given."""
-    sizes = parts.resident | parts.shares
-    held = sum(sizes[name] for name in program.holds if name != "kv")
-    others = sum(parts.resident.values()) - held
-    own = program.own_bytes - (pool_bytes if "kv" in program.holds else 0)
-    return others + own
+def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
+    """Gives the KV pool what the program with the highest peak leaves free.
+
+    The pool stays on the device through all phases, so that program bounds it.
+    """
+    cfg, engine, page_bytes = run.cfg.rollout, run.engine, run.page_bytes
+    budget = int(cfg.memory_utilization * chip.memory_bytes)
+    pool_bytes = page_bytes * run.n_pages
+    live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
+    pages = min_pages = sequences = 0
+    if engine is not None:
+        wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
+        pages = max(min(wanted, (budget - max(live.values())) // page_bytes), 0)
+        min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
+        sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
+    return Memory(budget, live, pages, min_pages, sequences, page_bytes)
 
 
-def seconds(program: Program, chip: Chip) -> tuple[float, str]:
-    """(time of one call at the peak rates, what bounds it): the longest of computing, reading memory,
-    moving data between devices and to the host, as if each ran beside the others."""
+def _plan_phase(
+    phase: str,
+    names: list[str],
+    run: RunPrograms,
+    programs: dict[str, Program],
+    memory: Memory,
+    calls: dict[str, int],
+    chip: Chip,
+    lengths: Lengths,
+) -> Phase:
+    times = {name: calls[name] * roofline(programs[name], chip)[0] for name in names}
+    slowest = max(names, key=times.__getitem__)
+    peak = max(memory.live_bytes[name] for name in names)
+    total = sum(times.values())
+    if "reference" in run.cfg.learner.offload and any(uses_ref(run.cfg, name) for name in names):
+        total += run.resident["ref"] / chip.host_bytes_per_s  # loaded for the phase
+    return Phase(
+        live_bytes=peak,
+        fits=peak + memory.min_pages * memory.page_bytes <= memory.budget_bytes,
+        roofline_s=total,
+        bound=roofline(programs[slowest], chip)[1],
+        tokens_per_s=_n_tokens(run, lengths, phase) / total,
+    )
+
+
+def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
+    """Why the run does not fit, with the numbers."""
+    name = memory.peak_program
+    reason = (
+        f"{name} needs {memory.live_bytes[name] / 2**30:.2f} GiB of the "
+        f"{memory.budget_bytes / 2**30:.2f} GiB that "
+        f"memory_utilization={cfg.rollout.memory_utilization} allows "
+        f"of {chip.memory_bytes / 2**30:.2f} GiB"
+    )
+    if memory.min_pages:
+        source = "rollout.n_pages" if cfg.rollout.n_pages else "one sequence of maximum length"
+        pages_gib = memory.min_pages * memory.page_bytes / 2**30
+        reason += f"; the {memory.min_pages} KV pages of {source} take {pages_gib:.2f} GiB more"
+    return reason
+
+
+def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
+    """Memory in use on a device while a program runs, without the KV pool.
+
+    Its arguments, temporaries and new outputs, and the rest of the run's state.
+    """
+    sizes = run.resident | run.role_weights
+    counted = sum(sizes[name] for name in program.counted_state if name != "kv")
+    other_state = sum(run.resident.values()) - counted
+    return (
+        other_state + program.footprint_bytes - (pool_bytes if "kv" in program.counted_state else 0)
+    )
+
+
+def roofline(program: Program, chip: Chip) -> tuple[float, str]:
+    """(seconds of one call at peak rates, what bounds it).
+
+    The maximum of compute, HBM traffic, collectives and host transfers, as if all overlapped.
+    """
     cost = program.cost
     times = {
         "flops": sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items()),
         "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
-        "collectives": sum(link_seconds(one, chip) for one in cost.collectives),
+        "collectives": sum(collective_seconds(one, chip) for one in cost.collectives),
         "host": cost.host_bytes / chip.host_bytes_per_s,
     }
     bound = max(times, key=times.__getitem__)
     return float(times[bound]), bound
 
 
-def link_seconds(one: Collective, chip: Chip) -> float:
-    """All executions of a collective on a ring: each device passes (n - 1) / n of the data on, twice
-    for an all-reduce."""
+def collective_seconds(one: Collective, chip: Chip) -> float:
+    """Time of all executions of a collective on a ring of n devices.
+
+    Each device sends (n - 1) / n of the data, twice for an all-reduce.
+    """
     crosses = chip.node and one.spread >= chip.node
     rate = chip.network_bytes_per_s if crosses else chip.link_bytes_per_s
     if one.kind == "collective-permute":
@@ -222,68 +260,80 @@ def link_seconds(one: Collective, chip: Chip) -> float:
 
 
 def calls_per_step(
-    cfg: RunConfig, parts: Parts, sequences: int, lengths: Lengths
+    cfg: RunConfig, run: RunPrograms, sequences: int, lengths: Lengths
 ) -> dict[str, int]:
-    """How often each program runs in a training step; of decode, its steps."""
-    total = parts.n_sequences
+    """Calls of each program in a training step; for decode, single decode steps.
+
+    `sequences` is the number that an engine replica decodes at the same time.
+    """
     rows, row_len = cfg.learner.shapes[-1]
-    tokens = total * (lengths.prompt + lengths.response)
-    micro = math.ceil(tokens / (parts.n_ranks * rows * row_len))
-    of_values = {}
-    for name, values in parts.values.items():
-        own = values.cfg
-        rows, row_len = own.learner.shapes[-1]
-        its = math.ceil(tokens / (values.n_ranks * rows * row_len))
-        learns = {
-            "critic_accumulate": its * own.learner.epochs,
-            "critic_apply": own.updates_per_step,
-        }
-        of_values[name] = learns.get(name, its)
-    of_engine = {}
-    if (engine := parts.engine) is not None:
-        prompts = cfg.data.prompts_per_step / parts.n_replicas
-        steps = math.ceil(total / (sequences * parts.n_replicas)) * lengths.response
-        rows, n = engine.shapes.prefill_buckets[-1], cfg.rollout.n
-        beside = 0
-        if engine.shapes.mixed:
-            of_prompt = math.ceil((lengths.prompt - 1) / engine.shapes.prefill_row_len)
-            beside = min(mixed_dispatches(prompts, n, sequences, of_prompt, rows), steps)
-        of_engine = {
-            "reshard": 1,
-            "prefill": max(
-                math.ceil(prompts * lengths.prompt / (rows * engine.shapes.prefill_row_len))
-                - beside,
-                0,
-            ),
-            "mixed": beside,
-            "copy_pages": 0,
-            "decode": steps - beside,
-        }
-    of_learner = {
+    tokens = run.n_sequences * (lengths.prompt + lengths.response)
+    micro_batches = math.ceil(tokens / (run.n_ranks * rows * row_len))
+    joined = run.micro_batches_per_call
+    learner = {
         "reshard_score": 1,
-        "score": math.ceil(micro / parts.joined["score"]),
-        "reference": math.ceil(micro / parts.joined["reference"]),
-        "count": micro * cfg.learner.epochs,
-        "accumulate": micro * cfg.learner.epochs,
+        "score": math.ceil(micro_batches / joined["score"]),
+        "reference": math.ceil(micro_batches / joined["reference"]),
+        "count": micro_batches * cfg.learner.epochs,
+        "accumulate": micro_batches * cfg.learner.epochs,
         "apply": cfg.updates_per_step,
     }
-    return of_engine | of_learner | of_values
+    return _engine_calls(cfg, run, sequences, lengths) | learner | _value_calls(run, tokens)
+
+
+def _engine_calls(
+    cfg: RunConfig, run: RunPrograms, sequences: int, lengths: Lengths
+) -> dict[str, int]:
+    if (engine := run.engine) is None:
+        return {}
+    prompts = cfg.data.prompts_per_step / run.n_replicas
+    waves = math.ceil(run.n_sequences / (sequences * run.n_replicas))
+    steps = waves * lengths.response
+    rows, mixed = engine.shapes.prefill_buckets[-1], 0
+    if engine.shapes.mixed:
+        prompt_rows = math.ceil((lengths.prompt - 1) / engine.shapes.prefill_row_len)
+        n = cfg.rollout.n
+        mixed = min(mixed_dispatches(prompts, n, sequences, prompt_rows, rows), steps)
+    prefills = math.ceil(prompts * lengths.prompt / (rows * engine.shapes.prefill_row_len))
+    return {
+        "reshard": 1,
+        "prefill": max(prefills - mixed, 0),
+        "mixed": mixed,
+        "copy_pages": 0,
+        "decode": steps - mixed,
+    }
+
+
+def _value_calls(run: RunPrograms, tokens: int) -> dict[str, int]:
+    """Calls of the critic's and the reward model's programs, with their own micro-batches."""
+    calls = {}
+    for name, values in run.value_models.items():
+        cfg = values.cfg
+        rows, row_len = cfg.learner.shapes[-1]
+        micro_batches = math.ceil(tokens / (values.n_ranks * rows * row_len))
+        updates = {
+            "critic_accumulate": micro_batches * cfg.learner.epochs,
+            "critic_apply": cfg.updates_per_step,
+        }
+        calls[name] = updates.get(name, micro_batches)
+    return calls
 
 
 def mixed_dispatches(
     prompts: int | float, n: int, sequences: int, prompt_rows: int, dispatch_rows: int
 ) -> int:
-    """Dispatches that compute keys of a replica's `prompts`, of `n` samples each, beside a step.
+    """Dispatches that mix prefill with a decode step, for a replica's prompts of `n` samples each.
 
-    The first `sequences` start where nobody decodes. Then slots come free a 32nd at a time, and as many prompts come
-    together as their samples fill these, one at least. Of their rows those run beside steps that fill a dispatch.
+    The first `sequences` start before any decode. Then slots become free a 32nd at a time, and
+    enough prompts start together to fill them, at least one. Of the rows of these prompts, as
+    many are mixed with decode as fill whole dispatches.
     """
     together = max(sequences // 32 // n, 1)
-    late = max(prompts - sequences / n, 0)
-    return int(late / together) * (together * prompt_rows // dispatch_rows)
+    later_prompts = max(prompts - sequences / n, 0)
+    return int(later_prompts / together) * (together * prompt_rows // dispatch_rows)
 
 
-def _tokens(parts: Parts, lengths: Lengths, phase: str) -> float:
-    """Tokens that a phase is measured by: sampled ones in rollout, else all of the sequences."""
-    own = 0 if phase == "rollout" else lengths.prompt
-    return float(parts.n_sequences * (own + lengths.response))
+def _n_tokens(run: RunPrograms, lengths: Lengths, phase: str) -> float:
+    """Tokens that a phase's throughput counts: sampled ones in rollout, else all."""
+    prompt = 0 if phase == "rollout" else lengths.prompt
+    return float(run.n_sequences * (prompt + lengths.response))

@@ -1,4 +1,4 @@
-"""A plan as tables for people."""
+"""Text tables of a plan."""
 
 import re
 
@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.planner.plan import Plan, seconds
+from jaxrl.planner.plan import Plan, roofline
 from jaxrl.planner.search import Candidate
 
 WIDTH = 150
@@ -23,13 +23,14 @@ SHORT = {
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
+    """Prints the tables."""
     console = console or Console()
     console.width = max(console.width, WIDTH)
     console.print(tables(plan))
 
 
 def as_text(plan: Plan, *, with_compile_s: bool = True) -> str:
-    """The tables as plain text of a fixed width."""
+    """The tables as plain text of fixed width."""
     console = Console(width=WIDTH, force_terminal=False, color_system=None)
     with console.capture() as captured:
         console.print(tables(plan, with_compile_s=with_compile_s))
@@ -40,40 +41,44 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "1"
     lengths = plan.lengths
     head = (
-        f"{plan.topology}: {plan.chip.name}, {size(plan.chip.memory_bytes)} a device, mesh {mesh}; "
+        f"{plan.topology}: {plan.chip.name}, {format_bytes(plan.chip.memory_bytes)} per device, "
+        f"mesh {mesh}; "
         f"sequences of {lengths.prompt} + {lengths.response} tokens"
     )
-    verdict = "fits" if plan.fits else f"does not fit: {plan.why_not}"
-    state = ", ".join(f"{name} {size(n)}" for name, n in plan.resident.items())
+    verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
+    state = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.resident.items())
     pages = (
-        f"KV pages: {plan.kv_pages} of {size(plan.page_bytes)}; "
+        f"KV pages: {plan.kv_pages} of {format_bytes(plan.page_bytes)}; "
         f"concurrent sequences: {plan.max_concurrent_sequences}\n"
     )
     last = (
         f"{verdict}\n"
-        f"on every device throughout: {state}\n"
+        f"resident on every device: {state}\n"
         f"{pages if plan.page_bytes else ''}"
-        f"a step at peak rates: {time(plan.expected_step_s)}, {plan.tokens_per_s:,.0f} tokens/s"
+        f"step at peak rates: {format_seconds(plan.expected_step_s)}, "
+        f"{plan.tokens_per_s:,.0f} tokens/s"
     )
     parts = [Text(head), _programs(plan, with_compile_s), _phases(plan), Text(last)]
     if unknown := {loop for p in plan.programs.values() for loop in p.cost.unknown_loops}:
         parts.append(
-            Text("loops counted once, their length is data: " + ", ".join(sorted(unknown)))
+            Text(
+                "loops with data-dependent trip counts, counted once: " + ", ".join(sorted(unknown))
+            )
         )
     return Group(*parts)
 
 
 def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
-    """The candidates that were compiled, the best first."""
-    lines = ["candidates, the best first: step time at peak rates (by formula), fullest phase"]
+    """The compiled candidates, best first."""
+    lines = ["candidates, best first: step time at peak rates (estimated), peak memory"]
     for candidate, plan in found:
         if plan is None:
-            result = "a program is too large to compile"
+            result = "a program is too large for the device"
         else:
-            fullest = max(phase.live_bytes for phase in plan.phases.values())
+            peak = max(phase.live_bytes for phase in plan.phases.values())
             verdict = "fits" if plan.fits else "does not fit"
-            result = f"{time(plan.expected_step_s)}, {size(fullest)}, {verdict}"
-        lines.append(f"  {candidate.overrides}\n    ({time(candidate.step_s)}) {result}")
+            result = f"{format_seconds(plan.expected_step_s)}, {format_bytes(peak)}, {verdict}"
+        lines.append(f"  {candidate.overrides}\n    ({format_seconds(candidate.step_s)}) {result}")
     return "\n".join(lines)
 
 
@@ -87,19 +92,19 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, p in plan.programs.items():
         collectives = "\n".join(
-            f"{SHORT[kind]} {one['count']}: {size(one['bytes'])}"
-            for kind, one in p.cost.by_kind().items()
+            f"{SHORT[kind]} {one['count']}: {format_bytes(one['bytes'])}"
+            for kind, one in p.cost.collectives_by_kind().items()
         )
-        took, bound = seconds(p, plan.chip)
+        seconds, bound = roofline(p, plan.chip)
         row = [
             name,
-            size(p.argument_bytes),
-            size(p.temp_bytes),
-            size(p.output_bytes),
+            format_bytes(p.argument_bytes),
+            format_bytes(p.temp_bytes),
+            format_bytes(p.output_bytes),
             f"{p.cost.total_flops:.2e}",
-            size(p.cost.bytes_accessed),
+            format_bytes(p.cost.bytes_accessed),
             collectives,
-            time(took),
+            format_seconds(seconds),
             bound,
         ]
         table.add_row(*row, *([f"{p.compile_s:.1f} s"] if with_compile_s else []))
@@ -107,8 +112,8 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
 
 
 def _phases(plan: Plan) -> Table:
-    title = f"a step; {size(plan.budget_bytes)} of a device may be used"
-    title += ", KV pages included" if plan.page_bytes else ""
+    title = f"one step; {format_bytes(plan.budget_bytes)} usable per device"
+    title += ", including KV pages" if plan.page_bytes else ""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
     for name in ("live without KV", "fits", "time", "bound", "tokens/s"):
@@ -116,25 +121,25 @@ def _phases(plan: Plan) -> Table:
     for name, phase in plan.phases.items():
         table.add_row(
             name,
-            size(phase.live_bytes),
+            format_bytes(phase.live_bytes),
             "yes" if phase.fits else "no",
-            time(phase.roofline_s),
+            format_seconds(phase.roofline_s),
             phase.bound,
             f"{phase.tokens_per_s:,.0f}",
         )
     return table
 
 
-def size(n_bytes: int | float) -> str:
-    """Bytes for people."""
+def format_bytes(n_bytes: int | float) -> str:
+    """A human-readable number of bytes."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.2f} {unit}"
     return f"{n_bytes:.0f} B"
 
 
-def time(value_s: int | float) -> str:
-    """Seconds for people."""
+def format_seconds(value_s: int | float) -> str:
+    """A human-readable duration."""
     if value_s >= 1:
         return f"{value_s:,.1f} s"
     return f"{value_s * 1e3:.2f} ms"

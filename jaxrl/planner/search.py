@@ -1,4 +1,7 @@
-"""The fastest settings that fit: formulas order the candidates, compiled plans decide among the first."""
+"""Searches for the fastest settings that fit.
+
+Formulas rank the candidates; compiled plans decide among the first of them.
+"""
 
 import collections
 import contextlib
@@ -16,29 +19,31 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import count_params
+from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.programs import Lengths, TooLarge
-from jaxrl.planner.topology import Topology
+from jaxrl.planner.programs import Lengths
+from jaxrl.planner.topology import Chip, Topology
 
-BUDGET_ROWS = (1, 2, 4, 8)  # micro-batches of so many longest rows per data-parallel rank
-RECOMPUTED = {"full": 1.0, "dots": 0.1, "none": 0.0}  # of a forward pass, in backward
-LONG = 2048  # tokens of a row that each device of the sequence axis has at least
+BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
+RECOMPUTED_FRACTION = {"full": 1.0, "dots": 0.1, "none": 0.0}  # of the forward pass, in backward
+MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
 HEAD_CHUNK = 1024  # tokens whose logits exist at one time
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Settings, and what formulas say of them."""
+    """Settings with their estimated memory and step time."""
 
-    mesh: dict[str, int]  # axis -> size, where it is not 1
+    mesh: dict[str, int]  # axis -> size, without axes of size 1
     token_budget: int
     remat: str
     offload: tuple[str, ...]
-    bytes: float  # per device at the fullest, without KV pages
+    bytes: float  # peak per device, without KV pages
     step_s: float
 
     @property
     def overrides(self) -> str:
+        """The settings as command-line options."""
         sizes = {"fsdp": 1} | self.mesh
         keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
             "learner.token_budget": self.token_budget,
@@ -48,7 +53,8 @@ class Candidate:
             keys["learner.offload"] = ",".join(self.offload)
         return " ".join(f"--config.{key}={value}" for key, value in keys.items())
 
-    def of(self, cfg: RunConfig) -> RunConfig:
+    def apply(self, cfg: RunConfig) -> RunConfig:
+        """The config with these settings."""
         learner = dataclasses.replace(
             cfg.learner,
             token_budget=self.token_budget,
@@ -69,65 +75,68 @@ def search(
     finalists: int = 3,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Plan | None]]:
-    """The candidates that were compiled, the best first: those that fit, by time. A plan is None where a
-    program is too large to compile.
+    """The compiled candidates with their plans: first those that fit, by step time.
 
-    Candidates come in the order of the formulas' step time; those that the formulas put at more than the
-    whole memory are left out. Raises ValueError where nothing is left.
+    Compiles candidates in the order of their estimated step time until `finalists` of them fit, and
+    skips those whose estimated memory exceeds that of the device. A plan is None if a program is
+    too large to compile. Raises ValueError if no candidate is left.
     """
     if cfg.has_critic or cfg.algorithm.teacher or cfg.reward_model.path:
         raise ValueError(
-            "--search has no formulas for a critic (algorithm.advantage='gae'), algorithm.teacher or "
-            "reward_model.path; search without, and plan what it finds with them"
+            "--search has no formulas for a critic (algorithm.advantage='gae'), algorithm.teacher "
+            "or reward_model.path; search without them, then plan the result with them"
         )
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
-    found = sorted(
+    ranked = sorted(
         candidates(cfg, decoder, machine, lengths), key=lambda c: (round(c.step_s, 6), c.bytes)
     )
-    fitting = [c for c in found if c.bytes < machine.chip.memory_bytes]
+    fitting = [c for c in ranked if c.bytes < machine.chip.memory_bytes]
     if not fitting:
-        least = min(found, key=lambda c: c.bytes, default=None)
-        needs = f" at least {least.bytes / 2**30:.1f} GiB a device" if least else ""
+        least = min(ranked, key=lambda c: c.bytes, default=None)
+        needs = f" at least {least.bytes / 2**30:.1f} GiB per device" if least else ""
         raise ValueError(
-            f"no mesh of {machine.name} holds this run: it needs{needs} of "
-            f"{machine.chip.memory_bytes / 2**30:.1f}; take more devices or shorter rows"
+            f"no mesh of {machine.name} fits this run: it needs{needs} of "
+            f"{machine.chip.memory_bytes / 2**30:.1f}; use more devices or shorter rows"
         )
-    done: list[tuple[Candidate, Plan | None]] = []
+    compiled: list[tuple[Candidate, Plan | None]] = []
     for candidate in fitting:
         on_start(f"compiling {candidate.overrides}")
         try:
-            plan = make_plan(candidate.of(cfg), decoder, machine, lengths=lengths)
-        except TooLarge:
+            plan = make_plan(candidate.apply(cfg), decoder, machine, lengths=lengths)
+        except ProgramTooLarge:
             plan = None
-        done.append((candidate, plan))
-        if sum(plan is not None and plan.fits for _, plan in done) == finalists:
+        compiled.append((candidate, plan))
+        if sum(plan is not None and plan.fits for _, plan in compiled) == finalists:
             break
-    return sorted(done, key=_rank)
+    return sorted(compiled, key=_rank)
 
 
 def candidates(
     cfg: RunConfig, decoder: DecoderConfig, machine: Topology, lengths: Lengths
 ) -> Iterator[Candidate]:
-    """All meshes that divide the model, token budgets, remat policies, and what may wait with the host."""
+    """All meshes that divide the model, token budgets, remat policies and offload options."""
     row = max(cfg.learner.row_lens)
-    waiting = ("optimizer", "reference") if needs_ref(cfg) else ("optimizer",)
+    all_offload = ("optimizer", "reference") if needs_ref(cfg) else ("optimizer",)
     for mesh in meshes(cfg, decoder, machine):
         for rows in BUDGET_ROWS:
             for remat in REMATS:
-                for offload in ((), waiting):
+                for offload in ((), all_offload):
                     tokens = rows * row * mesh["sequence"]
                     yield estimate(cfg, decoder, machine, lengths, mesh, tokens, remat, offload)
 
 
 def meshes(cfg: RunConfig, decoder: DecoderConfig, machine: Topology) -> Iterator[dict[str, int]]:
-    """Sizes of the axes that share rows and weights: tensor within a node, sequence for long rows, expert for
-    a mixture of experts, replicas of a node or more where the network between nodes is slow; fsdp is the rest."""
+    """All meshes worth trying; fsdp has the remaining devices.
+
+    tensor: within a node. sequence: for long rows. expert: for MoE models. replica: one node or
+    more each, if the network between nodes is slow.
+    """
     n, node = len(machine.devices), machine.chip.node or len(machine.devices)
     row, rules = max(cfg.learner.row_lens), training_rules(cfg)
-    whole = [size for size in range(1, n + 1) if n % size == 0]
-    for tensor, sequence, expert, replica in itertools.product(whole, whole, whole, whole):
+    divisors = [size for size in range(1, n + 1) if n % size == 0]
+    for tensor, sequence, expert, replica in itertools.product(divisors, repeat=4):
         inner = tensor * sequence * expert * replica
-        if n % inner or tensor > node or (sequence > 1 and row < LONG * sequence):
+        if n % inner or tensor > node or (sequence > 1 and row < MIN_SHARD_LEN * sequence):
             continue
         if (expert > 1 and not decoder.E) or (replica > 1 and n // replica < node):
             continue
@@ -152,80 +161,162 @@ def estimate(
     remat: str,
     offload: tuple[str, ...] = (),
 ) -> Candidate:
-    """Memory and step time by formula; `tokens` is the budget of a data-parallel rank.
+    """Memory and step time by formula; `tokens` is the token budget of a data-parallel rank.
 
-    Memory: weights, float32 moments, master and gradients, all sharded; what backward keeps of each
-    layer; one gathered layer and its gradient; a chunk of logits and the head's gradient.
-    Time: each pass over the weights in operations or, if that is longer, in gathered weights; activations
-    summed over tensor shards, exchanged for heads, and sent to experts; gradients summed over replicas;
-    what waits with the host comes and goes. Decode reads the weights at every step, its copy of them or what it
-    gathers.
+    Memory: weights, float32 moments, master weights and gradients, all sharded; activations that
+    backward keeps of each layer; one gathered layer and its gradient; a chunk of logits and the
+    head's gradient.
+    Time: compute of each pass over the weights, or all-gathers of the weights if these take
+    longer; activations all-reduced over tensor, exchanged over sequence, and sent to experts;
+    gradients reduced over replicas; offloaded state moved to the device and back. Decode reads
+    the weights at every step, either its own copy or gathered ones.
     """
-    chip, d = machine.chip, decoder
+    sizes = _sizes(cfg, decoder, machine, mesh, tokens)
+    memory = _memory_bytes(cfg, decoder, sizes, remat, offload)
+    step_s = _step_seconds(cfg, decoder, machine, lengths, sizes, remat, offload)
+    mesh = {axis: n for axis, n in mesh.items() if n > 1}
+    return Candidate(mesh, tokens, remat, offload, memory, step_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Mesh sizes, and parameters per device. Parameters are counts, not bytes."""
+
+    tensor: int
+    sequence: int
+    expert: int
+    replica: int
+    fsdp: int  # devices that shard the weights by FSDP: fsdp x sequence
+    ranks: int  # data-parallel ranks
+    tokens: int  # token budget of a rank
+    item_bytes: int  # of a weight
+    params: int
+    active_params: int | float  # used by one token
+    head: int  # parameters of the unembedding
+    gathered: float  # per device with all FSDP shards
+    held: float  # per device, sharded
+    layer: float  # of one gathered layer
+    rollout_copy: float  # per device
+    n_replicas: int  # of the rollout engine; 1 if it uses the training layout
+
+    @property
+    def local_tokens(self) -> float:
+        return self.tokens / self.sequence
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Two float32 moments, and master weights if the weights are narrower."""
+        return self.held * (8 + (4 if self.item_bytes < 4 else 0))
+
+
+def _sizes(
+    cfg: RunConfig,
+    d: DecoderConfig,
+    machine: Topology,
+    mesh: dict[str, int],
+    tokens: int,
+) -> _Sizes:
     size = collections.defaultdict(lambda: 1, mesh)
     tp, s, e = size["tensor"], size["sequence"], size["expert"]
-    f, ranks = size["fsdp"] * s, size["replica"] * size["fsdp"] * e
-    dtype, _ = for_platform(cfg, decoder, machine.platform)
-    wide = dtype.itemsize
     params, head = n_params(dataclasses.replace(d, stacked=True)), d.V * d.D
     experts = 3 * d.L * d.E * d.F_expert * d.D
-    share = ((params - experts) + experts / e) / tp  # of a device that has all shards of fsdp
-    layer = (share - head * (1 if d.tied else 2) / tp) / d.L
-    used = params - experts * (1 - d.top_k / d.E if d.E else 0)  # by one token
+    gathered = ((params - experts) + experts / e) / tp
+    n_replicas, rollout_copy = 1, gathered
+    if cfg.rollout.layout == "replicas":
+        group = cfg.rollout.tensor or tp, cfg.rollout.expert or e
+        n_replicas = max(len(machine.devices) // math.prod(group), 1)
+        rollout_copy = ((params - experts) + experts / group[1]) / group[0]
+    return _Sizes(
+        tensor=tp,
+        sequence=s,
+        expert=e,
+        replica=size["replica"],
+        fsdp=size["fsdp"] * s,
+        ranks=size["replica"] * size["fsdp"] * e,
+        tokens=tokens,
+        item_bytes=for_platform(cfg, d, machine.platform)[0].itemsize,
+        params=params,
+        active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
+        head=head,
+        gathered=gathered,
+        held=gathered / (size["fsdp"] * s),
+        layer=(gathered - head * (1 if d.tied else 2) / tp) / d.L,
+        rollout_copy=rollout_copy,
+        n_replicas=n_replicas,
+    )
 
-    held, local = share / f, tokens / s
-    optimizer = 8 + (4 if wide < 4 else 0)
+
+def _memory_bytes(
+    cfg: RunConfig, d: DecoderConfig, sizes: _Sizes, remat: str, offload: tuple[str, ...]
+) -> float:
+    """Peak per device, without KV pages."""
+    tp, e, local, wide = sizes.tensor, sizes.expert, sizes.local_tokens, sizes.item_bytes
     reference = needs_ref(cfg) and ("reference" not in offload or full_kl_in_loss(cfg))
-    state = held * (wide * (1 + reference) + 4)
+    state = sizes.held * (wide * (1 + reference) + 4)
     ffw = e * d.top_k * (d.F_expert + d.D) if d.E else d.F
     dots = 2 * d.D + (2 * (d.N + d.K) * d.H + 3 * ffw) / tp
     kept = {"full": d.D, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
-    work = local * wide * (d.L * kept + 4 * dots) + 3 * layer * wide + chunk + 2 * 4 * head / tp
-    waits, rollout, replicas, copy = "optimizer" in offload, cfg.rollout, 1, share
-    if rollout.layout == "replicas":
-        group = rollout.tensor or tp, rollout.expert or e
-        replicas = max(len(machine.devices) // math.prod(group), 1)
-        copy = ((params - experts) + experts / group[1]) / group[0]
-        work = max(work, copy * wide if f > 1 else 0)
-    memory = state + (max(work, held * optimizer) if waits else held * optimizer + work)
+    work = local * wide * (d.L * kept + 4 * dots) + 3 * sizes.layer * wide + chunk
+    work += 2 * 4 * sizes.head / tp
+    if cfg.rollout.layout == "replicas":
+        work = max(work, sizes.rollout_copy * wide if sizes.fsdp > 1 else 0)
+    optimizer = sizes.optimizer_bytes
+    return state + (max(work, optimizer) if "optimizer" in offload else optimizer + work)
 
-    def send(n_bytes: int | float, n: int, reach: int) -> float:
-        """Seconds of n devices, the first and last of which are `reach` apart, that share so many bytes."""
-        slow = chip.node and reach > chip.node
-        rate = chip.network_bytes_per_s if slow else chip.link_bytes_per_s
-        return n_bytes * (n - 1) / n / rate
 
-    total = cfg.sequences_per_step * (lengths.prompt + lengths.response)
-    micro = math.ceil(total / (ranks * tokens))
-    attention = 2 * 2 * d.L * d.N * d.H * (lengths.prompt + lengths.response) / 2
-    flops = local * (2 * (used - head * (not d.tied)) + attention) / tp  # of a forward pass
+def _step_seconds(
+    cfg: RunConfig,
+    d: DecoderConfig,
+    machine: Topology,
+    lengths: Lengths,
+    sizes: _Sizes,
+    remat: str,
+    offload: tuple[str, ...],
+) -> float:
+    chip, rollout = machine.chip, cfg.rollout
+    tp, s, e, wide = sizes.tensor, sizes.sequence, sizes.expert, sizes.item_bytes
+    fsdp, local = sizes.fsdp, sizes.local_tokens
+    seq_len = lengths.prompt + lengths.response
+    attention = 2 * 2 * d.L * d.N * d.H * seq_len / 2
+    # of a forward pass
+    flops = local * (2 * (sizes.active_params - sizes.head * (not d.tied)) + attention) / tp
     compute = flops / chip.rate("f32" if wide == 4 else "bf16")
-    gathered = send(share * wide, f, f * e * tp)
-    sums = (
+    gather = _collective_seconds(chip, sizes.gathered * wide, fsdp, fsdp * e * tp)
+    activations = (
         d.L
         * local
         * wide
         * (
-            send(2 * 2 * d.D, tp, tp)
-            + send(2 * (d.N + d.K) * d.H / tp, s, s * tp)
-            + send(2 * e * d.D, e, e * s * tp)
+            _collective_seconds(chip, 2 * 2 * d.D, tp, tp)
+            + _collective_seconds(chip, 2 * (d.N + d.K) * d.H / tp, s, s * tp)
+            + _collective_seconds(chip, 2 * e * d.D, e, e * s * tp)
         )
     )
-    forward = max(compute, gathered) + sums
-    again = RECOMPUTED[remat] * compute + (sums if remat == "full" else 0.0)
-    backward = max(2 * compute + again, (1 if f > 1 else 0) * 2 * gathered) + sums
-    backward += send(2 * 4 * held, size["replica"], len(machine.devices))
-    scored = needs_old_logp(cfg) + needs_ref_logp(cfg)
-    step = micro * (cfg.learner.epochs * (forward + backward) + scored * forward)
-    steps = math.ceil(cfg.sequences_per_step / (rollout.max_num_seqs * replicas)) * lengths.response
-    read = copy * wide / chip.memory_bytes_per_s
-    step += steps * (read if replicas > 1 else max(read, gathered))
-    moved = 2 * held * optimizer * cfg.updates_per_step if waits else 0.0
-    moved += held * wide if "reference" in offload else 0.0
-    step += moved / chip.host_bytes_per_s
-    mesh = {axis: n for axis, n in mesh.items() if n > 1}
-    return Candidate(mesh, tokens, remat, offload, memory, step)
+    forward = max(compute, gather) + activations
+    recompute = RECOMPUTED_FRACTION[remat] * compute + (activations if remat == "full" else 0.0)
+    backward = max(2 * compute + recompute, (1 if fsdp > 1 else 0) * 2 * gather) + activations
+    backward += _collective_seconds(chip, 2 * 4 * sizes.held, sizes.replica, len(machine.devices))
+    n_scored = needs_old_logp(cfg) + needs_ref_logp(cfg)
+    micro_batches = math.ceil(cfg.sequences_per_step * seq_len / (sizes.ranks * sizes.tokens))
+    step = micro_batches * (cfg.learner.epochs * (forward + backward) + n_scored * forward)
+    slots = rollout.max_num_seqs * sizes.n_replicas
+    decode_steps = math.ceil(cfg.sequences_per_step / slots) * lengths.response
+    read = sizes.rollout_copy * wide / chip.memory_bytes_per_s
+    step += decode_steps * (read if sizes.n_replicas > 1 else max(read, gather))
+    moved = 0.0
+    if "optimizer" in offload:
+        moved += 2 * sizes.optimizer_bytes * cfg.updates_per_step
+    if "reference" in offload:
+        moved += sizes.held * wide
+    return step + moved / chip.host_bytes_per_s
+
+
+def _collective_seconds(chip: Chip, n_bytes: int | float, n: int, spread: int) -> float:
+    """Time for n devices to exchange so many bytes; `spread` is from the first to the last."""
+    slow = chip.node and spread > chip.node
+    rate = chip.network_bytes_per_s if slow else chip.link_bytes_per_s
+    return n_bytes * (n - 1) / n / rate
 
 
 @functools.cache

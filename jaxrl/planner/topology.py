@@ -1,10 +1,10 @@
-"""Named machines: what a chip holds and how fast it is, and device descriptions to compile for.
+"""Named machines: memory and peak rates of a chip, and device descriptions to compile for.
 
-Peak rates are the vendors' (cloud.google.com/tpu/docs/system-architecture-tpu-vm,
-nvidia.com H100 and H200 data sheets, dense). Link rates of TPUs are those of one ring over one torus
-axis, both directions, and their way to the host is PCIe (jax-ml.github.io/scaling-book, "TPUs"). The memory of a TPU is what its compiler
-gives a program ("exceeds available HBM"). A CPU device stands for one AVX-512 core, as measured with
-2048 x 2048 matrix products and a stream read.
+Peak rates are the vendors' (cloud.google.com/tpu/docs/system-architecture-tpu-vm, nvidia.com H100
+and H200 data sheets, dense). TPU link rates are those of a ring over one torus axis in both
+directions; TPU hosts are connected by PCIe (jax-ml.github.io/scaling-book, "TPUs"). The memory of a
+TPU is what its compiler grants a program ("exceeds available HBM"). A CPU device stands for one
+AVX-512 core, measured with 2048 x 2048 matrix products and a stream read.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ import jax
 from jax.experimental import topologies
 
 GIB = 2**30
-# What libtpu asks of its environment where no chip is attached: no metadata server, plans side by side, no noise.
+# Environment for libtpu without a chip: no metadata server, concurrent processes, quiet logs.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",  # of no consequence, but asked for
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # required, but has no effect
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
@@ -34,16 +34,16 @@ TPU_ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device."""
+    """Memory and peak rates of one device."""
 
     name: str
     memory_bytes: float
     flops_per_s: dict[str, float]  # of matrix products, by operand dtype
     memory_bytes_per_s: float
-    link_bytes_per_s: float  # within a node, or a TPU slice
+    link_bytes_per_s: float  # within a node or a TPU slice
     network_bytes_per_s: float  # between nodes, per device
     host_bytes_per_s: float  # between a device and its host, one way
-    node: int  # devices of a node; 0 = all
+    node: int  # devices per node; 0 = all
 
     def rate(self, dtype: str) -> float:
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
@@ -68,17 +68,18 @@ CHIPS = {
     "h200": _gpu("H200 SXM", 139.8, 4800.0),
     "cpu": Chip("CPU core", 0.0, {"f32": 140e9, "bf16": 700e9}, 14e9, 10e9, 10e9, 14e9, 0),
 }
-# What JAX calls the devices of these chips: a part of `device_kind`.
-KINDS = {
+# Part of JAX's `device_kind` -> chip.
+DEVICE_KINDS = {
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
     "TPU v6 lite": "v6e",
     "H100": "h100",
     "H200": "h200",
 }
-KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip comes in), h100:64, h200:8, cpu:8"
+KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip supports), h100:64, h200:8, cpu:8"
 
-# Of the compiler's description of a GPU (openxla/xla, xla/stream_executor/device_description.proto).
+# The compiler's description of a GPU
+# (openxla/xla, xla/stream_executor/device_description.proto).
 GPU_DESCRIPTION = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 }}
@@ -109,7 +110,7 @@ device_description_str: "NVIDIA {name}"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that programs can be compiled for, attached or not."""
+    """Devices to compile for, attached or not."""
 
     name: str
     platform: str  # "cpu" | "gpu" | "tpu"
@@ -118,14 +119,14 @@ class Topology:
 
 
 def topology(name: str) -> Topology:
-    """The machine of a name such as "v5p:4x4x4", "h200:64" or "cpu:8".
+    """The machine with a name such as "v5p:4x4x4", "h200:64" or "cpu:8".
 
-    Raises ValueError for a name that is not known, a shape that the chip does not come in, and a
-    compiler that is not installed.
+    Raises ValueError for an unknown name, a shape that the chip does not support, or a compiler
+    that is not installed.
     """
     kind, _, shape = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape):
-        raise ValueError(f"the topology {name!r} is not known; set one of {KNOWN}")
+        raise ValueError(f"unknown topology {name!r}; set one of {KNOWN}")
     n = math.prod(int(size) for size in shape.split("x"))
     if kind == "cpu":
         return _cpu(name, n)
@@ -135,13 +136,13 @@ def topology(name: str) -> Topology:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip of a device that is attached; None where its peak rates are not known here."""
-    named = (chip for part, chip in KINDS.items() if part in device_kind)
+    """The chip of an attached device; None if its peak rates are unknown."""
+    named = (chip for part, chip in DEVICE_KINDS.items() if part in device_kind)
     return CHIPS[found] if (found := next(named, None)) else None
 
 
 def simulated_cpus(name: str) -> int:
-    """CPU devices that a topology's name asks for; 0 where it asks for others."""
+    """Number of CPU devices of a topology "cpu:N"; 0 for other topologies."""
     match = re.fullmatch(r"cpu:(\d+(?:x\d+)*)", name)
     return math.prod(int(size) for size in match[1].split("x")) if match else 0
 
@@ -162,30 +163,31 @@ def _cpu(name: str, n: int) -> Topology:
 def _tpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"{name} needs the TPU compiler, which is not installed; uv pip install libtpu, or the extra "
-            "jaxrl[tpu] (no TPU is needed)"
+            f"{name} needs the TPU compiler, which is not installed; uv pip install libtpu, or the "
+            "extra jaxrl[tpu] (no TPU is needed)"
         )
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except Exception as problem:  # the plugin raises its own types
+    except Exception as error:  # the plugin raises its own types
         raise ValueError(
-            f"the TPU compiler refused {name}: {str(problem).splitlines()[0]}; known shapes are such as {KNOWN}"
-        ) from problem
+            f"the TPU compiler rejected {name}: {str(error).splitlines()[0]}; examples: {KNOWN}"
+        ) from error
 
 
 def _gpu_devices(kind: str, n: int) -> Sequence[Any]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ValueError(
-            f"{kind}:{n} needs the CUDA compiler, which is not installed; uv pip install jax-cuda13-plugin "
-            "jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, or the extra jaxrl[cuda] (no GPU is needed)"
+            f"{kind}:{n} needs the CUDA compiler, which is not installed; uv pip install "
+            "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, or the extra "
+            "jaxrl[cuda] (no GPU is needed)"
         )
     chip = CHIPS[kind]
     node = min(n, chip.node)
     if n % node:
         raise ValueError(
-            f"{kind}:{n} is no whole number of nodes of {node}; set a multiple of {node}"
+            f"{kind}:{n} is not a whole number of nodes of {node} GPUs; set a multiple of {node}"
         )
     target = GPU_DESCRIPTION.format(
         bandwidth=int(chip.memory_bytes_per_s), memory=int(chip.memory_bytes), name=chip.name

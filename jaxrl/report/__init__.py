@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that shows what it learned, and needs nothing but a browser."""
+"""The report of a run: one self-contained HTML file with its curves, samples and config."""
 
 from jaxrl.report.page import write_report
 

@@ -1,4 +1,7 @@
-"""python -m jaxrl.report RUN_DIR: writes RUN_DIR/report.html, and with --curve=OUT.svg the curve for a README."""
+"""python -m jaxrl.report RUN_DIR: writes RUN_DIR/report.html.
+
+With --curve=OUT.svg it also writes the learning curve as a picture, for a README.
+"""
 
 import argparse
 import sys
@@ -10,17 +13,17 @@ from jaxrl.report.page import write_report
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl.report", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="folder of a run, with its metrics.jsonl")
+    parser.add_argument("run_dir", type=Path, help="run folder with metrics.jsonl")
     parser.add_argument(
-        "--curve", type=Path, help="also write reward and validation as an SVG here"
+        "--curve", type=Path, help="also write an SVG of reward and validation accuracy"
     )
     args = parser.parse_args(argv)
     try:
         print(write_report(args.run_dir))
         if args.curve is not None:
             print(write_curve_svg(args.run_dir, args.curve))
-    except (ValueError, OSError) as problem:
-        print(problem, file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Which charts a report has, and which metrics each of them shows."""
+"""The charts of a report and the metrics that each of them shows."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ PHASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """`lines` maps metrics to legends."""
+    """A chart; `lines` maps metrics to legends."""
 
     title: str
     note: str
@@ -31,22 +31,22 @@ class Chart:
 
 
 def all_charts(record: Record) -> list[Chart]:
-    """In the order of the page. Charts of metrics that were not logged are among them."""
+    """All charts in page order, including those whose metrics were not logged."""
     offline = any(name in record.series for name in ("loss/nll", "preference/loss"))
-    return [*(given_charts(record) if offline else sampled_charts(record)), *update_charts()]
+    return [*(offline_charts(record) if offline else rl_charts(record)), *update_charts()]
 
 
-def given_charts(record: Record) -> list[Chart]:
-    """Of a run that learns from answers it is given."""
-    of_pairs = [
+def offline_charts(record: Record) -> list[Chart]:
+    """Charts of an offline run: SFT, DPO or reward modelling."""
+    preference_charts = [
         Chart(
-            "Preferred answers",
-            "pairs whose chosen answer has the larger reward",
+            "Preference accuracy",
+            "pairs whose chosen response has the larger reward",
             {"preference/accuracy": "training", "val/accuracy": "held out"},
             unit="fraction",
         ),
         Chart(
-            "Rewards of answers",
+            "Rewards of responses",
             "β log π / π_ref",
             {"preference/reward_chosen": "chosen", "preference/reward_rejected": "rejected"},
         ),
@@ -54,17 +54,17 @@ def given_charts(record: Record) -> list[Chart]:
     return [
         Chart(
             "Loss",
-            "on given answers: nats per token, or of a pair",
+            "nats per token (SFT) or per pair",
             {"loss/nll": "training", "preference/loss": "training"}
             | {"val/nll": "held out", "val/loss": "held out"},
         ),
-        *(of_pairs if "preference/loss" in record.series else []),
+        *(preference_charts if "preference/loss" in record.series else []),
         Chart("Entropy", "nats per token", {"loss/entropy": "entropy"}),
     ]
 
 
-def sampled_charts(record: Record) -> list[Chart]:
-    """Of a run that samples its answers."""
+def rl_charts(record: Record) -> list[Chart]:
+    """Charts of a run with rollouts."""
     rewards = [name for name in record.series if name.startswith("reward/")]
     parts = [n for n in rewards if n not in ("reward/mean", "reward/std", "reward/errors")]
     parts = parts if len(parts) > 1 else []  # one function is the reward itself
@@ -94,6 +94,13 @@ def sampled_charts(record: Record) -> list[Chart]:
             {"rollout/truncated_fraction": "training", "val/truncated_fraction": "validation"},
             unit="fraction",
         ),
+        *policy_charts(record),
+    ]
+
+
+def policy_charts(record: Record) -> list[Chart]:
+    """Charts of a run with rollouts: policy loss, critic, rollout-trainer mismatch."""
+    return [
         Chart(
             "KL",
             "nats per token",
@@ -108,7 +115,7 @@ def sampled_charts(record: Record) -> list[Chart]:
         *(value_charts() if "critic/loss" in record.series else []),
         Chart(
             "Rollout-trainer mismatch",
-            "of a token's logprob",
+            "difference of a token's logprob",
             {
                 "mismatch/logp_diff_max": "largest",
                 "mismatch/logp_diff_mean": "mean",
@@ -120,7 +127,7 @@ def sampled_charts(record: Record) -> list[Chart]:
 
 
 def value_charts() -> list[Chart]:
-    """Of a run with a critic."""
+    """Charts of the critic."""
     return [
         Chart("Value loss", "half the squared error of a value", {"critic/loss": "loss"}),
         Chart(
@@ -130,14 +137,14 @@ def value_charts() -> list[Chart]:
         ),
         Chart(
             "Explained variance",
-            "of the returns, by the values before the step",
+            "of the returns, by the values before the update",
             {"critic/explained_variance": "explained"},
         ),
     ]
 
 
 def update_charts() -> list[Chart]:
-    """Of every run."""
+    """Charts of every run: optimizer, time and throughput."""
     return [
         Chart(
             "Gradient norm",
@@ -162,7 +169,7 @@ def update_charts() -> list[Chart]:
             "fraction in use",
             {
                 "rollout/cache_utilization": "KV pages in use",
-                "rollout/prefix_hit_rate": "prompt tokens found in the cache",
+                "rollout/prefix_hit_rate": "prefix cache hits",
                 "perf/padding_fraction": "padding of packed rows",
             },
             unit="fraction",
@@ -175,13 +182,13 @@ def legend(names: list[str], prefix: str, suffix: str = "") -> dict[str, str]:
 
 
 def unit_of(record: Record, metric: str) -> str:
-    """A fraction where all values are between 0 and 1."""
+    """ "fraction" if all values are between 0 and 1, else ""."""
     values = [v for _, v in record.series.get(metric, ())]
     return "fraction" if all(0 <= v <= 1 for v in values) else ""
 
 
 def other_time(record: Record) -> Points:
-    """Seconds of a step that no phase accounts for."""
+    """Seconds of each step that belong to no phase."""
     phases = {
         name: dict(record.series.get(name, ()))
         for name in PHASES
@@ -194,7 +201,7 @@ def other_time(record: Record) -> Points:
 
 
 def chart_data(record: Record) -> tuple[list[dict[str, Any]], list[str]]:
-    """The charts that have data, as the page's script wants them, and the titles of those that have none."""
+    """(charts with data in the format of page.js, titles of the charts without data)."""
     charts, empty = [], []
     series = record.series | {"other": other_time(record)}
     for chart in all_charts(record):
@@ -215,7 +222,7 @@ def chart_data(record: Record) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def on_common_steps(lines: dict[str, Points]) -> dict[str, Points]:
-    """Stacked lines need the same steps: those of the longest, 0 where another has none."""
+    """Lines with the steps of the longest one, for stacking; missing values are 0."""
     lines = {name: points for name, points in lines.items() if any(v > 0 for _, v in points)}
     if not lines:
         return {}

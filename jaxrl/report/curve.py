@@ -1,4 +1,4 @@
-"""The learning curve as one SVG picture: training reward and validation accuracy, for a README."""
+"""The learning curve as an SVG: training reward and validation accuracy, for a README."""
 
 import html
 import math
@@ -10,25 +10,27 @@ WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 44, 38
 STYLE = """
 .ink { fill: #1d1f23; } .soft { fill: #646a73; } .grid { stroke: #e3e3df; }
-.train { stroke: #2f6fdb; } .val { stroke: #1f9d6a; } .dot { fill: #1f9d6a; } .key { fill: #2f6fdb; }
+.train { stroke: #2f6fdb; } .val { stroke: #1f9d6a; }
+.dot { fill: #1f9d6a; } .key { fill: #2f6fdb; }
 @media (prefers-color-scheme: dark) {
 .ink { fill: #e8e9ec; } .soft { fill: #9aa1ac; } .grid { stroke: #343942; }
-.train { stroke: #6fa3ff; } .val { stroke: #58cf9e; } .dot { fill: #58cf9e; } .key { fill: #6fa3ff; } }
+.train { stroke: #6fa3ff; } .val { stroke: #58cf9e; }
+.dot { fill: #58cf9e; } .key { fill: #6fa3ff; } }
 text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 path { fill: none; stroke-linejoin: round; }
 """
 
 
 def write_curve_svg(run_dir: str | Path, out: str | Path) -> Path:
-    """Writes the picture to `out`, light or dark as the reader's system is.
+    """Writes the picture to `out`; it follows the reader's light or dark color scheme.
 
-    Raises ValueError where the run has logged neither reward/mean nor val/reward.
+    Raises ValueError if the run has logged neither reward/mean nor val/reward.
     """
     record = read_record(Path(run_dir))
     if not any(finite(record.series.get(name, [])) for name in ("reward/mean", "val/reward")):
         raise ValueError(
-            f"{run_dir} has no reward/mean or val/reward in metrics.jsonl; train at least one step, "
-            f"with 'jsonl' in config.log.loggers"
+            f"{run_dir} has no reward/mean or val/reward in metrics.jsonl; train at least one "
+            f"step, with 'jsonl' in config.log.loggers"
         )
     out = Path(out)
     out.write_text(curve_svg(record), encoding="utf-8")
@@ -36,6 +38,7 @@ def write_curve_svg(run_dir: str | Path, out: str | Path) -> Path:
 
 
 def curve_svg(record: Record) -> str:
+    """The picture as SVG text."""
     train, val = (finite(record.series.get(name, [])) for name in ("reward/mean", "val/reward"))
     x_low, x_high = span([step for step, _ in train + val])
     values = [v for _, v in train + val]
@@ -79,7 +82,7 @@ def span(steps: list[int]) -> tuple[int, int]:
 
 
 def smoothed(points: Points) -> Points:
-    """Means over a window of a twentieth of the run around each point."""
+    """Moving average over a window of a twentieth of the run."""
     half = len(points) // 40
     windows = (points[max(i - half, 0) : i + half + 1] for i in range(len(points)))
     return [
@@ -108,7 +111,8 @@ def grid(low: float, high: float, x_low: int, x_high: int, at, *, unit: str = "s
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         out.append(
-            f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>'
+            f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{value:.2f}</text>"
         )
     for step in sorted({round(x_low + (x_high - x_low) * i / 6) for i in range(7)}):
         x, _ = at(step, low)

@@ -1,4 +1,4 @@
-"""The page: what is said in words is written here, charts and the table of samples are drawn by page.js."""
+"""The report page: text and tables; page.js draws the charts and the table of samples."""
 
 import html
 import json
@@ -29,8 +29,8 @@ FIELDS = (
 def write_report(run_dir: str | Path) -> Path:
     """Writes run_dir/report.html from the files in the folder and returns its path.
 
-    The page holds its data, style and script: it opens anywhere, without a network. A run that has
-    logged nothing yet gives a page that says so. Raises ValueError where `run_dir` is no folder.
+    The page embeds its data, style and script, and needs no network. If the run has no metrics yet,
+    the page says so. Raises ValueError if `run_dir` is not a folder.
     """
     run_dir = Path(run_dir)
     record = read_record(run_dir)
@@ -59,7 +59,7 @@ def render(record: Record, folder: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand inside a script element: it has no "<", and null for NaN."""
+    """JSON for a script element: "<" is escaped and NaN is null."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, float):
@@ -73,7 +73,7 @@ def embedded(data: Any) -> str:
 
 
 def sample_rows(record: Record) -> list[list[Any]]:
-    """One list a sample, in the order of FIELDS."""
+    """One list per sample, in the order of FIELDS."""
     samples = thin_samples(record.samples)
     limit = max(MAX_SAMPLE_CHARS // max(2 * len(samples), 1), 500)
 
@@ -99,14 +99,14 @@ def short_source(source: Any) -> str:
 
 
 def headlines(record: Record) -> list[tuple[str, str, str]]:
-    """(label, value, small print) of the numbers on top."""
+    """(label, value, note) of the numbers at the top of the page."""
     many = max(record.last_step // 20, 1)
     cards = [
         change(
             record, "val/reward", "Validation accuracy", "held-out prompts, before and after", 1
         ),
         change(record, "val/nll", "Validation loss", "nats per token, before and after", 1),
-        change(record, "val/accuracy", "Preferred answers", "of held-out pairs", 1),
+        change(record, "val/accuracy", "Preference accuracy", "held-out pairs", 1),
         change(
             record,
             "reward/mean",
@@ -164,12 +164,12 @@ def card(label: str, value: str, small: str) -> str:
 
 
 def notice(record: Record, empty: list[str]) -> str:
-    """What the page does not show, and why."""
+    """A note about metrics that are missing."""
     if not record.series:
         words = (
-            "There are no metrics in this run folder yet. They appear in metrics.jsonl after the first "
-            "validation or step, with 'jsonl' in config.log.loggers; then write this report again with "
-            "python -m jaxrl.report RUN_DIR."
+            "There are no metrics in this run folder yet. They appear in metrics.jsonl after the "
+            "first validation or step, with 'jsonl' in config.log.loggers. Then write this report "
+            "again with python -m jaxrl.report RUN_DIR."
         )
     elif empty:
         words = f"Not logged in this run: {', '.join(empty)}."
@@ -179,7 +179,7 @@ def notice(record: Record, empty: list[str]) -> str:
 
 
 def config_table(config: dict[str, Any]) -> str:
-    """All keys, those that differ from the defaults first."""
+    """All config keys; those that differ from the defaults come first."""
     if not config:
         return '<p class="notice">There is no config.json in this run folder.</p>'
     defaults = flatten(json.loads(json.dumps(to_dict(RunConfig()))))

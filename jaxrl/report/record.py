@@ -1,4 +1,4 @@
-"""What a run folder says about its run, thinned so that a page can hold it."""
+"""Reads the metrics and samples of a run folder, and thins them for the report."""
 
 import collections
 import dataclasses
@@ -12,17 +12,17 @@ from jaxrl.io.tracking.json_lines import read_lines
 
 Points = list[tuple[int, float]]  # (step, value), ascending
 
-MAX_POINTS = 800  # of a series
+MAX_POINTS = 800  # per series
 MAX_SAMPLES = 3000
 MAX_SAMPLE_CHARS = 6_000_000  # of all samples together
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A run as its files tell it."""
+    """Config, metrics and samples of a run."""
 
-    config: dict[str, Any]  # dotted key -> value; {} where there is no config.json
-    series: dict[str, Points]  # metric -> all of its points
+    config: dict[str, Any]  # dotted key -> value; {} if there is no config.json
+    series: dict[str, Points]  # metric -> all points
     samples: list[dict[str, Any]]
 
     @property
@@ -41,12 +41,10 @@ class Record:
 
 
 def read_record(run_dir: Path) -> Record:
-    """Raises ValueError where `run_dir` is no folder."""
+    """Reads the files of a run folder. Raises ValueError if `run_dir` is not a folder."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(
-            f"{run_dir} is not a folder; give the folder of a run, e.g. runs/quickstart"
-        )
+        raise ValueError(f"{run_dir} is not a folder; pass a run folder, e.g. runs/quickstart")
     try:
         config = flatten(json.loads((run_dir / "config.json").read_text()))
     except (OSError, ValueError):
@@ -68,7 +66,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_series(lines: list[dict[str, Any]]) -> dict[str, Points]:
-    """Metric -> points. Of a step that was logged twice the later line counts."""
+    """Metric -> points; if a step was logged twice, the later line counts."""
     values: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for line in lines:
         for name, value in line.items():
@@ -78,7 +76,7 @@ def read_series(lines: list[dict[str, Any]]) -> dict[str, Points]:
 
 
 def as_float(value: Any) -> float | None:
-    """Numbers, and the strings that stand for those JSON cannot hold."""
+    """The value of a number or of a string such as "NaN"; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -93,7 +91,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def thin(points: Points, limit: int = MAX_POINTS, *, largest: bool = False) -> Points:
-    """At most `limit` points, each the mean (or the largest) of equally many neighbours."""
+    """At most `limit` points, each the mean (or maximum) of a window of equal size."""
     if len(points) <= limit:
         return points
     size = math.ceil(len(points) / limit)
@@ -107,7 +105,10 @@ def thin(points: Points, limit: int = MAX_POINTS, *, largest: bool = False) -> P
 
 
 def thin_samples(samples: list[dict[str, Any]], limit: int = MAX_SAMPLES) -> list[dict[str, Any]]:
-    """At most `limit` samples: of each kind the first and the last step first, then every step alike."""
+    """At most `limit` samples.
+
+    Keeps the first and the last step of each kind, then the same number from every step.
+    """
     if len(samples) <= limit:
         return samples
     steps: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
@@ -132,14 +133,14 @@ def thin_samples(samples: list[dict[str, Any]], limit: int = MAX_SAMPLES) -> lis
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:
-    """At most `limit` of the items, evenly spaced."""
+    """At most `limit` items, evenly spaced."""
     if len(items) <= limit:
         return items
     return [items[i * (len(items) - 1) // (limit - 1)] for i in range(limit)]
 
 
 def cut(text: str, limit: int) -> str:
-    """A long text loses its middle, and says so."""
+    """The text, with its middle replaced by a note if it is longer than `limit`."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, the API key, answers whole or as server-sent events."""
+"""The HTTP application: routes, API key, JSON responses and server-sent events."""
 
 import asyncio
 import contextlib
@@ -17,65 +17,69 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.checkpoint_watcher import Follower
+from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.errors import Refused
-from jaxrl.serve.metrics import Meters
-from jaxrl.serve.openai_format import Json, Writer
-from jaxrl.serve.request import Asked, Limits, read_chat, read_completion
-from jaxrl.serve.response import Answer
+from jaxrl.serve.errors import RequestError
+from jaxrl.serve.metrics import ServerMetrics
+from jaxrl.serve.openai_format import Json, ResponseFormatter
+from jaxrl.serve.request import GenerationRequest, Limits, parse_chat, parse_completion
+from jaxrl.serve.response import ActiveResponse
 
-RETRY_S = 1  # what a client is told to wait before it tries again
-BODY_BYTES = 64 << 20  # of a request at most
+RETRY_AFTER_S = 1  # Retry-After header of 429 and 503
+MAX_BODY_BYTES = 64 << 20  # of a request
 
-Read = Callable[[Any, ChatRenderer, Limits], Asked]
+Parse = Callable[[Any, ChatRenderer, Limits], GenerationRequest]
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """What the routes work with."""
+    """The state shared by all routes."""
 
     limits: Limits
     renderer: ChatRenderer
     engine: EngineThread
-    meters: Meters
-    api_key: str  # "" = none is asked for
+    metrics: ServerMetrics
+    api_key: str  # "" = no key required
     timeout_s: float
-    follower: Follower | None = None  # of a run
-    started: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    watcher: CheckpointWatcher | None = None  # with --follow
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def app(self) -> Starlette:
         @contextlib.asynccontextmanager
-        async def life(_: Starlette) -> AsyncIterator[None]:
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
             self.engine.start()
-            if self.follower is not None:
-                self.follower.start()
+            if self.watcher is not None:
+                self.watcher.start()
             yield
-            if self.follower is not None:
-                self.follower.stop()
+            if self.watcher is not None:
+                self.watcher.stop()
             await asyncio.to_thread(self.engine.stop)
 
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self.guarded(self.chat), methods=["POST"]),
-                Route("/v1/completions", self.guarded(self.completions), methods=["POST"]),
-                Route("/v1/models", self.guarded(self.models)),
-                Route("/v1/models/{name:path}", self.guarded(self.model)),
+                Route("/v1/chat/completions", self.with_key(self.chat), methods=["POST"]),
+                Route("/v1/completions", self.with_key(self.completions), methods=["POST"]),
+                Route("/v1/models", self.with_key(self.list_models)),
+                Route("/v1/models/{name:path}", self.with_key(self.retrieve_model)),
                 Route("/health", self.health),
-                Route("/metrics", self.metrics),
+                Route("/metrics", self.prometheus),
             ],
-            exception_handlers={Refused: refuse, HTTPException: refuse_http, Exception: fail},
-            lifespan=life,
-            max_body_size=BODY_BYTES,
+            exception_handlers={
+                RequestError: handle_request_error,
+                HTTPException: handle_http_exception,
+                Exception: handle_exception,
+            },
+            lifespan=lifespan,
+            max_body_size=MAX_BODY_BYTES,
         )
 
-    def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]):
-        """The endpoint, for clients that send the API key."""
+    def with_key(self, endpoint: Callable[[Request], Awaitable[Response]]):
+        """The endpoint, restricted to clients that send the API key."""
 
         async def checked(request: Request) -> Response:
             sent = request.headers.get("authorization", "").removeprefix("Bearer ")
             if self.api_key and not hmac.compare_digest(sent.encode(), self.api_key.encode()):
-                raise Refused(
+                raise RequestError(
                     401,
                     "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
                     code="invalid_api_key",
@@ -85,83 +89,82 @@ class Service:
         return checked
 
     async def chat(self, request: Request) -> Response:
-        return await self.answer(request, read_chat)
+        return await self.generate(request, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self.answer(request, read_completion)
+        return await self.generate(request, parse_completion)
 
-    async def answer(self, request: Request, read: Read) -> Response:
-        try:
-            raw = await request.body()
-        except ClientDisconnect as problem:
-            raise gone() from problem
-        try:
-            body = json.loads(raw)
-            json.dumps(body, ensure_ascii=False).encode()  # fails for half a surrogate pair
-        except ValueError as problem:
-            raise Refused(400, f"the body of the request is not JSON: {problem}") from problem
-        asked = read(body, self.renderer, self.limits)
-        answer = Answer(asked, self.renderer, self.engine, self.meters, timeout_s=self.timeout_s)
-        writer = Writer(answer, self.renderer, self.limits.name)
-        if asked.stream:
-            return EventStream(answer, writer)
-        with contextlib.closing(answer):
-            await while_connected(request, answer.finish())
-            return JSONResponse(writer.whole())
+    async def generate(self, http_request: Request, parse: Parse) -> Response:
+        """The response of both generation endpoints, in full or as a stream."""
+        request = parse(await json_body(http_request), self.renderer, self.limits)
+        response = ActiveResponse(
+            request, self.renderer, self.engine, self.metrics, timeout_s=self.timeout_s
+        )
+        formatter = ResponseFormatter(response, self.renderer, self.limits.model_name)
+        if request.stream:
+            return EventStream(response, formatter)
+        with contextlib.closing(response):
+            await while_connected(http_request, response.finish())
+            return JSONResponse(formatter.full())
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.limits.name:
-            raise Refused(404, f"only {self.limits.name!r} is served here", code="model_not_found")
+    async def retrieve_model(self, request: Request) -> Response:
+        name = self.limits.model_name
+        if request.path_params["name"] != name:
+            raise RequestError(404, f"only {name!r} is served here", code="model_not_found")
         return JSONResponse(self._model())
 
     async def health(self, request: Request) -> Response:
         alive = self.engine.alive
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
-    async def metrics(self, request: Request) -> Response:
-        return Response(self.meters.text(), media_type="text/plain; version=0.0.4")
+    async def prometheus(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     def _model(self) -> Json:
         return {
-            "id": self.limits.name,
+            "id": self.limits.model_name,
             "object": "model",
-            "created": self.started,
+            "created": self.created,
             "owned_by": "jaxrl",
-            "max_model_len": self.limits.context,
+            "max_model_len": self.limits.max_model_len,
             "step": self.engine.step,
         }
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events. However it ends, what the engine still does for it ends, too."""
+    """A response as server-sent events; closes it when the stream ends for any reason."""
 
-    def __init__(self, answer: Answer, writer: Writer):
+    def __init__(self, response: ActiveResponse, formatter: ResponseFormatter):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events(answer, writer), media_type="text/event-stream", headers=headers)
-        self._answer = answer
+        events = stream_events(response, formatter)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self._answer):
+        with contextlib.closing(self._response):
             await super().__call__(scope, receive, send)
 
 
-async def events(answer: Answer, writer: Writer) -> AsyncIterator[str]:
-    asked, begun = answer.asked, False
+async def stream_events(
+    response: ActiveResponse, formatter: ResponseFormatter
+) -> AsyncIterator[str]:
+    request, started = response.request, False
     try:
-        async for choice, delta in answer.deltas():
-            for body in () if begun else writer.first():
+        async for choice, delta in response.deltas():
+            for body in () if started else formatter.first_chunks():
                 yield event(body)
-            begun = True
-            if delta.text or choice.finish or asked.logprobs or asked.return_token_ids:
-                yield event(writer.chunk(choice, delta))
-    except Refused as refused:
-        yield event(refused.body())
+            started = True
+            has_details = choice.finish_reason or request.logprobs or request.return_token_ids
+            if delta.text or has_details:
+                yield event(formatter.chunk(choice, delta))
+    except RequestError as error:
+        yield event(error.body())
         return
-    if asked.include_usage:
-        yield event(writer.last())
+    if request.include_usage:
+        yield event(formatter.usage_chunk())
     yield "data: [DONE]\n\n"
 
 
@@ -169,13 +172,27 @@ def event(body: Json) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def gone() -> Refused:
-    """Read by nobody; the number is the one that proxies log."""
-    return Refused(499, "the client went away")
+async def json_body(request: Request) -> Any:
+    """The parsed body of a request. Raises RequestError if it is not JSON."""
+    try:
+        raw = await request.body()
+    except ClientDisconnect as error:
+        raise client_disconnected() from error
+    try:
+        body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()  # fails for half a surrogate pair
+    except ValueError as error:
+        raise RequestError(400, f"the body of the request is not JSON: {error}") from error
+    return body
+
+
+def client_disconnected() -> RequestError:
+    """Never received by the client; 499 is the status that proxies log."""
+    return RequestError(499, "the client disconnected")
 
 
 async def while_connected(request: Request, work: Awaitable[None]) -> None:
-    """Does the work, unless the client goes away: then it raises Refused."""
+    """Awaits the work; cancels it and raises RequestError if the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -185,26 +202,26 @@ async def while_connected(request: Request, work: Awaitable[None]) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise gone()
+            raise client_disconnected()
         tasks[0].result()
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def refuse(_: Request, problem: Exception) -> Response:
-    assert isinstance(problem, Refused)
-    headers = {"Retry-After": str(RETRY_S)} if problem.status in (429, 503) else None
-    return JSONResponse(problem.body(), problem.status, headers)
+async def handle_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
-async def refuse_http(request: Request, problem: Exception) -> Response:
-    """Starlette's own: no such path, no such method, a body too large."""
-    assert isinstance(problem, HTTPException)
-    said = f"{request.method} {request.url.path}: {problem.detail}"
-    return JSONResponse(Refused(problem.status_code, said).body(), problem.status_code)
+async def handle_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own errors: unknown path, wrong method, body too large."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(RequestError(error.status_code, message).body(), error.status_code)
 
 
-async def fail(_: Request, problem: Exception) -> Response:
-    said = f"the server failed ({type(problem).__name__})"
-    return JSONResponse(Refused(500, said).body(), 500)
+async def handle_exception(_: Request, error: Exception) -> Response:
+    message = f"the server failed ({type(error).__name__})"
+    return JSONResponse(RequestError(500, message).body(), 500)

@@ -1,61 +1,127 @@
-"""Follows a run: the newest checkpoint takes the place of the weights that are served."""
+"""Loads the checkpoints of a run for serving, and watches for new ones while the run trains."""
 
+import dataclasses
 import functools
 import logging
 import threading
+from pathlib import Path
 
+import jax
+
+from jaxrl.io.checkpoint.checkpointer import complete_steps
 from jaxrl.io.checkpoint.errors import CheckpointError, OrbaxLogFilter
-from jaxrl.serve.checkpoints import Checkpoints
+from jaxrl.io.checkpoint.weights import read_weights
+from jaxrl.layout import Layout
+from jaxrl.models.decoder import Decoder, with_heads
+from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.moe import MoE
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.metrics import Meters
+from jaxrl.serve.metrics import ServerMetrics
+from jaxrl.types import Tree
 
 log = logging.getLogger(__name__)
-LOOK_S = 2.0  # between two looks at the folder of checkpoints
+POLL_S = 2.0  # between two scans of the checkpoint folder
 
 
-class Follower:
-    """A thread that reads checkpoints into host memory, one at a time, and hands them to the engine's.
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The policy checkpoints of a run."""
 
-    One that cannot be read or is of another model is told and left out.
+    directory: Path
+    # ShapeDtypeStructs with the engine's dtype and shardings, and the heads that the run trains.
+    policy: Decoder
+    layout: Layout  # of the engine
+
+    def newest(self) -> int | None:
+        """The last step with a complete checkpoint; None if there is none."""
+        return max(complete_steps(self.directory), default=None)
+
+    def read(self, step: int) -> Decoder:
+        """The language model of a step, in host memory. Raises CheckpointError."""
+        return _language_model(read_weights(self.directory, step, self.policy))
+
+    def place(self, weights: Decoder) -> Tree:
+        """Copies weights from `read` to the devices, in the engine's layout.
+
+        Copies one module at a time, so that device memory peaks at the weights plus one module.
+        """
+
+        def put(part: Tree, like: Tree) -> Tree:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+            return jax.block_until_ready(self.layout.quantize(jax.device_put(part, shardings)))
+
+        like = _language_model(self.policy)
+        return jax.tree.map(put, weights, like, is_leaf=lambda node: isinstance(node, Linear | MoE))
+
+
+def _language_model(policy: Decoder) -> Decoder:
+    """The policy without a value head."""
+    return with_heads(policy, ("vocab",))
+
+
+def first_step(directory: Path, wanted: int | None, *, follow: bool) -> int:
+    """The step to serve first: `wanted` if given, else the newest.
+
+    0 (the run's initial model) with `follow` if the run has no checkpoint yet.
+    Raises ValueError if there is no such checkpoint.
+    """
+    steps = complete_steps(directory)
+    if wanted is None and (steps or follow):
+        return max(steps, default=0)
+    if not steps:
+        raise ValueError(
+            f"{directory} has no complete checkpoint; wait for the first one, or set --follow to "
+            "start with the initial model of the run"
+        )
+    if wanted not in steps:
+        raise ValueError(f"step {wanted} is not in {directory}; set --step to one of {steps}")
+    return wanted
+
+
+class CheckpointWatcher:
+    """A thread that reads new checkpoints into host memory and passes them to the engine's thread.
+
+    It handles one checkpoint at a time. A checkpoint that cannot be read, or that belongs to a
+    different model, is logged and skipped.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         engine: EngineThread,
-        meters: Meters,
+        metrics: ServerMetrics,
         *,
-        look_s: float = LOOK_S,
+        poll_s: float = POLL_S,
     ):
-        self._checkpoints, self._engine, self._meters = checkpoints, engine, meters
-        self._look_s = look_s
-        self._last = engine.step  # that was looked at
+        self._checkpoints, self._engine, self._metrics = checkpoints, engine, metrics
+        self._poll_s = poll_s
+        self._last_step = engine.step  # last step that was tried
         self._log_filter = OrbaxLogFilter()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpoint-watcher", daemon=True)
 
     def start(self) -> None:
         self._log_filter.install()
         self._thread.start()
 
     def stop(self) -> None:
-        """A checkpoint that is being read is read to its end, for nobody."""
+        """Stops watching; a read in progress completes and its weights are dropped."""
         self._stopped.set()
         self._log_filter.remove()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._look_s):
+        while not self._stopped.wait(self._poll_s):
             if not self._engine.updating:
                 try:
-                    self._look()
-                except (CheckpointError, OSError) as problem:
-                    self._meters.weights_failures.inc()
-                    log.warning("%s; step %s is served on", problem, self._engine.step)
+                    self._load_newest()
+                except (CheckpointError, OSError) as error:
+                    self._metrics.weights_failures.inc()
+                    log.warning("%s; still serving step %s", error, self._engine.step)
 
-    def _look(self) -> None:
+    def _load_newest(self) -> None:
         newest = self._checkpoints.newest()
-        if newest in (None, self._last):
+        if newest in (None, self._last_step):
             return
-        self._last = newest
+        self._last_step = newest
         weights = self._checkpoints.read(newest)
-        self._engine.update(functools.partial(self._checkpoints.place, weights), newest)
+        self._engine.update_weights(functools.partial(self._checkpoints.place, weights), newest)

@@ -1,4 +1,4 @@
-"""The one thread that owns the engine and the device. Others hand it requests and get tokens back."""
+"""The one thread that owns the engine and the device; other threads submit tasks to it."""
 
 import dataclasses
 import logging
@@ -13,33 +13,36 @@ from jax.sharding import Mesh
 
 from jaxrl.engine.api import Generated, Request
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.serve.errors import Refused
-from jaxrl.serve.metrics import Meters
+from jaxrl.serve.errors import RequestError
+from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.types import Tree
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[Generated | Refused], None]
+Deliver = Callable[[Generated | RequestError], None]
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
-    """One response under way. `deliver` is called on the engine's thread, last with a finish or a
-    refusal; after a cancel it may be called a few times more."""
+class GenerationTask:
+    """Generation of one choice.
+
+    `deliver` runs on the engine's thread; the last call has a finish reason or an error. A few
+    calls may still come after a cancellation.
+    """
 
     request: Request
     deliver: Deliver
-    kept: bool = False  # its weights stay when it has ended, until `conclude` or `cancel`
-    slot: int = -1  # of the engine, once it has the request
-    step: int | None = None  # of the weights, from then on
+    # The weights stay loaded after generation ends, until `finish_with_weights` or `cancel`.
+    keep_weights: bool = False
+    slot: int = -1  # of the engine, once submitted to it
+    step: int | None = None  # training step of the weights, once submitted to the engine
 
 
 class EngineThread:
-    """Runs dispatch after dispatch while there are jobs; between two of them it takes in new jobs and
-    cancels old ones.
+    """Runs engine dispatches while there are tasks; starts and cancels tasks between dispatches.
 
-    A job sees one version of the weights: new ones wait until all jobs have ended, and jobs that come
-    meanwhile wait for them.
+    A task sees one version of the weights. New weights are loaded when all running tasks have
+    ended; tasks submitted in the meantime are deferred until then.
     """
 
     def __init__(
@@ -47,27 +50,29 @@ class EngineThread:
         engine: PagedEngine,
         params: Tree,
         mesh: Mesh,
-        meters: Meters,
+        metrics: ServerMetrics,
         *,
-        most_jobs: int,
+        max_tasks: int,
         step: int | None = None,
     ):
-        """At most `most_jobs` may be under way, those that wait included. `step` is that of the parameters
-        where they are of a run."""
-        self._engine, self._params, self._mesh, self._meters = engine, params, mesh, meters
-        self.most_jobs = most_jobs
+        """`max_tasks` bounds running and queued tasks together.
+
+        `step` is the training step of `params`, or None if they are not from a checkpoint.
+        """
+        self._engine, self._params, self._mesh, self._metrics = engine, params, mesh, metrics
+        self.max_tasks = max_tasks
         self.step = step
-        meters.weights_step.set(math.nan if step is None else step)
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # by slot
-        self._kept: set[Job] = set()  # that have ended, but for `conclude`
-        self._update: tuple[Callable[[], Tree], int] | None = None
-        self._held_back: list[Job] = []  # until then
-        self._n_jobs, self._lock = 0, threading.Lock()
+        metrics.weights_step.set(math.nan if step is None else step)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: dict[int, GenerationTask] = {}  # by engine slot
+        self._keeping_weights: set[GenerationTask] = set()  # generation ended, scoring has not
+        self._new_weights: tuple[Callable[[], Tree], int] | None = None
+        self._deferred: list[GenerationTask] = []  # until the new weights are loaded
+        self._n_tasks, self._lock = 0, threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # For other threads
+    # Called by other threads
 
     def start(self) -> None:
         self._thread.start()
@@ -76,55 +81,60 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes all jobs or none. Raises Refused (429) where there are too many under way already, and
-        (503) where the thread has ended."""
+    def submit(self, tasks: Sequence[GenerationTask]) -> None:
+        """Accepts all tasks or none.
+
+        Raises RequestError (429) at the limit of `max_tasks`, (503) if the thread has ended.
+        """
         if not self.alive:
-            raise Refused(503, "the server is shutting down; send the request to another one")
+            raise RequestError(
+                503, "the server is shutting down; send the request to another server"
+            )
         with self._lock:
-            if self._n_jobs + len(jobs) > self.most_jobs:
-                raise Refused(
+            if self._n_tasks + len(tasks) > self.max_tasks:
+                raise RequestError(
                     429,
-                    f"{self._n_jobs} responses are under way, {self.most_jobs} are the most; try again later",
+                    f"{self._n_tasks} responses are in progress and the limit is {self.max_tasks}; "
+                    "try again later",
                     code="overloaded",
                 )
-            self._n_jobs += len(jobs)
-        self._orders.put(lambda: self._begin(jobs))
+            self._n_tasks += len(tasks)
+        self._commands.put(lambda: self._start_or_defer(tasks))
 
-    def cancel(self, job: Job) -> None:
-        """Ends a job and frees its pages; nothing happens where it has ended."""
-        self._orders.put(lambda: self._cancel(job))
+    def cancel(self, task: GenerationTask) -> None:
+        """Ends a task and frees its pages; does nothing if it has ended."""
+        self._commands.put(lambda: self._cancel(task))
 
-    def conclude[T](self, job: Job, work: Callable[[Tree], T]) -> Future[T]:
-        """Ends a job that is `kept`, and has the weights that it saw worked with."""
+    def finish_with_weights[T](self, task: GenerationTask, work: Callable[[Tree], T]) -> Future[T]:
+        """Runs `work` on the weights of a task with `keep_weights`, then ends the task."""
         future: Future[T] = Future()
 
-        def order() -> None:
+        def command() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work(self._params))
-                except Exception as problem:  # of the device
-                    future.set_exception(problem)
-            self._cancel(job)
+                except Exception as error:  # of the device
+                    future.set_exception(error)
+            self._cancel(task)
 
-        self._orders.put(order)
+        self._commands.put(command)
         return future
 
     @property
     def updating(self) -> bool:
-        """Whether new weights wait for jobs to end."""
-        return self._update is not None
+        """Whether new weights are waiting for running tasks to end."""
+        return self._new_weights is not None
 
-    def update(self, place: Callable[[], Tree], step: int) -> None:
-        """Has `place` bring new weights onto the devices once all jobs have ended and the old ones are freed."""
+    def update_weights(self, place: Callable[[], Tree], step: int) -> None:
+        """Calls `place` to load new weights, once all tasks have ended and the old are freed."""
         assert not self.updating
-        self._update = place, step
-        self._orders.put(lambda: None)  # for a thread that waits for one
+        self._new_weights = place, step
+        self._commands.put(lambda: None)  # wakes the thread if it is idle
 
     def stop(self) -> None:
-        """Ends the thread; jobs that are under way are refused (503)."""
+        """Ends the thread; running tasks fail with 503."""
         self._stopping = True
-        self._orders.put(lambda: None)
+        self._commands.put(lambda: None)
         self._thread.join()
 
     # On the engine's thread
@@ -133,90 +143,90 @@ class EngineThread:
         try:
             with jax.set_mesh(self._mesh):
                 while not self._stopping:
-                    self._meters.observe(self._engine)
-                    if self._update and not self._jobs and not self._kept:
-                        self._take_update(*self._update)
-                    self._take_orders()
-                    if self._jobs:
+                    self._metrics.observe(self._engine)
+                    if self._new_weights and not self._tasks and not self._keeping_weights:
+                        self._load_weights(*self._new_weights)
+                    self._run_commands()
+                    if self._tasks:
                         self._dispatch()
         finally:
             self._stopping = True
-            why = Refused(503, "the server is shutting down")
-            for job in [*self._jobs.values(), *self._held_back]:
-                job.deliver(why)
+            error = RequestError(503, "the server is shutting down")
+            for task in [*self._tasks.values(), *self._deferred]:
+                task.deliver(error)
 
-    def _take_update(self, place: Callable[[], Tree], step: int) -> None:
+    def _load_weights(self, place: Callable[[], Tree], step: int) -> None:
         for leaf in jax.tree.leaves(self._params):
             leaf.delete()
         self._params = place()
         self._engine.set_version(step)
-        self.step, self._update = step, None
-        self._meters.weights_step.set(step)
+        self.step, self._new_weights = step, None
+        self._metrics.weights_step.set(step)
         log.info("serving the weights of step %d", step)
-        jobs, self._held_back = self._held_back, []
-        self._begin(jobs)
+        tasks, self._deferred = self._deferred, []
+        self._start_or_defer(tasks)
 
-    def _take_orders(self) -> None:
-        """All that have come; where there is nothing else to do, it waits for one."""
-        if not self._jobs:
-            self._orders.get()()
-        while not self._orders.empty():
-            self._orders.get()()
+    def _run_commands(self) -> None:
+        """Runs all queued commands; blocks for one if no task is running."""
+        if not self._tasks:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
 
     def _dispatch(self) -> None:
         try:
-            generated = self._engine.generate(self._params)
-        except Exception as problem:  # of the device or the engine: all that it had is lost
+            results = self._engine.generate(self._params)
+        except Exception as error:  # of the device or the engine: its state is lost
             log.exception("a dispatch of the engine failed")
-            self._meters.failures.inc()
+            self._metrics.failures.inc()
             self._engine.release()
-            why = Refused(500, f"the engine failed ({type(problem).__name__}); try again")
-            for job in list(self._jobs.values()):
-                self._ended(job)
-                job.deliver(why)
+            failure = RequestError(500, f"the engine failed ({type(error).__name__}); try again")
+            for task in list(self._tasks.values()):
+                self._end_generation(task)
+                task.deliver(failure)
             return
-        for made in generated:
-            job = self._jobs[made.slot]
-            if made.finish:
-                self._ended(job)
-            job.deliver(made)
+        for generated in results:
+            task = self._tasks[generated.slot]
+            if generated.finish:
+                self._end_generation(task)
+            task.deliver(generated)
 
-    def _begin(self, jobs: Sequence[Job]) -> None:
-        if self._update:
-            self._held_back += jobs
+    def _start_or_defer(self, tasks: Sequence[GenerationTask]) -> None:
+        if self._new_weights:
+            self._deferred += tasks
             return
-        for job in jobs:
-            self._start(job)
+        for task in tasks:
+            self._start(task)
 
-    def _start(self, job: Job) -> None:
-        job.step = self.step
+    def _start(self, task: GenerationTask) -> None:
+        task.step = self.step
         try:
-            job.slot = self._engine.submit(job.request)
-        except ValueError as problem:
-            self._leave()
-            job.deliver(Refused(400, str(problem)))
+            task.slot = self._engine.submit(task.request)
+        except ValueError as error:
+            self._decrement()
+            task.deliver(RequestError(400, str(error)))
         else:
-            self._jobs[job.slot] = job
+            self._tasks[task.slot] = task
 
-    def _cancel(self, job: Job) -> None:
-        if self._jobs.get(job.slot) is job:
-            self._engine.free(job.slot)
-            del self._jobs[job.slot]
-        elif job in self._kept:
-            self._kept.remove(job)
-        elif job in self._held_back:
-            self._held_back.remove(job)
+    def _cancel(self, task: GenerationTask) -> None:
+        if self._tasks.get(task.slot) is task:
+            self._engine.free(task.slot)
+            del self._tasks[task.slot]
+        elif task in self._keeping_weights:
+            self._keeping_weights.remove(task)
+        elif task in self._deferred:
+            self._deferred.remove(task)
         else:
             return
-        self._leave()
+        self._decrement()
 
-    def _ended(self, job: Job) -> None:
-        del self._jobs[job.slot]
-        if job.kept:
-            self._kept.add(job)
+    def _end_generation(self, task: GenerationTask) -> None:
+        del self._tasks[task.slot]
+        if task.keep_weights:
+            self._keeping_weights.add(task)
         else:
-            self._leave()
+            self._decrement()
 
-    def _leave(self) -> None:
+    def _decrement(self) -> None:
         with self._lock:
-            self._n_jobs -= 1
+            self._n_tasks -= 1

@@ -1,8 +1,8 @@
-"""What a client is told when its request is not answered, in the form that OpenAI's clients read."""
+"""HTTP errors in the format that OpenAI clients parse."""
 
 from typing import Any
 
-KINDS = {
+ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
@@ -11,8 +11,8 @@ KINDS = {
 }
 
 
-class Refused(Exception):
-    """A request ends with an HTTP status; `param` is the field of the request that is to blame."""
+class RequestError(Exception):
+    """A request that ends with an HTTP error status; `param` names the offending request field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -21,11 +21,11 @@ class Refused(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        default = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
                 "message": self.message,
-                "type": KINDS.get(self.status, kind),
+                "type": ERROR_TYPES.get(self.status, default),
                 "param": self.param,
                 "code": self.code,
             }

@@ -1,4 +1,4 @@
-"""The model that is served: weights, tokenizer, and an engine with its programs compiled."""
+"""The served model: weights, tokenizer, and an engine with compiled programs."""
 
 import dataclasses
 from pathlib import Path
@@ -17,7 +17,7 @@ from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory
-from jaxrl.serve.checkpoints import Checkpoints
+from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.trainer.setup.data import make_renderer
 from jaxrl.trainer.setup.devices import keep_programs
 from jaxrl.trainer.setup.engines import make_engine
@@ -31,19 +31,20 @@ class Model:
     engine: PagedEngine
     params: Tree
     mesh: Mesh
-    context: int  # tokens that prompt and response may have together
-    step: int | None = None  # of the run whose weights these are
-    checkpoints: Checkpoints | None = None  # where they are of one
+    max_model_len: int  # tokens of prompt and response together
+    step: int | None = None  # training step of the weights; None if not a checkpoint
+    checkpoints: Checkpoints | None = None  # of the run that is served
 
 
 def open_model(
     run: RunConfig, *, max_len: int, checkpoints: Path | None = None, step: int | None = None
 ) -> Model:
-    """The model of `run.model.path` on the devices of `run.mesh`; with `checkpoints`, the folder of those of a run
-    that began with that model, the weights of `step`, of which 0 are the model's own.
+    """Loads the model of `run.model.path` on the devices of `run.mesh` and compiles its programs.
 
-    `max_len` bounds prompt and response together, as do the model and the pool of KV pages. Raises
-    ValueError, OSError or CheckpointError, with one message, for a model that cannot be loaded.
+    With `checkpoints`, the checkpoint folder of a run that started from that model, loads the
+    weights of `step`; step 0 is the model itself. The KV pool and the model can lower `max_len`.
+
+    Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
     keep_programs(run)
     folder = resolve_model(run.model.path)
@@ -64,7 +65,7 @@ def open_model(
         with jax.set_mesh(devices):
             layout = rollout_layout(run, decoder, dtype)
         mesh = layout.mesh(devices)
-        with jax.set_mesh(mesh), progress.waiting("loading weights, compiling all programs"):
+        with jax.set_mesh(mesh), progress.waiting("loading weights and compiling all programs"):
             specs = decoder_specs(policy)
             abstract = abstract_params(specs, layout.rules, layout.dtype, mesh)
             saved = None if checkpoints is None else Checkpoints(checkpoints, abstract, layout)
@@ -75,5 +76,5 @@ def open_model(
             engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
             engine.warmup(params)
             pool = engine.scheduler.pool
-    context = min(max_len, pool.n_pages * pool.page_len)
-    return Model(renderer, engine, params, mesh, context, step, saved)
+    max_model_len = min(max_len, pool.n_pages * pool.page_len)
+    return Model(renderer, engine, params, mesh, max_model_len, step, saved)

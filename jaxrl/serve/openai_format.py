@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API writes them: whole bodies and the chunks of a stream."""
+"""Formats responses as OpenAI's API does: full bodies and the chunks of a stream."""
 
 import secrets
 import time
@@ -6,138 +6,141 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.choice import Choice, Delta
-from jaxrl.serve.response import Answer
+from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, text_offsets
+from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.score import Scores
-from jaxrl.serve.text import UNFINISHED, text_offsets
 
 Json = dict[str, Any]
 
 
-class Writer:
-    """Writes one answer, whole or in chunks."""
+class ResponseFormatter:
+    """Formats one response, in full or as chunks."""
 
-    def __init__(self, answer: Answer, renderer: ChatRenderer, model: str):
-        self._answer, self._asked, self._renderer = answer, answer.asked, renderer
+    def __init__(self, response: ActiveResponse, renderer: ChatRenderer, model_name: str):
+        self._response, self._request, self._renderer = response, response.request, renderer
         self._head = {
-            "id": f"{'chatcmpl' if self._asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if self._asked.chat else "text_completion",
+            "id": f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self._request.chat else "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": model_name,
         }
 
-    def whole(self) -> Json:
-        """The body of an answer whose choices have ended."""
+    def full(self) -> Json:
+        """The body of a response whose choices have all ended."""
         choices = []
-        for choice in self._answer.choices:
-            if self._asked.chat:
-                said: Json = {"message": {"role": "assistant", "content": choice.text}}
+        for choice in self._response.choices:
+            if self._request.chat:
+                text: Json = {"message": {"role": "assistant", "content": choice.text}}
             else:
-                said = {"text": self._echo(choice) + choice.text}
-            choices.append(said | self._rest(choice, 0))
+                text = {"text": self._echo(choice) + choice.text}
+            choices.append(text | self._details(choice, 0))
         return self._body(choices) | {"usage": self.usage()}
 
-    def first(self) -> Iterator[Json]:
-        """What a stream says before the first delta."""
-        for choice in self._answer.choices:
-            if self._asked.chat:
-                yield self._of(choice, {"delta": {"role": "assistant", "content": ""}})
-            elif self._asked.echo:
-                yield self._of(choice, {"text": self._echo(choice)})
+    def first_chunks(self) -> Iterator[Json]:
+        """The chunks of a stream before the first delta: roles, or echoed prompts."""
+        for choice in self._response.choices:
+            if self._request.chat:
+                yield self._choice_chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+            elif self._request.echo:
+                yield self._choice_chunk(choice, {"text": self._echo(choice)})
 
     def chunk(self, choice: Choice, delta: Delta) -> Json:
-        said = {"delta": {"content": delta.text}} if self._asked.chat else {"text": delta.text}
-        return self._of(choice, said | self._rest(choice, delta.first))
+        text = {"delta": {"content": delta.text}} if self._request.chat else {"text": delta.text}
+        return self._choice_chunk(choice, text | self._details(choice, delta.first_token))
 
-    def last(self) -> Json:
-        """The chunk of a stream that has the token counts."""
+    def usage_chunk(self) -> Json:
+        """The final chunk of a stream with `include_usage`."""
         return self._chunk([]) | {"usage": self.usage()}
 
     def usage(self) -> Json:
-        n_prompt, n_response = self._asked.n_prompt_tokens, self._answer.n_tokens
+        n_prompt, n_response = self._request.n_prompt_tokens, self._response.n_tokens
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_response,
             "total_tokens": n_prompt + n_response,
         }
 
-    def _of(self, choice: Choice, said: Json) -> Json:
-        body = {"index": choice.index, "logprobs": None, "finish_reason": None} | said
-        usage = {"usage": None} if self._asked.include_usage else {}
+    def _choice_chunk(self, choice: Choice, fields: Json) -> Json:
+        body = {"index": choice.index, "logprobs": None, "finish_reason": None} | fields
+        usage = {"usage": None} if self._request.include_usage else {}
         return self._chunk([body]) | usage
 
     def _body(self, choices: list[Json]) -> Json:
-        step = self._answer.step
+        step = self._response.step
         fingerprint = None if step is None else f"step-{step}"
         return self._head | {"system_fingerprint": fingerprint, "choices": choices}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        kind = {"object": "chat.completion.chunk"} if self._asked.chat else {}
+        kind = {"object": "chat.completion.chunk"} if self._request.chat else {}
         return self._body(choices) | kind
 
-    def _rest(self, choice: Choice, first: int) -> Json:
-        """What stands beside the text of a choice, of its tokens from `first` on."""
-        rest: Json = {
+    def _details(self, choice: Choice, first_token: int) -> Json:
+        """The fields of a choice other than its text, for its tokens from `first_token` on."""
+        details: Json = {
             "index": choice.index,
-            "logprobs": self._logprobs(choice, first) if self._asked.logprobs else None,
-            "finish_reason": choice.finish or None,
+            "logprobs": self._logprobs(choice, first_token) if self._request.logprobs else None,
+            "finish_reason": choice.finish_reason or None,
         }
-        if self._asked.return_token_ids:
-            rest["token_ids"] = choice.tokens[first:]
-            if first == 0:
-                rest["prompt_token_ids"] = self._answer.prompt_of(choice).tolist()
-        return rest
+        if self._request.return_token_ids:
+            details["token_ids"] = choice.tokens[first_token:]
+            if first_token == 0:
+                details["prompt_token_ids"] = self._response.prompt_of(choice).tolist()
+        return details
 
-    def _logprobs(self, choice: Choice, first: int) -> Json:
-        """Of the choice's tokens from `first` on, behind those of the prompt where that is echoed."""
-        prompt, echo = self._answer.prompt_of(choice).tolist(), self._asked.echo
-        tokens = [*(prompt if echo else []), *choice.tokens[first:]]
-        start = 0 if echo else len(prompt) + first
-        scores = self._answer.scores.get(choice.index)
-        logp: list[float | None] = [*choice.logp[first:]]
+    def _logprobs(self, choice: Choice, first_token: int) -> Json:
+        """Logprobs of the tokens from `first_token` on, and of the prompt if it is echoed."""
+        prompt, echo = self._response.prompt_of(choice).tolist(), self._request.echo
+        tokens = [*(prompt if echo else []), *choice.tokens[first_token:]]
+        start = 0 if echo else len(prompt) + first_token
+        scores = self._response.scores.get(choice.index)
+        logp: list[float | None] = [*choice.logp[first_token:]]
         if scores is not None and echo:
             logp = [None, *scores.logp[: len(prompt) - 1].tolist(), *logp]
-        names = [self._name(token) for token in tokens]
-        tops = [self._top(scores, place) for place in range(start, start + len(tokens))]
-        if self._asked.chat:
+        names = [self._token_text(token) for token in tokens]
+        tops = [self._top(scores, position) for position in range(start, start + len(tokens))]
+        if self._request.chat:
             content = [
-                _token(name, p) | {"top_logprobs": [_token(*other) for other in top or []]}
+                _chat_logprob(name, p)
+                | {"top_logprobs": [_chat_logprob(*other) for other in top or []]}
                 for name, p, top in zip(names, logp, tops, strict=True)
             ]
             return {"content": content, "refusal": None}
         n_echo = len(self._echo(choice))
-        offsets = [n_echo + n for n in choice.offsets[first:]]
+        offsets = [n_echo + n for n in choice.offsets[first_token:]]
         rows = zip(names, logp, tops, strict=True)
         return {
             "tokens": names,
             "token_logprobs": logp,
-            # the token itself comes with the likeliest; two that look alike count as the likelier
+            # Includes the token itself. Of two tokens with the same text the more likely one wins.
             "top_logprobs": [top and {name: p} | dict(top[::-1]) for name, p, top in rows]
-            if self._asked.n_top
+            if self._request.n_top
             else None,
             "text_offset": (text_offsets(self._renderer.decode, prompt) if echo else []) + offsets,
         }
 
-    def _top(self, scores: Scores | None, place: int) -> list[tuple[str, float]] | None:
-        """The likeliest tokens at a place in prompt and response, and their logprobs; None at the start."""
-        if scores is None or place == 0:
-            return None
-        n = self._asked.n_top
-        ids, logp = scores.top[place - 1, :n].tolist(), scores.top_logp[place - 1, :n].tolist()
-        return [(self._name(token), p) for token, p in zip(ids, logp, strict=True)]
+    def _top(self, scores: Scores | None, position: int) -> list[tuple[str, float]] | None:
+        """(text, logprob) of the most likely tokens at a position in prompt and response.
 
-    def _name(self, token: int) -> str:
+        None without scores, and for the first token of the prompt.
+        """
+        if scores is None or position == 0:
+            return None
+        n = self._request.n_top
+        ids, logp = scores.top[position - 1, :n].tolist(), scores.top_logp[position - 1, :n]
+        return [(self._token_text(i), p) for i, p in zip(ids, logp.tolist(), strict=True)]
+
+    def _token_text(self, token: int) -> str:
         return self._renderer.decode([token], skip_special=False)
 
     def _echo(self, choice: Choice) -> str:
-        prompt = self._answer.prompt_of(choice)
-        return self._renderer.decode(prompt) if self._asked.echo else ""
+        prompt = self._response.prompt_of(choice)
+        return self._renderer.decode(prompt) if self._request.echo else ""
 
 
-def _token(name: str, logp: float | None) -> Json:
-    # part of a character has no bytes that could be told
+def _chat_logprob(text: str, logp: float | None) -> Json:
+    # The bytes of a token that is part of a character are unknown.
     return {
-        "token": name,
+        "token": text,
         "logprob": logp,
-        "bytes": None if UNFINISHED in name else list(name.encode()),
+        "bytes": None if REPLACEMENT in text else list(text.encode()),
     }

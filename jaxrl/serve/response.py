@@ -1,4 +1,4 @@
-"""A request under way: its choices grow with what the engine's thread delivers."""
+"""A response in progress: its choices grow with the results of the engine's thread."""
 
 import asyncio
 import time
@@ -10,135 +10,146 @@ import numpy as np
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.engine.api import Generated, Request
 from jaxrl.serve.choice import Choice, Delta
-from jaxrl.serve.engine_thread import EngineThread, Job
-from jaxrl.serve.errors import Refused
-from jaxrl.serve.metrics import Meters
-from jaxrl.serve.request import Asked
+from jaxrl.serve.engine_thread import EngineThread, GenerationTask
+from jaxrl.serve.errors import RequestError
+from jaxrl.serve.metrics import ServerMetrics
+from jaxrl.serve.request import GenerationRequest
 from jaxrl.serve.score import Scores, score
 from sharding.rules import DECODE
 
 
-class Answer:
-    """Made on the event loop; the engine has the request from then on, until all choices have ended
-    or `close`. Raises Refused where the engine takes no more."""
+class ActiveResponse:
+    """The choices of one request. Created on the event loop; submits to the engine at once.
+
+    The engine works on it until all choices have ended, or until `close`.
+    Raises RequestError if the engine rejects the request.
+    """
 
     def __init__(
         self,
-        asked: Asked,
+        request: GenerationRequest,
         renderer: ChatRenderer,
         engine: EngineThread,
-        meters: Meters,
+        metrics: ServerMetrics,
         *,
         timeout_s: float,
     ):
-        self.asked = asked
-        self._engine, self._meters = engine, meters
+        self.request = request
+        self._engine, self._metrics = engine, metrics
         self._start = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout_s = timeout_s
-        self._events: asyncio.Queue[tuple[int, Generated | Refused]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Generated | RequestError]] = asyncio.Queue()
         self._outcome = "cancelled"
-        self.choices: list[Choice] = []
         self.scores: dict[int, Scores] = {}  # of prompt and response, by choice
-        self._jobs: list[Job] = []
-        for p, (tokens, max_tokens) in enumerate(zip(asked.prompts, asked.max_tokens, strict=True)):
-            for sample in range(asked.n):
-                index = len(self.choices)
-                request = Request(
-                    tokens=tokens,
-                    max_tokens=max_tokens,
-                    sampling=asked.sampling,
-                    prompt_id=p,
-                    sample=sample,
-                    seed=asked.seed,
-                    ignore_stop=asked.ignore_stop,
-                )
-                self._jobs.append(Job(request, self._deliver_to(index), kept=asked.scored))
-                self.choices.append(
-                    Choice(index, renderer.decode, asked.sampling.stop, by_token=asked.logprobs)
-                )
-        engine.submit(self._jobs)
+        n_choices = len(request.prompts) * request.n
+        self.choices = [
+            Choice(i, renderer.decode, request.sampling.stop, by_token=request.logprobs)
+            for i in range(n_choices)
+        ]
+        self._tasks = [self._task(i) for i in range(n_choices)]
+        engine.submit(self._tasks)
+
+    def _task(self, index: int) -> GenerationTask:
+        """The engine task of a choice; the choices of a prompt are consecutive."""
+        request = self.request
+        prompt, sample = divmod(index, request.n)
+        engine_request = Request(
+            tokens=request.prompts[prompt],
+            max_tokens=request.max_tokens[prompt],
+            sampling=request.sampling,
+            prompt_id=prompt,
+            sample=sample,
+            seed=request.seed,
+            ignore_stop=request.ignore_stop,
+        )
+        return GenerationTask(
+            engine_request, self._deliver_to(index), keep_weights=request.needs_scoring
+        )
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """What is added to which choice, until all have ended. Raises Refused (504) past the deadline,
-        and what the engine refuses."""
+        """Deltas with their choices, until all choices have ended.
+
+        Raises RequestError (504) after the timeout, and errors of the engine.
+        """
         n_unfinished = len(self.choices)
         while n_unfinished:
-            index, event = await self._in_time(self._events.get())
-            if isinstance(event, Refused):
+            index, event = await self._before_deadline(self._events.get())
+            if isinstance(event, RequestError):
                 self._outcome = "failed"
                 raise event
             choice = self.choices[index]
-            if choice.finish:  # a stop string ended it, the engine had not heard yet
+            if choice.finish_reason:  # ended by a stop string, and not yet cancelled in the engine
                 continue
             if not any(choice.tokens for choice in self.choices):
-                self._meters.first_token_s.observe(time.monotonic() - self._start)
-            delta = choice.take(event)
-            if choice.finish:
+                self._metrics.first_token_s.observe(time.monotonic() - self._start)
+            delta = choice.add(event)
+            if choice.finish_reason:
                 n_unfinished -= 1
-                if not event.finish and not self.asked.scored:
-                    self._engine.cancel(self._jobs[index])
+                if not event.finish and not self.request.needs_scoring:
+                    self._engine.cancel(self._tasks[index])
             if not n_unfinished:
                 self._outcome = "done"
             yield choice, delta
 
     async def finish(self) -> None:
-        """All choices ended, and scored where that is asked for."""
+        """Waits until all choices have ended and, if required, are scored."""
         scoring = {}
         async for choice, _ in self.deltas():
-            if choice.finish and self.asked.scored:
+            if choice.finish_reason and self.request.needs_scoring:
                 scoring[choice.index] = self._score(choice)
         for index, scores in scoring.items():
-            self.scores[index] = await self._in_time(asyncio.wrap_future(scores))
+            self.scores[index] = await self._before_deadline(asyncio.wrap_future(scores))
 
     def close(self) -> None:
-        """Ends what is not finished and counts the request. Has to be called once."""
-        for choice, job in zip(self.choices, self._jobs, strict=True):
-            if not choice.finish:
-                self._engine.cancel(job)
-        meters = self._meters
-        endpoint = "chat" if self.asked.chat else "completions"
-        meters.requests.labels(endpoint, self._outcome).inc()
-        meters.request_s.observe(time.monotonic() - self._start)
-        meters.prompt_tokens.inc(self.asked.n_prompt_tokens)
-        meters.response_tokens.inc(self.n_tokens)
+        """Cancels unfinished choices and records the request's metrics. Call exactly once."""
+        for choice, task in zip(self.choices, self._tasks, strict=True):
+            if not choice.finish_reason:
+                self._engine.cancel(task)
+        metrics = self._metrics
+        endpoint = "chat" if self.request.chat else "completions"
+        metrics.requests.labels(endpoint, self._outcome).inc()
+        metrics.request_s.observe(time.monotonic() - self._start)
+        metrics.prompt_tokens.inc(self.request.n_prompt_tokens)
+        metrics.response_tokens.inc(self.n_tokens)
 
     @property
     def step(self) -> int | None:
-        """Of the run whose weights answer, from the first delta on; None where they are of no checkpoint."""
-        return self._jobs[0].step
+        """Training step of the weights, known from the first delta on; None if not a checkpoint."""
+        return self._tasks[0].step
 
     @property
     def n_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 
     def prompt_of(self, choice: Choice) -> np.ndarray:
-        return self.asked.prompts[choice.index // self.asked.n]
+        return self.request.prompts[choice.index // self.request.n]
 
-    async def _in_time[T](self, wait: Awaitable[T]) -> T:
+    async def _before_deadline[T](self, result: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout_at(self._deadline):
-                return await wait
+                return await result
         except TimeoutError:
             self._outcome = "timeout"
-            raise Refused(
+            raise RequestError(
                 504,
-                f"the answer took longer than {self._timeout_s:g} s; ask for fewer tokens or try again later",
+                f"the request took longer than {self._timeout_s:g} s; lower max_tokens or try "
+                "again later",
                 code="timeout",
             ) from None
 
     def _score(self, choice: Choice) -> Future[Scores]:
         tokens = np.concatenate([self.prompt_of(choice), np.array(choice.tokens, np.int32)])
-        temperature = self.asked.sampling.temperature
-        return self._engine.conclude(
-            self._jobs[choice.index],
+        temperature = self.request.sampling.temperature
+        return self._engine.finish_with_weights(
+            self._tasks[choice.index],
             lambda params: score(params, tokens, temperature=temperature, rules=DECODE),
         )
 
-    def _deliver_to(self, index: int) -> Callable[[Generated | Refused], None]:
+    def _deliver_to(self, index: int) -> Callable[[Generated | RequestError], None]:
         loop = asyncio.get_running_loop()
 
-        def deliver(event: Generated | Refused) -> None:
+        def deliver(event: Generated | RequestError) -> None:
             loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return deliver

@@ -1,4 +1,4 @@
-"""Logprobs of a whole text: of each of its tokens, and of the likeliest in its place."""
+"""Logprobs of given tokens, and of the most likely alternatives at each position."""
 
 import dataclasses
 import functools
@@ -11,22 +11,24 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.decoder import Decoder, forward_packed
 from sharding import Rules
 
-N_TOP = 20  # alternatives to a token, the most that OpenAI gives
+N_TOP = 20  # most alternatives per token, as in OpenAI's API
 CHUNK = 128  # tokens whose logits exist at one time
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of the tokens of a text from the second on; the first has nothing before it."""
+    """Logprobs of all tokens but the first, which has no context."""
 
     logp: np.ndarray  # float32 [n_tokens - 1]
-    top: np.ndarray  # int32 [n_tokens - 1, n_top], the likeliest first
+    top: np.ndarray  # int32 [n_tokens - 1, n_top], most likely first
     top_logp: np.ndarray  # float32 [n_tokens - 1, n_top]
 
 
 def score(params: Decoder, tokens: np.ndarray, *, temperature: float, rules: Rules) -> Scores:
-    """By softmax(logits / temperature), temperature 1 for 0, as the engine's logprobs. Compiles a
-    program for texts of up to 128, 256, 512, ... tokens, each when the first one comes."""
+    """Scores tokens by softmax(logits / temperature), with temperature 1 for 0, as the engine does.
+
+    Compiles one program per length bucket (128, 256, 512, ... tokens) on first use.
+    """
     n = len(tokens)
     row = np.zeros((1, max(CHUNK, 1 << (n - 1).bit_length())), np.int32)
     row[0, :n] = tokens
@@ -44,7 +46,7 @@ def score_row(
     *,
     rules: Rules,
 ) -> tuple[Float[Array, "T"], Int[Array, "T n_top"], Float[Array, "T n_top"]]:
-    """Index t speaks about the token after tokens[:, t]."""
+    """The fields of Scores; index t is about the token after tokens[:, t]."""
     positions = jnp.arange(tokens.shape[1])[None]
     segments = (positions < n_tokens).astype(jnp.int32)
     hidden = forward_packed(params, tokens, segments, positions, rules=rules)

@@ -1,4 +1,4 @@
-"""Costs are read from compiled programs: loops count as often as they run, slices as slices."""
+"""Costs read from compiled programs: jaxrl/planner/cost.py, hlo.py and kernels.py."""
 
 import functools
 import re
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.planner.cost import group, program_cost
+from jaxrl.planner.cost import program_cost, replica_group
 from jaxrl.planner.hlo import parse
 from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 
@@ -19,7 +19,7 @@ def compiled(fn, *shapes) -> str:
     return jax.jit(fn).lower(*args).compile().as_text()
 
 
-def test_a_product_in_a_scan_counts_as_often_as_it_runs():
+def test_a_matrix_product_in_a_scan_counts_once_per_iteration():
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
@@ -28,30 +28,30 @@ def test_a_product_in_a_scan_counts_as_often_as_it_runs():
     assert not cost.unknown_loops
 
 
-def test_a_loop_that_depends_on_data_asks_how_often_it_runs():
+def test_a_data_dependent_loop_uses_the_given_trip_count():
     def loop(x, w, n):
         with jax.named_scope("attention"):
             return jax.lax.fori_loop(0, n.astype(jnp.int32), lambda i, x: jnp.tanh(x @ w), x)
 
     text = compiled(loop, (16, 32), (32, 32), ())
-    once, asked = program_cost(text), []
-    cost = program_cost(text, lambda name: asked.append(name) or 7)
+    once, names = program_cost(text), []
+    cost = program_cost(text, lambda name: names.append(name) or 7)
     assert once.total_flops == 2 * 16 * 32 * 32 and len(once.unknown_loops) == 1
     assert cost.total_flops == 7 * once.total_flops and not cost.unknown_loops
-    assert "attention" in asked[0]
+    assert "attention" in names[0]
 
 
-def test_a_stack_that_is_sliced_in_a_loop_is_read_once():
+def test_a_stacked_array_that_is_sliced_in_a_loop_is_read_once():
     def total(stack):
         return jax.lax.fori_loop(0, 64, lambda i, t: t + jnp.sin(stack[i]), jnp.zeros(4096))
 
     stack = 64 * 4096 * FLOAT
     bytes_accessed = program_cost(compiled(total, (64, 4096))).bytes_accessed
-    # the stack once, the sum read and written in each of 64 turns, and at most a copy of the sum
+    # the stack once, the sum read and written in each of 64 iterations, at most one copy of the sum
     assert 3 * stack <= bytes_accessed <= 4.1 * stack
 
 
-def test_flops_agree_with_xlas_own_count_where_nothing_loops():
+def test_flops_agree_with_xla_without_loops():
     def fn(x, w, v):
         return jnp.einsum("bij,bjk->bik", x, w) @ v
 
@@ -69,16 +69,16 @@ def test_collectives_have_kind_size_group_and_loop():
         jax.shard_map, mesh=mesh, in_specs=jax.P("a", "b"), out_specs=jax.P("a", "b")
     )
     def fn(x):
-        def turn(_, x):
+        def body(_, x):
             return x + jax.lax.psum(x, "b")
 
-        x = jax.lax.fori_loop(0, 3, turn, x)
+        x = jax.lax.fori_loop(0, 3, body, x)
         return x + jnp.sum(jax.lax.all_gather(x, "a"), axis=0)
 
     cost = program_cost(compiled(fn, (16, 64)))
-    local = 4 * 32 * FLOAT  # of one device
+    local = 4 * 32 * FLOAT  # per device
     found = {one.kind: one for one in cost.collectives}
-    assert cost.by_kind() == {
+    assert cost.collectives_by_kind() == {
         "all-gather": {"count": 1, "bytes": 4 * local},
         "all-reduce": {"count": 3, "bytes": 3 * local},
     }
@@ -86,7 +86,7 @@ def test_collectives_have_kind_size_group_and_loop():
     assert (found["all-gather"].n_devices, found["all-gather"].in_loop) == (4, False)
 
 
-def test_of_a_conditional_the_cheap_branch_counts():
+def test_a_conditional_counts_as_its_cheapest_branch():
     def fn(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x)
 
@@ -103,25 +103,27 @@ def test_of_a_conditional_the_cheap_branch_counts():
         ("source_target_pairs={{0,1},{1,2},{2,0}}, x", [0, 1]),
     ],
 )
-def test_the_members_of_a_group_are_read_in_every_notation(text, members):
-    assert group(text) == members
+def test_replica_groups_are_read_in_every_notation(text, members):
+    assert replica_group(text) == members
 
 
-def test_products_of_a_tpu_are_convolutions():
-    # [6, 8] x [8, 10], batch of 4 as a window that meets one input: 4 * 6 * 10 outputs of 8 products
+def test_matrix_products_on_tpu_are_convolutions():
+    # [6, 8] x [8, 10], batch of 4 as a window with one valid position:
+    # 4 * 6 * 10 outputs of 8 products
     text = """
 ENTRY %main (a: bf16[4,6,8], b: bf16[4,8,10]) -> bf16[4,6,10] {
   %a = bf16[4,6,8]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
   %b = bf16[4,8,10]{2,1,0} parameter(1)
-  ROOT %c = bf16[4,6,10]{2,1,0} convolution(%a, %b), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf
+  ROOT %c = bf16[4,6,10]{2,1,0} convolution(%a, %b), WINDOW, dim_labels=0bf_0io->0bf
 }
 """
+    text = text.replace("WINDOW", "window={size=4 stride=3 pad=0_0 lhs_dilate=4}")
     cost = program_cost(text)
     assert cost.flops == {"bf16": 2 * 4 * 6 * 10 * 8}
-    assert cost.bytes_accessed == 2 * (4 * 8 * 10 + 4 * 6 * 10)  # `a` lies in fast memory
+    assert cost.bytes_accessed == 2 * (4 * 8 * 10 + 4 * 6 * 10)  # `a` is in on-chip memory
 
 
-def test_a_collective_that_runs_beside_others_counts_where_it_starts():
+def test_an_asynchronous_collective_counts_once():
     text = """
 %start (p: bf16[8]) -> (bf16[8], bf16[32]) {
   %p = bf16[8]{0} parameter(0)
@@ -150,13 +152,13 @@ ENTRY %main (x: bf16[8]) -> bf16[8] {
   ROOT %c = bf16[8]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.2
 }
 """
-    assert program_cost(text).by_kind() == {
+    assert program_cost(text).collectives_by_kind() == {
         "all-gather": {"count": 1, "bytes": 64},
         "reduce-scatter": {"count": 1, "bytes": 64},
     }
 
 
-def test_copies_from_and_to_the_host_are_no_traffic_of_fast_memory():
+def test_host_copies_count_as_host_traffic():
     text = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0:T(128)S(5)} parameter(0)
@@ -174,7 +176,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert cost.bytes_accessed == 4 * 32  # %a writes, %c reads, %e writes, %f reads
 
 
-def test_a_slice_in_a_fusion_within_a_fusion_is_a_slice():
+def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
     text = """
 %inner (p: f32[64,8], i: s32[]) -> f32[1,8] {
   %p = f32[64,8]{1,0} parameter(0)
@@ -200,9 +202,9 @@ ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
     assert program_cost(text).bytes_accessed == 2 * 8 * FLOAT + 4
 
 
-def test_a_stack_laid_out_anew_within_a_fusion_is_read_as_far_as_it_is_sliced():
+def test_a_layout_copy_in_a_fusion_reads_only_the_slice():
     text = """
-%lay (p: s8[64,8]) -> s8[64,8] {
+%relayout (p: s8[64,8]) -> s8[64,8] {
   %p = s8[64,8]{1,0:T(32,128)} parameter(0)
   ROOT %copied = s8[64,8]{1,0:T(8,128)} copy(%p)
 }
@@ -211,7 +213,7 @@ def test_a_stack_laid_out_anew_within_a_fusion_is_read_as_far_as_it_is_sliced():
   %q = s8[64,8]{1,0:T(32,128)} parameter(0)
   %j = s32[] parameter(1)
   %zero = s32[] constant(0)
-  %all = s8[64,8]{1,0:T(8,128)} fusion(%q), kind=kLoop, calls=%lay
+  %all = s8[64,8]{1,0:T(8,128)} fusion(%q), kind=kLoop, calls=%relayout
   ROOT %row = s8[1,8]{1,0} dynamic-slice(%all, %j, %zero), dynamic_slice_sizes={1,8}
 }
 
@@ -226,14 +228,16 @@ ENTRY %main (x: s8[64,8], n: s32[]) -> s8[1,8] {
 
 
 def kernel_of_gpu(name: str, results: str, operands: list[str]) -> str:
-    """A module of one kernel, as XLA prints them for GPUs (the kernel's code shortened)."""
+    """The text of a GPU module with one kernel; the kernel's code is shortened."""
     lines = [f"  %p.{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
     names = ", ".join(f"{'/*index=5*/' if i == 5 else ''}%p.{i}" for i in range(len(operands)))
     call = (
-        f'  ROOT %pallas_call.7 = {results} custom-call({names}), custom_call_target="__gpu$xla.gpu.triton", '
+        f"  ROOT %pallas_call.7 = {results} custom-call({names}), "
+        'custom_call_target="__gpu$xla.gpu.triton", '
         f"operand_layout_constraints={{{', '.join(operands)}}}, api_version=API_VERSION_TYPED_FFI, "
         f'metadata={{op_name="jit(f)/attention/shard_map/{name}/pallas_call" stack_frame_id=32}}, '
-        r'backend_config={debug = false, grid_x = 16 : i32, ir = "ML\EFR\0D(\22)\05{W", num_warps = 4 : i32}'
+        r'backend_config={debug = false, grid_x = 16 : i32, ir = "ML\EFR\0D(\22)\05{W", '
+        "num_warps = 4 : i32}"
     )
     return "\n".join(["ENTRY %main () -> f32[] {", *lines, call, "}"])
 
@@ -246,7 +250,7 @@ def kernel_of_gpu(name: str, results: str, operands: list[str]) -> str:
         ("dkv", 4, ["low", "q", "k", "k", "q", "numbers", "numbers", "starts"], "(k, k)"),
     ],
 )
-def test_training_attention_of_gpus_is_counted(name, products, operands, results):
+def test_the_work_of_gpu_training_attention_is_known(name, products, operands, results):
     B, T, N, K, H = 2, 1024, 8, 4, 64
     shapes = {
         "low": f"s32[{B},{T // 64}]{{1,0}}",
@@ -260,28 +264,28 @@ def test_training_attention_of_gpus_is_counted(name, products, operands, results
     blind = program_cost(text)
     cost = program_cost(text, kernels=functools.partial(attention_work, keys=256.0))
     assert blind.total_flops == 0
-    visits = B * N * T // 64 * (256 + 64) / 64  # of blocks of 64 keys by blocks of 64 queries
+    visits = (
+        B * N * T // 64 * (256 + 64) / 64
+    )  # pairs of a block of 64 queries and a block of 64 keys
     assert cost.flops == {"bf16": products * 2 * visits * 64 * 64 * H}
-    # two blocks anew in each: of keys and values, or of queries and gradients
+    # each pair reads two blocks again: keys and values, or queries and gradients
     assert cost.bytes_accessed - blind.bytes_accessed == visits * 2 * 64 * H * 2
 
 
 @pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("bwd", 5)])
-def test_attention_of_cudnn_is_counted(name, products):
+def test_the_work_of_cudnn_attention_is_known(name, products):
     B, T, N, H = 2, 1024, 8, 64
     q, lengths = f"bf16[{B},{T},{N},{H}]{{3,2,1,0}}", f"s32[{B},4]{{1,0}}"
     text = kernel_of_gpu(f"cudnn_attention_{name}", q, [q, q, q, lengths, lengths])
     blind = program_cost(text)
     cost = program_cost(text, kernels=functools.partial(cudnn_work, keys=256.0))
     assert cost.flops == {"bf16": products * 2 * B * N * T * 256 * H}
-    whole = program_cost(text, kernels=functools.partial(cudnn_work, keys=1000.0))
-    assert whole.flops == {
-        "bf16": products * 2 * B * N * T * 512 * H
-    }  # no more than half of the row
+    full = program_cost(text, kernels=functools.partial(cudnn_work, keys=1000.0))
+    assert full.flops == {"bf16": products * 2 * B * N * T * 512 * H}  # at most half of the row
     assert cost.bytes_accessed == blind.bytes_accessed
 
 
-def test_attention_over_pages_of_gpus_reads_the_pages_of_its_rows():
+def test_gpu_paged_attention_reads_the_pages_of_its_rows():
     R, K, M, H, page_len, parts = 64, 4, 16, 64, 32, 3
     pool = f"bf16[2048,{K},{page_len},{H}]{{3,2,1,0}}"
     text = kernel_of_gpu(
@@ -293,13 +297,13 @@ def test_attention_over_pages_of_gpus_reads_the_pages_of_its_rows():
         ],
     )  # fmt: skip
     cost = program_cost(text, kernels=functools.partial(paged_work, keys=500.0))
-    keys = 500 + page_len / 2  # the last page is read whole
+    keys = 500 + page_len / 2  # the last page is read in full
     assert cost.flops == {"bf16": 2 * 2 * R * K * M * keys * H}
     table, numbers, mixed = 2048 + 2 * R + 1 + R * M, parts * R * K * M, parts * R * K * M * H
     pages = R * keys * K * H
     assert cost.bytes_accessed == 4 * (table + numbers + mixed) + 2 * R * K * M * H + 2 * 2 * pages
 
 
-def test_a_text_that_is_no_module_is_refused():
+def test_text_without_an_entry_computation_is_rejected():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing")

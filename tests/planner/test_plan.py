@@ -1,4 +1,8 @@
-"""A plan says what a run needs before it starts, from the shape of the model alone."""
+"""Plans: what a run needs, from the shape of the model alone.
+
+Tests of jaxrl/plan.py and of jaxrl/planner: compilation.py, model_shape.py, plan.py, programs.py,
+report.py and topology.py. tests/trainer/test_plan_check.py covers check.py.
+"""
 
 import dataclasses
 import importlib.util
@@ -23,15 +27,15 @@ from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import (
     Plan,
-    add_up,
+    assemble_plan,
     calls_per_step,
-    link_seconds,
+    collective_seconds,
     live_bytes,
     make_plan,
     mixed_dispatches,
-    seconds,
+    roofline,
 )
-from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_parts
+from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
@@ -48,7 +52,8 @@ JSON_KEYS = (
     "expected_step_s",
 )
 PROGRAM_KEYS = (
-    "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "collectives", "compile_s",
+    "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "collectives",
+    "compile_s",
 )  # fmt: skip
 
 
@@ -61,7 +66,8 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     found = json.loads(json.dumps(plan.json()))
     assert tuple(found) == JSON_KEYS
     assert list(found["programs"]) == [
-        "accumulate", "apply", "score", "reference", "reshard", "prefill", "mixed", "copy_pages", "decode",
+        "accumulate", "apply", "score", "reference", "reshard", "prefill", "mixed", "copy_pages",
+        "decode",
     ]  # fmt: skip
     assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
     assert set(found["phases"]) == {"rollout", "scoring", "update"}
@@ -75,15 +81,17 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
             OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
             {"accumulate", "apply"},
         ),
-        (
+        pytest.param(
             OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
             {"accumulate", "apply", "score", "reference"},
+            marks=pytest.mark.thorough,
         ),
-        (
+        pytest.param(
             OfflineWorkload(
                 responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
             ),
             {"accumulate", "apply", "values"},
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -93,23 +101,25 @@ def test_offline_training_has_no_rollout(workload, programs, plan):
     assert set(ours.programs) == programs and "rollout" not in ours.phases
     assert ours.fits and ours.kv_pages == ours.max_concurrent_sequences == 0
     assert ("ref" in ours.resident) == workload.has_reference
-    # a head of D numbers over fsdp 4 in place of the unembedding, which is the embedding here
+    # A head of D numbers over fsdp 4. The unembedding has no parameters: it is tied.
     head = 4 * 64 // 4 if "score" in workload.heads else 0
     assert ours.resident["params"] == plan.resident["params"] + head
     if head:
-        logits = 3 * 2 * 256 * 256 * 64 / 2  # and no products with the vocabulary
-        spared = plan.programs["accumulate"].cost.total_flops - logits
-        assert ours.programs["accumulate"].cost.total_flops == pytest.approx(spared, rel=1e-3)
+        logits = 3 * 2 * 256 * 256 * 64 / 2  # no products with the unembedding
+        expected = plan.programs["accumulate"].cost.total_flops - logits
+        assert ours.programs["accumulate"].cost.total_flops == pytest.approx(expected, rel=1e-3)
         # 8 pairs of 2 x 128 tokens on 4 ranks of 256
-        rolls = ours.phases["scoring"].roofline_s, ours.programs["values"], ours.chip
-        assert rolls[0] == pytest.approx(2 * seconds(*rolls[1:])[0])
+        scoring = ours.phases["scoring"].roofline_s, ours.programs["values"], ours.chip
+        assert scoring[0] == pytest.approx(2 * roofline(*scoring[1:])[0])
     n_tokens = cfg.data.prompts_per_step * workload.responses_per_example * cfg.data.max_len
     assert ours.tokens_per_s * ours.expected_step_s == pytest.approx(n_tokens)
     assert "KV pages" not in as_text(ours) and "KV pages" in as_text(plan)
-    cramped = dataclasses.replace(topology("cpu:8").chip, memory_bytes=1e5)
-    machine = dataclasses.replace(topology("cpu:8"), chip=cramped)
-    refused = make_plan(cfg, TINY, machine, workload=workload)
-    assert not refused.fits and refused.why_not.endswith("leaves of 0.00")
+    tiny_chip = dataclasses.replace(topology("cpu:8").chip, memory_bytes=1e5)
+    machine = dataclasses.replace(topology("cpu:8"), chip=tiny_chip)
+    with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
+        declared = run_programs(cfg, TINY, tiny_chip.memory_bytes, workload=workload)
+    rejected = assemble_plan(declared, ours.programs, machine, ours.mesh, ours.lengths)
+    assert not rejected.fits and rejected.misfit.endswith("allows of 0.00 GiB")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +129,14 @@ def test_offline_training_has_no_rollout(workload, programs, plan):
         (["--job=sft", "--search"], "--search is for --job=train"),
     ],
 )
-def test_jobs_that_have_no_plan_are_refused(words, message, monkeypatch):
+def test_jobs_without_a_plan_are_rejected(words, message, monkeypatch):
     config = f"--config={ROOT / 'configs' / 'sft_gsm8k.py'}"
     monkeypatch.setattr(sys, "argv", ["plan", config, "--topology=cpu:8", *words])
     with pytest.raises(SystemExit, match=message):
         main()
 
 
-def test_state_bytes_are_those_of_the_parameter_table(plan):
+def test_state_bytes_follow_from_the_parameter_table(plan):
     # fsdp 4 x tensor 2 shard every matrix 8 ways; biases (of q, k, v) 2 ways, norms not at all.
     # V*D + L * (q, o: 2 * 64*64, k, v: 2 * 32*64, mlp: 3 * 128*64)
     matrices = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
@@ -139,20 +149,23 @@ def test_state_bytes_are_those_of_the_parameter_table(plan):
     assert plan.page_bytes == 2 * 2 * 2 * 64 * 16 * 4 // 2
 
 
-def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
+def test_offloaded_state_takes_no_device_memory_while_unused(plan):
     cfg = run(learner__offload=("optimizer", "reference"))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, plan.chip.memory_bytes)
-        before = run_parts(run(), TINY, plan.chip.memory_bytes)
+        parts = run_programs(cfg, TINY, plan.chip.memory_bytes)
+        before = run_programs(run(), TINY, plan.chip.memory_bytes)
     assert parts.resident["opt_state"] < 64  # counters
     live = {
-        name: live_bytes(dataclasses.replace(p, holds=parts.holds[name]), parts, 0)
+        name: live_bytes(
+            dataclasses.replace(p, counted_state=parts.table.counted_state[name]), parts, 0
+        )
         for name, p in plan.programs.items()
     }
-    was = {name: live_bytes(p, before, 0) for name, p in plan.programs.items()}
+    resident_live = {name: live_bytes(p, before, 0) for name, p in plan.programs.items()}
     opt, ref = plan.resident["opt_state"], plan.resident["ref"]
-    saved = {name: round((was[name] - live[name]) / ref, 3) for name in live}
-    # moments are twice the weights; its own scoring has the reference, `apply` is given the optimizer's state
+    saved = {name: round((resident_live[name] - live[name]) / ref, 3) for name in live}
+    # Moments are twice the weights. `reference` has the reference on the devices, and
+    # `apply` the moments.
     assert round(opt / ref, 3) == 2
     assert saved == {
         "accumulate": 3, "apply": 1, "score": 3, "reference": 2, "reshard": 3,
@@ -160,8 +173,11 @@ def test_what_waits_with_the_host_takes_no_room_where_it_is_not_used(plan):
     }  # fmt: skip
 
 
-def test_the_rollout_has_whole_weights_beside_the_state(plan):
-    """fsdp 4 x tensor 2: a replica's copy is all of the matrices over tensor alone; biases and norms stay."""
+def test_the_rollout_has_a_gathered_copy_of_the_weights(plan):
+    """fsdp 4 x tensor 2: a replica's copy of the matrices is sharded over tensor only.
+
+    Biases and norms are not copied.
+    """
     matrices = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
     reshard, decode = plan.programs["reshard"], plan.programs["decode"]
     assert reshard.argument_bytes == 4 * matrices // 8
@@ -169,87 +185,94 @@ def test_the_rollout_has_whole_weights_beside_the_state(plan):
     assert decode.argument_bytes > 4 * matrices // 2
     state = sum(plan.resident.values())
     assert plan.phases["rollout"].live_bytes >= state + 4 * matrices // 2
-    # No weights, the smallest of which has 8 KiB: tokens and logprobs of 32 steps of 4 x 8 sequences.
-    gathered = decode.cost.by_kind().get("all-gather", {"bytes": 0})["bytes"]
+    # Only tokens and logprobs of 32 steps of 4 x 8 sequences; the smallest weight has 8 KiB.
+    gathered = decode.cost.collectives_by_kind().get("all-gather", {"bytes": 0})["bytes"]
     assert gathered < 2 * 4 * 8 * 32 * 4 + 1024
 
 
-def test_a_rollout_in_eight_bits_has_smaller_weights_and_pages(plan):
+def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
     cfg = run(rollout__dtype="int8", rollout__kv_dtype="int8", algorithm__correction="token_tis")
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
-        programs = {name: parts.lower[name]().compile() for name in ("reshard", "decode")}
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        programs = {name: parts.table.lower[name]().compile() for name in ("reshard", "decode")}
     reshard, decode = (program.memory_analysis() for program in programs.values())
     # a page: 2 * L * K * 64 tokens * (H bytes and a float32), over tensor 2
     assert parts.page_bytes == 2 * 2 * 2 * 64 * (16 + 4) // 2
     embed, matrices = 256 * 64, 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
     scales = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)  # of q k v o gate up down
-    # A copy over tensor alone, of shards over both; the scales of q k v gate up lie over tensor in either.
-    assert parts.shares["rollout_copied"] == 4 * embed // 8
+    # Copied from shards over fsdp and tensor to tensor only; the scales of q k v gate up
+    # stay sharded over tensor.
+    assert parts.role_weights["rollout_copied"] == 4 * embed // 8
     copied = (4 * embed + matrices) // 8 + 4 * 2 * 128 // 4
     assert reshard.argument_size_in_bytes == pytest.approx(copied, abs=512)
     assert reshard.output_size_in_bytes == pytest.approx((4 * embed + matrices) // 2, abs=2048)
     weights = (4 * embed + matrices) // 2 + 4 * scales
-    pool, was = parts.n_pages * parts.page_bytes, plan.programs["decode"].argument_bytes
-    assert weights + pool < decode.argument_size_in_bytes < 0.45 * was
+    pool, default = parts.n_pages * parts.page_bytes, plan.programs["decode"].argument_bytes
+    assert weights + pool < decode.argument_size_in_bytes < 0.45 * default
 
 
-def test_a_critic_of_its_own_has_its_bytes_and_its_programs(plan):
-    """Over tensor 4 of eight devices, two ranks of fsdp; the shape of another backbone, of half the width."""
+def test_a_separate_critic_has_its_own_state_and_programs(plan):
+    """The critic is sharded over fsdp 2 x tensor 4 and has half the policy's width."""
     small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
     cfg = run(algorithm__advantage="gae", critic__token_budget=512)
     own = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=4))
     cfg = dataclasses.replace(cfg, critic=own)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, {"critic": small})
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes, {"critic": small})
         calls = calls_per_step(cfg, parts, 8, plan.lengths)
-        compiled = {name: parts.lower[name]().compile() for name in CRITIC_PROGRAMS}
-    # V*D + L * (q, o, k, v: 4 * 32*32, mlp: 3 * 64*32) over 4 x 2; q, k, v biases over 4; a head over 2; norms
+        compiled = {name: parts.table.lower[name]().compile() for name in CRITIC_PROGRAMS}
+    # V*D + L * (q, o, k, v: 4 * 32*32, mlp: 3 * 64*32) over 4 x 2; q, k, v biases over 4;
+    # a head over 2; norms
     matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
     biases, norms, head = 2 * 3 * 32, (2 * 2 + 1) * 32, 32
     resident = parts.resident
     assert resident["critic"] == 4 * (matrices // 8 + biases // 4 + head // 2 + norms)
     assert 0 <= resident["critic_opt_state"] - 2 * resident["critic"] <= 16
     for name, program in compiled.items():
-        held = sum(resident[part] for part in parts.holds[name])
+        held = sum(resident[part] for part in parts.table.counted_state[name])
         assert held <= program.memory_analysis().argument_size_in_bytes, name
     # 32 sequences of 128 tokens: 2 ranks x 512 tokens a micro-batch; the policy's 4 ranks have 256
     assert (calls["values"], calls["critic_accumulate"], calls["critic_apply"]) == (4, 4, 2)
     assert calls["accumulate"] == 4
-    # all of it beside the policy's programs
+    # all of it is in addition to the policy's programs
     assert live_bytes(plan.programs["decode"], parts, 0) - live_bytes(
         plan.programs["decode"], dataclasses.replace(parts, resident=plan.resident), 0
     ) == sum(resident.values()) - sum(plan.resident.values())
 
 
-def test_a_teacher_has_bytes_and_a_scoring_of_its_own(plan):
+@pytest.mark.thorough
+def test_a_teacher_has_its_own_weights_and_scoring_program(plan):
     small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(
+        parts = run_programs(
             run(algorithm__teacher="small"), TINY, CHIPS["cpu"].memory_bytes, {"teacher": small}
         )
-        scoring = parts.lower["reference"]().compile().memory_analysis()
+        scoring = parts.table.lower["reference"]().compile().memory_analysis()
     # as above, over fsdp 4 x tensor 2
     matrices, biases, norms = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32), 2 * 3 * 32, 5 * 32
     assert parts.resident["ref"] == 4 * (matrices // 8 + biases // 2 + norms)
     assert parts.resident["params"] == plan.resident["params"]
-    beside = scoring.argument_size_in_bytes - parts.resident["ref"]
+    batch_bytes = scoring.argument_size_in_bytes - parts.resident["ref"]
     score = plan.programs["score"]
-    assert beside == score.argument_bytes - plan.resident["params"]  # the same batch
+    assert batch_bytes == score.argument_bytes - plan.resident["params"]
 
 
-def test_a_reward_model_has_bytes_and_a_scoring_of_its_own(plan):
-    """Over tensor 4 of eight devices, two ranks of fsdp, with rows of its own; of half the policy's width."""
+@pytest.mark.thorough
+def test_a_reward_model_has_its_own_weights_and_scoring_program(plan):
+    """The reward model is sharded over fsdp 2 x tensor 4 and has half the policy's width.
+
+    It has its own token budget.
+    """
     small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
     cfg = run(reward_model__path="judge", reward_model__token_budget=512)
     own = dataclasses.replace(cfg.reward_model, mesh=RoleConfig(tensor=4))
     cfg = dataclasses.replace(cfg, reward_model=own)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes, {"reward_model": small})
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes, {"reward_model": small})
         calls = calls_per_step(cfg, parts, 8, plan.lengths)
-        scoring = parts.lower["reward_model"]().compile().memory_analysis()
-    assert set(parts.lower) == {*plan.programs, "reward_model"}
-    # as of the critic above, which has the same shape
+        scoring = parts.table.lower["reward_model"]().compile().memory_analysis()
+    assert set(parts.table.lower) == {*plan.programs, "reward_model"}
+    # as of the critic above, with the same shape
     matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
     biases, norms, head = 2 * 3 * 32, (2 * 2 + 1) * 32, 32
     weights = 4 * (matrices // 8 + biases // 4 + head // 2 + norms)
@@ -258,14 +281,14 @@ def test_a_reward_model_has_bytes_and_a_scoring_of_its_own(plan):
     assert 0 < rows < 64 * 512  # a few fields of 512 tokens
     # 32 sequences of 128 tokens: 2 ranks x 512 tokens a micro-batch; the policy's 4 ranks have 256
     assert (calls["reward_model"], calls["score"]) == (4, 4)
-    beside = live_bytes(plan.programs["decode"], parts, 0)
-    alone = live_bytes(
+    with_model = live_bytes(plan.programs["decode"], parts, 0)
+    without_model = live_bytes(
         plan.programs["decode"], dataclasses.replace(parts, resident=plan.resident), 0
     )
-    assert beside - alone == weights
+    assert with_model - without_model == weights
 
 
-def test_a_search_has_no_formulas_for_models_beside_the_policy():
+def test_the_search_rejects_runs_with_several_models():
     for changes in ({"reward_model__path": "judge"}, {"algorithm__advantage": "gae"}):
         with pytest.raises(
             ValueError, match=r"no formulas for .*reward_model\.path; search without"
@@ -276,32 +299,37 @@ def test_a_search_has_no_formulas_for_models_beside_the_policy():
 def test_a_shared_critic_costs_a_head_and_a_program(plan):
     cfg = run(algorithm__advantage="gae", critic__shared=True)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
-    assert set(parts.lower) == {*plan.programs, "values"}
-    assert parts.holds["values"] == ("params",)
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+    assert set(parts.table.lower) == {*plan.programs, "values"}
+    assert parts.table.counted_state["values"] == ("params",)
     assert parts.resident["params"] == plan.resident["params"] + 4 * 64 // 4
 
 
 def test_scoring_by_other_rules_is_another_program():
     cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
         assert parts.joined == {"score": 2, "reference": 1}  # 8 ranks instead of 4
-        programs = parts.lower["reshard_score"]().compile(), parts.lower["score"]().compile()
+        programs = (
+            parts.table.lower["reshard_score"]().compile(),
+            parts.table.lower["score"]().compile(),
+        )
     copy, score = (program.memory_analysis() for program in programs)
-    weights = parts.shares["score_aliased"] + copy.output_size_in_bytes
+    weights = parts.role_weights["score_aliased"] + copy.output_size_in_bytes
     rows = 8 * 2 * 128 * 4 // 8  # int32 [rank rows, tokens] of a device
     assert score.argument_size_in_bytes == pytest.approx(weights + 4 * rows, rel=0.02)
 
 
 def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):
-    # Per device: 256 tokens a rank; forward, recomputed forward and two backward passes over the layers'
-    # matrices, sharded over tensor 2; the head in forward, again in backward, and its two gradients.
+    # Per device: 256 tokens per rank; forward, recomputed forward and two backward passes over the
+    # layers' matrices, sharded over tensor 2; the head in forward, again in backward, and its two
+    # gradients.
     layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
     head = 256 * 64
     products = 2 * 256 * (4 * layers + 4 * head) / 2
-    # Attention: 2 layers, 2 heads, 256 queries, 2 of 64 keys each, 16 features of a key and 64 (padded) of a
-    # value; forward, again, and in backward scores, dv, dp, dq, dk of 16 + 64 + 64 + 16 + 16 features.
+    # Attention: 2 layers, 2 heads, 256 queries, 2 blocks of 64 keys each, 16 features of a key and
+    # 64 (padded) of a value; forward, recomputed forward, and in backward scores, dv, dp, dq, dk
+    # of 16 + 64 + 64 + 16 + 16 features.
     attention = 2 * 2 * 2 * 256 * 128 * (2 * (16 + 64) + 176)
     flops = plan.programs["accumulate"].cost.total_flops
     # Backward does not need the last product of a layer again.
@@ -309,19 +337,20 @@ def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan
     assert flops > 3 * plan.programs["score"].cost.total_flops
 
 
-def test_prompts_beside_a_step_are_the_work_of_both(plan):
+def test_a_mixed_dispatch_costs_prefill_plus_decode(plan):
     prefill, mixed, decode = (plan.programs[name] for name in ("prefill", "mixed", "decode"))
-    # rows of prompts see 32 of 64 tokens, a block of 64 keys; those that decode 64 and 32 more, two blocks
+    # Prompt rows attend to 32 of 64 tokens, a block of 64 keys; decode rows to 64 and 32,
+    # two blocks.
     work = prefill.cost.total_flops, decode.cost.total_flops
     assert mixed.cost.total_flops == sum(work) and work[0] > work[1]
-    assert mixed.holds == decode.holds
+    assert mixed.counted_state == decode.counted_state
     assert mixed.argument_bytes >= max(prefill.argument_bytes, decode.argument_bytes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(rollout__prefix_cache=False),  # a part of a prompt would not be found again
+        dict(rollout__prefix_cache=False),  # chunked prompts need the prefix cache
         dict(
             rollout__max_num_seqs=3
         ),  # 3 sequences have 127 keys at most, 2 rows each; a dispatch 8
@@ -330,18 +359,19 @@ def test_prompts_beside_a_step_are_the_work_of_both(plan):
 def test_a_run_that_never_mixes_has_no_program_for_it(changes, plan):
     cfg = run(**changes)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
         calls = calls_per_step(cfg, parts, 3, Lengths(10_000, 64))
-    assert set(parts.lower) == set(plan.programs) - {"mixed"}
+    assert set(parts.table.lower) == set(plan.programs) - {"mixed"}
     assert calls["mixed"] == 0 and calls["prefill"] > 0
 
 
-def test_dispatches_that_mix_are_taken_from_both_counts():
-    # Of the 2 prompts of a replica, of 4 samples each, 1 starts alone: its 4 sequences are all that run. The
-    # other has 799 keys in 13 rows, of which 8 fill a dispatch. In all 1,600 tokens in dispatches of 512: 4.
+def test_mixed_dispatches_replace_prefill_and_decode_dispatches():
+    # A replica has 2 prompts of 4 samples each. The 4 sequences of the first prompt fill all slots.
+    # The second has 799 keys in 13 rows, of which 8 fill a dispatch.
+    # Prefill has 1,600 tokens in dispatches of 512: 4 dispatches.
     cfg = run()
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        parts = run_parts(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
         calls = calls_per_step(cfg, parts, 4, Lengths(800, 64))
     assert (calls["prefill"], calls["mixed"], calls["decode"]) == (4 - 1, 1, 2 * 64 - 1)
 
@@ -350,8 +380,8 @@ def test_dispatches_that_mix_are_taken_from_both_counts():
     ("n", "slots", "prompt_len", "rows"),
     [(2, 8, 500, 2), (4, 64, 512, 2), (1, 64, 500, 8), (1, 64, 512, 32), (8, 64, 2050, 32)],
 )
-def test_as_many_dispatches_mix_as_the_scheduler_fills(n, slots, prompt_len, rows):
-    """Responses of all lengths around 300; it leaves the loop where the engine would."""
+def test_mixed_dispatches_agree_with_the_scheduler(n, slots, prompt_len, rows):
+    """Simulates responses with a mean length of 300, and dispatches that end as the engine's do."""
     n_prompts, rng = 3 * slots // n, np.random.default_rng(0)
     scheduler = Scheduler(
         PagePool(10**5, 64),
@@ -371,27 +401,27 @@ def test_as_many_dispatches_mix_as_the_scheduler_fills(n, slots, prompt_len, row
         mixed += plan.full
         seqs, n_steps = (plan.previously_running, 1) if plan.full else (plan.decode, plan.n_steps)
         left = sorted(seq.remaining for seq in seqs)
-        if not plan.full and scheduler.waiting:  # until a 32nd has ended
+        if not plan.full and scheduler.waiting:  # until a 32nd of the slots is free
             n_steps = min(n_steps, left[max(1, len(left) // 32) - 1])
         for seq in list(seqs):
-            made = min(n_steps, seq.remaining)
-            scheduler.advance(seq, [0] * made, "length" if made == seq.remaining else "")
+            n_new = min(n_steps, seq.remaining)
+            scheduler.advance(seq, [0] * n_new, "length" if n_new == seq.remaining else "")
     counted = mixed_dispatches(n_prompts, n, slots, -(-(prompt_len - 1) // 64), rows)
     assert mixed == counted
 
 
-def test_memory_that_is_too_small_is_said_with_numbers(plan):
+def test_too_little_memory_is_reported_with_numbers(plan):
     machine = small_machine(2.0**20)
     parts_plan = replan(plan, machine)
     assert not parts_plan.fits and parts_plan.kv_pages == 0
-    assert parts_plan.why_not.split(" needs ")[0] in plan.programs
-    assert "memory_utilization=0.85" in parts_plan.why_not
+    assert parts_plan.misfit.split(" needs ")[0] in plan.programs
+    assert "memory_utilization=0.85" in parts_plan.misfit
 
 
-def test_kv_pages_are_what_the_fullest_phase_leaves(plan):
-    fullest = max(phase.live_bytes for phase in plan.phases.values())
+def test_kv_pages_fill_the_memory_left_by_the_peak_phase(plan):
+    peak = max(phase.live_bytes for phase in plan.phases.values())
     pages = 5
-    memory = (fullest + pages * plan.page_bytes + 1) / 0.85
+    memory = (peak + pages * plan.page_bytes + 1) / 0.85
     tight = replan(plan, small_machine(memory))
     assert tight.kv_pages == pages
     assert tight.max_concurrent_sequences == 4 * (
@@ -408,8 +438,8 @@ def small_machine(memory_bytes: float) -> Topology:
 def replan(plan: Plan, machine: Topology) -> Plan:
     """The same programs on another machine."""
     with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
-        parts = run_parts(run(), TINY, plan.chip.memory_bytes)
-    return add_up(parts, plan.programs, machine, plan.mesh, plan.lengths)
+        parts = run_programs(run(), TINY, plan.chip.memory_bytes)
+    return assemble_plan(parts, plan.programs, machine, plan.mesh, plan.lengths)
 
 
 def test_the_tables_name_programs_phases_and_verdict(plan):
@@ -418,7 +448,7 @@ def test_the_tables_name_programs_phases_and_verdict(plan):
         assert word in text, word
 
 
-def test_on_several_hosts_each_process_has_an_engine_of_its_own():
+def test_on_several_hosts_each_process_has_its_own_engine():
     pytest.importorskip("libtpu", reason="a description of several hosts of TPUs needs libtpu")
     machine = topology("v5p:2x2x2")
     hosts = {device.process_index for device in machine.devices}
@@ -428,7 +458,7 @@ def test_on_several_hosts_each_process_has_an_engine_of_its_own():
         cfg = run(rollout__engines=engines)
         with jax.set_mesh(make_mesh(machine.devices, fsdp=4, tensor=2)):
             layout = rollout_layout(cfg, TINY, jax.numpy.dtype("bfloat16"))
-            parts = run_parts(cfg, TINY, machine.chip.memory_bytes)
+            parts = run_programs(cfg, TINY, machine.chip.memory_bytes)
             found[engines] = layout.mesh(jax.sharding.get_mesh()).shape, parts.n_replicas
     # two replicas of two chips in each process, or four over all chips
     assert {name: (mesh["replica"], n) for name, (mesh, n) in found.items()} == {
@@ -437,22 +467,24 @@ def test_on_several_hosts_each_process_has_an_engine_of_its_own():
     }
 
 
-def test_a_collective_costs_a_ring_and_more_between_nodes():
+def test_collectives_cost_a_ring_and_are_slower_between_nodes():
     one = Collective("all-gather", 8e9, 8, 7, 1.0, (), (), "")
-    assert link_seconds(one, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 450e9)
+    assert collective_seconds(one, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 450e9)
     across = dataclasses.replace(one, spread=56)
-    assert link_seconds(across, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 50e9)
+    assert collective_seconds(across, CHIPS["h100"]) == pytest.approx(8e9 * 7 / 8 / 50e9)
     reduced = dataclasses.replace(one, kind="all-reduce")
-    assert link_seconds(reduced, CHIPS["v5p"]) == pytest.approx(2 * 8e9 * 7 / 8 / 180e9)
+    assert collective_seconds(reduced, CHIPS["v5p"]) == pytest.approx(2 * 8e9 * 7 / 8 / 180e9)
 
 
 @pytest.mark.parametrize("name", ["v9z:2x4", "v5p", "h100:", "laptop"])
-def test_an_unknown_topology_lists_the_known_ones(name):
-    with pytest.raises(ValueError, match=r"is not known; set one of .*v5p:4x4x4.*h100:64.*cpu:8"):
+def test_an_unknown_topology_gets_a_list_of_examples(name):
+    with pytest.raises(
+        ValueError, match=r"unknown topology .*; set one of .*v5p:4x4x4.*h100:64.*cpu:8"
+    ):
         topology(name)
 
 
-def test_a_compiler_that_is_not_installed_says_what_to_install(monkeypatch):
+def test_a_missing_compiler_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="uv pip install libtpu"):
         topology("v5e:2x4")
@@ -460,15 +492,15 @@ def test_a_compiler_that_is_not_installed_says_what_to_install(monkeypatch):
         topology("h100:8")
 
 
-def test_a_model_that_is_not_here_needs_its_config():
+def test_an_unknown_model_needs_its_config():
     assert model_shape("Qwen/Qwen2.5-7B-Instruct").D == 3584
     with pytest.raises(ValueError, match="set --model-config"):
-        model_shape("nobody/nothing")
+        model_shape("unknown/model")
     with pytest.raises(ValueError, match=r"set --config\.critic\.path to that file"):
-        model_shape("nobody/nothing", instead="--config.critic.path")
+        model_shape("unknown/model", option="--config.critic.path")
 
 
-def test_the_program_answers_a_wrong_mesh_with_one_line(tmp_path):
+def test_a_wrong_mesh_gives_a_one_line_error(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl.plan", "--config=configs/grpo_7b.py", "--topology=cpu:8"],
         capture_output=True,
@@ -480,7 +512,7 @@ def test_the_program_answers_a_wrong_mesh_with_one_line(tmp_path):
 
 
 def golden(name: str) -> tuple[dict, dict]:
-    """(what docs/plans has, what is planned now)."""
+    """(the plan in docs/plans, the plan of the present code)."""
     spec = importlib.util.spec_from_file_location(
         "plan_golden", ROOT / "scripts" / "plan_golden.py"
     )
@@ -491,7 +523,7 @@ def golden(name: str) -> tuple[dict, dict]:
 
 
 def assert_close(kept, now, path: str = ""):
-    """Equal but for compilers' choices: temporaries, and times that follow from them, within 5 %."""
+    """Equal; numbers that depend on the compiler (temporaries, times) within 5 %."""
     if isinstance(kept, dict):
         assert set(kept) == set(now), path
         for name in kept:
@@ -502,12 +534,13 @@ def assert_close(kept, now, path: str = ""):
         assert now == pytest.approx(kept, rel=0.05), path
 
 
-def test_the_plan_of_the_quickstart_is_the_one_in_the_docs():
+@pytest.mark.thorough
+def test_the_plan_of_the_quickstart_matches_the_docs():
     assert_close(*golden("quickstart.cpu-2"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_1p5b.v5e-2x4", "grpo_7b.v5p-4x4x4"])
-def test_plans_for_tpus_are_those_in_the_docs(name):
+def test_plans_for_tpus_match_the_docs(name):
     pytest.importorskip("libtpu")
     assert_close(*golden(name))

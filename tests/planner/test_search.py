@@ -1,4 +1,4 @@
-"""The search orders candidates by formulas and lets compiled plans decide."""
+"""The search ranks candidates by formulas; compiled plans decide (jaxrl/planner/search.py)."""
 
 import dataclasses
 
@@ -23,14 +23,14 @@ def machine(memory_bytes: float = float(GIB)) -> Topology:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(run(), TINY, machine(), LENGTHS))
-    # 2 kv heads: tensor 1 or 2; four budgets of rows of 128 tokens; three policies; offloaded or not
+    # 2 KV heads: tensor 1 or 2; four token budgets; three remat policies; with or without offload
     assert [c.mesh for c in found[:: 4 * 3 * 2]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
     assert {c.offload for c in found} == {(), ("optimizer", "reference")}
     assert len(found) == 2 * 4 * 3 * 2
 
 
-def test_formulas_order_memory_as_the_policies_do():
+def test_estimated_memory_follows_the_remat_policy():
     def bytes_of(remat: str, tokens: int = 1024, tensor: int = 1) -> float:
         sizes = {"fsdp": 8 // tensor, "tensor": tensor}
         return estimate(run(), TINY, machine(), LENGTHS, sizes, tokens, remat).bytes
@@ -39,7 +39,7 @@ def test_formulas_order_memory_as_the_policies_do():
     assert bytes_of("full", 128) < bytes_of("full", 1024)
 
 
-def test_meshes_follow_the_model_the_rows_and_the_network():
+def test_meshes_depend_on_model_row_length_and_network():
     experts = dataclasses.replace(
         TINY, family="qwen3_moe", qkv_bias=False, E=8, top_k=2, F_expert=64
     )
@@ -55,25 +55,26 @@ def test_meshes_follow_the_model_the_rows_and_the_network():
     assert sizes(cfg, TINY, machine(), "expert") == {1}
     assert sizes(cfg, experts, machine(), "expert") == {1, 2, 4, 8}
     assert sizes(cfg, TINY, machine(), "sequence") == {1}
-    assert sizes(long, TINY, machine(), "sequence") == {1, 2}  # 2048 tokens for each device
+    assert sizes(long, TINY, machine(), "sequence") == {1, 2}  # 2048 tokens per device
     assert sizes(cfg, TINY, machine(), "replica") == {1}
-    assert sizes(cfg, TINY, nodes, "replica") == {1, 2}  # of a node of 8
+    assert sizes(cfg, TINY, nodes, "replica") == {1, 2}  # one node of 8 each
 
 
-def test_formulas_know_what_waits_with_the_host_and_slow_networks():
-    def of(mesh: dict, where: Topology, offload=()):
+def test_estimates_include_offload_and_slow_networks():
+    def estimated(mesh: dict, where: Topology, offload=()):
         return estimate(run(), TINY, where, LENGTHS, mesh, 128, "full", offload)
 
     both = ("optimizer", "reference")
-    kept, waiting = of(dict(fsdp=8), machine()), of(dict(fsdp=8), machine(), both)
+    kept, waiting = estimated(dict(fsdp=8), machine()), estimated(dict(fsdp=8), machine(), both)
     assert waiting.bytes < kept.bytes and waiting.step_s > kept.step_s
     nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
     # weights gathered between nodes for every layer, against gradients summed between them
-    assert of(dict(fsdp=8, replica=2), nodes).step_s < of(dict(fsdp=16), nodes).step_s
+    assert estimated(dict(fsdp=8, replica=2), nodes).step_s < estimated(dict(fsdp=16), nodes).step_s
 
 
-def test_the_formula_of_the_state_is_what_the_plan_finds():
-    """Weights, moments, gradients and reference of a large model weigh all else down."""
+@pytest.mark.thorough
+def test_estimated_memory_agrees_with_the_compiled_plan():
+    """The state of a larger model dominates: weights, moments, gradients and reference."""
     model = dataclasses.replace(TINY, D=256, F=1024, V=1024)
     cfg = run()
     plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
@@ -83,15 +84,15 @@ def test_the_formula_of_the_state_is_what_the_plan_finds():
 
 
 @pytest.mark.slow
-def test_the_first_that_fits_is_found_and_said_with_its_keys():
+def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     found = search(run(), TINY, machine(), lengths=LENGTHS, finalists=2)
     plans = [plan for _, plan in found if plan is not None]
     assert plans[0].fits and plans[0].expected_step_s <= plans[1].expected_step_s
     assert "--config.mesh.fsdp=" in search_text(found)
 
 
-def test_a_machine_without_room_is_refused_with_numbers():
+def test_too_little_memory_is_reported_with_numbers():
     with pytest.raises(
-        ValueError, match=r"it needs at least .* GiB a device of .*; take more devices"
+        ValueError, match=r"it needs at least .* GiB per device of .*; use more devices"
     ):
         search(run(), TINY, machine(1024.0), lengths=LENGTHS)

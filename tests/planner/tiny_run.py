@@ -1,4 +1,4 @@
-"""A small model and a run of it on eight devices."""
+"""A tiny model and the config of a run of it on eight devices."""
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
@@ -10,6 +10,7 @@ TINY = DecoderConfig(
 
 
 def run(**changes) -> RunConfig:
+    """The config with changes such as `rollout__n=2`."""
     config = default_config()
     config.model.path, config.model.layers = "tiny", "stacked"
     config.data.train = ("task:addition",)

@@ -1,4 +1,7 @@
-"""The report: one file, with everything in it, that nothing in a completion can break."""
+"""The report: one self-contained file that no completion can break.
+
+Tests of jaxrl/report: __main__.py, charts.py, curve.py, page.py and record.py.
+"""
 
 import html.parser
 import json
@@ -108,15 +111,15 @@ def test_the_page_holds_the_numbers_of_the_run(run):
     assert charts["KL"]["lines"][0]["points"][1] == [2, None]  # NaN is a gap
 
 
-def test_the_time_of_a_step_is_split_into_its_phases_and_a_rest(run):
+def test_step_time_is_split_into_phases_and_other(run):
     charts, _ = chart_data(read_record(run))
     time = next(chart for chart in charts if chart["title"] == "Time per phase")
     parts = {line["label"]: [v for _, v in line["points"]] for line in time["lines"]}
-    # 5.5 s a step - 2 s rollout - 3 s update = 0.5 s
+    # 5.5 s per step - 2 s rollout - 3 s update = 0.5 s
     assert parts == {"rollout": [2.0] * 3, "update": [3.0] * 3, "other": [0.5] * 3}
 
 
-def test_the_page_names_what_was_not_logged(run):
+def test_the_page_names_metrics_that_were_not_logged(run):
     _, page = page_of(run)
     assert "Not logged in this run:" in page.words
     assert "Clip fraction" in page.words
@@ -132,7 +135,7 @@ def test_the_page_needs_no_network(run):
     assert addresses <= {"http://www.w3.org/2000/svg"}  # a name, not an address
 
 
-def test_nothing_in_a_completion_ends_the_script_or_becomes_markup(run):
+def test_a_completion_cannot_end_the_script_or_become_markup(run):
     text, page = page_of(run)
     assert len(page.scripts) == 2
     assert "alert(1)</script>" not in text
@@ -143,7 +146,7 @@ def test_nothing_in_a_completion_ends_the_script_or_becomes_markup(run):
     assert "innerHTML" not in page.scripts[1]
 
 
-def test_markup_in_config_is_text(tmp_path):
+def test_markup_in_the_config_is_shown_as_text(tmp_path):
     run = write_run(
         tmp_path / "x", [{"step": 1, "reward/mean": 1.0}], config=RunConfig(name=HOSTILE)
     )
@@ -184,18 +187,18 @@ def test_a_run_without_metrics_says_so(tmp_path):
     assert data_of(page) == {"charts": [], "samples": [], "fields": data_of(page)["fields"]}
 
 
-def test_lines_cut_off_by_a_crash_are_left_out(run):
+def test_truncated_lines_are_skipped(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "rew')
     assert read_record(run).last_step == 3
 
 
-def test_of_a_step_that_was_logged_twice_the_later_line_counts(tmp_path):
+def test_the_later_line_of_a_repeated_step_counts(tmp_path):
     run = write_run(tmp_path / "x", [{"step": 1, "a": 1.0}, {"step": 1, "a": 2.0}])
     assert read_record(run).series == {"a": [(1, 2.0)]}
 
 
-def test_thousands_of_steps_and_samples_make_a_page_of_a_few_megabytes(tmp_path):
+def test_the_page_of_a_long_run_has_a_few_megabytes(tmp_path):
     metrics = [{"step": s, "reward/mean": s / 5000} for s in range(1, 5001)]
     samples = [sample(s, completion="x" * 5000) for s in range(1, 5001) for _ in range(2)]
     text, page = page_of(write_run(tmp_path / "long", metrics, samples))
@@ -215,7 +218,7 @@ def test_thinned_points_are_means_of_their_neighbours():
     assert thin(points, 3, largest=True) == [(2, 3.0), (4, 5.0), (5, 7.0)]
 
 
-def test_thinned_samples_keep_the_ends_of_validation_and_every_part_of_training():
+def test_thinned_samples_keep_first_and_last_validation_and_every_training_step():
     samples = [
         sample(s, kind) for s in range(0, 101, 10) for kind in ["val"] * 20 + ["train"] * 200
     ]
@@ -228,10 +231,10 @@ def test_thinned_samples_keep_the_ends_of_validation_and_every_part_of_training(
     }
     assert counts["val", 0] == counts["val", 100] == 20
     assert min(counts.values()) >= 5
-    assert kept == [s for s in samples if any(s is k for k in kept)]  # in their order
+    assert kept == [s for s in samples if any(s is k for k in kept)]  # in the original order
 
 
-def test_a_long_text_loses_its_middle():
+def test_the_middle_of_a_long_text_is_left_out():
     assert cut("abcdefghij", 4) == "ab\n[... 6 characters left out ...]\nij"
     assert cut("abcd", 4) == "abcd"
 
@@ -245,7 +248,7 @@ def test_the_curve_is_an_svg_of_reward_and_validation(run, tmp_path):
     assert "training reward" in words
     assert "my <run>" in words
     first, last = (float(c.get("cy")) for c in circles)
-    assert last < first  # higher accuracy stands higher
+    assert last < first  # higher accuracy is drawn higher
 
 
 def test_a_curve_of_one_step_is_drawn(tmp_path):
@@ -253,17 +256,17 @@ def test_a_curve_of_one_step_is_drawn(tmp_path):
     ET.parse(write_curve_svg(run, tmp_path / "curve.svg"))
 
 
-def test_a_curve_without_data_says_what_to_do(tmp_path):
+def test_a_curve_without_data_raises_with_the_remedy(tmp_path):
     run = write_run(tmp_path / "none", [{"step": 1, "reward/mean": "NaN"}])
     with pytest.raises(ValueError, match="train at least one step"):
         write_curve_svg(run, tmp_path / "curve.svg")
 
 
-def test_the_command_writes_both_and_names_them(run, tmp_path, capsys):
+def test_the_command_prints_the_files_it_writes(run, tmp_path, capsys):
     assert main([str(run), "--curve", str(tmp_path / "c.svg")]) == 0
     assert capsys.readouterr().out.split() == [str(run / "report.html"), str(tmp_path / "c.svg")]
 
 
-def test_the_command_says_what_is_wrong_with_the_folder(tmp_path, capsys):
+def test_the_command_rejects_a_missing_folder(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 1
-    assert "is not a folder; give the folder of a run" in capsys.readouterr().err
+    assert "is not a folder; pass a run folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A tiny random model in a folder."""
+"""A tiny random model with a tokenizer, in Hugging Face format."""
 
 import json
 
@@ -15,14 +15,19 @@ from sharding import make_mesh
 from sharding.rules import TRAIN
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=272, max_len=1024)
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A Llama of random weights, large enough that its distributions are far from uniform, with a
-    tokenizer of bytes and a few words; <|im_end|> (2) ends a response."""
+    """A Llama with random weights and a byte-level tokenizer; <|im_end|> (id 2) ends a response.
+
+    The weights are scaled up so that the token distributions are far from uniform.
+    """
     folder = tmp_path_factory.mktemp("served") / "model"
     with jax.set_mesh(make_mesh()):
         cfg = DecoderConfig(family="llama", **SHAPE)

@@ -1,4 +1,4 @@
-"""Running a server in a thread and asking it; the same of the engine itself."""
+"""Runs a server in a thread, and the engine directly for comparison."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ KEY = "secret"
 
 
 def arguments(folder, *more):
-    """The command line of a small server: 4 responses in the batch, 2 that wait."""
+    """Arguments of a small server: 4 responses in the batch, 2 in the queue."""
     return [
         f"--model={folder}",
         "--name=tiny",
@@ -36,7 +36,7 @@ def arguments(folder, *more):
 
 @contextlib.contextmanager
 def running(web, listening):
-    """A server in a thread, told to stop at the end."""
+    """Runs a server in a thread and stops it at the end."""
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listening]})
     thread.start()
     wait_until(lambda: web.started)
@@ -49,43 +49,48 @@ def running(web, listening):
 
 
 @contextlib.contextmanager
-def serving(arguments, *, look_s=0.05):
-    """A running server of its own: service, its URL, a client, and what was asked for."""
+def serving(arguments, *, poll_s=0.05):
+    """A running server: service, base URL, client, and the parsed arguments."""
     options, run = read(arguments)
     service = open_service(options, run)
-    if service.follower is not None:
-        service.follower._look_s = look_s
+    if service.watcher is not None:
+        service.watcher._poll_s = poll_s
     with listener(options.host, options.port) as listening, running(server(service), listening):
         base = url(listening)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0)
         yield SimpleNamespace(service=service, base=base, client=client, run=run, options=options)
 
 
-def wait_until(holds, timeout_s: float = 20):
+def wait_until(condition, timeout_s: float = 20):
     end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
-def direct(model, prompts, *, params=None, **wanted):
-    """(tokens, logps, finish) of the engine of each prompt, text or ids; with other weights where they are given."""
+def direct(model, prompts, *, params=None, **options):
+    """(tokens, logps, finish) per prompt from the engine itself, without the server.
+
+    Prompts are text or token ids; `options` are fields of the engine's Request. `params` replace
+    the model's weights.
+    """
     params = model.params if params is None else params
-    tokenizer, made = model.renderer.tokenizer, {}
+    tokenizer, results = model.renderer.tokenizer, {}
     with jax.set_mesh(model.mesh):
         for p in prompts:
             ids = np.array(tokenizer(p)["input_ids"] if isinstance(p, str) else p, np.int32)
-            made[model.engine.submit(Request(tokens=ids, **wanted))] = ([], [], [])
+            results[model.engine.submit(Request(tokens=ids, **options))] = ([], [], [])
         while model.engine.n_unfinished:
-            for one in model.engine.generate(params):
-                tokens, logps, finish = made[one.slot]
-                tokens += one.tokens.tolist()
-                logps += one.logp.tolist()
-                finish.append(one.finish)
-    return [(tokens, logps, finish[-1]) for tokens, logps, finish in made.values()]
+            for generated in model.engine.generate(params):
+                tokens, logps, finish = results[generated.slot]
+                tokens += generated.tokens.tolist()
+                logps += generated.logp.tolist()
+                finish.append(generated.finish)
+    return [(tokens, logps, finish[-1]) for tokens, logps, finish in results.values()]
 
 
-def meter(served, name):
+def metric(served, name):
+    """The value of a metric at /metrics; 0 if it is not there."""
     text = httpx.get(f"{served.base}/metrics").text
     values = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(values[0]) if values else 0.0

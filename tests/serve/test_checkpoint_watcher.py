@@ -1,4 +1,7 @@
-"""A server of a run's checkpoints, while the run trains and after: an answer is of one version, which is told."""
+"""Serving the checkpoints of a run, during and after training: jaxrl/serve/checkpoint_watcher.py.
+
+Every response comes from one version of the weights, and names it.
+"""
 
 import concurrent.futures
 import contextlib
@@ -25,25 +28,25 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params
 from jaxrl.runtime.compile_watch import CompileWatch
-from jaxrl.serve.__main__ import first_model, main, read
-from jaxrl.serve.checkpoints import Checkpoints
+from jaxrl.serve.__main__ import load_first_model, main, read
+from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.serve.model import open_model
-from jaxrl.serve.response import Answer
+from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.score import score
 from jaxrl.types import TrainState
 from sharding import make_mesh
 from sharding.rules import DECODE, TRAIN
-from tests.serve.serve_cases import arguments, direct, meter, serving, wait_until
+from tests.serve.serve_cases import arguments, direct, metric, serving, wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 GREEDY = SamplingConfig(temperature=0.0)
-ASKED = dict(model="tiny", prompt="What is the sum?", max_tokens=20, temperature=0)
+BODY = dict(model="tiny", prompt="What is the sum?", max_tokens=20, temperature=0)
 IDS = {"return_token_ids": True}
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True} | IDS}
 
 
 def policy(folder, step, **changes):
-    """The weights of a step: those of the model at first, then any numbers, of distributions far from uniform."""
+    """Weights of a training step: the served model at step 0, else random ones."""
     if step == 0:
         with jax.set_mesh(make_mesh()):
             return load_model(folder, rules=TRAIN)[1]
@@ -54,7 +57,7 @@ def policy(folder, step, **changes):
 
 
 def save(run_folder, step, params, **options):
-    """As the trainer does, moments beside the weights."""
+    """Saves a checkpoint as the trainer does: weights and moments."""
     with contextlib.closing(
         Checkpointer(run_folder / "checkpoints", CheckpointConfig(**options))
     ) as checkpoints:
@@ -63,7 +66,7 @@ def save(run_folder, step, params, **options):
 
 
 def new_run(run_folder, model_folder, **changes):
-    """The folder of a run that has begun."""
+    """Creates the folder of a started run."""
     cfg = RunConfig()
     model = dataclasses.replace(cfg.model, path=str(model_folder))
     run_folder.mkdir()
@@ -76,7 +79,7 @@ def new_run(run_folder, model_folder, **changes):
 
 @pytest.fixture(scope="module")
 def weights(model_folder):
-    """Of any step."""
+    """Weights by training step."""
     return functools.cache(functools.partial(policy, model_folder))
 
 
@@ -87,131 +90,135 @@ def run_folder(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def followed(run_folder):
-    """A server that was started before the first checkpoint."""
+    """A server that follows a run, started before its first checkpoint."""
     with serving(arguments(run_folder, "--follow")) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def model(model_folder):
-    """An engine that is run directly."""
+    """A second engine, called directly."""
     return open_model(read(arguments(model_folder))[1], max_len=1024)
 
 
 @pytest.fixture
-def alone(model, weights):
-    """Tokens and logprobs of an engine that never had other weights than those of a step."""
+def expected(model, weights):
+    """Tokens and logprobs of an engine that only ever had the weights of one step."""
 
-    def answer(step, prompt=ASKED["prompt"], max_tokens=20, **wanted):
+    def generate(step, prompt=BODY["prompt"], max_tokens=20, **options):
         model.engine.release()
-        asked = dict(max_tokens=max_tokens, sampling=GREEDY, **wanted)
-        [(tokens, logps, _)] = direct(model, [prompt], params=weights(step), **asked)
+        options = dict(max_tokens=max_tokens, sampling=GREEDY, **options)
+        [(tokens, logps, _)] = direct(model, [prompt], params=weights(step), **options)
         return tokens, logps
 
-    return answer
+    return generate
 
 
 @pytest.fixture
-def latest(followed, run_folder, weights):
-    """Saves the next checkpoint; `latest()` is the step that is served then."""
+def save_next(followed, run_folder, weights):
+    """Saves the next checkpoint and returns its step."""
 
-    def save_next():
+    def save_one():
         step = int(followed.client.models.retrieve("tiny").step) + 10
         save(run_folder, step, weights(step))
         return step
 
-    return save_next
+    return save_one
 
 
-def serves(followed, step):
-    wait_until(lambda: meter(followed, "jaxrl_weights_step") == step)
+def wait_for_step(followed, step):
+    wait_until(lambda: metric(followed, "jaxrl_weights_step") == step)
 
 
-def test_a_followed_run_answers_with_its_newest_weights(followed, alone, latest):
-    first = step = followed.service.engine.step  # 0 as long as the run has saved nothing
-    said = [followed.client.completions.create(**ASKED, logprobs=0, extra_body=IDS)]
+def test_a_followed_run_is_served_with_its_newest_weights(followed, expected, save_next):
+    first = step = followed.service.engine.step  # 0 until the run saves a checkpoint
+    responses = [followed.client.completions.create(**BODY, logprobs=0, extra_body=IDS)]
     programs = []
     watch = CompileWatch(lambda name, _: programs.append(name))
     for _ in range(2):
-        step = latest()
-        serves(followed, step)
-        # the same prompt, whose pages were kept
-        said.append(followed.client.completions.create(**ASKED, logprobs=0, extra_body=IDS))
+        step = save_next()
+        wait_for_step(followed, step)
+        # the same prompt, whose pages are in the prefix cache
+        responses.append(followed.client.completions.create(**BODY, logprobs=0, extra_body=IDS))
     watch.detach()
     ours = ("prefill", "mixed", "decode", "copy_pages")
     assert not [name for name in programs if any(part in name for part in ours)]
     assert followed.client.models.retrieve("tiny").step == step == first + 20
-    for i, answer in enumerate(said):
-        tokens, logps = alone(first + 10 * i)
+    for i, answer in enumerate(responses):
+        tokens, logps = expected(first + 10 * i)
         assert answer.choices[0].token_ids == tokens
         assert answer.choices[0].logprobs.token_logprobs == logps
         assert answer.system_fingerprint == f"step-{first + 10 * i}"
-    assert len({answer.choices[0].text for answer in said}) == 3
+    assert len({answer.choices[0].text for answer in responses}) == 3
 
 
-def test_old_weights_are_freed_before_new_ones_come(followed, latest, monkeypatch):
+def test_old_weights_are_freed_before_new_ones_are_placed(followed, save_next, monkeypatch):
     engine, place, freed, read = followed.service.engine, Checkpoints.place, [], []
 
-    def looked(checkpoints, weights):
+    def recorded(checkpoints, weights):
         read.append(weakref.ref(weights))
         freed.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(engine._params)))
         return place(checkpoints, weights)
 
-    monkeypatch.setattr(Checkpoints, "place", looked)
-    serves(followed, latest())
+    monkeypatch.setattr(Checkpoints, "place", recorded)
+    wait_for_step(followed, save_next())
     assert freed == [True]
     assert [copy() for copy in read] == [None]  # in host memory
 
 
-def test_what_is_under_way_ends_with_the_weights_it_began_with(followed, alone, latest):
-    step = int(meter(followed, "jaxrl_weights_step"))
-    stream = followed.client.completions.create(**ASKED | LONG, stream=True)
+def test_a_running_response_finishes_with_the_weights_it_started_with(
+    followed, expected, save_next
+):
+    step = int(metric(followed, "jaxrl_weights_step"))
+    stream = followed.client.completions.create(**BODY | LONG, stream=True)
     chunks = [next(stream)]
-    newer = latest()
+    newer = save_next()
     wait_until(lambda: followed.service.engine.updating)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(followed.client.completions.create, **ASKED, extra_body=IDS)
+        waiting = pool.submit(followed.client.completions.create, **BODY, extra_body=IDS)
         chunks += stream
         later = waiting.result()
     tokens = [token for chunk in chunks for token in chunk.choices[0].token_ids]
-    assert tokens == alone(step, max_tokens=900, ignore_stop=True)[0]
+    assert tokens == expected(step, max_tokens=900, ignore_stop=True)[0]
     assert {chunk.system_fingerprint for chunk in chunks} == {f"step-{step}"}
-    assert later.choices[0].token_ids == alone(newer)[0]
+    assert later.choices[0].token_ids == expected(newer)[0]
     assert later.system_fingerprint == f"step-{newer}"
 
 
-def test_those_that_wait_for_new_weights_can_be_cancelled_and_are_counted(followed, alone, latest):
-    stream = followed.client.completions.create(**ASKED | LONG, stream=True)
+def test_deferred_requests_can_be_cancelled_and_count_toward_the_limit(
+    followed, expected, save_next
+):
+    stream = followed.client.completions.create(**BODY | LONG, stream=True)
     next(stream)
-    step = latest()
+    step = save_next()
     wait_until(lambda: followed.service.engine.updating)
     with pytest.raises(openai.APITimeoutError):
-        followed.client.completions.create(**ASKED, timeout=0.1)
-    wait_until(lambda: followed.service.engine._n_jobs == 1)
+        followed.client.completions.create(**BODY, timeout=0.1)
+    wait_until(lambda: followed.service.engine._n_tasks == 1)
     with pytest.raises(openai.RateLimitError), concurrent.futures.ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda _: followed.client.completions.create(**ASKED), range(6)))
+        list(pool.map(lambda _: followed.client.completions.create(**BODY), range(6)))
     stream.close()
-    serves(followed, step)
-    answer = followed.client.completions.create(**ASKED, extra_body=IDS)
-    assert answer.choices[0].token_ids == alone(step)[0]
-    wait_until(lambda: followed.service.engine._n_jobs == 0)
+    wait_for_step(followed, step)
+    answer = followed.client.completions.create(**BODY, extra_body=IDS)
+    assert answer.choices[0].token_ids == expected(step)[0]
+    wait_until(lambda: followed.service.engine._n_tasks == 0)
 
 
-def test_scores_are_of_the_weights_that_answered(followed, run_folder, weights, monkeypatch):
-    engine, ask_to_score = followed.service.engine, Answer._score
+def test_scoring_uses_the_weights_that_generated(followed, run_folder, weights, monkeypatch):
+    engine, score_choice = followed.service.engine, ActiveResponse._score
     step = engine.step
 
-    def late(answer, choice):
-        """There are newer weights before the first response is scored."""
+    def score_late(response, choice):
+        """Saves newer weights before the first choice is scored."""
         if choice.index == 0:
             save(run_folder, step + 10, weights(step + 10))
             wait_until(lambda: engine.updating)
-        return ask_to_score(answer, choice)
+        return score_choice(response, choice)
 
     weights(step + 10)
-    monkeypatch.setattr(Answer, "_score", late)
+    monkeypatch.setattr(ActiveResponse, "_score", score_late)
     answer = followed.client.completions.create(
-        **ASKED | {"max_tokens": 5}, n=2, logprobs=2, echo=True, extra_body=IDS
+        **BODY | {"max_tokens": 5}, n=2, logprobs=2, echo=True, extra_body=IDS
     )
     assert answer.system_fingerprint == f"step-{step}"
     for choice in answer.choices:
@@ -222,48 +229,62 @@ def test_scores_are_of_the_weights_that_answered(followed, run_folder, weights, 
         n = len(choice.prompt_token_ids)
         best = [max(top.values()) for top in choice.logprobs.top_logprobs[n:]]
         np.testing.assert_allclose(best, known.top_logp[n - 1 :, 0], atol=1e-5)
-    serves(followed, step + 10)
+    wait_for_step(followed, step + 10)
 
 
-def broken(folder, step):
-    """As a copy that was cut short leaves it."""
+def truncate(folder, step):
+    """Truncates a checkpoint file, as an interrupted copy does."""
     data = max((folder / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
 
 
-def without_a_part(folder, step):
+def remove_a_part(folder, step):
     shutil.rmtree(folder / str(step) / "state" / "d")
 
 
 @pytest.mark.parametrize(
-    ("spoil", "changes", "said"),
+    ("damage", "changes", "message"),
     [
-        (broken, {}, "cannot be read"),
-        (without_a_part, {}, "cannot be read"),
+        (truncate, {}, "cannot be read"),
+        pytest.param(remove_a_part, {}, "cannot be read", marks=pytest.mark.thorough),
         (None, {"L": 3}, "of another model: params/layers/2/"),
-        (None, {"heads": ("vocab", "score")}, "of another model: params/score is in it but not in"),
+        pytest.param(
+            None,
+            {"heads": ("vocab", "score")},
+            "of another model: params/score is in it but not in",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
-def test_a_checkpoint_that_cannot_be_served_is_left_out(
-    followed, run_folder, model_folder, latest, alone, tmp_path, caplog, spoil, changes, said
+def test_an_invalid_checkpoint_is_skipped(
+    followed,
+    run_folder,
+    model_folder,
+    save_next,
+    expected,
+    tmp_path,
+    caplog,
+    damage,
+    changes,
+    message,
 ):
-    step, failed = followed.service.engine.step, meter(followed, "jaxrl_weights_failures_total")
+    step, failed = followed.service.engine.step, metric(followed, "jaxrl_weights_failures_total")
     save(tmp_path, step + 5, policy(model_folder, 1, **changes))
-    if spoil:
-        spoil(tmp_path / "checkpoints", step + 5)
+    if damage:
+        damage(tmp_path / "checkpoints", step + 5)
     (tmp_path / "checkpoints" / str(step + 5)).rename(run_folder / f"checkpoints/{step + 5}")
-    wait_until(lambda: meter(followed, "jaxrl_weights_failures_total") == failed + 1)
-    assert said in caplog.text and f"step {step} is served on" in caplog.text
-    answer = followed.client.completions.create(**ASKED, extra_body=IDS)
+    wait_until(lambda: metric(followed, "jaxrl_weights_failures_total") == failed + 1)
+    assert message in caplog.text and f"still serving step {step}" in caplog.text
+    answer = followed.client.completions.create(**BODY, extra_body=IDS)
     assert answer.system_fingerprint == f"step-{step}"
-    assert answer.choices[0].token_ids == alone(step)[0]
-    newer = latest()  # the next one is served
-    serves(followed, newer)
-    assert meter(followed, "jaxrl_weights_failures_total") == failed + 1
+    assert answer.choices[0].token_ids == expected(step)[0]
+    newer = save_next()  # the next one is served
+    wait_for_step(followed, newer)
+    assert metric(followed, "jaxrl_weights_failures_total") == failed + 1
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_left_out(
-    followed, run_folder, weights, latest, monkeypatch, caplog
+def test_a_checkpoint_that_is_removed_during_the_read_is_skipped(
+    followed, run_folder, weights, save_next, monkeypatch, caplog
 ):
     step, read_checkpoint = followed.service.engine.step, Checkpoints.read
 
@@ -273,12 +294,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_left_out(
         return read_checkpoint(checkpoints, wanted)
 
     monkeypatch.setattr(Checkpoints, "read", read_removed)
-    latest()
-    serves(followed, step + 20)
+    save_next()
+    wait_for_step(followed, step + 20)
     assert f"step {step + 10} is not in" in caplog.text
 
 
-def test_a_run_may_remove_the_checkpoint_that_is_read_first(
+def test_the_first_checkpoint_may_be_removed_during_the_read(
     model_folder, tmp_path, weights, monkeypatch
 ):
     folder, read_checkpoint = new_run(tmp_path / "run", model_folder), Checkpoints.read
@@ -292,13 +313,13 @@ def test_a_run_may_remove_the_checkpoint_that_is_read_first(
     monkeypatch.setattr("jaxrl.serve.model.PagedEngine.warmup", lambda *_: 0)
     monkeypatch.setattr(Checkpoints, "read", read_removed)
     options, run = read(arguments(folder, "--follow"))
-    model = first_model(options, run)
+    model = load_first_model(options, run)
     assert model.step == 6
     for made, want in zip(*map(jax.tree.leaves, (model.params, weights(6))), strict=True):
         np.testing.assert_array_equal(made, want)
 
 
-def test_a_step_of_a_run_is_served_without_its_export(
+def test_a_step_of_a_run_is_served_without_an_export(
     run_folder, model_folder, tmp_path, weights, model, capsys
 ):
     folder = new_run(tmp_path / "run", model_folder)
@@ -310,12 +331,12 @@ def test_a_step_of_a_run_is_served_without_its_export(
         save(folder, step, weights(step))
     for more, step in ([], 6), (["--step=3"], 3):
         with serving(arguments(folder, *more)) as served:
-            answer = served.client.completions.create(**ASKED, extra_body=IDS)
+            answer = served.client.completions.create(**BODY, extra_body=IDS)
             assert served.client.models.retrieve("tiny").step == step
         assert answer.system_fingerprint == f"step-{step}"
-        asked = dict(max_tokens=20, sampling=GREEDY, params=weights(step))
+        options = dict(max_tokens=20, sampling=GREEDY, params=weights(step))
         model.engine.release()
-        assert answer.choices[0].token_ids == direct(model, [ASKED["prompt"]], **asked)[0][0]
+        assert answer.choices[0].token_ids == direct(model, [BODY["prompt"]], **options)[0][0]
     assert main(arguments(folder, "--step=4")) == 1
     assert "step 4 is not in" in capsys.readouterr().err
     (folder / "hf").mkdir()
@@ -323,7 +344,7 @@ def test_a_step_of_a_run_is_served_without_its_export(
     assert read(arguments(folder, "--follow"))[0].checkpoints == folder / "checkpoints"
 
 
-def test_a_run_is_served_with_its_own_prompts(tmp_path, model_folder):
+def test_a_run_is_served_with_its_chat_template_and_system_prompt(tmp_path, model_folder):
     data = dataclasses.replace(RunConfig().data, chat_template="chatml", system_prompt="Count.")
     folder = new_run(tmp_path / "run", model_folder, data=data)
     _, run = read(arguments(folder))
@@ -334,32 +355,42 @@ def test_a_run_is_served_with_its_own_prompts(tmp_path, model_folder):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
-        (["--follow"], "are for the folder of a run that has begun"),
-        (["--step=3"], "are for the folder of a run that has begun"),
+        (["--follow"], "need the folder of a started run"),
+        (["--step=3"], "need the folder of a started run"),
         (["--follow", "--step=3"], "leave out --step"),
     ],
 )
-def test_what_cannot_be_followed_is_said(model_folder, more, said, capsys):
+def test_invalid_follow_options_are_rejected(model_folder, more, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         read(arguments(model_folder, *more))
-    assert said in f"{stopped.value} {capsys.readouterr().err}"
+    assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize(
     ("more", "changes"),
     [
         (["--config.mesh.tensor=2"], {}),
-        (["--config.model.dtype=bfloat16"], {"stacked": True}),
-        (["--config.rollout.dtype=int8", "--config.model.layers=stacked"], {}),
-        (["--config.rollout.dtype=int8"], {"heads": ("vocab", "score")}),
+        pytest.param(
+            ["--config.model.dtype=bfloat16"], {"stacked": True}, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            ["--config.rollout.dtype=int8", "--config.model.layers=stacked"],
+            {},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ["--config.rollout.dtype=int8"],
+            {"heads": ("vocab", "score")},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
-def test_weights_are_placed_as_the_engine_reads_them_one_after_the_other(
+def test_weights_are_placed_in_the_engines_layout_one_module_at_a_time(
     tmp_path, model_folder, more, changes, monkeypatch
 ):
-    """Bitwise those of a model of the same numbers, loaded from its folder."""
+    """The result is bitwise that of loading the same weights from a model folder."""
     critic = dataclasses.replace(RunConfig().critic, shared="heads" in changes)
     folder = new_run(tmp_path / "run", model_folder, critic=critic)
     monkeypatch.setattr("jaxrl.serve.model.PagedEngine.warmup", lambda *_: 0)
@@ -370,13 +401,13 @@ def test_weights_are_placed_as_the_engine_reads_them_one_after_the_other(
     known = open_model(run, max_len=64)
     put, live = jax.device_put, []
 
-    def put_beside(*array_and_sharding):
+    def recorded_put(*array_and_sharding):
         live.append(sum(array.nbytes for array in jax.live_arrays()))
         return put(*array_and_sharding)
 
     gc.collect()
     with monkeypatch.context() as patched:
-        patched.setattr(jax, "device_put", put_beside)
+        patched.setattr(jax, "device_put", recorded_put)
         opened = open_model(run, max_len=64, checkpoints=options.checkpoints, step=1)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(opened.params))
     assert len(live) > 5 and max(live) - live[0] < total
@@ -393,8 +424,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.slow
-def test_a_run_is_followed_from_its_beginning_to_its_end(tmp_path, model_folder):
-    """A process trains, a server beside it answers; the last answer is that of the run's export."""
+def test_a_run_is_followed_from_start_to_end(tmp_path, model_folder):
+    """A server follows a training process; its last response is that of the run's export."""
     (tmp_path / "reward.py").write_text(REWARD)
     folder, keys = (
         tmp_path / "run",
@@ -433,15 +464,15 @@ def test_a_run_is_followed_from_its_beginning_to_its_end(tmp_path, model_folder)
         with serving(arguments(folder, "--follow")) as served:
             answers = []
             while trainer.poll() is None or served.service.engine.step != 6:
-                answers.append(served.client.completions.create(**ASKED, extra_body=IDS))
+                answers.append(served.client.completions.create(**BODY, extra_body=IDS))
     assert trainer.returncode == 0
     steps = [int(answer.system_fingerprint.removeprefix("step-")) for answer in answers]
     assert steps == sorted(steps) and len(set(steps)) > 2
     by_step = {(step, answer.choices[0].text) for step, answer in zip(steps, answers, strict=True)}
-    assert len(by_step) == len(set(steps))  # a version has one answer
+    assert len(by_step) == len(set(steps))  # one response per version
     assert len({text for _, text in by_step}) > 1
     last = open_model(read(arguments(folder))[1], max_len=1024)  # of hf/
-    [(tokens, _, _)] = direct(last, [ASKED["prompt"]], max_tokens=20, sampling=GREEDY)
+    [(tokens, _, _)] = direct(last, [BODY["prompt"]], max_tokens=20, sampling=GREEDY)
     with serving(arguments(folder, "--step=6")) as served:
-        answer = served.client.completions.create(**ASKED, extra_body=IDS)
+        answer = served.client.completions.create(**BODY, extra_body=IDS)
     assert answer.choices[0].token_ids == tokens

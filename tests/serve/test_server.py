@@ -1,4 +1,8 @@
-"""The server through the official client: against the engine run directly, and at its limits."""
+"""The server, through OpenAI's client, compared with direct calls of the engine.
+
+Tests of jaxrl/serve: __main__.py, app.py, engine_thread.py, errors.py, metrics.py, model.py,
+openai_format.py, request.py, request_fields.py, response.py and score.py.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -15,20 +19,20 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.metrics import Meters
+from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
-from tests.serve.serve_cases import KEY, arguments, direct, meter, running, serving, wait_until
+from tests.serve.serve_cases import KEY, arguments, direct, metric, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)
 HI = [{"role": "user", "content": "What is the sum?"}]
 IDS = {"return_token_ids": True}
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
-MOST_JOBS = 6  # 4 in the batch and 2 waiting
+MAX_TASKS = 6  # 4 in the batch and 2 in the queue
 
 
 @pytest.fixture(scope="module")
 def served(model_folder):
-    """A running server: service, its URL, a client."""
+    """A running server."""
     with serving(arguments(model_folder)) as served:
         yield served
     assert not served.service.engine.alive
@@ -36,15 +40,15 @@ def served(model_folder):
 
 @pytest.fixture(scope="module")
 def model(served):
-    """The same model once more, for the engine run directly."""
+    """A second engine with the same model, called directly."""
     return open_model(served.run, max_len=1024)
 
 
 def idle(served):
-    return meter(served, "jaxrl_pages_used") == meter(served, "jaxrl_running") == 0
+    return metric(served, "jaxrl_pages_used") == metric(served, "jaxrl_running") == 0
 
 
-def test_a_greedy_chat_answer_is_the_engines(served, model):
+def test_a_greedy_chat_completion_is_the_engines(served, model):
     prompt = model.renderer.render(HI)
     (tokens, _, finish) = direct(model, [prompt], max_tokens=30, sampling=GREEDY)[0]
     answer = served.client.chat.completions.create(
@@ -61,13 +65,13 @@ def test_a_greedy_chat_answer_is_the_engines(served, model):
     assert answer.usage.total_tokens == len(prompt) + len(tokens)
 
 
-def test_a_stream_is_the_answer_in_pieces(served):
-    asked = dict(model="tiny", messages=HI, max_tokens=60, seed=5, n=2, logprobs=True)
-    whole = served.client.chat.completions.create(**asked)
+def test_stream_chunks_join_to_the_full_response(served):
+    body = dict(model="tiny", messages=HI, max_tokens=60, seed=5, n=2, logprobs=True)
+    full = served.client.chat.completions.create(**body)
     texts, ends, tokens = ["", ""], ["", ""], [[], []]
     chunks = list(
         served.client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
+            **body, stream=True, stream_options={"include_usage": True}
         )
     )
     for chunk in chunks[:-1]:
@@ -76,9 +80,9 @@ def test_a_stream_is_the_answer_in_pieces(served):
         texts[choice.index] += choice.delta.content or ""
         ends[choice.index] += choice.finish_reason or ""
         tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
-    assert len(chunks) > 8  # dispatches are of 8 steps
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
-    for i, choice in enumerate(whole.choices):
+    assert len(chunks) > 8  # a dispatch has 8 steps
+    assert chunks[-1].choices == [] and chunks[-1].usage == full.usage
+    for i, choice in enumerate(full.choices):
         assert texts[i] == choice.message.content
         assert ends[i] == choice.finish_reason
         assert tokens[i] == choice.logprobs.content
@@ -87,18 +91,18 @@ def test_a_stream_is_the_answer_in_pieces(served):
 
 def test_a_seed_gives_the_engines_samples(served, model):
     sampling = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
-    asked = dict(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, extra_body={"top_k": 20} | IDS)
+    body = dict(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, extra_body={"top_k": 20} | IDS)
     want = direct(model, ["the thing"], max_tokens=20, sampling=sampling, seed=7)[0]
     choices = served.client.completions.create(
-        model="tiny", prompt="the thing", n=2, **asked
+        model="tiny", prompt="the thing", n=2, **body
     ).choices
     assert choices[0].token_ids == want[0]
     assert choices[1].token_ids != want[0]
-    free = [
+    unseeded = [
         served.client.completions.create(model="tiny", prompt="x", max_tokens=20).choices[0].text
         for _ in range(2)
     ]
-    assert free[0] != free[1]  # without a seed every request has its own
+    assert unseeded[0] != unseeded[1]  # each request draws its own seed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -128,20 +132,23 @@ def test_chat_logprobs_are_the_engines(served, model):
     assert [token.token for token in content] == [tokenizer.decode([t]) for t in want[0]]
 
 
-def test_the_likeliest_tokens_and_the_prompts_logprobs(served, model):
+def test_top_logprobs_and_prompt_logprobs(served, model):
     (tokens, logps, _) = direct(model, ["The sum"], max_tokens=10, sampling=GREEDY)[0]
     prompt = model.renderer.tokenizer("The sum")["input_ids"]
     (choice,) = served.client.completions.create(
         model="tiny", prompt=[*prompt, *tokens], max_tokens=1, temperature=0, logprobs=3, echo=True
     ).choices
-    said = choice.logprobs
+    logprobs = choice.logprobs
     n = len(prompt) + len(tokens) + 1
-    assert len(said.tokens) == len(said.token_logprobs) == len(said.top_logprobs) == n
-    assert said.text_offset == sorted(said.text_offset) and said.text_offset[-1] <= len(choice.text)
-    assert said.token_logprobs[0] is None and said.top_logprobs[0] is None
-    # what was sampled greedily before is part of the prompt now, and the likeliest in its place
-    np.testing.assert_allclose(said.token_logprobs[len(prompt) : n - 1], logps, atol=1e-5)
-    for name, logp, top in list(zip(said.tokens, said.token_logprobs, said.top_logprobs, strict=True))[len(prompt) :]:  # fmt: skip
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == n
+    assert logprobs.text_offset == sorted(logprobs.text_offset) and logprobs.text_offset[-1] <= len(
+        choice.text
+    )
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    # The greedy tokens are part of this prompt, and the most likely at their positions.
+    np.testing.assert_allclose(logprobs.token_logprobs[len(prompt) : n - 1], logps, atol=1e-5)
+    rows = list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
+    for name, logp, top in rows[len(prompt) :]:
         assert len(top) <= 3 and max(top, key=top.get) == name
         assert abs(top[name] - logp) < 1e-5
     content = (
@@ -171,43 +178,39 @@ def test_several_prompts_as_text_or_ids_and_echo(served, model):
         assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_concurrent_clients_get_what_they_would_get_alone(served, model):
-    prompts = ["What is the sum?" * (i + 1) for i in range(MOST_JOBS)]
+def test_results_do_not_depend_on_concurrent_requests(served, model):
+    prompts = ["What is the sum?" * (i + 1) for i in range(MAX_TASKS)]
     want = direct(model, prompts, max_tokens=25, sampling=GREEDY)
 
-    def ask(prompt):
+    def generate(prompt):
         client = openai.OpenAI(base_url=f"{served.base}/v1", api_key=KEY, max_retries=0)
         answer = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=25, temperature=0, extra_body=IDS
         )
         return answer.choices[0].token_ids
 
-    with concurrent.futures.ThreadPoolExecutor(MOST_JOBS) as pool:
-        assert list(pool.map(ask, prompts)) == [tokens for tokens, _, _ in want]
+    with concurrent.futures.ThreadPoolExecutor(MAX_TASKS) as pool:
+        assert list(pool.map(generate, prompts)) == [tokens for tokens, _, _ in want]
 
 
-def test_a_stop_string_ends_the_response_and_stays_out_of_it(served):
-    asked = dict(
-        model="tiny", prompt="The", max_tokens=200, seed=1, extra_body={"ignore_eos": True}
-    )
-    text = served.client.completions.create(**asked).choices[0].text
+def test_a_stop_string_ends_the_response_and_is_not_returned(served):
+    body = dict(model="tiny", prompt="The", max_tokens=200, seed=1, extra_body={"ignore_eos": True})
+    text = served.client.completions.create(**body).choices[0].text
     stop = text[30:33]
     for stream in (False, True):
-        answer = served.client.completions.create(
-            **asked, stop=["never there", stop], stream=stream
-        )
+        answer = served.client.completions.create(**body, stop=["never there", stop], stream=stream)
         chunks = list(answer) if stream else [answer]
         assert "".join(c.choices[0].text for c in chunks) == text[: text.index(stop)]
         assert chunks[-1].choices[0].finish_reason == "stop"
     assert answer is not None
-    whole = served.client.completions.create(**asked, stop=stop)
-    assert whole.usage.completion_tokens < 200
+    full = served.client.completions.create(**body, stop=stop)
+    assert full.usage.completion_tokens < 200
     wait_until(lambda: idle(served))
 
 
 @pytest.fixture
 def held(served, monkeypatch):
-    """The engine makes no dispatch until `held.set()`."""
+    """Blocks all dispatches of the engine until `held.set()`."""
     engine, gate = served.service.engine._engine, threading.Event()
     generate = engine.generate
 
@@ -221,8 +224,8 @@ def held(served, monkeypatch):
     wait_until(lambda: idle(served))
 
 
-def test_a_stream_goes_on_while_a_long_prompt_is_computed(served, model, monkeypatch):
-    """In dispatches: each computes at most 128 tokens of the prompt, and brings the stream a token."""
+def test_a_stream_continues_during_a_long_prefill(served, model, monkeypatch):
+    """Every dispatch prefills at most 128 prompt tokens and decodes a token of the stream."""
     engine, log = served.service.engine._engine, []
     generate = engine.generate
 
@@ -254,46 +257,46 @@ SAMPLED = "jaxrl_sampled_tokens_total"
 CANCELLED = 'jaxrl_requests_total{endpoint="chat",outcome="cancelled"}'
 
 
-def test_a_stream_that_is_closed_frees_its_pages(served):
-    before, n_cancelled = meter(served, SAMPLED), meter(served, CANCELLED)
+def test_closing_a_stream_frees_its_pages(served):
+    before, n_cancelled = metric(served, SAMPLED), metric(served, CANCELLED)
     stream = served.client.chat.completions.create(model="tiny", messages=HI, stream=True, **LONG)
     for _ in zip(range(3), stream, strict=False):
         pass
-    assert meter(served, "jaxrl_pages_used") > 0
+    assert metric(served, "jaxrl_pages_used") > 0
     stream.close()
-    wait_until(lambda: idle(served) and meter(served, CANCELLED) == n_cancelled + 1)
-    assert 0 < meter(served, SAMPLED) - before < 900  # it did not go on to its end
+    wait_until(lambda: idle(served) and metric(served, CANCELLED) == n_cancelled + 1)
+    assert 0 < metric(served, SAMPLED) - before < 900  # generation stopped early
 
 
-def test_a_client_that_gives_up_frees_its_pages(served, held):
-    before, n_cancelled = meter(served, SAMPLED), meter(served, CANCELLED)
+def test_a_client_timeout_frees_its_pages(served, held):
+    before, n_cancelled = metric(served, SAMPLED), metric(served, CANCELLED)
     with pytest.raises(openai.APITimeoutError):
         served.client.chat.completions.create(model="tiny", messages=HI, timeout=1, n=4, **LONG)
-    wait_until(lambda: meter(served, CANCELLED) == n_cancelled + 1)
+    wait_until(lambda: metric(served, CANCELLED) == n_cancelled + 1)
     held.set()
     wait_until(lambda: idle(served))
-    assert meter(served, SAMPLED) - before <= 4 * 8  # the dispatch that was held, and no more
+    assert metric(served, SAMPLED) - before <= 4 * 8  # only the blocked dispatch
 
 
-def test_overload_is_answered_at_once_and_hurts_nobody(served, held):
-    def ask(_):
+def test_overload_is_rejected_at_once_and_affects_no_other_request(served, held):
+    def generate(_):
         return served.client.completions.create(model="tiny", prompt="The", max_tokens=5, seed=1)
 
-    with concurrent.futures.ThreadPoolExecutor(MOST_JOBS) as pool:
-        answers = pool.map(ask, range(MOST_JOBS))
-        wait_until(lambda: served.service.engine._n_jobs == MOST_JOBS)
-        with pytest.raises(openai.RateLimitError, match="6 responses are under way") as refused:
-            ask(None)
+    with concurrent.futures.ThreadPoolExecutor(MAX_TASKS) as pool:
+        answers = pool.map(generate, range(MAX_TASKS))
+        wait_until(lambda: served.service.engine._n_tasks == MAX_TASKS)
+        with pytest.raises(openai.RateLimitError, match="6 responses are in progress") as refused:
+            generate(None)
         assert refused.value.response.headers["retry-after"] == "1"
         held.set()
         assert len({a.choices[0].text for a in answers}) == 1
-    assert ask(None).choices[0].text  # there is room again
+    assert generate(None).choices[0].text  # accepted again
 
 
 def test_a_request_ends_at_its_timeout(served, held):
     service = dataclasses.replace(served.service, timeout_s=0.2)
     web = server(service)
-    web.config.lifespan = "off"  # the engine runs already
+    web.config.lifespan = "off"  # the engine is already running
     with listener("127.0.0.1", 0) as listening, running(web, listening):
         client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.2 s") as late:
@@ -304,7 +307,7 @@ def test_a_request_ends_at_its_timeout(served, held):
         held.set()
 
 
-def test_a_failed_dispatch_is_told_and_the_next_request_is_answered(served, monkeypatch, caplog):
+def test_a_failed_dispatch_is_reported_and_the_next_request_succeeds(served, monkeypatch, caplog):
     engine = served.service.engine._engine
 
     def fail(params):
@@ -315,12 +318,12 @@ def test_a_failed_dispatch_is_told_and_the_next_request_is_answered(served, monk
     with pytest.raises(openai.InternalServerError, match="the engine failed"):
         served.client.completions.create(model="tiny", prompt="The")
     assert "no memory" in caplog.text
-    assert meter(served, "jaxrl_engine_failures_total") == 1
+    assert metric(served, "jaxrl_engine_failures_total") == 1
     assert served.client.completions.create(model="tiny", prompt="The", max_tokens=5).choices
     wait_until(lambda: idle(served))
 
 
-def test_the_api_key_is_asked_for_where_the_model_is(served):
+def test_the_model_endpoints_require_the_api_key(served):
     wrong = openai.OpenAI(base_url=f"{served.base}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
         wrong.chat.completions.create(model="tiny", messages=HI)
@@ -331,40 +334,40 @@ def test_the_api_key_is_asked_for_where_the_model_is(served):
     assert httpx.get(f"{served.base}/metrics").status_code == 200
 
 
-def test_the_model_has_its_name_and_its_context(served):
+def test_the_model_has_its_name_and_context_length(served):
     (listed,) = served.client.models.list().data
     assert listed.id == "tiny" and listed.max_model_len == 1024
     assert served.client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="'tiny' is served"):
         served.client.models.retrieve("another")
-    with pytest.raises(openai.NotFoundError, match="'another' is not served here; 'tiny' is"):
+    with pytest.raises(openai.NotFoundError, match="'another' is not served here; use 'tiny'"):
         served.client.completions.create(model="another", prompt="x")
 
 
-WRONG = {
+INVALID = {
     "context is 1024 tokens; the request has 2000 in the prompt": {"prompt": [5] * 2000},
     "has 1000 in the prompt and 100 for the response": {"prompt": [5] * 1000, "max_tokens": 100},
     "temperature=-1.0 is out of range": {"temperature": -1},
     "top_p='a' is of type str; set a float": {"top_p": "a"},
-    "no field temprature; did you mean temperature": {"temprature": 1},
-    "no field stream_options.usage": {"stream_options": {"usage": True}},
-    "frequency_penalty is not offered": {"frequency_penalty": 0.5},
-    "response_format is not offered": {"response_format": {"type": "json_object"}},
-    "with n = 7 are 7 responses": {"n": 7},
-    "stop must be a text": {"stop": [""]},
+    "unknown field temprature; did you mean temperature": {"temprature": 1},
+    "unknown field stream_options.usage": {"stream_options": {"usage": True}},
+    "frequency_penalty is not supported": {"frequency_penalty": 0.5},
+    "response_format is not supported": {"response_format": {"type": "json_object"}},
+    "with n = 7 are 7 choices": {"n": 7},
+    "stop must be a non-empty string": {"stop": [""]},
     "token ids of a prompt must be 0 to 271": {"prompt": [272]},
-    "prompt must be a text": {"prompt": [[1], "a"]},
-    "the prompt has no token": {"prompt": ""},
+    "prompt must be a string": {"prompt": [[1], "a"]},
+    "the prompt is empty": {"prompt": ""},
     "max_tokens is 0": {"max_tokens": 0},
     "each below 272": {"stop_token_ids": [1 << 40]},
     "logprobs=21 is out of range": {"logprobs": 21},
-    "a stream has no logprobs of other tokens": {"logprobs": 1, "stream": True},
+    "a stream has no top logprobs": {"logprobs": 1, "stream": True},
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_request_is_told_what_is_wrong(served, message):
-    body = {"model": "tiny", "prompt": "x"} | WRONG[message]
+@pytest.mark.parametrize("message", INVALID)
+def test_an_invalid_request_gets_a_specific_error(served, message):
+    body = {"model": "tiny", "prompt": "x"} | INVALID[message]
     with pytest.raises(openai.BadRequestError, match=re.escape(message)):
         served.client.post("/completions", body=body, cast_to=object)
 
@@ -374,17 +377,17 @@ def test_a_wrong_request_is_told_what_is_wrong(served, message):
     [[], "hi", ["hi"], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]],
 )
 def test_messages_must_be_text(served, messages):
-    with pytest.raises(openai.BadRequestError, match="message") as wrong:
+    with pytest.raises(openai.BadRequestError, match="message") as rejected:
         served.client.post("/chat/completions", body={"messages": messages}, cast_to=object)
-    assert wrong.value.param == "messages"
+    assert rejected.value.param == "messages"
 
 
-def test_content_in_parts_is_joined(served):
+def test_content_parts_are_joined(served):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "the sum?"}]
-    asked = dict(model="tiny", max_tokens=5, temperature=0)
+    body = dict(model="tiny", max_tokens=5, temperature=0)
     answers = [
         served.client.chat.completions.create(
-            messages=[{"role": "user", "content": content}], **asked
+            messages=[{"role": "user", "content": content}], **body
         )
         for content in (parts, "What is the sum?")
     ]
@@ -392,7 +395,7 @@ def test_content_in_parts_is_joined(served):
     assert answers[0].choices[0].message == answers[1].choices[0].message
 
 
-def test_what_asks_for_nothing_is_let_pass(served):
+def test_unsupported_fields_without_effect_are_accepted(served):
     served.client.completions.create(
         model="tiny",
         prompt="x",
@@ -407,7 +410,7 @@ def test_what_asks_for_nothing_is_let_pass(served):
 HALF = r'{"prompt": "half a pair: \ud800"}'
 
 
-def test_other_paths_and_bodies_are_answered_in_the_same_form(served):
+def test_all_errors_have_the_openai_format(served):
     headers = {"Authorization": f"Bearer {KEY}"}
     for response, status in (
         (httpx.get(f"{served.base}/v2"), 404),
@@ -420,8 +423,8 @@ def test_other_paths_and_bodies_are_answered_in_the_same_form(served):
         assert response.json()["error"]["message"]
 
 
-def test_a_server_told_to_stop_finishes_what_it_has_begun(served, model):
-    thread = EngineThread(model.engine, model.params, model.mesh, Meters(), most_jobs=4)
+def test_shutdown_finishes_running_requests(served, model):
+    thread = EngineThread(model.engine, model.params, model.mesh, ServerMetrics(), max_tasks=4)
     web = server(dataclasses.replace(served.service, engine=thread))
     with listener("127.0.0.1", 0) as listening, running(web, listening):
         client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
@@ -435,7 +438,7 @@ def test_a_server_told_to_stop_finishes_what_it_has_begun(served, model):
             client.completions.create(model="tiny", prompt="x")
 
 
-def test_the_command_says_what_is_wrong(model_folder, tmp_path, capsys):
+def test_the_command_line_reports_errors(model_folder, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([f"--model={model_folder}", f"--port={port}"]) == 1
@@ -449,16 +452,17 @@ def test_the_command_says_what_is_wrong(model_folder, tmp_path, capsys):
         main(["--model=x", "--config.rollout.max_num_seq=3"])
     with pytest.raises(SystemExit, match="page_len=0 is out of range"):
         main(["--model=x", "--config.rollout.page_len=0"])
-    for wrong, said in (["--mode=x"], "--model"), (["--model=x", "--speed=1"], "--speed"):
+    for argv, message in (["--mode=x"], "--model"), (["--model=x", "--speed=1"], "--speed"):
         with pytest.raises(SystemExit):
-            main(wrong)
-        assert said in capsys.readouterr().err
+            main(argv)
+        assert message in capsys.readouterr().err
 
 
-def test_a_server_open_to_others_without_a_key_warns(monkeypatch, caplog):
+def test_a_public_server_without_a_key_warns(monkeypatch, caplog):
     monkeypatch.setattr("jaxrl.serve.__main__.open_model", lambda *_, **__: 1 / 0)
-    for options, warned in (["--host=0.0.0.0"], True), (["--host=0.0.0.0", "--api-key=k"], False), ([], False):  # fmt: skip
+    public = "--host=0.0.0.0"
+    for options, warned in ([public], True), ([public, "--api-key=k"], False), ([], False):
         caplog.clear()
         with pytest.raises(ZeroDivisionError):
             open_service(*read(["--model=x", *options]))
-        assert ("no API key is asked for" in caplog.text) == warned
+        assert ("without an API key" in caplog.text) == warned

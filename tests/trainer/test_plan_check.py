@@ -27,7 +27,7 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tiny_config, memory
     memory(2**20)
     with (
         pytest.raises(
-            ValueError, match=r"does not fit its devices: \w+ needs .*GiB, of 0\.00"
+            ValueError, match=r"does not fit its devices: \w+ needs .*GiB of the 0\.00"
         ) as e,
         open_run(resolve(tiny_config)),
     ):

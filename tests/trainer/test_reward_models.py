@@ -356,8 +356,8 @@ def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, mo
     monkeypatch.setattr("jaxrl.trainer.setup.devices.check_plan", check_plan)
     with pytest.raises(ValueError, match="it does not fit"), open_run(resolve(tiny_config)):
         pass
-    assert set(seen["others"]) == {"critic", "teacher", "reward_model"}
-    assert seen["others"]["reward_model"] == model_config(tiny_scorer)
+    assert set(seen["role_decoders"]) == {"critic", "teacher", "reward_model"}
+    assert seen["role_decoders"]["reward_model"] == model_config(tiny_scorer)
 
 
 def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):

@@ -72,18 +72,18 @@ def checked_plan(
     decoder: DecoderConfig,
     progress: Progress,
     *,
-    others: dict[str, DecoderConfig] | None = None,
+    role_decoders: dict[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
 ) -> Plan | None:
     """The plan of the run; None if plan_check is off or the devices do not report their memory.
 
-    Raises ValueError if the run does not fit. `others` and `workload` are those of `check_plan`.
+    Raises ValueError if the run does not fit. `role_decoders` and `workload` are those of `check_plan`.
     """
     memory = device_memory()
     if not cfg.plan_check or memory is None:
         return None
     with progress.waiting("planning: compiling all programs"):
-        plan = check_plan(cfg, decoder, memory, others=others, workload=workload)
+        plan = check_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
     progress.status(plan_line(plan))
     return plan
 

@@ -52,8 +52,8 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             environments = open_environments(cfg, stack)
         check_same_data(prompts, val_prompts)
         policy = open_devices(cfg, models, session, stack)
-        others = models.folders.other_configs()
-        plan = checked_plan(cfg, policy.decoder, session.progress, others=others)
+        role_decoders = models.folders.other_configs()
+        plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
         reward_model = load_reward_model(cfg, models, policy, session)
         rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
         core = build_core(

@@ -1,4 +1,4 @@
-"""Text in pieces is the text in one."""
+"""Incremental detokenization and stop strings (jaxrl/serve/choice.py)."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.serve.text import UNFINISHED, Detokenizer, StopStrings
+from jaxrl.serve.choice import REPLACEMENT, Detokenizer, StopStrings
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +16,8 @@ def byte_level(model_folder):
 
 
 def sentencepiece():
-    """As Llama 2 decodes: words begin with a sign for the space, unknown characters are bytes, the
-    first space is taken away. 0-255 bytes, 256 "▁", 257.. words."""
+    """Decodes as Llama 2: "▁" marks a space, unknown characters are bytes, the first space is
+    stripped. Ids: 0-255 bytes, 256 "▁", 257.. words."""
     words = ["▁", "▁Hel", "lo", "▁wor", "ld", "é"]
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {w: 256 + i for i, w in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -28,20 +28,20 @@ def sentencepiece():
 
 
 def pieces(decode, tokens, cuts):
-    """The pieces that come of tokens which arrive in groups that end at `cuts`."""
+    """The pieces of text of tokens that arrive in groups which end at `cuts`."""
     detokenizer, ends = Detokenizer(decode), [*sorted(cuts), len(tokens)]
-    made = [detokenizer.add(tokens[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
-    return [*made, detokenizer.end()]
+    texts = [detokenizer.add(tokens[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    return [*texts, detokenizer.flush()]
 
 
 def in_groups(tokens):
-    """Token lists, each with the places at which it is cut."""
+    """Token lists, each with the positions at which it is split."""
     return tokens.flatmap(
         lambda t: st.tuples(st.just(t), st.sets(st.integers(0, len(t)), max_size=8))
     )
 
 
-# That decoder spoils all characters of a run of bytes of which one is broken, so here none is.
+# One invalid byte makes this decoder replace the whole run of bytes, so all bytes are valid here.
 CHARACTERS = st.one_of(
     st.integers(256, 261).map(lambda word: [word]),
     st.sampled_from("a\né漢👩").map(lambda character: list(character.encode())),
@@ -50,7 +50,7 @@ CHARACTERS = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(drawn=in_groups(st.lists(st.integers(0, 271), max_size=40)))
-def test_pieces_of_byte_level_tokens_are_the_whole_text(byte_level, drawn):
+def test_pieces_of_byte_level_tokens_join_to_the_text(byte_level, drawn):
     tokens, cuts = drawn
     assert "".join(pieces(byte_level, tokens, cuts)) == byte_level(tokens)
 
@@ -61,40 +61,40 @@ def test_pieces_of_byte_level_tokens_are_the_whole_text(byte_level, drawn):
         st.lists(CHARACTERS, max_size=20).map(lambda parts: [t for p in parts for t in p])
     )
 )
-def test_pieces_of_sentencepiece_tokens_are_the_whole_text(drawn):
+def test_pieces_of_sentencepiece_tokens_join_to_the_text(drawn):
     tokens, cuts = drawn
     decode = sentencepiece()
     assert "".join(pieces(decode, tokens, cuts)) == decode(tokens)
 
 
-def test_a_character_of_several_tokens_comes_whole(model_folder):
+def test_a_character_of_several_tokens_is_emitted_at_once(model_folder):
     text = "né 漢字 👩‍👩‍👧 end"
     tokenizer = load_tokenizer(model_folder)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(text)  # most characters take several tokens
-    made = pieces(tokenizer.decode, tokens, range(len(tokens)))
-    assert "".join(made) == text
-    assert not any(UNFINISHED in piece for piece in made)
-    assert "漢" in made  # by itself, as soon as its last byte is there
+    parts = pieces(tokenizer.decode, tokens, range(len(tokens)))
+    assert "".join(parts) == text
+    assert not any(REPLACEMENT in piece for piece in parts)
+    assert "漢" in parts  # by itself, as soon as its last byte has arrived
 
 
-def test_a_character_that_never_ends_is_shown_as_broken(byte_level, model_folder):
+def test_an_incomplete_character_is_replaced_at_the_end(byte_level, model_folder):
     tokens = load_tokenizer(model_folder)("a漢", add_special_tokens=False)["input_ids"][:-1]
-    assert pieces(byte_level, tokens, range(len(tokens)))[-1] == UNFINISHED
+    assert pieces(byte_level, tokens, range(len(tokens)))[-1] == REPLACEMENT
 
 
-def through(strings, parts):
-    """(text let through, whether a string was found)."""
+def emitted(strings, parts):
+    """(emitted text, whether a stop string was found)."""
     stop, out = StopStrings(strings), ""
     for part in parts:
         out += stop.add(part)
         if stop.found:
             return out, True
-    return out + stop.end(), False
+    return out + stop.flush(), False
 
 
-def one_by_one(strings, text):
-    """The same from the definition: the first moment at which the text ends with a string."""
+def emitted_by_definition(strings, text):
+    """The same by definition: the first prefix of the text that ends with a stop string."""
     for end in range(1, len(text) + 1):
         if found := [s for s in strings if text[:end].endswith(s)]:
             return text[: end - max(map(len, found))], True
@@ -106,11 +106,11 @@ def one_by_one(strings, text):
     strings=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     parts=st.lists(st.text("ab\n", max_size=5), max_size=8),
 )
-def test_stop_strings_cut_the_same_however_the_text_arrives(strings, parts):
-    assert through(strings, parts) == one_by_one(strings, "".join(parts))
+def test_stop_strings_do_not_depend_on_how_the_text_is_split(strings, parts):
+    assert emitted(strings, parts) == emitted_by_definition(strings, "".join(parts))
 
 
-def test_text_is_held_back_only_while_a_stop_string_may_come():
+def test_text_is_held_back_only_while_a_stop_string_is_possible():
     stop = StopStrings(("STOP", "\n\n"))
     assert [stop.add(p) for p in ("no S", "T", "ART", "\n", "x\n")] == [
         "no ",

@@ -1,0 +1,165 @@
+"""Compiles a run's programs and reads memory and cost from the compiled modules."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.layout import training_rules
+from jaxrl.learner.loss import logprob_chunk
+from jaxrl.models.paged import DECODE_SCOPE
+from jaxrl.planner.cost import Cost, TripCounts, program_cost
+from jaxrl.planner.hlo import Shape
+from jaxrl.planner.kernels import (
+    KernelCosts,
+    KernelWork,
+    attention_work,
+    cudnn_work,
+    paged_work,
+)
+from jaxrl.planner.programs import Lengths, Lower, RunPrograms
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Memory and cost of one compiled program on one device."""
+
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int  # of the output, in donated arguments
+    code_bytes: int
+    cost: Cost
+    compile_s: float
+    counted_state: tuple[str, ...]  # as in ProgramTable
+
+    @property
+    def footprint_bytes(self) -> int:
+        """Memory while it runs: arguments, temporaries, new outputs and code."""
+        new = max(self.output_bytes - self.alias_bytes, 0)
+        return self.argument_bytes + self.temp_bytes + new + self.code_bytes
+
+
+class ProgramTooLarge(ValueError):
+    """A program that needs more memory by itself than the device has."""
+
+
+def compile_programs(
+    programs: RunPrograms, lengths: Lengths, on_start: Callable[[str], None] = lambda name: None
+) -> dict[str, Program]:
+    """Compiles all programs; `reference` reuses `score` if both are present and equal.
+
+    Raises ProgramTooLarge if the compiler runs out of device memory.
+    """
+    cfg, table = programs.cfg, programs.table
+    compiled: dict[str, Program] = {}
+    for name, lower in table.lower.items():
+        same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
+        if name == "reference" and "score" in compiled and same_as_score:
+            compiled[name] = dataclasses.replace(
+                compiled["score"], compile_s=0.0, counted_state=table.counted_state["reference"]
+            )
+            continue
+        on_start(f"compiling {name}")
+        start = time.perf_counter()
+        executable = _compile(name, lower)
+        seconds = time.perf_counter() - start
+        memory, text = executable.memory_analysis(), executable.as_text()
+        assert memory is not None and text is not None, "CPU, GPU and TPU backends have both"
+        trips, kernels = trip_counts(name, programs, lengths), kernel_costs(name, programs, lengths)
+        compiled[name] = Program(
+            argument_bytes=memory.argument_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            cost=program_cost(text, trips, kernels),
+            compile_s=seconds,
+            counted_state=table.counted_state[name],
+        )
+    return compiled
+
+
+def _compile(name: str, lower: Lower) -> jax.stages.Compiled:
+    try:
+        return lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        detail = str(error).partition("Ran out of memory ")[2].partition(". HLO")[0]
+        raise ProgramTooLarge(
+            f"does not fit: the compiler cannot place {name} on the device ({detail or error}); "
+            "lower learner.token_budget or rollout.max_num_batched_tokens, or shard over more "
+            "devices"
+        ) from error
+
+
+def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCounts:
+    """Trip counts of loops with data-dependent bounds, for sequences of `lengths`.
+
+    Training attention: a query attends on average to half of its segment and to its own block of
+    keys; ring attention splits these into as many parts as there are chunks. Decode: the keys of
+    the prompt and half the response, one step. Prefill: half the prompt. Logprobs: all tokens.
+    """
+    cfg, rules = programs.cfg, training_rules(programs.cfg)
+    on_mesh = contextlib.nullcontext()
+    if values := programs.value_models.get(program):
+        cfg, rules = values.cfg, values.layout.rules
+        on_mesh = values.layout.on_mesh()
+    rows, row_len = cfg.learner.shapes[-1]
+    segment = _segment_len(program, programs, lengths)
+    chunk = logprob_chunk(cfg)
+    with on_mesh:
+        n_time = rules.n_shards("time")
+
+    def trips(op_name: str) -> float | None:
+        if "paged_attention" in op_name:
+            return float(math.ceil(_paged_keys(program, op_name, lengths) / BLOCK))
+        if "ring_attention" in op_name:  # one chunk of keys at a time; each device has two
+            return segment / 2 / BLOCK / (2 * n_time) + 0.5
+        if "cudnn_attention" in op_name:  # the call before the loop counts for all segments
+            return 0.0
+        if "attention" in op_name:
+            return segment / 2 / BLOCK + 1
+        if "logprob" in op_name:
+            chunks = rows * row_len / chunk
+            return float(math.ceil(chunks / 4 if "transpose" in op_name else chunks))
+        if program == "decode":
+            return 1.0
+        return None
+
+    return trips
+
+
+def kernel_costs(program: str, programs: RunPrograms, lengths: Lengths) -> KernelCosts:
+    """Work of attention kernels; in training a query attends on average to half of its segment."""
+
+    def work(
+        op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
+    ) -> KernelWork | None:
+        paged = paged_work(op_name, operands, results, keys=_paged_keys(program, op_name, lengths))
+        keys = _segment_len(program, programs, lengths) / 2
+        packed = attention_work(op_name, operands, results, keys=keys)
+        return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
+
+    return work
+
+
+def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
+    """Average keys that a row attends to in its pages.
+
+    In decode, the prompt and half the response; in prefill, half the prompt.
+    """
+    decodes = program == "decode" or DECODE_SCOPE in op_name  # draft tokens belong to one row
+    return lengths.prompt + lengths.response / 2 if decodes else lengths.prompt / 2
+
+
+def _segment_len(program: str, programs: RunPrograms, lengths: Lengths) -> int:
+    """Tokens of an average segment of a packed row."""
+    values = programs.value_models.get(program)
+    cfg = programs.cfg if values is None else values.cfg
+    return min(lengths.prompt + lengths.response, cfg.learner.shapes[-1][1])
