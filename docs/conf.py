@@ -2,8 +2,8 @@
 
     uv run --group docs sphinx-build -W -b html docs build/docs
 
-The build needs no network and no accelerator. Pages are MyST Markdown. The pages of the Python API are
-written to docs/reference/api/ at the start of a build, one per package, and rendered by autodoc.
+The build needs no network and no accelerator. Pages are MyST Markdown. The pages of the Python API
+are written to docs/reference/api/ at the start of a build, one per package; autodoc renders them.
 """
 
 import os

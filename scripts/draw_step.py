@@ -1,4 +1,4 @@
-"""Draws docs/training_step.svg (one training step) and docs/data_flow.svg (data types from prompt to update).
+"""Draw docs/training_step.svg (one step) and docs/data_flow.svg (types from prompt to update).
 
 python scripts/draw_step.py docs
 
