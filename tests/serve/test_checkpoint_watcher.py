@@ -247,11 +247,11 @@ def remove_a_part(folder, step):
     [
         (truncate, {}, "cannot be read"),
         pytest.param(remove_a_part, {}, "cannot be read", marks=pytest.mark.thorough),
-        (None, {"L": 3}, "of another model: params/layers/2/"),
+        (None, {"L": 3}, "from another model: params/layers/2/"),
         pytest.param(
             None,
             {"heads": ("vocab", "score")},
-            "of another model: params/score is in it but not in",
+            "from another model: params/score is in it but not in",
             marks=pytest.mark.thorough,
         ),
     ],

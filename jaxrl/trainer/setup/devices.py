@@ -77,7 +77,8 @@ def checked_plan(
 ) -> Plan | None:
     """The plan of the run; None if plan_check is off or the devices do not report their memory.
 
-    Raises ValueError if the run does not fit. `role_decoders` and `workload` are those of `check_plan`.
+    `role_decoders` and `workload` are those of `check_plan`. Raises ValueError if the run does not
+    fit.
     """
     memory = device_memory()
     if not cfg.plan_check or memory is None:
