@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class Core:
         return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
 
 
+@runtime_checkable
 class HasCore(Protocol):
     """A run of any kind."""
 
