@@ -9,17 +9,20 @@ import sys
 from pathlib import Path
 
 STYLE = """<style>
-  .page { fill: #ffffff; } .host { fill: #fff4e0; stroke: #d9902f; } .device { fill: #e6f0fa; stroke: #3b7ab8; }
+  .page { fill: #ffffff; } .host { fill: #fff4e0; stroke: #d9902f; }
+  .device { fill: #e6f0fa; stroke: #3b7ab8; }
   .shared { fill: #d9f0e3; stroke: #2f8f5b; } .title { fill: #1c1f24; font-weight: bold; }
   .words { fill: #3d434b; } .type { fill: #7a3e9d; font-family: monospace; }
   .arrow { stroke: #5b626b; fill: none; stroke-width: 1.6; } .head { fill: #5b626b; }
   @media (prefers-color-scheme: dark) {
-    .page { fill: #16191d; } .host { fill: #3a2c16; stroke: #d9a14f; } .device { fill: #16293c; stroke: #5b9bd9; }
+    .page { fill: #16191d; } .host { fill: #3a2c16; stroke: #d9a14f; }
+    .device { fill: #16293c; stroke: #5b9bd9; }
     .shared { fill: #143424; stroke: #4fb582; } .title { fill: #f2f4f6; } .words { fill: #c4cad1; }
     .type { fill: #d3a6ee; } .arrow { stroke: #a3abb5; } .head { fill: #a3abb5; }
   }
 </style>
-<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
+<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4"
+  markerWidth="7" markerHeight="7" orient="auto">
   <path class="head" d="M0 0 L8 4 L0 8 z"/></marker></defs>"""
 
 STEP = [  # where it runs, title, lines
@@ -66,7 +69,8 @@ FLOW = [  # package, what it does, the type that leaves it
 
 
 def text(x: float, y: float, words: str, kind: str, *, size=12.5, anchor="start") -> str:
-    return f'<text x="{x}" y="{y}" class="{kind}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+    place = f'x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} class="{kind}">{words}</text>'
 
 
 def box(x: float, y: float, w: float, h: float, kind: str) -> str:
@@ -156,7 +160,8 @@ def data_flow() -> str:
     x, again = 20 + wide + 40, 20 + tall + gap + tall / 2
     parts.append(
         arrow(
-            f"M{22 + wide} {last + tall / 2} L{x} {last + tall / 2} L{x} {again} L{23 + wide} {again}"
+            f"M{22 + wide} {last + tall / 2} L{x} {last + tall / 2} "
+            f"L{x} {again} L{23 + wide} {again}"
         )
     )
     parts.append(text(x + 8, (last + again) / 2, "next step", "words"))
