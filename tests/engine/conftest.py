@@ -1,4 +1,4 @@
-"""One tiny Llama for the tests of the engine."""
+"""A tiny Llama for the tests of the engine."""
 
 import pytest
 

@@ -1,4 +1,8 @@
-"""Tiny models of every family, engines and requests for them, and the trainer's view of the results."""
+"""Tiny models of every family, engines and requests for them, and the trainer's logprobs.
+
+Engines of one model share their compiled programs if `SMALL` sets their shapes: the page pool has
+the same size for any number of slots, and `limit_pages` makes it scarce without another shape.
+"""
 
 import dataclasses
 
@@ -39,7 +43,9 @@ FAMILIES = {
     ),
     "mixtral": DecoderConfig(family="mixtral", **SHAPE, E=4, top_k=2, F_expert=96),
 }
-SMALL = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8)
+SMALL = RolloutConfig(
+    max_num_seqs=8, max_num_batched_tokens=256, page_len=64, steps_per_dispatch=8, n_pages=32
+)
 
 
 def make_params(cfg: DecoderConfig, scale: float = 4.0):
@@ -103,10 +109,16 @@ def run(engine: PagedEngine, params, requests) -> list[tuple[list[int], list[flo
     return [out[slot] for slot in slots]
 
 
+def limit_pages(engine: PagedEngine, n_pages: int) -> list[int]:
+    """Allocates pages so that only `n_pages` are left for sequences. Returns the allocated ones."""
+    pool = engine.scheduler.pool
+    return pool.allocate(pool.n_pages - n_pages)
+
+
 def run_one_by_one(
     engine: PagedEngine, params, requests
 ) -> list[tuple[list[int], list[float], str]]:
-    """As `run`, of requests that come one after the other, each while those before it decode."""
+    """As `run`, but each request arrives while the ones before it decode."""
     waiting, made, slots = list(requests), {}, []
     while waiting or engine.n_unfinished:
         if waiting:
@@ -119,12 +131,12 @@ def run_one_by_one(
 
 
 def has_mixed(engine: PagedEngine) -> bool:
-    """Whether it has computed prompts beside a decode step."""
+    """Whether the engine has run a mixed dispatch: prefill with a decode step."""
     return any(kind == "mixed" for kind, _ in engine.runner.dispatched)
 
 
 def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: float = 1.0):
-    """The trainer's logprobs of the sampled tokens, from packed rows of one sequence each."""
+    """The trainer's logprobs of the sampled tokens, with one sequence per packed row."""
     T = 256
     tokens = np.zeros((len(requests), T), np.int32)
     targets, segments = tokens.copy(), tokens.copy()

@@ -1,4 +1,4 @@
-"""The bound that scripts/bench_engine.py measures the engine against."""
+"""Tests of scripts/bench_engine.py and scripts/make_workload.py."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def workload():
     return script("make_workload")
 
 
-def test_the_bound_adds_up_what_every_step_must_read_or_compute(bench):
+def test_the_roofline_sums_the_bytes_or_flops_of_every_step(bench):
     work = bench.Work([np.arange(5), np.arange(3)], [[2], [3]])
     sizes = bench.Sizes(layer_params=90, head_params=10, param_bytes=4, key_bytes=8, key_flops=2)
     peaks = bench.Peaks(bytes_per_s=100.0, flops_per_s=500.0)
@@ -51,13 +51,13 @@ def test_copies_of_a_workload_multiply_its_samples(bench, tmp_path):
     assert (work.n_requests, work.n_tokens, work.lens) == (4, 14, [[3, 4, 3, 4]])
 
 
-def test_lengths_are_cut_at_the_longest_and_have_the_mean(workload):
+def test_lengths_are_truncated_at_the_longest_and_have_the_mean(workload):
     found = workload.lengths(
         np.random.default_rng(0), (1000, 4), mean=14_000, longest=28_672, sigma=0.8
     )
     assert found.shape == (1000, 4) and found.min() > 0 and found.max() == 28_672
     assert abs(found.mean() - 14_000) < 1
-    # ln(factor) + 0.8 z reaches ln(28,672) where the mean of the cut numbers is 14,000: z = 1.08
+    # ln(factor) + 0.8 z reaches ln(28,672) if the mean of the truncated lengths is 14,000: z = 1.08
     assert 0.13 < np.mean(found == 28_672) < 0.15
     with pytest.raises(ValueError, match=r"mean of 30.* longest of 20"):
         workload.lengths(np.random.default_rng(0), (4,), mean=30, longest=20, sigma=0.8)
@@ -65,8 +65,8 @@ def test_lengths_are_cut_at_the_longest_and_have_the_mean(workload):
 
 def test_a_workload_runs_on_random_weights_of_a_shape(bench, workload, tmp_path, monkeypatch):
     shape = dict(
-        model_type="qwen2", hidden_act="silu", hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=512,
+        model_type="qwen2", hidden_act="silu", hidden_size=32, intermediate_size=64,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=512,
         rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))

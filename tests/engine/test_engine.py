@@ -1,4 +1,4 @@
-"""The engine against the trainer, against itself in other company, and against its limits."""
+"""Tests of engine.py, model_runner.py, kv_pool.py, batches.py, programs.py and decode_loop.py."""
 
 import dataclasses
 
@@ -17,6 +17,7 @@ from tests.engine.engine_cases import (
     FAMILIES,
     SMALL,
     has_mixed,
+    limit_pages,
     make_engine,
     make_params,
     make_requests,
@@ -28,8 +29,9 @@ from tests.engine.engine_cases import (
 GREEDY = SamplingConfig(temperature=0.0)
 
 
-SLOW = {"mixtral"}  # it is also run on a mesh below
-MARKED = [pytest.param(f, marks=[pytest.mark.slow] if f in SLOW else []) for f in FAMILIES]
+SLOW = {"mixtral"}  # also run on a mesh below
+MARKS = {"llama": [], **{f: [pytest.mark.slow] for f in SLOW}}
+MARKED = [pytest.param(f, marks=MARKS.get(f, [pytest.mark.thorough])) for f in FAMILIES]
 
 
 @pytest.mark.parametrize("family", MARKED)
@@ -42,7 +44,7 @@ def test_engine_and_trainer_logprobs_agree(one_device, family):
         results, trainer_logps(cfg, params, requests, results), strict=True
     ):
         np.testing.assert_allclose(logps, want, atol=1e-4)
-        assert np.min(want) < -1  # the distributions are not so sharp that anything would agree
+        assert np.min(want) < -1  # sharper distributions would make any two agree
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -55,7 +57,7 @@ def test_llama_logprobs_are_bitwise_the_trainers(llama, temperature):
         np.testing.assert_array_equal(np.array(logps, np.float32), row)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
 def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
     cfg = FAMILIES[family]
     params = make_params(cfg)
@@ -79,7 +81,7 @@ def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
         assert finish == ("stop" if made[-1] == 1 else "length")
 
 
-def test_a_request_gives_the_same_alone_in_company_and_in_any_order(llama):
+def test_a_request_gives_the_same_alone_in_a_batch_and_in_any_order(llama):
     cfg, params = llama
     requests = make_requests(12)
     results = run(make_engine(cfg), params, requests)
@@ -89,20 +91,22 @@ def test_a_request_gives_the_same_alone_in_company_and_in_any_order(llama):
     assert run(make_engine(cfg, max_num_seqs=3, steps_per_dispatch=5), params, requests) == results
 
 
-def test_a_tiny_pool_preempts_and_changes_nothing(llama):
+def test_preemption_changes_no_result(llama):
     cfg, params = llama
     requests = make_requests(8, max_tokens=100, ignore_stop=True)
     results = run(make_engine(cfg), params, requests)
-    tight = make_engine(cfg, n_pages=7)
+    tight = make_engine(cfg)
+    taken = limit_pages(tight, 7)
     assert run(tight, params, requests) == results
     assert tight.take_stats().n_preempted > 0
+    tight.scheduler.pool.release(taken)
     assert tight.scheduler.pool.n_used == 0
 
 
 def test_pages_shorter_than_a_prefill_row_give_the_same(llama):
     cfg, params = llama
     requests = make_requests(6)
-    short = make_engine(cfg, page_len=16, implementation="reference")
+    short = make_engine(cfg, page_len=16, n_pages=128, implementation="reference")
     results = run(short, params, requests)
     for (tokens, logps, _), want in zip(
         results, run(make_engine(cfg), params, requests), strict=True
@@ -113,9 +117,12 @@ def test_pages_shorter_than_a_prefill_row_give_the_same(llama):
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("llama", dict(fsdp=2, tensor=2)), ("mixtral", dict(expert=2, tensor=2))],
+    [
+        ("llama", dict(fsdp=2, tensor=2)),
+        pytest.param("mixtral", dict(expert=2, tensor=2), marks=pytest.mark.thorough),
+    ],
 )
-def test_a_mesh_gives_the_numbers_of_one_device(family, sizes):
+def test_a_mesh_gives_the_results_of_one_device(family, sizes):
     cfg = FAMILIES[family]
     requests = make_requests(6, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
@@ -132,7 +139,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(family, sizes):
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)
 
 
-def test_stacked_layers_give_the_numbers_of_listed_ones(llama):
+def test_stacked_layers_give_the_results_of_listed_ones(llama):
     cfg, params = llama
     stacked_cfg = dataclasses.replace(cfg, stacked=True)
     stacked = make_params(stacked_cfg)
@@ -149,7 +156,7 @@ def test_stacked_layers_give_the_numbers_of_listed_ones(llama):
         np.testing.assert_allclose(logps, row[1], atol=1e-5)
 
 
-def test_prefill_and_insert_by_hand_give_what_submit_gives(llama):
+def test_prefill_and_insert_give_the_results_of_submit(llama):
     cfg, params = llama
     requests = make_requests(4, n_samples=4)
     want = run(make_engine(cfg), params, requests)
@@ -170,7 +177,7 @@ def test_samples_of_a_prompt_share_its_pages_and_its_prefill(llama):
     cfg, params = llama
     tokens = np.arange(
         2, 2 + 130, dtype=np.int32
-    )  # 129 keys: two full pages, and one key in a third
+    )  # 129 cached tokens: two full pages, and one token in a third
     group = [dataclasses.replace(make_requests(1)[0], tokens=tokens, sample=i) for i in range(8)]
     engine = make_engine(cfg)
     for request in group:
@@ -263,7 +270,7 @@ def test_stop_ids_of_a_request_end_it_with_the_id_included(llama):
     assert logps == free_run[1][: first + 1]
 
 
-def test_requests_that_can_never_run_are_refused(llama):
+def test_requests_that_can_never_run_are_rejected(llama):
     cfg, _ = llama
     tokens = np.arange(2, 150, dtype=np.int32)
     request = dataclasses.replace(make_requests(1)[0], tokens=tokens)
@@ -289,7 +296,7 @@ def test_the_pool_takes_what_memory_utilization_leaves(llama, monkeypatch):
     def with_memory(n_pages_left: float) -> PagedEngine:
         memory = dict(bytes_limit=1000 * page, bytes_in_use=int((500 - n_pages_left) * page))
         monkeypatch.setattr(jax, "local_devices", lambda: [Device(memory), Device(None)])
-        return make_engine(cfg, memory_utilization=0.5)
+        return make_engine(cfg, memory_utilization=0.5, n_pages=0)
 
     assert with_memory(9.5).scheduler.pool.n_pages == 9
     assert (

@@ -1,4 +1,4 @@
-"""JetStream's verbs: by the protocol, and under the package's own orchestrator where it is installed."""
+"""Tests of jetstream.py: its protocol, and the package's orchestrator if it is installed."""
 
 import asyncio
 import logging
@@ -11,7 +11,14 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.jetstream import JetStreamEngine
 from sharding import make_mesh
-from tests.engine.engine_cases import FAMILIES, make_engine, make_params, make_requests, run
+from tests.engine.engine_cases import (
+    FAMILIES,
+    limit_pages,
+    make_engine,
+    make_params,
+    make_requests,
+    run,
+)
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -27,20 +34,23 @@ def params(mesh):
         return make_params(FAMILIES["llama"])
 
 
+SIZES = {"max_num_seqs": 3, "steps_per_dispatch": 4}
+
+
 def adapter(params, mesh, **changes):
-    changes = {"max_num_seqs": 3, "steps_per_dispatch": 4} | changes
+    changes = SIZES | changes
     options = {k: changes.pop(k) for k in ("result", "tokenizer", "sampling") if k in changes}
     engine = make_engine(FAMILIES["llama"], **changes)
     return JetStreamEngine(engine, params, mesh, **{"sampling": GREEDY} | options)
 
 
 def prompts_and_tokens(params, mesh, n, max_tokens, sampling=GREEDY):
-    """`n` prompts, and what the engine makes of each."""
+    """`n` prompts, and the tokens that the engine generates for each."""
     requests = make_requests(
         n, n_samples=1, max_tokens=max_tokens, ignore_stop=True, sampling=sampling
     )
     with jax.set_mesh(mesh):
-        results = run(make_engine(FAMILIES["llama"]), params, requests)
+        results = run(make_engine(FAMILIES["llama"], **SIZES), params, requests)
     return [r.tokens for r in requests], [tokens for tokens, _, _ in results]
 
 
@@ -50,8 +60,10 @@ def prefill(jet, tokens):
 
 
 def drive(jet, prompts, n_tokens):
-    """The first tokens of each prompt, as the orchestrator gets them: a slot is filled again once it has
-    `n_tokens`, and those beyond are thrown away."""
+    """The first tokens of each prompt, as the orchestrator gets them.
+
+    A slot is refilled once it has `n_tokens`; tokens beyond are discarded.
+    """
     waiting, free = list(enumerate(prompts)), list(range(jet.max_concurrent_decodes))
     made, owner, state = [[] for _ in prompts], {}, jet.init_decode_state()
     while waiting or owner:
@@ -75,7 +87,7 @@ def drive(jet, prompts, n_tokens):
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingConfig(temperature=0.9)], ids=["greedy", "sampled"]
 )
-def test_the_verbs_make_the_engines_tokens(params, mesh, sampling):
+def test_the_verbs_give_the_tokens_of_the_engine(params, mesh, sampling):
     prompts, want = prompts_and_tokens(params, mesh, 7, 12, sampling)
     jet = adapter(params, mesh, sampling=sampling)
     assert drive(jet, prompts, 12) == want
@@ -85,9 +97,11 @@ def test_the_verbs_make_the_engines_tokens(params, mesh, sampling):
     assert jet._engine.scheduler.pool.n_used == 0
 
 
-def test_a_sequence_sent_back_to_the_queue_goes_on(params, mesh):
+def test_a_preempted_sequence_continues(params, mesh):
     prompts, want = prompts_and_tokens(params, mesh, 3, 60)
-    jet = adapter(params, mesh, n_pages=6)  # of 64 tokens: too few for the three at their longest
+    jet = adapter(params, mesh)
+    with jax.set_mesh(mesh):
+        limit_pages(jet._engine, 6)  # too few for three sequences of maximum length
     assert drive(jet, prompts, 60) == want
     assert jet._engine.take_stats().n_preempted > 0
 
@@ -101,7 +115,7 @@ def test_a_sequence_at_the_end_of_the_context_is_no_longer_valid(params, mesh):
     assert not result.get_result_at_slot(0).valid.any()
 
 
-def test_what_cannot_be_done_is_said(params, mesh):
+def test_unsupported_calls_raise(params, mesh):
     jet = adapter(params, mesh)
     prefix = prefill(jet, np.arange(2, 20, dtype=np.int32))
     with pytest.raises(ValueError, match="slot 3 is out of range"):
@@ -113,7 +127,7 @@ def test_what_cannot_be_done_is_said(params, mesh):
 TOKENIZER = types.SimpleNamespace(pad_id=0, bos_id=2, eos_id=1, stop_tokens=set())
 
 
-def test_the_packages_orchestrator_drives_it(params, mesh, monkeypatch):
+def test_the_packages_orchestrator_drives_the_adapter(params, mesh, monkeypatch):
     engine_api = pytest.importorskip("jetstream.engine.engine_api")
     orchestrator = pytest.importorskip("jetstream.core.orchestrator")
     multifuture = pytest.importorskip("jetstream.core.utils.async_multifuture")
@@ -122,9 +136,9 @@ def test_the_packages_orchestrator_drives_it(params, mesh, monkeypatch):
     prompts, want = prompts_and_tokens(params, mesh, 9, 12)
     fitting = [
         i for i, tokens in enumerate(prompts) if len(tokens) <= 128
-    ]  # the package cuts others
+    ]  # the package truncates others
     prompts, want = [prompts[i] for i in fitting], [want[i] for i in fitting]
-    assert len(prompts) > 3  # slots are filled again
+    assert len(prompts) > 3  # slots are refilled
     jet = adapter(params, mesh, result=engine_api.ResultTokens, tokenizer=TOKENIZER)
     weights = [jet.load_params()]
     driver = orchestrator.Driver(
@@ -135,7 +149,7 @@ def test_the_packages_orchestrator_drives_it(params, mesh, monkeypatch):
         interleaved_mode=True,
     )
 
-    async def ask():
+    async def collect():
         channels = []
         for tokens in prompts:
             channels.append(multifuture.AsyncMultifuture())
@@ -153,6 +167,6 @@ def test_the_packages_orchestrator_drives_it(params, mesh, monkeypatch):
         return made
 
     try:
-        assert asyncio.run(asyncio.wait_for(ask(), 120)) == want
+        assert asyncio.run(asyncio.wait_for(collect(), 120)) == want
     finally:
         driver.stop()

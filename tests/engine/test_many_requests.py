@@ -1,9 +1,10 @@
-"""Ten thousand requests through one engine: every one ends as it would alone."""
+"""Stress test of the engine: each of many requests has the result of running alone."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
@@ -13,23 +14,22 @@ from sharding.rules import DECODE
 from tests.engine.engine_cases import make_params
 
 MICRO = DecoderConfig(family="llama", L=1, D=16, N=2, K=1, H=8, F=16, V=32, max_len=256)
-ROLLOUT = RolloutConfig(
+LARGE = RolloutConfig(
     max_num_seqs=128, max_num_batched_tokens=8192, steps_per_dispatch=2, n_pages=100
 )
-N_REQUESTS = 10_000
-N_KINDS = 400  # of requests; each comes again and again
+SMALL = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=512, steps_per_dispatch=2, n_pages=12)
 
 
-def make_engine(**changes) -> PagedEngine:
-    rollout = dataclasses.replace(ROLLOUT, **changes)
+def make_engine(rollout: RolloutConfig, **changes) -> PagedEngine:
+    rollout = dataclasses.replace(rollout, **changes)
     return PagedEngine(MICRO, rollout, rules=DECODE, dtype=jnp.float32, max_len=256, eos_ids=(1,))
 
 
-def make_kinds(rng: np.random.Generator) -> list[Request]:
-    """Prompts of 1 to 200 tokens that often begin alike, responses of 1 to 8 tokens."""
+def make_kinds(rng: np.random.Generator, n_kinds: int) -> list[Request]:
+    """Prompts of 1 to 200 tokens with common prefixes, responses of 1 to 8 tokens."""
     stems = [rng.integers(2, 32, 200, dtype=np.int32) for _ in range(12)]
     kinds = []
-    for i in range(N_KINDS):
+    for i in range(n_kinds):
         prompt = stems[rng.integers(len(stems))][: rng.integers(1, 200)]
         end = rng.integers(2, 32, rng.integers(1, 8), dtype=np.int32)
         temperature = float(rng.choice([0.0, 1.0]))
@@ -44,18 +44,23 @@ def make_kinds(rng: np.random.Generator) -> list[Request]:
     return kinds
 
 
-def test_ten_thousand_requests_end_as_they_would_alone(one_device):
+@pytest.mark.parametrize(
+    ("rollout", "n_requests", "n_kinds"),
+    [(SMALL, 1_000, 40), pytest.param(LARGE, 10_000, 400, marks=pytest.mark.thorough)],
+    ids=["small", "large"],
+)
+def test_many_requests_end_as_they_would_alone(one_device, rollout, n_requests, n_kinds):
     rng = np.random.default_rng(0)
     params = make_params(MICRO)
-    kinds = make_kinds(rng)
-    engine = make_engine()
+    kinds = make_kinds(rng, n_kinds)
+    engine = make_engine(rollout)
     kind_of: dict[int, int] = {}
     made: dict[int, tuple[list, list]] = {}
     ended: list[tuple[int, list, list]] = []
     n_submitted = n_cancelled = 0
-    while n_submitted < N_REQUESTS or engine.n_unfinished:
-        for _ in range(min(int(rng.integers(0, 250)), N_REQUESTS - n_submitted)):
-            kind = int(rng.integers(N_KINDS))
+    while n_submitted < n_requests or engine.n_unfinished:
+        for _ in range(min(int(rng.integers(0, 250)), n_requests - n_submitted)):
+            kind = int(rng.integers(n_kinds))
             slot = engine.submit(kinds[kind])
             kind_of[slot], made[slot] = kind, ([], [])
             n_submitted += 1
@@ -69,13 +74,13 @@ def test_ten_thousand_requests_end_as_they_would_alone(one_device):
             logps += out.logp.tolist()
             if out.finish:
                 ended.append((kind_of.pop(out.slot), *made.pop(out.slot)))
-    assert not kind_of and len(ended) + n_cancelled == N_REQUESTS
+    assert not kind_of and len(ended) + n_cancelled == n_requests
     stats = engine.take_stats()
-    assert stats.cache_used_max == 1.0  # pages of earlier requests had to go
+    assert stats.cache_used_max == 1.0  # pages of earlier requests were evicted
     assert stats.n_cached_tokens > stats.n_prefill_tokens > 0
     assert engine.scheduler.pool.n_used == 0
-    alone = make_engine(max_num_seqs=2, prefix_cache=False)
-    for kind in range(0, N_KINDS, 8):
+    alone = make_engine(rollout, max_num_seqs=2, prefix_cache=False)
+    for kind in range(0, n_kinds, 8):
         alone.submit(kinds[kind])
         want = ([], [])
         while alone.n_unfinished:

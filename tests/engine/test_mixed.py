@@ -1,4 +1,4 @@
-"""Prompts that are computed while others decode: the same bits, and nobody waits longer than a dispatch."""
+"""Tests of chunked prefill and mixed dispatches: the same bits, bounded latency for decode."""
 
 import dataclasses
 
@@ -13,6 +13,7 @@ from tests.engine.engine_cases import (
     FAMILIES,
     SMALL,
     has_mixed,
+    limit_pages,
     make_engine,
     make_params,
     make_requests,
@@ -20,19 +21,20 @@ from tests.engine.engine_cases import (
     run_one_by_one,
 )
 
-PART = 128  # tokens: two rows, the least that a dispatch computes
+CHUNK = 128  # tokens: two rows, the smallest prefill dispatch
 
 
 def both_ways(family: str, **changes):
-    """The results of prompts that are computed beside steps, and of those computed before any."""
+    """The results with mixed dispatches, and with prefill before all decode steps."""
     cfg = FAMILIES[family]
     params = make_params(cfg)
     requests = make_requests(6, n_samples=1, max_tokens=30)
-    apart = make_engine(cfg, max_num_batched_tokens=2048, **changes)
-    want = run(apart, params, requests)
-    engine = make_engine(cfg, max_num_batched_tokens=PART, steps_per_dispatch=4, **changes)
+    changes = dict(max_num_batched_tokens=CHUNK, steps_per_dispatch=4) | changes
+    separate = make_engine(cfg, **changes)
+    want = run(separate, params, requests)
+    engine = make_engine(cfg, **changes)
     results = run_one_by_one(engine, params, requests)
-    assert has_mixed(engine) and not has_mixed(apart)
+    assert has_mixed(engine) and not has_mixed(separate)
     return results, want
 
 
@@ -40,18 +42,18 @@ def both_ways(family: str, **changes):
     ("family", "changes"),
     [
         ("llama", dict()),
-        ("llama", dict(spec_tokens=3, kv_dtype="int8")),
+        pytest.param("llama", dict(spec_tokens=3, kv_dtype="int8"), marks=pytest.mark.thorough),
         pytest.param("gemma2", dict(), marks=pytest.mark.slow),
     ],
 )
-def test_a_step_beside_a_prompt_has_the_bits_of_one_without(one_device, family, changes):
+def test_a_mixed_dispatch_has_the_bits_of_separate_ones(one_device, family, changes):
     results, want = both_ways(family, **changes)
     assert results == want
 
 
 @pytest.mark.slow
-def test_a_step_beside_a_prompt_reaches_its_experts(one_device):
-    """Their sums are not the same to the last bit in every batch, with or without mixing."""
+def test_a_mixed_dispatch_of_a_moe_model_gives_the_results_of_separate_ones(one_device):
+    """Expert sums depend on the batch in the last bit, with and without mixing."""
     results, want = both_ways("qwen3_moe")
     for (tokens, logps, _), row in zip(results, want, strict=True):
         assert tokens == row[0]
@@ -59,7 +61,8 @@ def test_a_step_beside_a_prompt_reaches_its_experts(one_device):
 
 
 def long_engine(cfg, **changes) -> PagedEngine:
-    rollout = dataclasses.replace(SMALL, max_num_batched_tokens=PART, **changes)
+    changes = dict(max_num_batched_tokens=CHUNK, n_pages=128) | changes
+    rollout = dataclasses.replace(SMALL, **changes)
     return PagedEngine(cfg, rollout, rules=DECODE, dtype=jnp.float32, max_len=1024, eos_ids=())
 
 
@@ -75,35 +78,35 @@ def prompt(n: int, seed: int = 7) -> np.ndarray:
 
 SHORT = Request(tokens=prompt(9), max_tokens=200)
 LONG = Request(tokens=prompt(900), max_tokens=3, prompt_id=1)
-N_PARTS = 8  # 899 keys are seven times 128, and three
+N_CHUNKS = 8  # 899 tokens to prefill: seven times 128, and three
 
 
 def started(engine: PagedEngine, params) -> tuple[int, int]:
-    """The slots of a short request that decodes, and of a long one that has come."""
+    """The slots of a short request that decodes, and of a long one that has just arrived."""
     slot = engine.submit(SHORT)
     engine.generate(params)
     engine.take_stats()
     return slot, engine.submit(LONG)
 
 
-def test_sequences_get_a_token_in_every_part_of_a_long_prompt(long_llama):
+def test_sequences_get_a_token_in_every_chunk_of_a_long_prompt(long_llama):
     cfg, params = long_llama
     [want] = run(long_engine(cfg), params, [LONG])
     engine = long_engine(cfg)
     short, long = started(engine, params)
-    for i in range(N_PARTS):
+    for i in range(N_CHUNKS):
         made = {out.slot: out.tokens.tolist() for out in engine.generate(params)}
         stats = engine.take_stats()
-        last = i == N_PARTS - 1
-        assert stats.n_prefill_tokens == (3 if last else PART)
-        assert stats.n_cached_tokens == 0  # the parts before are its own
+        last = i == N_CHUNKS - 1
+        assert stats.n_prefill_tokens == (3 if last else CHUNK)
+        assert stats.n_cached_tokens == 0  # its own chunks are not counted
         assert set(made) == ({short, long} if last else {short})
         assert len(made[short]) == (SMALL.steps_per_dispatch if last else 1)
         assert engine.n_unfinished == 2 - last
     assert made[long] == want[0]
 
 
-def test_a_long_prompt_that_nobody_waits_for_is_computed_at_once(long_llama):
+def test_a_long_prompt_is_not_chunked_when_idle(long_llama):
     cfg, params = long_llama
     engine = long_engine(cfg)
     engine.submit(LONG)
@@ -111,7 +114,7 @@ def test_a_long_prompt_that_nobody_waits_for_is_computed_at_once(long_llama):
     assert engine.take_stats().n_prefill_tokens == 899 and not has_mixed(engine)
 
 
-def test_a_cancelled_prompt_holds_nothing_and_its_parts_are_found_again(long_llama):
+def test_a_cancelled_prompt_holds_no_pages_and_its_chunks_stay_cached(long_llama):
     cfg, params = long_llama
     [want] = run(long_engine(cfg), params, [SHORT])
     engine = long_engine(cfg)
@@ -124,8 +127,8 @@ def test_a_cancelled_prompt_holds_nothing_and_its_parts_are_found_again(long_lla
         for out in engine.generate(params):
             got += out.tokens.tolist() if out.slot == short else []
     stats = engine.take_stats()
-    # 3 parts; of them the next request finds two full pages, and 43 keys in a third
-    assert (stats.n_prefill_tokens, stats.n_cached_tokens) == (3 * PART, 299)
+    # 3 chunks: the next request finds 4 full pages and 43 tokens of the next one
+    assert (stats.n_prefill_tokens, stats.n_cached_tokens) == (3 * CHUNK, 299)
     while engine.n_unfinished:
         for out in engine.generate(params):
             got += out.tokens.tolist() if out.slot == short else []
@@ -133,7 +136,7 @@ def test_a_cancelled_prompt_holds_nothing_and_its_parts_are_found_again(long_lla
     assert engine.scheduler.pool.n_used == 0
 
 
-def test_parts_of_old_weights_are_computed_anew(long_llama):
+def test_chunks_of_old_weights_are_computed_again(long_llama):
     cfg, params = long_llama
     new = make_params(cfg, scale=3.0)
     [want] = run(long_engine(cfg), new, [LONG])
@@ -149,21 +152,24 @@ def test_parts_of_old_weights_are_computed_anew(long_llama):
                 got[0].extend(out.tokens.tolist())
                 got[1].extend(out.logp.tolist())
     assert got == want[:2]
-    assert engine.take_stats().n_prefill_tokens == 4 * PART + 899
+    assert engine.take_stats().n_prefill_tokens == 4 * CHUNK + 899
 
 
-def test_a_full_pool_takes_parts_back_and_everything_ends(long_llama):
-    """19 pages: the prompt's 15 and the other sequence's 4 fill them to the last."""
+def test_a_full_pool_evicts_chunks_and_everything_ends(long_llama):
+    """The prompt's 15 pages and the other sequence's 4 use exactly 19."""
     cfg, params = long_llama
     want = run(long_engine(cfg), params, [SHORT, LONG])
-    engine = long_engine(cfg, n_pages=19)
+    engine = long_engine(cfg)
+    limit_pages(engine, 19)
     assert run_one_by_one(engine, params, [SHORT, LONG]) == want
-    tight = long_engine(cfg, n_pages=16)  # the long one waits for the other's end
+    tight = long_engine(cfg)
+    taken = limit_pages(tight, 16)  # the long prompt waits for the end of the other sequence
     assert run_one_by_one(tight, params, [SHORT, LONG]) == want
+    tight.scheduler.pool.release(taken)
     assert tight.scheduler.pool.n_used == 0
 
 
-def test_without_kept_pages_a_prompt_is_computed_at_once(long_llama):
+def test_without_prefix_cache_a_prompt_is_not_chunked(long_llama):
     cfg, params = long_llama
     engine = long_engine(cfg, prefix_cache=False)
     started(engine, params)

@@ -1,15 +1,17 @@
-"""Keys that an earlier request left in the pages: the same numbers as computing them again."""
+"""Tests of prefix caching in the engine: the results of computing the KV again."""
 
 import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.rollout.generate import generate
 from jaxrl.types import Prompt
 from tests.engine.engine_cases import (
     FAMILIES,
+    limit_pages,
     make_engine,
     make_params,
     make_requests,
@@ -18,8 +20,8 @@ from tests.engine.engine_cases import (
 )
 
 
-def converse(engine, params, *, n_turns: int = 3, **changes):
-    """Three conversations: every turn's prompt is all that was said, and some new tokens."""
+def conversation(engine, params, *, n_turns: int = 3, **changes):
+    """Three conversations: the prompt of a turn is the conversation so far, and some new tokens."""
     rng = np.random.default_rng(5)
     requests = make_requests(3, n_samples=1, max_tokens=23, ignore_stop=True, **changes)
     turns = []
@@ -39,10 +41,10 @@ def converse(engine, params, *, n_turns: int = 3, **changes):
     return turns
 
 
-def test_a_conversation_is_bitwise_the_same_with_and_without_reuse(llama):
+def test_a_conversation_is_bitwise_the_same_with_and_without_prefix_cache(llama):
     cfg, params = llama
     kept, alone = make_engine(cfg), make_engine(cfg, prefix_cache=False)
-    turns, want = converse(kept, params), converse(alone, params)
+    turns, want = conversation(kept, params), conversation(alone, params)
     for (requests, results), (_, plain) in zip(turns, want, strict=True):
         assert results == plain
         for (_, logps, _), row in zip(
@@ -52,8 +54,8 @@ def test_a_conversation_is_bitwise_the_same_with_and_without_reuse(llama):
     stats, plain = kept.take_stats(), alone.take_stats()
     n_tokens = sum(len(r.tokens) - 1 for requests, _ in turns for r in requests)
     assert plain.n_prefill_tokens == n_tokens and plain.n_cached_tokens == 0
-    # A turn computes its 5 or 6 new tokens and the last sampled one, unless the rest of a page held too
-    # few keys to be copied; the first computes all.
+    # A turn computes its 5 or 6 new tokens and the last sampled one, unless a page had too few
+    # tokens to be copied; the first turn computes all.
     first = sum(len(r.tokens) - 1 for r in turns[0][0])
     new = sum(6 + turn for turn in range(2) for _ in range(3)) - 6
     assert first + new <= stats.n_prefill_tokens <= first + new + 6 * 16
@@ -61,12 +63,13 @@ def test_a_conversation_is_bitwise_the_same_with_and_without_reuse(llama):
     assert kept.scheduler.pool.n_used == 0
 
 
-def test_windowed_layers_find_what_they_need(one_device):
+@pytest.mark.thorough
+def test_windowed_layers_find_the_kv_they_need(one_device):
     cfg = FAMILIES["gemma3"]
     params = make_params(cfg)
     kept, alone = make_engine(cfg), make_engine(cfg, prefix_cache=False)
     for (_, results), (_, plain) in zip(
-        converse(kept, params, n_turns=2), converse(alone, params, n_turns=2), strict=True
+        conversation(kept, params, n_turns=2), conversation(alone, params, n_turns=2), strict=True
     ):
         assert [r[0] for r in results] == [r[0] for r in plain]
         for (_, logps, _), (_, want, _) in zip(results, plain, strict=True):
@@ -74,15 +77,16 @@ def test_windowed_layers_find_what_they_need(one_device):
     assert kept.take_stats().n_cached_tokens > 0
 
 
-def test_a_full_pool_evicts_and_preempts_and_changes_nothing(llama):
+def test_eviction_and_preemption_change_no_result(llama):
     cfg, params = llama
-    tight = make_engine(cfg, n_pages=7)
-    turns, want = converse(tight, params), converse(make_engine(cfg), params)
+    tight = make_engine(cfg)
+    limit_pages(tight, 7)
+    turns, want = conversation(tight, params), conversation(make_engine(cfg), params)
     assert [results for _, results in turns] == [results for _, results in want]
     assert tight.take_stats().n_preempted > 0
 
 
-def test_new_weights_find_no_keys_of_the_old(llama):
+def test_new_weights_reuse_no_kv_of_the_old(llama):
     cfg, old = llama
     new = jax.tree.map(lambda w: w * 1.1, old)
     prompts = [

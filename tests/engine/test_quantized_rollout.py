@@ -1,4 +1,4 @@
-"""The engine with int8 weights and pages of 8 bits: the trainer's function of the rounded numbers."""
+"""Tests of the engine with int8 weights and 8-bit KV against the trainer with rounded values."""
 
 import dataclasses
 
@@ -14,6 +14,7 @@ from jaxrl.models.quantize import quantize_int8
 from sharding import make_mesh
 from tests.engine.engine_cases import (
     FAMILIES,
+    limit_pages,
     make_engine,
     make_params,
     make_requests,
@@ -25,11 +26,14 @@ GREEDY = SamplingConfig(temperature=0.0)
 
 
 def rounded(params):
-    """The same numbers as arrays again."""
+    """The dequantized parameters."""
     return jax.tree.map(dequantize, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
-@pytest.mark.parametrize(("family", "stacked"), [("llama", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "stacked"),
+    [("llama", False), pytest.param("qwen3_moe", True, marks=pytest.mark.thorough)],
+)
 def test_int8_weights_give_the_trainers_logprobs_of_the_rounded_weights(
     one_device, family, stacked
 ):
@@ -42,10 +46,10 @@ def test_int8_weights_give_the_trainers_logprobs_of_the_rounded_weights(
     exact = trainer_logps(cfg, params, requests, results)
     for (_, logps, _), row, other in zip(results, want, exact, strict=True):
         np.testing.assert_allclose(logps, row, atol=1e-4)
-        assert np.max(np.abs(np.array(logps) - other)) > 1e-3  # another function than training's
+        assert np.max(np.abs(np.array(logps) - other)) > 1e-3  # differs from the unquantized model
 
 
-def test_matrices_of_layers_are_in_int8_and_nothing_else(one_device):
+def test_only_the_matrices_of_layers_are_int8(one_device):
     params = make_params(FAMILIES["qwen3_moe"])
     ours = quantize_int8(params, jnp.float32)
     layer, was = ours.layers[0], params.layers[0]
@@ -53,17 +57,20 @@ def test_matrices_of_layers_are_in_int8_and_nothing_else(one_device):
     small += [layer.mlp.gate, layer.mlp.up, layer.mlp.down]
     assert all(w.values.dtype == jnp.int8 for w in small)
     # q: 4 heads of 16 from 64; o: 64 from 4 heads of 16; experts: 8 of 32 x 64
-    assert [w.scale.shape for w in small] == [(4, 16), (2, 16), (2, 16), (64,), (8, 32), (8, 32), (8, 64)]  # fmt: skip
+    shapes = [(4, 16), (2, 16), (2, 16), (64,), (8, 32), (8, 32), (8, 64)]
+    assert [w.scale.shape for w in small] == shapes
     assert layer.mlp.router is was.mlp.router and ours.embed is params.embed
     assert ours.unembed is params.unembed and layer.attn_norm.w is was.attn_norm.w
     before = [leaf for leaf in jax.tree.leaves(params) if leaf.dtype == jnp.int8]
-    assert not before  # the trainer's tree is as it was
+    assert not before  # the trainer's tree is unchanged
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_pages_in_eight_bits_give_nearly_the_logprobs_of_float32(llama, kv_dtype):
-    """Rounding to 8 bits is off by 0.4 % (int8) of the largest number of a head, or 6 % (fp8) of each
-    number; half of it at random reaches the logits of this model as some hundredths."""
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_quantized_kv_gives_nearly_the_logprobs_of_float32(llama, kv_dtype):
+    """Rounding errors are up to 0.4 % of a head's largest value (int8), 6 % of each value (fp8).
+
+    Half of that at random changes the logits of this model by some hundredths.
+    """
     cfg, params = llama
     requests = make_requests(6, max_tokens=60, ignore_stop=True)
     results = run(make_engine(cfg, kv_dtype=kv_dtype), params, requests)
@@ -74,13 +81,14 @@ def test_pages_in_eight_bits_give_nearly_the_logprobs_of_float32(llama, kv_dtype
     assert mean < {"int8": 0.01, "fp8": 0.05}[kv_dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_a_page_has_the_same_bits_whether_it_was_shared_filled_or_decoded(llama, kv_dtype):
-    """A full pool sends sequences back and computes their keys again; turns find those of turns before."""
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+def test_a_page_has_the_same_bits_whether_shared_prefilled_or_decoded(llama, kv_dtype):
+    """A full pool preempts and recomputes; a later turn finds the KV of earlier ones."""
     cfg, params = llama
     requests = make_requests(8, max_tokens=100, ignore_stop=True)
     results = run(make_engine(cfg, kv_dtype=kv_dtype), params, requests)
-    tight = make_engine(cfg, kv_dtype=kv_dtype, n_pages=7)
+    tight = make_engine(cfg, kv_dtype=kv_dtype)
+    limit_pages(tight, 7)
     assert run(tight, params, requests) == results
     assert tight.take_stats().n_preempted > 0
     more = [
@@ -95,8 +103,9 @@ def test_a_page_has_the_same_bits_whether_it_was_shared_filled_or_decoded(llama,
     assert tight.take_stats().n_cached_tokens > alone.take_stats().n_cached_tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_mesh_gives_the_numbers_of_one_device(family):
+def test_a_mesh_gives_the_results_of_one_device(family):
     cfg = FAMILIES[family]
     requests = make_requests(4, sampling=GREEDY)
     sizes = dict(fsdp=2, tensor=2) if family == "llama" else dict(expert=2, tensor=2)
@@ -109,10 +118,10 @@ def test_a_mesh_gives_the_numbers_of_one_device(family):
     assert spec[1] == "tensor"  # each device holds its own heads' scales
     for (tokens, logps, _), (want_tokens, want_logps, _) in zip(*found, strict=True):
         assert tokens == want_tokens
-        np.testing.assert_allclose(logps, want_logps, atol=2e-3)  # a key may round the other way
+        np.testing.assert_allclose(logps, want_logps, atol=2e-3)  # a value may round the other way
 
 
-def test_pages_in_eight_bits_are_counted_with_their_scales(llama):
+def test_the_size_of_quantized_pages_includes_their_scales(llama):
     cfg, _ = llama
     engine = make_engine(cfg, kv_dtype="fp8", n_pages=5)
     # keys and values, 2 layers, 2 heads, 64 tokens: 16 bytes and a float32

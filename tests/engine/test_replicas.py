@@ -1,4 +1,4 @@
-"""The engine on a mesh of its own: replicas that share the slots, and weights that are brought there."""
+"""Tests of replicas.py: data-parallel replicas on a separate mesh, with resharded weights."""
 
 import jax
 import numpy as np
@@ -21,8 +21,8 @@ from tests.engine.engine_cases import (
 GREEDY = SamplingConfig(temperature=0.0)
 
 
-def answers(cfg, requests, *, train: dict, rollout: dict, **changes):
-    """(results, engine) with weights of the mesh `train`, on its devices as the mesh `rollout`."""
+def generate_on(cfg, requests, *, train: dict, rollout: dict, **changes):
+    """(results, engine) on the mesh `rollout`, with weights of the mesh `train`."""
     with jax.set_mesh(make_mesh(**train)):
         params = make_params(cfg)
         way = reshape_mesh(jax.sharding.get_mesh(), **rollout)
@@ -43,24 +43,30 @@ def assert_same(results, want):
 @pytest.mark.parametrize(
     ("family", "train", "rollout"),
     [
-        ("llama", dict(fsdp=4, tensor=2), dict(replica=4, tensor=2)),
+        ("llama", dict(fsdp=2, tensor=2), dict(replica=2, tensor=2)),
+        pytest.param(
+            "llama",
+            dict(fsdp=4, tensor=2),
+            dict(replica=4, tensor=2),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("llama", dict(fsdp=8), dict(replica=8), marks=pytest.mark.slow),
         pytest.param(
             "mixtral", dict(fsdp=2, expert=2), dict(replica=2, expert=2), marks=pytest.mark.slow
         ),
     ],
 )
-def test_replicas_give_the_numbers_of_one_device(family, train, rollout):
+def test_replicas_give_the_results_of_one_device(family, train, rollout):
     cfg = FAMILIES[family]
     requests = make_requests(10, sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
         want = run(make_engine(cfg), make_params(cfg), requests)
-    results, engine = answers(cfg, requests, train=train, rollout=rollout)
+    results, engine = generate_on(cfg, requests, train=train, rollout=rollout)
     assert_same(results, want)
     assert has_mixed(engine)
 
 
-def test_requests_are_shared_out_evenly_with_the_samples_of_a_prompt_together():
+def test_requests_are_distributed_evenly_with_the_samples_of_a_prompt_together():
     cfg = FAMILIES["llama"]
     requests = make_requests(12, n_samples=3)
     with jax.set_mesh(make_mesh(replica=4)):
@@ -78,12 +84,12 @@ def test_requests_are_shared_out_evenly_with_the_samples_of_a_prompt_together():
         assert engine.scheduler.n_pages_used == 0
 
 
-def test_a_prefix_serves_the_replica_that_holds_it():
-    """Two prompts filled ahead lie on two replicas; the samples behind them are those of requests that are
-    submitted."""
+def test_a_prefix_is_used_by_the_replica_that_holds_it():
+    """Two prefilled prompts are on two replicas; their samples are those of submitted requests."""
     cfg = FAMILIES["llama"]
     requests = make_requests(4, sampling=GREEDY)
-    with jax.set_mesh(make_mesh(replica=2)):
+    mesh = regroup(make_mesh(fsdp=2, tensor=2), replica=2, tensor=2).mesh
+    with jax.set_mesh(mesh):
         params, engine = make_params(cfg), make_engine(cfg, rules=REPLICAS, n_pages=32)
         want = run(engine, params, requests)
         prefixes = [engine.prefill(params, r.tokens) for r in requests[::2]]

@@ -1,4 +1,4 @@
-"""Sampling against a numpy twin, and against the distribution it claims to sample from."""
+"""Tests of sampling.py against a numpy reference and against the exact distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def kept_twin(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The tokens of one row that stay, by sorting."""
+def kept_reference(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The tokens of one row that the filters keep, by sorting."""
     p = softmax(logits.astype(np.float64))
     order = np.argsort(-p, kind="stable")
     keep = np.zeros(V, bool)
@@ -54,19 +54,19 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("kw", FILTERS, ids=str)
-def test_filters_keep_exactly_the_tokens_of_the_numpy_twin(kw):
+def test_filters_keep_exactly_the_tokens_of_the_numpy_reference(kw):
     logits = random_logits(8)
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    border = np.asarray(cutoff_weight(weights[:, None], params(8, **kw), weights.shape[1]))
-    kept = np.asarray(weights) >= border[:, None]
+    cutoff = np.asarray(cutoff_weight(weights[:, None], params(8, **kw), weights.shape[1]))
+    kept = np.asarray(weights) >= cutoff[:, None]
     full = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
-    want = np.stack([kept_twin(row, **full) for row in logits])
+    want = np.stack([kept_reference(row, **full) for row in logits])
     np.testing.assert_array_equal(kept, want)
     assert kw == dict(top_k=10_000) or want.sum() < want.size
 
 
-def test_the_token_at_the_border_can_be_drawn():
-    """A number near 1 draws the last in the vocabulary of those kept, also where it is the least likely of them."""
+def test_the_token_at_the_cutoff_can_be_sampled():
+    """A number near 1 samples the kept token with the largest id, likely or not."""
     B, V, k = 4096, 384, 5
     logits = np.random.default_rng(3).standard_normal((B, V), np.float32)
     uniform = np.full(B, 0.9999, np.float32)
@@ -75,16 +75,16 @@ def test_the_token_at_the_border_can_be_drawn():
     np.testing.assert_array_equal(token, kept.max(axis=1))
 
 
-def test_tokens_that_tie_at_the_border_stay():
+def test_tokens_that_tie_at_the_cutoff_are_kept():
     logits = np.full((1, V), -5.0, np.float32)
     logits[0, :3] = 2.0, 1.0, 1.0
     weights = jnp.exp(logits - 2.0)
-    [border] = np.asarray(cutoff_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
-    assert weights[0, 3] < border <= weights[0, 1] == weights[0, 2] < 1
+    [cutoff] = np.asarray(cutoff_weight(weights[:, None], params(1, top_k=2), weights.shape[1]))
+    assert weights[0, 3] < cutoff <= weights[0, 1] == weights[0, 2] < 1
 
 
 def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
-    """`n` samples of one row, each at its own position."""
+    """`n` samples of one row, each at another position."""
     keys = row_keys(*(jnp.full(n, x, jnp.uint32) for x in (3, 5, 1)))
     u = uniforms(keys, jnp.arange(n))
     logits = jnp.broadcast_to(logits_row, (n, V))
@@ -92,11 +92,11 @@ def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(temperature=0.6), dict(top_p=0.9, top_k=100)], ids=str)
-def test_frequencies_are_those_of_the_distribution(kw):
+def test_sampled_frequencies_match_the_distribution(kw):
     row, n = random_logits(1, scale=2.0)[0], 20_000
     temperature = kw.get("temperature", 1.0)
     p = softmax(row / temperature)
-    keep = kept_twin(row, kw.get("top_k", 0), kw.get("top_p", 1.0), 0.0)
+    keep = kept_reference(row, kw.get("top_k", 0), kw.get("top_p", 1.0), 0.0)
     p = np.where(keep, p, 0) / p[keep].sum()
     counts = np.bincount(draw(row, n, **kw), minlength=V)
     assert counts[~keep].sum() == 0

@@ -1,4 +1,4 @@
-"""Pages and queues on the host: nothing leaks, nothing starves, whatever the order of events."""
+"""Tests of scheduler.py and pages.py on chosen examples."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
 from jaxrl.engine.scheduler import Plan, Scheduler
 
-PAGE, ROW = 4, 8  # tokens of a page, and of a row of fills
+PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 
 
 def request(tokens, max_tokens: int, sample: int = 0) -> Request:
@@ -27,7 +27,7 @@ def scheduler(
     )
 
 
-def test_taking_more_pages_than_are_free_takes_none():
+def test_allocating_more_pages_than_are_free_allocates_none():
     pool = PagePool(3, PAGE)
     pages = pool.allocate(2)
     with pytest.raises(OutOfPages, match="2 pages requested, 1 of 3 are free"):
@@ -37,7 +37,7 @@ def test_taking_more_pages_than_are_free_takes_none():
     assert pool.n_free == 3
 
 
-def test_a_shared_page_is_free_after_its_last_holder_only():
+def test_a_shared_page_is_free_after_its_last_reference_only():
     pool = PagePool(2, PAGE)
     pages = pool.share(pool.allocate(1))
     pool.release(pages)
@@ -48,7 +48,7 @@ def test_a_shared_page_is_free_after_its_last_holder_only():
         pool.release(pages)
 
 
-def test_pages_are_found_by_the_tokens_before_and_in_them():
+def test_pages_are_matched_by_the_tokens_before_and_in_them():
     pool = PagePool(8, PAGE)
     tokens = np.arange(10, dtype=np.int32)
     a, b, c = pages = pool.allocate(3)
@@ -59,57 +59,57 @@ def test_pages_are_found_by_the_tokens_before_and_in_them():
     assert pool.match_prefix(tokens[:6]) == PrefixMatch([a], b, 2)  # the beginning of a full page
     assert pool.match_prefix(tokens[4:]) == PrefixMatch(
         []
-    )  # the same tokens behind nothing are others
+    )  # the same tokens in another context do not match
 
 
-def known_pages(pool: PagePool, tokens) -> list[int]:
+def cached_pages(pool: PagePool, tokens) -> list[int]:
     return pool.match_prefix(np.array(tokens, np.int32)).pages
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_pages_without_a_holder_are_kept_until_they_are_needed_the_longest_unused_first(keep):
+def test_unreferenced_pages_stay_cached_until_evicted_in_lru_order(keep):
     pool = PagePool(4, PAGE, keep=keep)
     one, two = np.arange(8, dtype=np.int32), np.arange(10, 18, dtype=np.int32)
     pages = [pool.add_prefix(tokens, pool.allocate(2)) for tokens in (one, two)]
     pool.release(pages[0])
     pool.release(pages[1])
     assert (pool.n_free, pool.n_used) == (4, 0)
-    assert known_pages(pool, one) == (pages[0] if keep else [])
-    pool.release(pool.share(known_pages(pool, one)))  # `two` is now the longest unused
+    assert cached_pages(pool, one) == (pages[0] if keep else [])
+    pool.release(pool.share(cached_pages(pool, one)))  # `two` is now the least recently used
     assert set(pool.allocate(1)) <= {pages[1][1]} or not keep  # and its last page goes first
-    assert known_pages(pool, two) == pages[1][:1] * keep
+    assert cached_pages(pool, two) == pages[1][:1] * keep
     pool.allocate(2)
-    assert (known_pages(pool, one), known_pages(pool, two)) == (pages[0][:1] * keep, [])
+    assert (cached_pages(pool, one), cached_pages(pool, two)) == (pages[0][:1] * keep, [])
 
 
-def test_a_second_page_with_the_same_tokens_is_given_back_for_the_first():
+def test_a_duplicate_page_is_released_for_the_cached_one():
     pool = PagePool(8, PAGE)
     first, second = (pool.allocate(2) for _ in range(2))
     pool.add_prefix(np.arange(8, dtype=np.int32), first)
     other_end = np.array([0, 1, 2, 3, 9, 9, 9, 9], np.int32)
     assert pool.add_prefix(other_end, second) == [first[0], second[1]]
     assert (pool.ref_count(first[0]), pool.ref_count(second[0]), pool.n_used) == (2, 0, 3)
-    assert known_pages(pool, other_end) == [first[0], second[1]]
+    assert cached_pages(pool, other_end) == [first[0], second[1]]
 
 
 def test_a_second_sample_copies_the_partly_filled_page_and_shares_the_full_ones():
     s = scheduler(16)
-    prompt = range(7)  # 6 keys: one full page, two keys in the next
+    prompt = range(7)  # 6 cached tokens: one full page, two in the next
     for i in range(3):
         s.submit(request(prompt, 4, sample=i))
     plan = s.plan()
-    [fill] = plan.prefill
-    assert (fill.start, fill.tokens.tolist()) == (0, [0, 1, 2, 3, 4, 5])
+    [chunk] = plan.prefill
+    assert (chunk.start, chunk.tokens.tolist()) == (0, [0, 1, 2, 3, 4, 5])
     first, second, third = plan.decode
     assert first.pages[0] == second.pages[0] == third.pages[0]
     copies = [(first.pages[1], second.pages[1]), (first.pages[1], third.pages[1])]
     assert (plan.copies, plan.post_prefill_copies) == (
         [],
         copies,
-    )  # once the fill has written the page
+    )  # after the prefill has written the page
 
 
-def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
+def test_prompts_with_a_common_prefix_share_its_full_pages():
     s = scheduler(16)
     system = list(range(8))
     s.submit(request([*system, 20, 21, 22], 4))
@@ -117,38 +117,38 @@ def test_prompts_that_begin_alike_share_the_full_pages_of_the_beginning():
     plan = s.plan()
     first, second = plan.decode
     assert first.pages[:2] == second.pages[:2]
-    assert [(fill.start, fill.tokens.tolist()) for fill in plan.prefill] == [
+    assert [(chunk.start, chunk.tokens.tolist()) for chunk in plan.prefill] == [
         (0, [*system, 20, 21]),
         (8, [30]),
     ]
     assert plan.copies == plan.post_prefill_copies == []
 
 
-def run_alone(s: Scheduler, tokens, made) -> Plan:
-    """The plan that starts a request, which then samples the tokens `made` and ends."""
-    slot = s.submit(request(tokens, len(made)))
+def run_alone(s: Scheduler, tokens, sampled) -> Plan:
+    """The plan that starts a request, which then samples the tokens `sampled` and ends."""
+    slot = s.submit(request(tokens, len(sampled)))
     plan = s.plan()
     [seq] = plan.decode
     assert seq.slot == slot
-    s.advance(seq, list(made), "length")
+    s.advance(seq, list(sampled), "length")
     return plan
 
 
 def test_the_next_turn_of_a_conversation_computes_the_new_tokens_only():
     s = scheduler(16)
-    turn = [*range(6), 50, 51, 52, 53]  # 6 of the prompt, 4 sampled: all but the last have keys
-    [fill] = run_alone(s, turn[:6], turn[6:]).prefill
-    assert (fill.start, len(fill.tokens)) == (0, 5)
+    turn = [*range(6), 50, 51, 52, 53]  # 6 of the prompt, 4 sampled: all but the last are cached
+    [chunk] = run_alone(s, turn[:6], turn[6:]).prefill
+    assert (chunk.start, len(chunk.tokens)) == (0, 5)
     assert s.pool.n_used == 0
-    plan = run_alone(s, [*turn, 60, 61], [70])  # 11 keys, of which 9 are known: 2 pages and a token
-    [fill] = plan.prefill
-    assert (fill.start, fill.tokens.tolist()) == (9, [53, 60])
+    plan = run_alone(s, [*turn, 60, 61], [70])  # 11 tokens, 9 of them cached: 2 pages and a token
+    [chunk] = plan.prefill
+    assert (chunk.start, chunk.tokens.tolist()) == (9, [53, 60])
     [(source, target)] = plan.copies
-    assert fill.pages[2] == target != source
+    assert chunk.pages[2] == target != source
     assert s.n_cached_tokens == 9
 
 
-def test_a_copy_of_few_keys_is_not_worth_it():
+def test_a_page_with_few_matching_tokens_is_not_copied():
     s = scheduler(16)
     s._min_copied_tokens = 2
     run_alone(s, [1, 2, 3], [4])
@@ -156,27 +156,27 @@ def test_a_copy_of_few_keys_is_not_worth_it():
     assert run_alone(s, [1, 2, 9, 9], [4]).copies != []
 
 
-def test_new_weights_share_nothing_with_the_keys_of_old_ones():
+def test_new_weights_share_no_kv_of_old_ones():
     s = scheduler(16, max_num_seqs=3)
     run_alone(s, range(9), [5])
     s.submit(request(range(9), 8))
-    [old] = s.plan().decode  # it goes on while the weights change
+    [old] = s.plan().decode  # it keeps running while the weights change
     prefix, _ = s.prefill(np.arange(9, dtype=np.int32))
     assert s.n_cached_tokens == 16
     s.set_version(0)
     assert s.pool.match_prefix(np.arange(8, dtype=np.int32)).pages  # still the same weights
     s.set_version(1)
     s.submit(request(range(9), 8))
-    [fill] = s.plan().prefill
-    assert (fill.start, len(fill.tokens), s.n_cached_tokens) == (0, 8, 16)
+    [chunk] = s.plan().prefill
+    assert (chunk.start, len(chunk.tokens), s.n_cached_tokens) == (0, 8, 16)
     with pytest.raises(ValueError, match="version 0, the engine has version 1; prefill it again"):
         s.insert(prefix, request(range(9), 8))
     s.release_prefix(prefix)
     s.advance(old, [3] * 8, "length")
-    assert s.pool.match_prefix(np.array([*range(9), 3, 3, 3], np.int32)).pages == fill.pages[:2]
+    assert s.pool.match_prefix(np.array([*range(9), 3, 3, 3], np.int32)).pages == chunk.pages[:2]
 
 
-def test_a_sequence_sent_back_takes_up_what_is_left_of_its_pages():
+def test_a_preempted_sequence_reuses_its_pages_that_were_not_evicted():
     s = scheduler(6, steps=4)
     s.submit(request(range(8), 12))
     s.submit(request(range(10, 18), 12))
@@ -200,12 +200,12 @@ def test_a_sequence_sent_back_takes_up_what_is_left_of_its_pages():
     assert plan.prefill[0].start > 0
 
 
-def test_a_prompt_without_room_for_a_response_is_refused():
+def test_a_prompt_without_room_for_a_response_is_rejected():
     with pytest.raises(ValueError, match="64 tokens leaves no room"):
         scheduler(32).prefill(np.arange(64, dtype=np.int32))
 
 
-def test_the_pages_of_a_prompt_stay_for_samples_that_wait():
+def test_the_pages_of_a_prompt_stay_cached_for_waiting_samples():
     s = scheduler(16, max_num_seqs=1)
     for i in range(2):
         s.submit(request(range(9), 4, sample=i))
@@ -216,14 +216,14 @@ def test_the_pages_of_a_prompt_stay_for_samples_that_wait():
     assert s.pool.n_used == 0
 
 
-def test_the_newest_goes_back_when_pages_run_out():
-    s = scheduler(4, steps=4)  # 16 keys
+def test_the_newest_sequence_is_preempted_when_pages_run_out():
+    s = scheduler(4, steps=4)  # 16 tokens
     s.submit(request(range(4), 12))
     s.submit(request(range(10, 14), 12))
     old, new = s.plan().decode
     s.advance(old, [0] * 4, "")
     s.advance(new, [0] * 4, "")
-    plan = s.plan()  # 7 keys each in 2 pages; every page is taken
+    plan = s.plan()  # 7 cached tokens each in 2 pages; no page is free
     assert plan.decode == [old, new] and plan.n_steps == 1
     for seq in plan.decode:
         s.advance(seq, [0], "")
@@ -231,7 +231,7 @@ def test_the_newest_goes_back_when_pages_run_out():
     assert (s.n_preempted, list(s.waiting)) == (1, [new])
 
 
-def test_prefixes_that_hold_everything_are_an_error_and_no_endless_wait():
+def test_prefixes_that_hold_all_pages_raise_instead_of_blocking():
     s = scheduler(4)
     prefix, _ = s.prefill(np.arange(13, dtype=np.int32))
     s.submit(request(range(20, 29), 4))
@@ -241,26 +241,28 @@ def test_prefixes_that_hold_everything_are_an_error_and_no_endless_wait():
     assert len(s.plan().decode) == 1
 
 
-def test_a_long_prompt_is_computed_in_parts_while_limit_prefill():
+def test_a_long_prompt_is_chunked_while_others_decode():
     s = scheduler(16, n_rows=1)  # 8 tokens a plan, two pages
     s.submit(request(range(40, 43), 20))
     [other] = s.plan().decode
     s.submit(request(range(21), 4))
-    s.submit(request([30, 31], 4))  # nobody overtakes
+    s.submit(request([30, 31], 4))  # no request overtakes
     n_used = s.pool.n_used
     for start in (0, 8):
         plan = s.plan(limit_prefill=True)
-        [fill] = plan.prefill
-        assert (fill.start, fill.tokens.tolist()) == (start, list(range(start, start + 8)))
+        [chunk] = plan.prefill
+        assert (chunk.start, chunk.tokens.tolist()) == (start, list(range(start, start + 8)))
         assert plan.full and plan.previously_running == plan.decode == [other]
-        assert len(s.waiting) == 2 and s.pool.n_used == n_used  # what is computed has no holder
+        assert len(s.waiting) == 2 and s.pool.n_used == n_used  # cached chunks are unreferenced
     plan = s.plan(limit_prefill=True)
-    [fill] = plan.prefill
-    assert (fill.start, fill.tokens.tolist()) == (16, [16, 17, 18, 19])
+    [chunk] = plan.prefill
+    assert (chunk.start, chunk.tokens.tolist()) == (16, [16, 17, 18, 19])
     assert plan.full and plan.previously_running == [other] and len(plan.decode) == 2
     assert s.n_cached_tokens == 0
-    plan = s.plan(limit_prefill=True)  # the third has one key to compute
-    assert [len(fill.tokens) for fill in plan.prefill] == [1] and len(plan.previously_running) == 2
+    plan = s.plan(limit_prefill=True)  # the third request has one token to prefill
+    assert [len(chunk.tokens) for chunk in plan.prefill] == [1] and len(
+        plan.previously_running
+    ) == 2
     assert [seq.slot for seq in plan.decode] == [0, 1, 2]
 
 

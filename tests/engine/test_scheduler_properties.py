@@ -1,5 +1,8 @@
-"""Requests, turns, cancels, prefixes, new weights and full pools in any order, against a model of the
-device's memory that knows nothing of trees and reference counts."""
+"""Property tests of scheduler.py and pages.py, driven by hypothesis.
+
+Requests, turns, cancellations, prefixes, new weights and full pools come in any order. The results
+are compared with a model of device memory that has no tree and no reference counts.
+"""
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -18,32 +21,34 @@ from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
 from jaxrl.engine.scheduler import Plan, Scheduler, Sequence
 
 MAX_LEN = 24
-TOKENS = st.integers(0, 1)  # so few that sequences begin alike, and sample alike, all the time
+TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
 WRONG = 2  # a token that is never sampled
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=10)
 
 
-def n_alike(a, b) -> int:
+def n_common(a, b) -> int:
     pairs = [x == y for x, y in zip(a, b, strict=False)]
     return pairs.index(False) if False in pairs else len(pairs)
 
 
 @given(st.integers(1, 4), st.lists(st.lists(TOKENS, max_size=12), max_size=12), PROMPTS)
 @settings(derandomize=True, deadline=None, max_examples=300)
-def test_the_tree_finds_the_longest_beginning_that_any_sequence_had(page_len, ended, wanted):
+def test_the_tree_finds_the_longest_prefix_of_any_earlier_sequence(page_len, ended, wanted):
     pool = PagePool(100, page_len)
     for tokens in ended:
         row = np.array(tokens, np.int32)
         pool.release(pool.add_prefix(row, pool.allocate(pool.pages_for(len(tokens)))))
     found = pool.match_prefix(np.array(wanted, np.int32))
     n_found = len(found.pages) * page_len + found.n_partial
-    assert n_found == max([n_alike(tokens, wanted) for tokens in ended], default=0)
+    assert n_found == max([n_common(tokens, wanted) for tokens in ended], default=0)
     assert pool.n_used == 0
 
 
 class Device:
-    """The pool's memory. A key is what it was computed from: the versions of the weights, and the
-    tokens up to its own."""
+    """The pool's memory. The KV of a token is represented by what it was computed from.
+
+    That is the set of policy versions, and the tokens up to its own.
+    """
 
     def __init__(self, n_pages: int, page_len: int):
         self.page_len = page_len
@@ -58,12 +63,12 @@ class Device:
         self.pages[pages[position // self.page_len]][position % self.page_len] = key
 
     def prepare(self, plan: Plan, version: int) -> None:
-        """As the engine does it: copies, fills, late copies."""
+        """In the order of the engine: copies, prefill, post-prefill copies."""
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        for fill in plan.prefill:
-            for i, token in enumerate(fill.tokens.tolist(), fill.start):
-                self.write(fill.pages, i, token, version)
+        for chunk in plan.prefill:
+            for i, token in enumerate(chunk.tokens.tolist(), chunk.start):
+                self.write(chunk.pages, i, token, version)
         for source, target in plan.post_prefill_copies:
             self.pages[target] = list(self.pages[source])
 
@@ -92,9 +97,9 @@ class Machine(RuleBasedStateMachine):
         self.version = 0
         self.prefixes = []
         self.inserted: set[int] = set()
-        self.ran: set[int] = set()  # since an earlier plan, or put in by hand
+        self.ran: set[int] = set()  # since an earlier plan, or inserted
         self.unfinished: dict[int, Request] = {}
-        self.keys: dict[int, list] = {}  # of every running sequence, those it must find
+        self.keys: dict[int, list] = {}  # the KV that every running sequence must find
         self.turns: list[list[int]] = []  # tokens of ended sequences
 
     # Events
@@ -115,9 +120,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.turns)
     @rule(data=st.data(), more=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 6))
-    def take_another_turn(self, data, more, max_tokens):
-        said = data.draw(st.sampled_from(self.turns))
-        self.submit([*said, *more][: MAX_LEN - max_tokens], max_tokens, 1)
+    def continue_a_conversation(self, data, more, max_tokens):
+        earlier = data.draw(st.sampled_from(self.turns))
+        self.submit([*earlier, *more][: MAX_LEN - max_tokens], max_tokens, 1)
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
@@ -172,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         try:
             plan = self.s.plan(limit_prefill=limit_prefill)
         except OutOfPages:
-            assert self.prefixes, "the pool is full of nothing"
+            assert self.prefixes, "the pool is full without prefixes"
             return
         self.device.prepare(plan, self.version)
         self.expect_keys(plan.decode)
@@ -187,11 +192,13 @@ class Machine(RuleBasedStateMachine):
             made = data.draw(st.lists(TOKENS, min_size=1, max_size=n_steps))[: seq.remaining]
             self.decode(seq, made, n_steps, stops=data.draw(st.booleans()))
 
-    # What an event means
+    # Effects of an event
 
     def decode(self, seq: Sequence, made: list[int], n_steps: int, *, stops: bool) -> None:
-        """Every step writes the key of the last token, and those of drafts as far as a token may still follow
-        them in this dispatch, all of them wrong; then it samples another token."""
+        """Every step writes the KV of the last token and of draft tokens, then samples a token.
+
+        All draft tokens are wrong; there are as many as further tokens may follow in this dispatch.
+        """
         most = min(n_steps, seq.remaining)
         for n, token in enumerate([seq.last_token, *made[:-1]]):
             i = len(self.keys[seq.slot])
@@ -207,7 +214,7 @@ class Machine(RuleBasedStateMachine):
             self.turns.append(seq.tokens.tolist())
 
     def expect_keys(self, running: list[Sequence]) -> None:
-        """A sequence that starts finds all its keys, from the weights of now."""
+        """A sequence that starts finds all its KV, of the current policy version."""
         for seq in running:
             if seq.slot not in self.keys:
                 row = tuple(seq.cached_tokens().tolist())
@@ -215,8 +222,8 @@ class Machine(RuleBasedStateMachine):
                 self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
 
     def check_rows(self, plan: Plan, *, bounded: bool) -> None:
-        """What is computed while others wait is a dispatch at most, full or not; new sequences are no part of it."""
-        n_rows = sum(-(-len(fill.tokens) // self.s.row_len) for fill in plan.prefill)
+        """Prefill while others decode is at most one dispatch; new sequences do not decode in it."""
+        n_rows = sum(-(-len(chunk.tokens) // self.s.row_len) for chunk in plan.prefill)
         assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
         assert not bounded or n_rows <= self.s.rows_per_dispatch
         begun = {seq.slot for seq in plan.decode} - {seq.slot for seq in plan.previously_running}
@@ -226,8 +233,10 @@ class Machine(RuleBasedStateMachine):
         self.ran = {seq.slot for seq in plan.decode}
 
     def check_progress(self, rows: list[Sequence]) -> None:
-        """The oldest request makes a token in every dispatch: none waits longer than those before it
-        take. What holds pages by hand (`prefill`, `insert`) may keep others out while it lasts."""
+        """The oldest request samples a token in every dispatch, so no request starves.
+
+        Prefixes and sequences that a caller holds (`prefill`, `insert`) may block others.
+        """
         running = {seq.slot for seq in rows}
         if self.unfinished:
             assert running
@@ -245,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         self.keys = {slot: keys for slot, keys in self.keys.items() if slot in running}
 
     @invariant()
-    def every_hold_has_its_holder(self):
+    def reference_counts_match_the_references(self):
         if not hasattr(self, "s"):
             return
         pool, held = self.s.pool, np.zeros(self.s.pool.n_pages, int)
@@ -262,7 +271,7 @@ class Machine(RuleBasedStateMachine):
             assert not pool._cached
 
     @invariant()
-    def nobody_writes_where_another_reads(self):
+    def no_sequence_writes_to_a_page_that_another_reads(self):
         if not hasattr(self, "s"):
             return
         n = self.device.page_len
@@ -272,9 +281,8 @@ class Machine(RuleBasedStateMachine):
                 assert sum(page in pages for pages in holds) == 1
 
     @invariant()
-    def the_tree_tells_the_truth(self):
-        """What it says of a page lies in the page, from the weights of now, and behind a page that is
-        held as long."""
+    def the_tree_describes_the_pages(self):
+        """A page in the tree has the KV of its path. If referenced, so are its ancestors."""
         if not hasattr(self, "s"):
             return
         pool = self.s.pool
@@ -292,7 +300,7 @@ class Machine(RuleBasedStateMachine):
                 assert all(pool.ref_count(p) for p in path[1:])
 
     def teardown(self):
-        """Left to itself, everything ends, and every page can be taken again."""
+        """Without new requests everything ends, and every page can be allocated again."""
         if not hasattr(self, "s"):
             return
         for prefix in self.prefixes:
@@ -313,7 +321,7 @@ class Machine(RuleBasedStateMachine):
         assert sorted(self.s.pool.allocate(self.s.pool.n_pages)) == list(range(self.s.pool.n_pages))
 
 
-def test_pages_and_queues_hold_their_promises_whatever_happens():
+def test_pages_and_queues_keep_their_invariants_in_any_order_of_events():
     run_state_machine_as_test(
         Machine,
         settings=settings(

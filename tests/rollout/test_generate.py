@@ -1,4 +1,4 @@
-"""Prompts in, rollouts out."""
+"""Tests of rollout/generate.py."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def call(engine, params, **changes):
     return generate(engine, params, PROMPTS, **(kw | changes))
 
 
-def test_rollouts_come_in_order_of_prompt_and_sample(llama):
+def test_rollouts_are_ordered_by_prompt_and_sample(llama):
     cfg, params = llama
     progress = []
     rollouts, stats = call(make_engine(cfg), params, on_progress=lambda *p: progress.append(p))
@@ -35,14 +35,14 @@ def test_rollouts_come_in_order_of_prompt_and_sample(llama):
         assert len(r.tokens) == len(r.logp) <= 12
         assert r.finish == ("stop" if r.tokens[-1] == 1 else "length")
         assert (r.version, r.text) == (5, letters(r.tokens))
-    assert len({r.tokens.tobytes() for r in rollouts}) == 9  # every sample is another
+    assert len({r.tokens.tobytes() for r in rollouts}) == 9  # all samples differ
     n_tokens = sum(len(r.tokens) for r in rollouts)
     assert progress[-1] == (n_tokens, 9, 9)
     assert 0 < stats["rollout/cache_utilization"] <= stats["rollout/cache_utilization_max"] <= 1
     assert stats["rollout/running"] > 0 and stats["rollout/tokens_per_s"] > 0
 
 
-def test_the_seed_decides_the_samples(llama):
+def test_samples_depend_on_the_seed(llama):
     cfg, params = llama
     engine = make_engine(cfg)
     first, again, other = (call(engine, params, seed=s)[0] for s in (7, 7, 8))
@@ -51,7 +51,7 @@ def test_the_seed_decides_the_samples(llama):
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True))
 
 
-def test_forced_lengths_are_met(llama):
+def test_ignore_stop_gives_forced_lengths(llama):
     cfg, params = llama
     lens = [5, 17, 9, 1, 30, 2, 8, 8, 11]
     rollouts, _ = call(make_engine(cfg), params, max_tokens=lens, ignore_stop=True)
@@ -60,7 +60,7 @@ def test_forced_lengths_are_met(llama):
         call(make_engine(cfg), params, max_tokens=[3])
 
 
-def test_a_stop_string_cuts_behind_the_token_that_completes_it(llama):
+def test_a_stop_string_truncates_after_the_token_that_completes_it(llama):
     cfg, params = llama
     free = call(make_engine(cfg), params, ignore_stop=True, max_tokens=30)[0]
     stop = free[0].text[10:13]
@@ -75,7 +75,7 @@ def test_a_stop_string_cuts_behind_the_token_that_completes_it(llama):
     assert engine.n_unfinished == 0
 
 
-def test_stop_strings_are_found_across_the_border_of_dispatches():
+def test_stop_strings_are_found_across_dispatches():
     tokens = [0, 1, 2, 3, 4]  # abcde
     assert stop_string_end(tokens, 2, ("bcd",), letters) == 4
     assert stop_string_end(tokens, 3, ("bcd", "cd"), letters) == 4
@@ -83,7 +83,7 @@ def test_stop_strings_are_found_across_the_border_of_dispatches():
     assert stop_string_end(tokens, 0, ("e", "a"), letters) == 1
 
 
-def test_a_request_that_cannot_run_leaves_nothing_queued(llama):
+def test_a_rejected_request_leaves_nothing_queued(llama):
     cfg, params = llama
     engine = make_engine(cfg)
     with pytest.raises(ValueError, match="max_response_len"):
