@@ -210,7 +210,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
     """Generates all responses of a step; wall times are counted from the moment of submission."""
     from jaxrl.engine.api import Request
-    from jaxrl.rollout.generate import metrics
+    from jaxrl.rollout.generate import engine_metrics
 
     engine.take_stats()
     start, cpu = time.perf_counter(), time.process_time()
@@ -228,7 +228,7 @@ def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
             left[one.slot] -= len(one.tokens)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     assert not any(left.values()), "a response has not the length that was asked for"
-    stats = metrics(engine.take_stats(), work.n_tokens, wall)
+    stats = engine_metrics(engine.take_stats(), work.n_tokens, wall)
     return {
         "tokens_per_s": work.n_tokens / wall,
         "tokens_per_cpu_s": work.n_tokens / cpu,

@@ -1,9 +1,10 @@
-"""Where rollouts are generated: by one engine over all devices, or by one in each process for its prompts.
+"""Rollouts over processes: one engine over all devices, or one engine per process for its prompts.
 
-An engine over the devices of several processes decodes in lock-step: every process schedules the same
-sequences. One engine a process exchanges nothing while it decodes: it gets its copy of the weights, laid
-out over its own devices, at the start of a rollout, and gives its responses to the others at the end. The
-numbers are the same, since a token's random number depends on seed, prompt, sample and position alone.
+An engine over the devices of several processes decodes in lock-step: every process schedules the
+same sequences. With one engine per process there is no communication during decode. Each engine
+gets a copy of the weights, resharded over its own devices, at the start of a rollout; the processes
+gather the responses at the end. The results are the same, since a token's random number depends
+only on seed, prompt, sample and position.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.rollout.generate import generate
-from jaxrl.rollout.multi_turn import Limits, converse
+from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.types import Prompt, Rollout, Tree
 from sharding import hosts
@@ -31,13 +32,13 @@ Sampled = tuple[list[Rollout], dict[str, float]]  # rollouts and rollout/* metri
 
 @dataclasses.dataclass(frozen=True)
 class Engines:
-    """The engine of this process and those of the others."""
+    """The engine of this process, and its communication with those of other processes."""
 
     layout: Layout
     engine: PagedEngine
     renderer: ChatRenderer
-    limits: Limits
-    environments: EnvironmentPool | None  # in which prompts are answered
+    limits: EpisodeLimits
+    environments: EnvironmentPool | None  # None for single-turn rollouts
     progress: Progress
     stop: StopFlag
 
@@ -52,17 +53,17 @@ class Engines:
         version: int,
         name: str,
     ) -> Sampled:
-        """`n` responses to each prompt, side by side, on every process; `params` lie as `layout` says.
+        """`n` rollouts per prompt, in order, on every process.
 
-        A bar of that `name` shows how far this process is. Raises Interrupted, on every process, where one
-        of them was asked to stop.
+        `params` are sharded as `layout` specifies. A progress bar called `name` shows the progress
+        of this process. Raises Interrupted on every process if one of them received a stop signal.
         """
         per_process = self.layout.per_process
         mine = prompts[hosts.local_slice(len(prompts))] if per_process else prompts
         check = self.stop.check_local if per_process else self.stop.check
         rollouts, metrics = [], {}
         with (
-            # of one process: the check below raises it everywhere
+            # On one process only: the check in `_gather` raises it on every process.
             contextlib.suppress(*[Interrupted] if per_process else []),
             self.progress.phase(name, total=len(mine) * n) as bar,
         ):
@@ -72,7 +73,7 @@ class Engines:
                 check()
                 bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
 
-            rollouts, metrics = self._answer()(
+            rollouts, metrics = self._generate()(
                 self.engine,
                 params,
                 mine,
@@ -82,50 +83,52 @@ class Engines:
                 version=version,
                 on_progress=on_progress,
             )
-        return self._of_all(prompts, rollouts, metrics, n) if per_process else (rollouts, metrics)
+        return self._gather(prompts, rollouts, metrics, n) if per_process else (rollouts, metrics)
 
-    def _answer(self) -> Callable[..., Sampled]:
-        """How a prompt is answered: at once, or in turns with an environment."""
+    def _generate(self) -> Callable[..., Sampled]:
+        """Single-turn or multi-turn generation, with its fixed arguments."""
         if self.environments is None:
             return functools.partial(
                 generate, max_tokens=self.limits.max_tokens, decode=self.renderer.decode
             )
         return functools.partial(
-            converse,
+            multi_turn,
             limits=self.limits,
             pool=self.environments,
             renderer=self.renderer,
             eos_ids=self.engine.eos_ids,
         )
 
-    def _of_all(
+    def _gather(
         self, prompts: Sequence[Prompt], mine: list[Rollout], metrics: dict[str, float], n: int
     ) -> Sampled:
-        """What every process sampled, brought together."""
+        """The rollouts and metrics of all processes.
+
+        Single-turn rollouts travel without their prompts, which every process has.
+        """
         self.stop.check()
-        known = {"prompt": None} if self.environments is None else {}  # all have the prompts
-        found = hosts.gather_items([vars(r) | known for r in mine])
-        every = [
-            Rollout(**one | {"prompt": one["prompt"] or prompts[i // n]})
-            for i, one in enumerate(found)
+        known = {"prompt": None} if self.environments is None else {}
+        gathered = hosts.gather_items([vars(r) | known for r in mine])
+        rollouts = [
+            Rollout(**fields | {"prompt": fields["prompt"] or prompts[i // n]})
+            for i, fields in enumerate(gathered)
         ]
-        return every, together(hosts.gather(metrics))
+        return rollouts, merge_metrics(hosts.gather(metrics))
 
 
-SUMS = ("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens")
+SUMMED = ("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens")
 
 
-def together(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The rollout/* metrics of all engines: sums of counts and rates, the largest of *_max, else means."""
-    found = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts if name in part]
+def merge_metrics(per_engine: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The rollout/* metrics of all engines: sum of counts and rates, maximum of *_max, or mean."""
+    merged = {}
+    for name in per_engine[0]:
+        values = [metrics[name] for metrics in per_engine if name in metrics]
         short = name.removeprefix("rollout/")
-        found[name] = float(
-            sum(values)
-            if short in SUMS
-            else max(values)
-            if short.endswith("_max")
-            else np.mean(values)
-        )
-    return found
+        if short in SUMMED:
+            merged[name] = float(sum(values))
+        elif short.endswith("_max"):
+            merged[name] = float(max(values))
+        else:
+            merged[name] = float(np.mean(values))
+    return merged

@@ -1,4 +1,4 @@
-"""From prompts to finished rollouts, through any engine."""
+"""Single-turn generation: prompts to rollouts, through any engine."""
 
 import contextlib
 import dataclasses
@@ -12,11 +12,13 @@ from jaxrl.engine.api import Engine, EngineStats, Generated, Request
 from jaxrl.types import Prompt, Rollout, Tree
 
 Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
+# (tokens generated, responses finished, responses in total)
+OnProgress = Callable[[int, int, int], None]
 
 
 @dataclasses.dataclass
 class Response:
-    """An answer under way."""
+    """A response that is being generated."""
 
     prompt: Prompt
     sample: int
@@ -36,14 +38,14 @@ def generate(
     seed: int,
     version: int,
     decode: Decode,
-    on_progress: Callable[[int, int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
     ignore_stop: bool = False,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """`n` responses to each prompt, ordered by prompt, then sample, and the rollout/* metrics.
+    """`n` rollouts per prompt, ordered by prompt, then sample, and the rollout/* metrics.
 
-    `max_tokens` is one number or one per response, in that order; with `ignore_stop` it is the length
-    of every response. After each dispatch `on_progress` gets (tokens made, responses finished,
-    responses in all). Raises ValueError if a request can never fit the engine.
+    `max_tokens` is one number or one per response, in that order; with `ignore_stop` it is the
+    length of every response. `on_progress` is called after each dispatch. Raises ValueError if a
+    request can never fit the engine.
     """
     start = time.perf_counter()
     engine.take_stats()
@@ -65,47 +67,63 @@ def generate(
                 ignore_stop=ignore_stop,
             )
             by_slot[engine.submit(request)] = response
-        unfinished = dict(by_slot)
-        n_tokens = 0
-        while unfinished:
-            for made in engine.generate(params):
-                response = unfinished[made.slot]
-                n_tokens += len(made.tokens)
-                take(response, made, sampling.stop, decode)
-                if response.finish:
-                    del unfinished[made.slot]
-                    if not made.finish:
-                        engine.free(made.slot)
-            if on_progress is not None:
-                on_progress(n_tokens, len(responses) - len(unfinished), len(responses))
+        _run(engine, params, by_slot, sampling.stop, decode, on_progress)
     except BaseException:
         for slot in by_slot:
-            with contextlib.suppress(KeyError):  # ended already
+            with contextlib.suppress(KeyError):  # already ended
                 engine.free(slot)
         raise
-    rollouts = [
-        Rollout(
-            prompt=r.prompt,
-            sample=r.sample,
-            tokens=np.array(r.tokens, np.int32),
-            logp=np.array(r.logp, np.float32),
-            loss_mask=np.ones(len(r.tokens), bool),
-            version=version,
-            finish=r.finish,
-            text=decode(np.array(r.tokens, np.int32)),
-        )
-        for r in responses
-    ]
+    rollouts = [_rollout(response, version, decode) for response in responses]
     n_kept = sum(len(r.tokens) for r in rollouts)
-    return rollouts, metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
+    return rollouts, engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
 
 
-def take(response: Response, made: Generated, stop: tuple[str, ...], decode: Decode) -> None:
-    """Appends what a dispatch made, up to the token that completes a stop string."""
+def _run(
+    engine: Engine,
+    params: Tree,
+    by_slot: dict[int, Response],
+    stop: tuple[str, ...],
+    decode: Decode,
+    on_progress: OnProgress | None,
+) -> None:
+    """Runs the engine until all responses have finished."""
+    unfinished = dict(by_slot)
+    n_tokens = 0
+    while unfinished:
+        for generated in engine.generate(params):
+            response = unfinished[generated.slot]
+            n_tokens += len(generated.tokens)
+            append_generated(response, generated, stop, decode)
+            if response.finish:
+                del unfinished[generated.slot]
+                if not generated.finish:
+                    engine.free(generated.slot)
+        if on_progress is not None:
+            on_progress(n_tokens, len(by_slot) - len(unfinished), len(by_slot))
+
+
+def _rollout(response: Response, version: int, decode: Decode) -> Rollout:
+    tokens = np.array(response.tokens, np.int32)
+    return Rollout(
+        prompt=response.prompt,
+        sample=response.sample,
+        tokens=tokens,
+        logp=np.array(response.logp, np.float32),
+        loss_mask=np.ones(len(tokens), bool),
+        version=version,
+        finish=response.finish,
+        text=decode(tokens),
+    )
+
+
+def append_generated(
+    response: Response, generated: Generated, stop: tuple[str, ...], decode: Decode
+) -> None:
+    """Appends the tokens of one dispatch, up to the token that completes a stop string."""
     n_old = len(response.tokens)
-    response.tokens += made.tokens.tolist()
-    response.logp += made.logp.tolist()
-    response.finish = made.finish
+    response.tokens += generated.tokens.tolist()
+    response.logp += generated.logp.tolist()
+    response.finish = generated.finish
     end = stop_string_end(response.tokens, n_old, stop, decode) if stop else None
     if end is not None:
         del response.tokens[end:], response.logp[end:]
@@ -115,9 +133,11 @@ def take(response: Response, made: Generated, stop: tuple[str, ...], decode: Dec
 def stop_string_end(
     tokens: Sequence[int], n_old: int, stop: tuple[str, ...], decode: Decode
 ) -> int | None:
-    """How many tokens it takes until their text has one of the stop strings, None if it has none.
-    The first `n_old` have been looked at before."""
-    # A string that ends behind n_old starts at most its bytes' number of tokens before.
+    """The number of tokens whose text first contains a stop string, None if there is none.
+
+    The first `n_old` tokens are known to contain none.
+    """
+    # A string that ends after n_old starts at most its length in bytes, as tokens, before it.
     first = max(n_old - max(len(s.encode()) for s in stop), 0)
 
     def stops(end: int) -> bool:
@@ -129,9 +149,11 @@ def stop_string_end(
     return next(end for end in range(n_old + 1, len(tokens) + 1) if stops(end))
 
 
-def metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float]:
-    """The rollout/* metrics of one call, means over its decode steps. Tokens count as useful only in
-    finished responses, wall time as a whole."""
+def engine_metrics(stats: EngineStats, n_tokens: int, wall_s: float) -> dict[str, float]:
+    """The rollout/* metrics of one call, averaged over its decode steps.
+
+    `n_tokens` counts the tokens of finished responses, `wall_s` is the wall time of the call.
+    """
     steps = max(stats.n_steps, 1)
     n_prompt_tokens = stats.n_prefill_tokens + stats.n_cached_tokens
     return {

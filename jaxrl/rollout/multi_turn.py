@@ -1,15 +1,16 @@
-"""From prompts to finished episodes: the model takes turns with an environment, through any engine.
+"""Multi-turn rollouts: episodes of the policy in an environment, through any engine.
 
-The next turn is asked with the tokens that the model saw and wrote, and behind them those of the environment's answer.
-No text of the model is tokenized again, so what it saw is what is trained on, and the keys of all turns before are found in
-the engine's pages. An episode whose turn has ended waits for its environment while the others are decoded.
+The prompt of the next turn is the tokens that the model read and sampled so far, followed by the
+tokens of the observation. No text of the model is tokenized again, so training uses exactly the
+tokens that were sampled, and the prefix cache has the KV of all earlier turns. An episode waits for
+its environment while the engine decodes the others.
 """
 
 import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,26 +19,24 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.rollout.generate import Response, metrics, take
+from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
 from jaxrl.types import Episode, Prompt, Rollout, Tree
 
-_PATIENCE_S = (
-    0.2  # of a wait for environments while nothing is decoded, between two calls of on_progress
-)
+POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two calls of on_progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Of an episode."""
+class EpisodeLimits:
+    """Length limits of an episode."""
 
-    prompt_len: int  # tokens of the conversation that reset gives
-    max_tokens: int  # behind it: of all turns and answers
+    prompt_len: int  # tokens of the conversation that reset returns
+    max_tokens: int  # tokens after it: all turns and observations
     max_turns: int
 
 
 @dataclasses.dataclass
-class _Talk:
-    """An episode under way. Tokens, logp and loss_mask cover the tokens after the prompt."""
+class ActiveEpisode:
+    """An unfinished episode. Tokens, logp and loss_mask cover the tokens after the prompt."""
 
     prompt: Prompt
     sample: int
@@ -46,16 +45,30 @@ class _Talk:
     loss_mask: list[bool] = dataclasses.field(default_factory=list)
     episode: Episode = dataclasses.field(default_factory=Episode)
     finish: str = ""
-    number: int = 0  # of its episode in the pool
+    id: int = 0  # in the environment pool
 
-    def extend(self, tokens: Sequence[int], logp: Sequence[float], *, in_loss: bool) -> None:
+    def append(self, tokens: Sequence[int], logp: Sequence[float], *, in_loss: bool) -> None:
         self.tokens += tokens
         self.logp += logp
         self.loss_mask += [in_loss] * len(tokens)
 
+    def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
+        tokens = np.array(self.tokens, np.int32)
+        return Rollout(
+            prompt=self.prompt,
+            sample=self.sample,
+            tokens=tokens,
+            logp=np.array(self.logp, np.float32),
+            loss_mask=np.array(self.loss_mask, bool),
+            version=version,
+            finish=self.finish,
+            text=renderer.decode(tokens),
+            episode=self.episode,
+        )
 
-class Conversations:
-    """All episodes of one call of `converse`, and who has the word in each."""
+
+class EpisodeRunner:
+    """The unfinished episodes of one `multi_turn` call, and where each continues."""
 
     def __init__(
         self,
@@ -65,26 +78,26 @@ class Conversations:
         eos_ids: tuple[int, ...],
         *,
         sampling: SamplingConfig,
-        limits: Limits,
+        limits: EpisodeLimits,
         seed: int,
     ):
         self.engine, self.pool, self.renderer, self.eos_ids = engine, pool, renderer, eos_ids
         self.sampling, self.limits, self.seed = sampling, limits, seed
-        self.waiting: collections.deque[_Talk] = collections.deque()
-        self.in_engine: dict[int, tuple[_Talk, Response]] = {}  # by slot
-        self.begun: dict[int, _Talk] = {}  # by the number of the episode
+        self.waiting: collections.deque[ActiveEpisode] = collections.deque()
+        self.in_engine: dict[int, tuple[ActiveEpisode, Response]] = {}  # by slot
+        self.started: dict[int, ActiveEpisode] = {}  # by id
 
     @property
     def n_unfinished(self) -> int:
-        return len(self.waiting) + len(self.begun)
+        return len(self.waiting) + len(self.started)
 
-    def begin(self) -> None:
-        """Starts waiting episodes while there is room."""
+    def start_waiting(self) -> None:
+        """Starts waiting episodes while the pool has free environments."""
         while self.waiting and self.pool.n_free:
-            talk = self.waiting.popleft()
-            prompt = talk.prompt
+            active = self.waiting.popleft()
+            prompt = active.prompt
             entropy = [self.seed, prompt.id]
-            talk.number = self.pool.start(
+            active.id = self.pool.start(
                 {
                     "messages": list(prompt.messages),
                     "answer": prompt.answer,
@@ -93,108 +106,116 @@ class Conversations:
                     "seed": int(np.random.SeedSequence(entropy).generate_state(1)[0]),
                 }
             )
-            self.begun[talk.number] = talk
+            self.started[active.id] = active
 
-    def listen(self, timeout_s: float) -> None:
-        """Takes in what environments answered, waiting up to `timeout_s` for the first."""
-        for number, turn in self.pool.collect(timeout_s):
-            talk = self.begun[number]
+    def poll_environments(self, timeout_s: float) -> None:
+        """Handles the results of environments, waiting up to `timeout_s` for the first."""
+        for episode_id, turn in self.pool.collect(timeout_s):
+            active = self.started[episode_id]
             if turn.error:
-                del self.begun[number]  # the pool has ended it
-                talk.finish = "error"
-                talk.episode = dataclasses.replace(talk.episode, error=turn.error)
-            elif talk.episode.n_turns == 0:
-                self._opened(talk, turn)
+                del self.started[episode_id]  # the pool has ended it
+                active.finish = "error"
+                active.episode = dataclasses.replace(active.episode, error=turn.error)
+            elif active.episode.n_turns == 0:
+                self._after_reset(active, turn)
             else:
-                self._answered(talk, turn)
+                self._after_step(active, turn)
 
     def decode(self, params: Tree) -> int:
-        """One dispatch of the engine. Returns the tokens that it made."""
+        """Runs one dispatch of the engine. Returns the number of tokens that it sampled."""
         n_tokens = 0
-        for made in self.engine.generate(params):
-            talk, response = self.in_engine[made.slot]
-            n_tokens += len(made.tokens)
-            take(response, made, self.sampling.stop, self.renderer.decode)
+        for generated in self.engine.generate(params):
+            active, response = self.in_engine[generated.slot]
+            n_tokens += len(generated.tokens)
+            append_generated(response, generated, self.sampling.stop, self.renderer.decode)
             if response.finish:
-                del self.in_engine[made.slot]
-                if not made.finish:
-                    self.engine.free(made.slot)
-                self._said(talk, response)
+                del self.in_engine[generated.slot]
+                if not generated.finish:
+                    self.engine.free(generated.slot)
+                self._after_turn(active, response)
         return n_tokens
 
     def cancel(self) -> None:
-        """Ends everything that is under way."""
+        """Cancels all unfinished episodes."""
         for slot in self.in_engine:
-            with contextlib.suppress(KeyError):  # the engine has lost it
+            with contextlib.suppress(KeyError):  # the engine no longer has it
                 self.engine.free(slot)
-        for number in self.begun:
-            self.pool.end(number)
+        for episode_id in self.started:
+            self.pool.end(episode_id)
 
-    def _opened(self, talk: _Talk, turn: Turn) -> None:
-        """reset answered: the first turn of the model."""
-        asked = tuple(talk.prompt.messages if turn.messages is None else turn.messages)
-        talk.episode = dataclasses.replace(talk.episode, prompt_messages=asked)
+    def _after_reset(self, active: ActiveEpisode, turn: Turn) -> None:
+        """Starts the first turn of the model with the messages that `reset` returned."""
+        messages = tuple(active.prompt.messages if turn.messages is None else turn.messages)
+        active.episode = dataclasses.replace(active.episode, prompt_messages=messages)
         if turn.messages is not None:
-            tokens = self.renderer.render(asked)
-            talk.prompt = dataclasses.replace(talk.prompt, tokens=tokens)
-        n, most = len(talk.prompt.tokens), self.limits.prompt_len
-        if n > most:
-            error = f"reset gave a prompt of {n} tokens, data.max_prompt_len is {most}"
-            talk.episode = dataclasses.replace(talk.episode, error=error)
-            return self._end(talk, "error")
-        return self._ask(talk)
+            tokens = self.renderer.render(messages)
+            active.prompt = dataclasses.replace(active.prompt, tokens=tokens)
+        n, limit = len(active.prompt.tokens), self.limits.prompt_len
+        if n > limit:
+            error = f"reset returned a prompt of {n} tokens, data.max_prompt_len is {limit}"
+            active.episode = dataclasses.replace(active.episode, error=error)
+            return self._end(active, "error")
+        return self._submit(active)
 
-    def _ask(self, talk: _Talk) -> None:
+    def _submit(self, active: ActiveEpisode) -> None:
         """Queues the next turn of the model."""
         request = Request(
-            tokens=np.concatenate([talk.prompt.tokens, np.array(talk.tokens, np.int32)]),
-            max_tokens=self.limits.max_tokens - len(talk.tokens),
+            tokens=np.concatenate([active.prompt.tokens, np.array(active.tokens, np.int32)]),
+            max_tokens=self.limits.max_tokens - len(active.tokens),
             sampling=self.sampling,
-            prompt_id=talk.prompt.id,
-            sample=talk.sample,
+            prompt_id=active.prompt.id,
+            sample=active.sample,
             seed=self.seed,
         )
-        response = Response(talk.prompt, talk.sample)
-        self.in_engine[self.engine.submit(request)] = talk, response
+        response = Response(active.prompt, active.sample)
+        self.in_engine[self.engine.submit(request)] = active, response
 
-    def _said(self, talk: _Talk, response: Response) -> None:
-        """A turn of the model has ended: its environment has the word, unless the turn was cut off."""
-        talk.extend(response.tokens, response.logp, in_loss=True)
-        text, was = self.renderer.decode(response.tokens), talk.episode
-        said = (*was.completion_messages, {"role": "assistant", "content": text})
-        talk.episode = dataclasses.replace(was, completion_messages=said, n_turns=was.n_turns + 1)
+    def _after_turn(self, active: ActiveEpisode, response: Response) -> None:
+        """Sends a finished turn of the model to its environment, unless it was truncated."""
+        active.append(response.tokens, response.logp, in_loss=True)
+        text, episode = self.renderer.decode(response.tokens), active.episode
+        active.episode = dataclasses.replace(
+            episode,
+            completion_messages=(
+                *episode.completion_messages,
+                {"role": "assistant", "content": text},
+            ),
+            n_turns=episode.n_turns + 1,
+        )
         if response.finish == "length":
-            return self._end(talk, "length")
-        return self.pool.step(talk.number, text)
+            return self._end(active, "length")
+        return self.pool.step(active.id, text)
 
-    def _answered(self, talk: _Talk, turn: Turn) -> None:
-        """step answered: the end, or what the model reads before its next turn."""
-        was = talk.episode
+    def _after_step(self, active: ActiveEpisode, turn: Turn) -> None:
+        """Adds the reward of `step`, and ends the episode or appends the observation."""
+        episode = active.episode
         counts = {
-            k: was.counts.get(k, 0.0) + turn.counts.get(k, 0.0) for k in was.counts | turn.counts
+            k: episode.counts.get(k, 0.0) + turn.counts.get(k, 0.0)
+            for k in episode.counts | turn.counts
         }
-        talk.episode = dataclasses.replace(was, reward=was.reward + turn.reward, counts=counts)
+        reward = episode.reward + turn.reward
+        active.episode = dataclasses.replace(episode, reward=reward, counts=counts)
         if turn.done:
-            return self._end(talk, "stop")
-        if was.n_turns == self.limits.max_turns:
-            return self._end(talk, "turns")
+            return self._end(active, "stop")
+        if episode.n_turns == self.limits.max_turns:
+            return self._end(active, "turns")
         assert turn.messages is not None
-        ended = talk.tokens[-1] in self.eos_ids
-        reply = self.renderer.render_reply(turn.messages, stop=self.eos_ids, ended=ended)
-        if len(talk.tokens) + len(reply) >= self.limits.max_tokens:  # no room for another turn
-            return self._end(talk, "length")
-        talk.extend(reply.tolist(), [0.0] * len(reply), in_loss=False)
-        said = (*was.completion_messages, *turn.messages)
-        talk.episode = dataclasses.replace(talk.episode, completion_messages=said)
-        return self._ask(talk)
+        ended = active.tokens[-1] in self.eos_ids
+        observation = self.renderer.render_reply(turn.messages, stop=self.eos_ids, ended=ended)
+        if len(active.tokens) + len(observation) >= self.limits.max_tokens:
+            return self._end(active, "length")  # no room for another turn
+        active.append(observation.tolist(), [0.0] * len(observation), in_loss=False)
+        messages = (*episode.completion_messages, *turn.messages)
+        active.episode = dataclasses.replace(active.episode, completion_messages=messages)
+        return self._submit(active)
 
-    def _end(self, talk: _Talk, finish: str) -> None:
-        talk.finish = finish
-        del self.begun[talk.number]
-        self.pool.end(talk.number)
+    def _end(self, active: ActiveEpisode, finish: str) -> None:
+        active.finish = finish
+        del self.started[active.id]
+        self.pool.end(active.id)
 
 
-def converse(
+def multi_turn(
     engine: Engine,
     params: Tree,
     prompts: Sequence[Prompt],
@@ -204,55 +225,40 @@ def converse(
     eos_ids: tuple[int, ...],
     n: int,
     sampling: SamplingConfig,
-    limits: Limits,
+    limits: EpisodeLimits,
     seed: int,
     version: int,
-    on_progress: Callable[[int, int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """As `generate`, of episodes in an environment: `n` for each prompt, ordered by prompt, then sample.
+    """`n` episodes per prompt, ordered by prompt, then sample, and the rollout/* metrics.
 
-    The tokens of a rollout's prompt are those of the conversation that reset gave; `loss_mask` marks the tokens of the model
-    among those behind it, and only they have a logprob. time/env_s is the wall time of waiting with nothing to
-    decode.
+    The prompt tokens of a rollout are those of the conversation that `reset` returned. `loss_mask`
+    marks the tokens that the model sampled; only they have a logprob. time/env_s is the wall time
+    of waiting for environments with nothing to decode.
     """
     start = time.perf_counter()
     engine.take_stats()
     engine.set_version(version)
-    talks = [_Talk(prompt, i) for prompt in prompts for i in range(n)]
-    run = Conversations(
+    episodes = [ActiveEpisode(prompt, i) for prompt in prompts for i in range(n)]
+    runner = EpisodeRunner(
         engine, pool, renderer, eos_ids, sampling=sampling, limits=limits, seed=seed
     )
-    run.waiting.extend(talks)
+    runner.waiting.extend(episodes)
     n_tokens, waited_s = 0, 0.0
     try:
-        while run.n_unfinished:
-            run.begin()
-            before, idle = time.perf_counter(), not run.in_engine
-            run.listen(_PATIENCE_S if idle else 0.0)
+        while runner.n_unfinished:
+            runner.start_waiting()
+            before, idle = time.perf_counter(), not runner.in_engine
+            runner.poll_environments(POLL_TIMEOUT_S if idle else 0.0)
             waited_s += idle * (time.perf_counter() - before)
-            if run.in_engine:
-                n_tokens += run.decode(params)
+            if runner.in_engine:
+                n_tokens += runner.decode(params)
             if on_progress is not None:
-                on_progress(n_tokens, len(talks) - run.n_unfinished, len(talks))
+                on_progress(n_tokens, len(episodes) - runner.n_unfinished, len(episodes))
     except BaseException:
-        run.cancel()
+        runner.cancel()
         raise
-    rollouts = [_rollout(talk, version, renderer) for talk in talks]
+    rollouts = [active.rollout(version, renderer) for active in episodes]
     n_kept = sum(r.n_loss_tokens for r in rollouts)
-    found = metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
-    return rollouts, found | {"time/env_s": waited_s}
-
-
-def _rollout(talk: _Talk, version: int, renderer: ChatRenderer) -> Rollout:
-    tokens = np.array(talk.tokens, np.int32)
-    return Rollout(
-        prompt=talk.prompt,
-        sample=talk.sample,
-        tokens=tokens,
-        logp=np.array(talk.logp, np.float32),
-        loss_mask=np.array(talk.loss_mask, bool),
-        version=version,
-        finish=talk.finish,
-        text=renderer.decode(tokens),
-        episode=talk.episode,
-    )
+    metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
+    return rollouts, metrics | {"time/env_s": waited_s}

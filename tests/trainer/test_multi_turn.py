@@ -19,7 +19,7 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
-from jaxrl.rollout.multi_turn import Limits, converse
+from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
 from jaxrl.trainer.experience import to_sample
 from jaxrl.trainer.setup.engines import check_not_in_step
@@ -120,7 +120,7 @@ def talk(script, pool, renderer, *, answer="", stop=(), **limits):
     prompt = Prompt(5, (message,), renderer.render([message]), answer)
     engine = Scripted([[ids(renderer, turn) for turn in turns] for turns in script])
     limits = {"prompt_len": 99, "max_tokens": 200, "max_turns": 4} | limits
-    rollouts, found = converse(
+    rollouts, found = multi_turn(
         engine,
         None,
         [prompt],
@@ -129,7 +129,7 @@ def talk(script, pool, renderer, *, answer="", stop=(), **limits):
         eos_ids=(EOS,),
         n=len(script),
         sampling=SamplingConfig(stop=stop),
-        limits=Limits(**limits),
+        limits=EpisodeLimits(**limits),
         seed=3,
         version=1,
     )
@@ -253,7 +253,7 @@ def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environmen
             cfg, sizes, rules=DECODE, dtype=jnp.float32, max_len=256, eos_ids=(EOS,)
         )
         with EnvironmentPool(EnvConfig(name=f"{environments}:Echo")) as pool:
-            return converse(
+            return multi_turn(
                 engine,
                 params,
                 prompts,
@@ -262,7 +262,7 @@ def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environmen
                 eos_ids=(EOS,),
                 n=2,
                 sampling=SamplingConfig(stop=("a", "e", "i", "o", "u", "0", "1", "2", "3", "4")),
-                limits=Limits(120, 130, 3),
+                limits=EpisodeLimits(120, 130, 3),
                 seed=11,
                 version=0,
             )

@@ -13,7 +13,7 @@ from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
-from jaxrl.rollout.multi_turn import Limits
+from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.trainer.scoring import RewardModel, open_reward_model
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
@@ -43,7 +43,7 @@ def make_engines(
             cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
         ),
         renderer=models.renderer,
-        limits=Limits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
+        limits=EpisodeLimits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
         environments=environments,
         progress=session.progress,
         stop=session.stop,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import DistributedConfig
 from jaxrl.config.resolve import default_config, resolve
-from jaxrl.rollout.engines import together
+from jaxrl.rollout.engines import merge_metrics
 from jaxrl.runtime.multihost import (
     check_same_identity,
     is_multi_process,
@@ -84,7 +84,7 @@ def test_the_metrics_of_engines_add_up_where_they_count():
         {f"rollout/{name}": value for name, value in zip(names, values, strict=True)}
         for values in ((10.0, 0.5, 0.2), (30.0, 0.9, 0.4))
     ]
-    found = together(parts)
+    found = merge_metrics(parts)
     assert found["rollout/tokens_per_s"] == 40.0
     assert found["rollout/cache_utilization_max"] == 0.9
     assert found["rollout/host_fraction"] == pytest.approx(0.3)
