@@ -1,17 +1,17 @@
-"""Speed of the rollout engine on a given workload, beside what memory and arithmetic of the machine allow.
+"""Throughput of the rollout engine on a workload, compared with the roofline of the machine.
 
     python scripts/bench_engine.py --model MODEL_FOLDER --workload WORKLOAD.json --cores 1
 
-The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: per step the prompt
-tokens and the length that every response must have, so that each system does the same work. All requests of a
-step arrive at once; only response tokens count. `--cores 1` keeps all threads on one core: tokens per CPU-second
-are then comparable on a machine that is shared.
+The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: per
+step the prompt tokens and the forced length of every response, so that all systems do the same
+work. All requests of a step arrive at once; only response tokens count. `--cores 1` pins all
+threads to one core: tokens per CPU-second are then comparable on a shared machine.
 
-`roofline` is the time that the step must take, over the time it took. Must take: the bytes of weights and live
-keys over the bandwidth of a long read, or the operations over the rate of a large product, whichever is longer
-in each part of each decode step, with no padding and no pauses; both peaks are measured in the same run.
-Times are CPU-seconds on CPU, wall seconds elsewhere. Prints a table, and one JSON line (medians over the
-steps after --warm).
+`roofline` is the minimum time of the step over the measured time. The minimum is, for each part of
+each decode step, the longer of two times: the bytes of weights and live KV over the bandwidth of a
+long read, and the operations over the rate of a large product. It has no padding and no pauses.
+Both peaks are measured in the same run. Times are CPU-seconds on CPU, wall seconds elsewhere.
+Prints a table, and one JSON line (medians over the steps after --warm).
 """
 
 import argparse
@@ -47,16 +47,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--random-weights",
         action="store_true",
-        help="of the shape of --model: a config.json, or a name in configs/shapes",
+        help="use random weights; --model is a config.json or a name in configs/shapes",
     )
     parser.add_argument("--workload", required=True, help="JSON file of prompts and lengths")
     parser.add_argument("--out", default="", help="file for the JSON line")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=1, help="first steps that do not count")
-    parser.add_argument("--cores", type=int, default=0, help="pin to so many cores; 0 = all")
-    parser.add_argument("--copies", type=int, default=1, help="times the samples of every prompt")
+    parser.add_argument("--warm", type=int, default=1, help="warm-up steps, not measured")
+    parser.add_argument("--cores", type=int, default=0, help="pin to this many cores; 0 = all")
+    parser.add_argument(
+        "--copies", type=int, default=1, help="multiplier of the samples per prompt"
+    )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-num-seqs", type=int, default=0, help="0 = all requests of a step")
+    parser.add_argument("--max-num-seqs", type=int, default=0, help="0 = the requests of a step")
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--steps-per-dispatch", type=int, default=32)
     parser.add_argument("--kv-dtype", default="auto")
@@ -66,7 +68,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The requests of one step: prompts, and the response lengths of each one's samples."""
+    """The requests of one step: prompts, and the response lengths of their samples."""
 
     prompts: list[np.ndarray]
     lens: list[list[int]]
@@ -93,26 +95,28 @@ def read_workload(path: str, n_steps: int, copies: int) -> list[Work]:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """What the device reaches on one simple thing, per second."""
+    """Measured peak rates of the device."""
 
-    bytes_per_s: float  # of a long read
-    flops_per_s: float  # of a large matrix product
+    bytes_per_s: float  # long read
+    flops_per_s: float  # large matrix product
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a model moves and computes. All weights but the input embedding meet every token."""
+    """Bytes and operations of a model. Every token uses all weights except the input embedding."""
 
     layer_params: int
-    head_params: int  # the unembedding
-    param_bytes: int  # of one parameter
+    head_params: int  # unembedding
+    param_bytes: int  # per parameter
     key_bytes: int  # keys and values of one token, all layers
-    key_flops: int  # of one query with one key, all layers and heads
+    key_flops: int  # one query with one key, all layers and heads
 
 
 def shortest_s(work: Work, n_slots: int, sizes: Sizes, peaks: Peaks) -> float:
-    """A bound from below on the time of a step, in the seconds of `peaks`: every prompt computed once,
-    then all slots busy for as long as requests wait, in order."""
+    """Lower bound on the time of a step, in the seconds of `peaks`.
+
+    Every prompt is computed once; then all slots are busy while requests wait, in order.
+    """
 
     def at_least(n_bytes: float, flops: float) -> float:
         return max(n_bytes / peaks.bytes_per_s, flops / peaks.flops_per_s)
@@ -123,19 +127,19 @@ def shortest_s(work: Work, n_slots: int, sizes: Sizes, peaks: Peaks) -> float:
     total = products(sizes.layer_params, sum(len(p) - 1 for p in work.prompts))
     waiting = [(len(p), n) for p, row in zip(work.prompts, work.lens, strict=True) for n in row]
     waiting.reverse()
-    running: list[tuple[int, int]] = []  # (keys that the next token sees, tokens to make)
+    running: list[tuple[int, int]] = []  # (tokens of KV, tokens left to sample)
     while waiting or running:
         while waiting and len(running) < n_slots:
             running.append(waiting.pop())
-        n_keys = sum(keys for keys, _ in running)
+        n_kv = sum(kv for kv, _ in running)
         total += products(sizes.layer_params + sizes.head_params, len(running))
-        total += at_least(n_keys * sizes.key_bytes, n_keys * sizes.key_flops)
-        running = [(keys + 1, left - 1) for keys, left in running if left > 1]
+        total += at_least(n_kv * sizes.key_bytes, n_kv * sizes.key_flops)
+        running = [(kv + 1, left - 1) for kv, left in running if left > 1]
     return total
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
-    import jax  # after the cores are chosen
+    import jax  # after the CPU affinity is set
 
     from jaxrl.config.keys import RolloutConfig
     from jaxrl.engine.engine import PagedEngine
@@ -208,7 +212,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
-    """Generates all responses of a step; wall times are counted from the moment of submission."""
+    """Generates all responses of a step; wall times start at submission."""
     from jaxrl.engine.api import Request
     from jaxrl.rollout.generate import engine_metrics
 
@@ -221,13 +225,13 @@ def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
             left[engine.submit(request)] = n
     first_token_s: dict[int, float] = {}
     while engine.n_unfinished:
-        made = engine.generate(params)
+        generated = engine.generate(params)
         now = time.perf_counter() - start
-        for one in made:
+        for one in generated:
             first_token_s.setdefault(one.slot, now)
             left[one.slot] -= len(one.tokens)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    assert not any(left.values()), "a response has not the length that was asked for"
+    assert not any(left.values()), "a response does not have the requested length"
     stats = engine_metrics(engine.take_stats(), work.n_tokens, wall)
     return {
         "tokens_per_s": work.n_tokens / wall,
@@ -244,8 +248,10 @@ def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
 
 
 def measure_peaks(dtype: str, clock: Callable[[], float], n_bits: int, n: int) -> Peaks:
-    """The best of some repetitions of a read of 2^n_bits bytes and of a product of n x n matrices, which take long
-    beside what it costs to start them."""
+    """The fastest of five reads of 2^n_bits bytes and of five products of n x n matrices.
+
+    Both are large enough that the cost of a dispatch is negligible.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -1,13 +1,15 @@
-"""What keys of the rollout are worth: the same requests with and without them, side by side.
+"""Speed of rollout options: the same requests through engines with and without them.
 
-    python scripts/bench_options.py --model MODEL_FOLDER --cores 1 --text repeat spec_tokens=4 dtype=int8,kv_dtype=int8
+    python scripts/bench_options.py --model MODEL_FOLDER --cores 1 --text repeat \\
+        spec_tokens=4 dtype=int8,kv_dtype=int8
 
-Every argument behind the options is an engine of its own with those keys of config.rollout, beside one without
-any. Prompts are random tokens: `--text random` as they are, `--text repeat` a passage of --period of them over and
-over, which a model of some size goes on with. Responses have --response-len tokens. Engines take turns, so that all
-see the same machine; times are CPU-seconds on CPU, wall seconds elsewhere. Prints one JSON line: per engine
-the tokens per second (medians over the rounds), their ratio to the engine without keys, the part of the drafts that
-was sampled, and the part of the responses that are those of the engine without keys.
+Every positional argument is an engine with these keys of config.rollout; one more engine has none.
+Prompts are random tokens: unchanged with `--text random`, and with `--text repeat` a passage of
+--period tokens that repeats, which a model of sufficient size continues. Responses have
+--response-len tokens. The engines take turns, so that all run under the same machine load. Times
+are CPU-seconds on CPU, wall seconds elsewhere. Prints one JSON line: per engine the tokens per
+second (medians over the rounds), their ratio to the engine without keys, the acceptance rate of
+draft tokens, and the fraction of responses that equal those of the engine without keys.
 """
 
 import argparse
@@ -30,23 +32,27 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "variants", nargs="+", help="keys of an engine: spec_tokens=4,kv_dtype=int8"
+        "variants", nargs="+", help="keys of one engine, such as spec_tokens=4,kv_dtype=int8"
     )
     parser.add_argument("--model", required=True, help="Hugging Face model folder, or package:NAME")
     parser.add_argument("--text", choices=("repeat", "random"), default="repeat")
-    parser.add_argument("--requests", type=int, default=8, help="all decoded together")
+    parser.add_argument(
+        "--requests", type=int, default=8, help="number of requests, decoded in one batch"
+    )
     parser.add_argument("--prompt-len", type=int, default=96)
-    parser.add_argument("--period", type=int, default=24, help="tokens that are repeated")
+    parser.add_argument("--period", type=int, default=24, help="length of the repeated passage")
     parser.add_argument("--response-len", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3, help="that count, after one that does not")
-    parser.add_argument("--cores", type=int, default=0, help="pin to so many cores; 0 = all")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measured rounds, after one warm-up round"
+    )
+    parser.add_argument("--cores", type=int, default=0, help="pin to this many cores; 0 = all")
     parser.add_argument("--dtype", default="float32")
     return parser.parse_args()
 
 
 def bench(args: argparse.Namespace) -> dict:
-    import jax  # after the cores are chosen
+    import jax  # after the CPU affinity is set
 
     from jaxrl.config.keys import RolloutConfig
     from jaxrl.engine.engine import PagedEngine
@@ -75,13 +81,13 @@ def bench(args: argparse.Namespace) -> dict:
             engines[text] = engine, weights
         rates, drafts = {text: [] for text in engines}, {text: [0, 0] for text in engines}
         same = {text: [] for text in engines}
-        for version in range(args.rounds + 1):  # of the weights: a round finds nothing of the last
+        for version in range(args.rounds + 1):  # empties the prefix cache before each round
             responses = {}
             for text, (engine, weights) in engines.items():
                 engine.set_version(version)
                 engine.take_stats()
                 start = clock()
-                responses[text] = answer(args, cfg.V, engine, weights, version)
+                responses[text] = generate(args, cfg.V, engine, weights, version)
                 seconds, stats = clock() - start, engine.take_stats()
                 if version:
                     rates[text].append(args.requests * args.response_len / seconds)
@@ -109,24 +115,24 @@ def keys(text: str) -> dict:
     return {name: int(value) if value.isdigit() else value for name, value in pairs}
 
 
-def answer(args, n_vocab: int, engine, params, seed: int) -> list[list[int]]:
+def generate(args, n_vocab: int, engine, params, seed: int) -> list[list[int]]:
     from jaxrl.config.keys import SamplingConfig
     from jaxrl.engine.api import Request
 
     rng = np.random.default_rng(seed)
     period = args.period if args.text == "repeat" else args.prompt_len
     sampling = SamplingConfig(temperature=args.temperature)
-    made: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
     for i in range(args.requests):
         prompt = np.resize(rng.integers(2, n_vocab, period, dtype=np.int32), args.prompt_len)
         request = Request(
             prompt, args.response_len, sampling, prompt_id=i, seed=seed, ignore_stop=True
         )
-        made[engine.submit(request)] = []
+        tokens[engine.submit(request)] = []
     while engine.n_unfinished:
         for one in engine.generate(params):
-            made[one.slot] += one.tokens.tolist()
-    return list(made.values())
+            tokens[one.slot] += one.tokens.tolist()
+    return list(tokens.values())
 
 
 if __name__ == "__main__":

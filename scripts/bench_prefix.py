@@ -1,13 +1,14 @@
-"""What reuse of KV pages saves: the same conversations with and without rollout.prefix_cache, side by side.
+"""Savings of prefix caching: the same conversations with and without rollout.prefix_cache.
 
     python scripts/bench_prefix.py --model MODEL_FOLDER --cores 1
 
-In every turn each conversation goes on with all that was said and --new-len random tokens, and --samples
-responses of --response-len tokens are sampled, of which the first is taken up. So every turn's prompt
-begins as the one before it, and the samples share a prompt. Engines take turns, so that both see the same
-machine; times are CPU-seconds on CPU, wall seconds elsewhere. Prints one JSON line: per engine the prompt
-tokens computed and the seconds, over all turns and per turn, medians over the rounds, and the part of the
-conversations in which both sampled the same tokens.
+In every turn each conversation continues with all its tokens so far and --new-len random tokens.
+Then --samples responses of --response-len tokens are sampled, the first of which becomes part of
+the conversation. So the prompt of a turn starts with that of the turn before, and the samples share
+a prompt. The engines take turns, so that both run under the same machine load. Times are
+CPU-seconds on CPU, wall seconds elsewhere. Prints one JSON line: per engine the computed prompt
+tokens and the seconds, over all turns and per turn, medians over the rounds, and the fraction of
+conversations in which both engines sampled the same tokens.
 """
 
 import argparse
@@ -32,21 +33,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=1, help="responses to every turn")
-    parser.add_argument("--system-len", type=int, default=64, help="first tokens of all of them")
-    parser.add_argument("--new-len", type=int, default=100, help="new tokens of a turn")
+    parser.add_argument("--samples", type=int, default=1, help="responses per turn")
+    parser.add_argument(
+        "--system-len", type=int, default=64, help="tokens of the shared system prompt"
+    )
+    parser.add_argument("--new-len", type=int, default=100, help="new tokens per turn")
     parser.add_argument("--response-len", type=int, default=32)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="times that all is done, and one more"
+        "--rounds", type=int, default=3, help="measured rounds, after one warm-up round"
     )
     parser.add_argument("--max-num-seqs", type=int, default=8)
-    parser.add_argument("--cores", type=int, default=0, help="pin to so many cores; 0 = all")
+    parser.add_argument("--cores", type=int, default=0, help="pin to this many cores; 0 = all")
     parser.add_argument("--dtype", default="float32")
     return parser.parse_args()
 
 
 def bench(args: argparse.Namespace) -> dict:
-    import jax  # after the cores are chosen
+    import jax  # after the CPU affinity is set
 
     from jaxrl.config.keys import RolloutConfig
     from jaxrl.engine.engine import PagedEngine
@@ -73,12 +76,12 @@ def bench(args: argparse.Namespace) -> dict:
             engine.warmup(params)
         runs = {name: [] for name in engines}
         same: list[bool] = []
-        for version in range(args.rounds + 1):  # of the weights: a round finds nothing of the last
+        for version in range(args.rounds + 1):  # empties the prefix cache before each round
             tokens = {}
             for name, engine in engines.items():
                 engine.set_version(version)
                 rng = np.random.default_rng(version)
-                turns, tokens[name] = converse(args, cfg.V, engine, params, rng, clock)
+                turns, tokens[name] = conversations(args, cfg.V, engine, params, rng, clock)
                 runs[name].append(turns)
             same += [a == b for a, b in zip(tokens["reuse"], tokens["anew"], strict=True)]
     report = {name: summary(turns[1:]) for name, turns in runs.items()}
@@ -87,28 +90,28 @@ def bench(args: argparse.Namespace) -> dict:
     return {"config": vars(args), **report, "anew_over_reuse": ratio, "equal_conversations": equal}
 
 
-def converse(args, n_vocab: int, engine, params, rng, clock) -> tuple[list[tuple], list]:
-    """(prompt tokens computed, prompt tokens found, seconds) of every turn, and all tokens said."""
+def conversations(args, n_vocab: int, engine, params, rng, clock) -> tuple[list[tuple], list]:
+    """(computed prompt tokens, cached prompt tokens, seconds) per turn, and all tokens."""
     system = rng.integers(2, n_vocab, args.system_len, dtype=np.int32)
-    said = [system for _ in range(args.conversations)]
+    tokens = [system for _ in range(args.conversations)]
     turns = []
     for _ in range(args.turns):
         new = rng.integers(2, n_vocab, (args.conversations, args.new_len), dtype=np.int32)
-        prompts = [np.concatenate([*parts]) for parts in zip(said, new, strict=True)]
+        prompts = [np.concatenate([*parts]) for parts in zip(tokens, new, strict=True)]
         engine.take_stats()
         start = clock()
-        responses = answer(args, engine, params, prompts)
+        responses = generate(args, engine, params, prompts)
         seconds, stats = clock() - start, engine.take_stats()
         turns.append((stats.n_prefill_tokens, stats.n_cached_tokens, seconds))
-        said = [np.append(p, r).astype(np.int32) for p, r in zip(prompts, responses, strict=True)]
-    return turns, [row.tolist() for row in said]
+        tokens = [np.append(p, r).astype(np.int32) for p, r in zip(prompts, responses, strict=True)]
+    return turns, [row.tolist() for row in tokens]
 
 
-def answer(args, engine, params, prompts: list[np.ndarray]) -> list[list[int]]:
-    """The first response to each prompt; --samples are made."""
+def generate(args, engine, params, prompts: list[np.ndarray]) -> list[list[int]]:
+    """The first of --samples responses to each prompt."""
     from jaxrl.engine.api import Request
 
-    made: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
     firsts = []
     for i, prompt in enumerate(prompts):
         for sample in range(args.samples):
@@ -116,12 +119,12 @@ def answer(args, engine, params, prompts: list[np.ndarray]) -> list[list[int]]:
                 prompt, args.response_len, prompt_id=i, sample=sample, ignore_stop=True
             )
             slot = engine.submit(request)
-            made[slot] = []
+            tokens[slot] = []
             firsts += [slot] * (sample == 0)
     while engine.n_unfinished:
         for one in engine.generate(params):
-            made[one.slot] += one.tokens.tolist()
-    return [made[slot] for slot in firsts]
+            tokens[one.slot] += one.tokens.tolist()
+    return [tokens[slot] for slot in firsts]
 
 
 def summary(rounds: list[list[tuple]]) -> dict:
