@@ -66,8 +66,8 @@ def test_lengths_are_truncated_at_the_longest_and_have_the_mean(workload):
 def test_a_workload_runs_on_random_weights_of_a_shape(bench, workload, tmp_path, monkeypatch):
     shape = dict(
         model_type="qwen2", hidden_act="silu", hidden_size=32, intermediate_size=64,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=512,
-        rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
     file = str(tmp_path / "w.json")

@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
                 self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
 
     def check_rows(self, plan: Plan, *, bounded: bool) -> None:
-        """Prefill while others decode is at most one dispatch; new sequences do not decode in it."""
+        """Prefill while others decode is at most one dispatch, without new sequences."""
         n_rows = sum(-(-len(chunk.tokens) // self.s.row_len) for chunk in plan.prefill)
         assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)
         assert not bounded or n_rows <= self.s.rows_per_dispatch
