@@ -191,7 +191,7 @@ def sample_sharded(
     """
     axes = rules.mesh_axes("vocab")
     if uniform.shape[0] % rules.n_shards("vocab"):
-        axes = ()  # too few rows to shard: every device samples all of them
+        axes = ()  # not divisible: every device samples all rows
     by_row = jax.P(axes or None)
     shard_rows = functools.partial(jax.reshard, out_shardings=by_row)
     local = jax.shard_map(sample, in_specs=by_row, out_specs=by_row, check_vma=False)

@@ -274,9 +274,9 @@ def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environmen
         np.testing.assert_array_equal(a.logp, b.logp)
     n_turns = sum(r.episode.n_turns for r in rollouts)
     assert n_turns > len(rollouts)
-    # A later turn computes the answer of the environment and the last token before it, unless the rest of a page
-    # held too few keys to be copied.
-    n_between = sum(int((~r.own).sum()) for r in rollouts)
+    # A later turn computes the observation and the last token before it, unless a page had too few
+    # tokens to be copied.
+    n_between = sum(int((~r.loss_mask).sum()) for r in rollouts)
     n_later = n_turns - len(rollouts)
     longest = sum(len(p.tokens) for p in prompts) + n_between + n_later * (1 + 16)
     assert kept["rollout/prefill_tokens"] <= longest < alone["rollout/prefill_tokens"]
