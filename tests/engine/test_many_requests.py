@@ -45,11 +45,13 @@ def make_kinds(rng: np.random.Generator, n_kinds: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "n_requests", "n_kinds"),
-    [(SMALL, 1_000, 40), pytest.param(LARGE, 10_000, 400, marks=pytest.mark.thorough)],
+    ("rollout", "n_requests", "n_kinds", "min_hit_rate"),
+    [(SMALL, 1_000, 40, 0.25), pytest.param(LARGE, 10_000, 400, 0.5, marks=pytest.mark.thorough)],
     ids=["small", "large"],
 )
-def test_many_requests_end_as_they_would_alone(one_device, rollout, n_requests, n_kinds):
+def test_many_requests_end_as_they_would_alone(
+    one_device, rollout, n_requests, n_kinds, min_hit_rate
+):
     rng = np.random.default_rng(0)
     params = make_params(MICRO)
     kinds = make_kinds(rng, n_kinds)
@@ -77,7 +79,9 @@ def test_many_requests_end_as_they_would_alone(one_device, rollout, n_requests, 
     assert not kind_of and len(ended) + n_cancelled == n_requests
     stats = engine.take_stats()
     assert stats.cache_used_max == 1.0  # pages of earlier requests were evicted
-    assert stats.n_cached_tokens > stats.n_prefill_tokens > 0
+    assert stats.n_prefill_tokens > 0
+    n_prompt_tokens = stats.n_cached_tokens + stats.n_prefill_tokens
+    assert stats.n_cached_tokens > min_hit_rate * n_prompt_tokens
     assert engine.scheduler.pool.n_used == 0
     alone = make_engine(rollout, max_num_seqs=2, prefix_cache=False)
     for kind in range(0, n_kinds, 8):
