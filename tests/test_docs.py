@@ -144,7 +144,7 @@ def test_every_key_has_its_place_in_the_key_table():
     page = (ROOT / "docs" / "reference" / "keys.md").read_text()
     missing = [name for name in KEYS if f"`{name}`" not in page]
     assert not missing, (
-        f"add to docs/reference/keys.md what verl and OpenRLHF call {missing}, or that they have none"
+        f"add {missing} to docs/reference/keys.md, with their names in verl and OpenRLHF"
     )
 
 

@@ -1,7 +1,7 @@
 """Tests of docs/tutorials: every file and command of a tutorial runs, in the order of its page.
 
-A Python block that starts with "# name.py" is that file. Bash blocks are run with a tiny random model and
-short limits. Text blocks are not run.
+A Python block that starts with "# name.py" is that file. Bash blocks are run with a tiny random
+model and short limits. Text blocks are not run.
 """
 
 import json
