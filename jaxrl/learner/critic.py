@@ -21,8 +21,8 @@ from jaxrl.types import TrainState, Tree
 from sharding import target_platform
 
 
-class Values:
-    """Computes the values, or scores, of packed tokens."""
+class ValueScorer:
+    """Computes the values of packed tokens: a critic's, or the scores of a reward model."""
 
     def __init__(self, cfg: RunConfig, layout: Layout):
         self.cfg, self.layout = cfg, layout
@@ -30,7 +30,7 @@ class Values:
         with layout.on_mesh():
             self.n_ranks = layout.rules.n_shards("batch")
 
-    def of(
+    def values(
         self,
         params: Tree,
         packed: Sequence[Packed],
@@ -55,14 +55,14 @@ class Critic:
 
     folder: Path  # model folder
     decoder: DecoderConfig
-    values: Values
+    scorer: ValueScorer
     optimizer: Optimizer
     update: Update
     state: TrainState  # the only reference, since an update donates it; abstract until `load`
 
     def load(self, *, offload: bool) -> None:
         """Loads the model from the folder into the state before the first update."""
-        layout = self.values.layout
+        layout = self.scorer.layout
         with layout.on_mesh():
             params = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
             self.state = init_state(params, self.optimizer, offload=offload)
@@ -98,7 +98,7 @@ def make_critic(
             offload="optimizer" in cfg.learner.offload,
         )
     update = make_value_update(critic_run, optimizer, layout.rules)
-    return Critic(folder, decoder, Values(critic_run, layout), optimizer, update, state)
+    return Critic(folder, decoder, ValueScorer(critic_run, layout), optimizer, update, state)
 
 
 def policy_steps(cfg: RunConfig, total_steps: int) -> int:
@@ -112,9 +112,9 @@ def policy_steps(cfg: RunConfig, total_steps: int) -> int:
     return total_steps - warmup_steps
 
 
-def reward_values(
+def reward_model_scorer(
     cfg: RunConfig, backbone: DecoderConfig, dtype: jnp.dtype
-) -> tuple[Values, DecoderConfig]:
+) -> tuple[ValueScorer, DecoderConfig]:
     """(scorer, model shape) of config.reward_model; training's mesh is the current one.
 
     Raises ValueError if the mesh sizes do not divide the devices or the model.
@@ -122,9 +122,9 @@ def reward_values(
     reward_run = cfg.reward_model_run
     decoder = for_platform(reward_run, backbone, target_platform())[1]
     decoder = dataclasses.replace(decoder, heads=("score",))
-    return Values(reward_run, role_layout(cfg, "reward_model", decoder, dtype)), decoder
+    return ValueScorer(reward_run, role_layout(cfg, "reward_model", decoder, dtype)), decoder
 
 
-def shared_values(cfg: RunConfig, dtype: jnp.dtype) -> Values:
+def shared_value_scorer(cfg: RunConfig, dtype: jnp.dtype) -> ValueScorer:
     """Values from the value head on the policy's backbone (critic.shared)."""
-    return Values(cfg, Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype))
+    return ValueScorer(cfg, Layout(training_rules(cfg), resharding=None, specs=None, dtype=dtype))

@@ -80,7 +80,7 @@ class Scorer:
     def __init__(self, cfg: RunConfig, layout: Layout):
         self.layout = layout
         self.score = make_score(cfg, layout.rules)
-        self._n_joined = joined_batches(cfg, layout)
+        self._n_joined = micro_batches_per_call(cfg, layout)
 
     def logps(
         self,
@@ -111,7 +111,7 @@ class Scorer:
         return [found[i] for i in range(len(batches))]
 
 
-def joined_batches(cfg: RunConfig, layout: Layout) -> int:
+def micro_batches_per_call(cfg: RunConfig, layout: Layout) -> int:
     """Number of micro-batches of training that a role scores in one call.
 
     Training's mesh is the current one. Raises ValueError unless the number of data-parallel ranks

@@ -107,9 +107,9 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
     """
     cfg, rules = programs.cfg, training_rules(programs.cfg)
     on_mesh = contextlib.nullcontext()
-    if values := programs.value_models.get(program):
-        cfg, rules = values.cfg, values.layout.rules
-        on_mesh = values.layout.on_mesh()
+    if scorer := programs.value_scorers.get(program):
+        cfg, rules = scorer.cfg, scorer.layout.rules
+        on_mesh = scorer.layout.on_mesh()
     rows, row_len = cfg.learner.shapes[-1]
     segment = _segment_len(program, programs, lengths)
     chunk = logprob_chunk(cfg)
@@ -160,6 +160,6 @@ def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
 
 def _segment_len(program: str, programs: RunPrograms, lengths: Lengths) -> int:
     """Tokens of an average segment of a packed row."""
-    values = programs.value_models.get(program)
-    cfg = programs.cfg if values is None else values.cfg
+    scorer = programs.value_scorers.get(program)
+    cfg = programs.cfg if scorer is None else scorer.cfg
     return min(lengths.prompt + lengths.response, cfg.learner.shapes[-1][1])

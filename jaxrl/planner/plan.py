@@ -307,10 +307,10 @@ def _engine_calls(
 def _value_calls(run: RunPrograms, tokens: int) -> dict[str, int]:
     """Calls of the critic's and the reward model's programs, with their own micro-batches."""
     calls = {}
-    for name, values in run.value_models.items():
-        cfg = values.cfg
+    for name, scorer in run.value_scorers.items():
+        cfg = scorer.cfg
         rows, row_len = cfg.learner.shapes[-1]
-        micro_batches = math.ceil(tokens / (values.n_ranks * rows * row_len))
+        micro_batches = math.ceil(tokens / (scorer.n_ranks * rows * row_len))
         updates = {
             "critic_accumulate": micro_batches * cfg.learner.epochs,
             "critic_apply": cfg.updates_per_step,

@@ -14,11 +14,17 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, role_layout, rollout_layout, training_rules
-from jaxrl.learner.critic import Critic, Values, make_critic, reward_values, shared_values
+from jaxrl.learner.critic import (
+    Critic,
+    ValueScorer,
+    make_critic,
+    reward_model_scorer,
+    shared_value_scorer,
+)
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import joined_batches, make_score, make_update, make_value_update
+from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
@@ -77,7 +83,7 @@ class RunPrograms:
     # ROLE_copied are copies.
     role_weights: dict[str, int]
     micro_batches_per_call: dict[str, int]  # of "score" and "reference"
-    value_models: dict[str, Values]  # by program: the critic and the reward model
+    value_scorers: dict[str, ValueScorer]  # by program: the critic and the reward model
     n_ranks: int  # data-parallel ranks of training
     n_sequences: int  # per step
     # Of the rollout; None and 0 in offline training.
@@ -115,10 +121,10 @@ def run_programs(
         "params": bytes_per_device(state.params),
         "opt_state": bytes_per_device(state.opt_state),
     }
-    value_models = _add_critic(table, resident, cfg, decoder, state, roles["critic"], dtype)
+    value_scorers = _add_critic(table, resident, cfg, decoder, state, roles["critic"], dtype)
     if cfg.reward_model.path:
         judge = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
-        value_models["reward_model"] = judge
+        value_scorers["reward_model"] = judge
     layouts = {
         "score": role_layout(cfg, "score", decoder, dtype),
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
@@ -137,9 +143,9 @@ def run_programs(
         resident=resident,
         role_weights={"score_aliased": aliased, "score_copied": copied},
         micro_batches_per_call={
-            name: joined_batches(cfg, layout) for name, layout in layouts.items()
+            name: micro_batches_per_call(cfg, layout) for name, layout in layouts.items()
         },
-        value_models=value_models,
+        value_scorers=value_scorers,
         n_ranks=rules.n_shards("batch"),
         n_sequences=cfg.data.prompts_per_step * responses,
     )
@@ -193,23 +199,23 @@ def _add_critic(
     state: TrainState,
     critic_decoder: DecoderConfig,
     dtype: jnp.dtype,
-) -> dict[str, Values]:
+) -> dict[str, ValueScorer]:
     """Adds the programs of a value head or a separate critic; returns their model by program."""
     if "score" in decoder.heads:
-        values = shared_values(cfg, dtype)
-        table.add("values", functools.partial(_lower_values, values, state.params), "params")
-        return {"values": values}
+        scorer = shared_value_scorer(cfg, dtype)
+        table.add("values", functools.partial(_lower_values, scorer, state.params), "params")
+        return {"values": scorer}
     if not cfg.has_critic:
         return {}
     critic = make_critic(cfg, Path(), critic_decoder, dtype, cfg.total_steps or 10**6)
     resident["critic"] = bytes_per_device(critic.state.params)
     resident["critic_opt_state"] = bytes_per_device(critic.state.opt_state)
     lowered = functools.cache(lambda: _lower_critic_update(critic))
-    values = functools.partial(_lower_values, critic.values, critic.state.params)
+    values = functools.partial(_lower_values, critic.scorer, critic.state.params)
     table.add("values", values, "critic")
     table.add("critic_accumulate", lambda: lowered()["accumulate"], "critic")
     table.add("critic_apply", lambda: lowered()["apply"], "critic", "critic_opt_state")
-    return dict.fromkeys(CRITIC_PROGRAMS, critic.values)
+    return dict.fromkeys(CRITIC_PROGRAMS, critic.scorer)
 
 
 def _add_reward_model(
@@ -218,13 +224,13 @@ def _add_reward_model(
     cfg: RunConfig,
     reward_decoder: DecoderConfig,
     dtype: jnp.dtype,
-) -> Values:
-    values, reward_decoder = reward_values(cfg, reward_decoder, dtype)
-    weights = values.layout.abstract_weights(reward_decoder, jax.sharding.get_mesh())
+) -> ValueScorer:
+    scorer, reward_decoder = reward_model_scorer(cfg, reward_decoder, dtype)
+    weights = scorer.layout.abstract_weights(reward_decoder, jax.sharding.get_mesh())
     resident["reward_model"] = bytes_per_device(weights)
-    lower = functools.partial(_lower_values, values, weights)
+    lower = functools.partial(_lower_values, scorer, weights)
     table.add("reward_model", lower, "reward_model")
-    return values
+    return scorer
 
 
 def _add_scoring(
@@ -301,23 +307,23 @@ def _with_engine(
 
 
 def _lower_critic_update(critic: Critic) -> dict[str, jax.stages.Lowered]:
-    layout, cfg = critic.values.layout, critic.values.cfg
+    layout, cfg = critic.scorer.layout, critic.scorer.cfg
     with layout.on_mesh():
         batch = abstract_batch(cfg, layout.rules, jax.sharding.get_mesh())
         return critic.update.lower(critic.state, batch)
 
 
-def _lower_values(values: Values, params: Tree) -> jax.stages.Lowered:
-    with values.layout.on_mesh():
+def _lower_values(scorer: ValueScorer, params: Tree) -> jax.stages.Lowered:
+    with scorer.layout.on_mesh():
         mesh = jax.sharding.get_mesh()
-        return values.program.lower(params, abstract_batch(values.cfg, values.layout.rules, mesh))
+        return scorer.program.lower(params, abstract_batch(scorer.cfg, scorer.layout.rules, mesh))
 
 
 def _lower_score(
     cfg: RunConfig, decoder: DecoderConfig, layout: Layout, mesh: jax.sharding.Mesh
 ) -> jax.stages.Lowered:
     params, score = layout.abstract_weights(decoder, mesh), make_score(cfg, layout.rules)
-    n_ranks = training_rules(cfg).n_shards("batch") * joined_batches(cfg, layout)
+    n_ranks = training_rules(cfg).n_shards("batch") * micro_batches_per_call(cfg, layout)
     with layout.on_mesh():
         role_mesh = jax.sharding.get_mesh()
         return score.lower(params, abstract_batch(cfg, layout.rules, role_mesh, n_ranks))

@@ -75,9 +75,9 @@ def export(core: Core) -> None:
         write(core, core.folder / "hf_ema", average, core.model_folder)
         core.progress.status(f"averaged weights in {core.folder / 'hf_ema'}")
     if critic is not None:
-        with critic.values.layout.on_mesh():
+        with critic.scorer.layout.on_mesh():
             save_classifier(core, core.folder / "hf_critic", critic.state.params, critic.folder)
-    elif core.values is not None and has_logits:
+    elif core.value_scorer is not None and has_logits:
         values = with_heads(params, ("score",))
         save_classifier(core, core.folder / "hf_critic", values, core.model_folder)
 

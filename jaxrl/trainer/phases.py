@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.data.packing import gather
-from jaxrl.learner.critic import Values
+from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import MiniBatch, make_mini_batches, pack_samples, to_sample
 from jaxrl.trainer.run import Core, Run
@@ -28,8 +28,8 @@ def experience(
     core = run.core
     cfg = core.cfg
     samples = [to_sample(r.rollout) for r in rollouts]
-    if core.values is not None:
-        samples = add_values(core, core.values, samples)
+    if core.value_scorer is not None:
+        samples = add_values(core, core.value_scorer, samples)
     with core.timed("adv"), core.no_compile("scoring"):
         return make_mini_batches(
             samples,
@@ -45,13 +45,13 @@ def experience(
 
 
 def add_values(
-    core: Core, values: Values, samples: Sequence[TrainingSample]
+    core: Core, scorer: ValueScorer, samples: Sequence[TrainingSample]
 ) -> list[TrainingSample]:
     """Fills `values` with the critic's value of every response token."""
     params = core.state.params if core.critic is None else core.critic.state.params
-    packed = pack_samples(samples, values.cfg, values.n_ranks)
+    packed = pack_samples(samples, scorer.cfg, scorer.n_ranks)
     with core.timed("values"), core.no_compile("scoring"):
-        found = gather(values.of(params, packed, on_batch=core.check_stop), packed)
+        found = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, found, strict=True)]
 
 

@@ -15,7 +15,7 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import Logger
 from jaxrl.io.tracking.progress import Progress
-from jaxrl.learner.critic import Critic, Values
+from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
@@ -46,7 +46,7 @@ class Core:
     scorer: Scorer  # of the policy's logprobs
     ref_scorer: Scorer  # of the reference model's
     ref_params: Decoder | None
-    values: Values | None  # None if the algorithm needs no values
+    value_scorer: ValueScorer | None  # None if the algorithm needs no values
     critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
     checkpoints: Checkpointer
     logger: Logger

@@ -17,7 +17,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.packing import gather
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
-from jaxrl.learner.critic import Values, reward_values
+from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config
 from jaxrl.rewards.pool import RewardPool
@@ -52,9 +52,9 @@ class RewardModel:
     """A sequence classifier. The score of a conversation is the output at its last token."""
 
     def __init__(
-        self, values: Values, params: Decoder, renderer: ChatRenderer, stop: Sequence[int]
+        self, scorer: ValueScorer, params: Decoder, renderer: ChatRenderer, stop: Sequence[int]
     ):
-        self.values, self.params = values, params
+        self.scorer, self.params = scorer, params
         self._renderer, self._stop = renderer, stop
         self._mesh = jax.sharding.get_mesh()  # training's; a caller may have set the engine's
 
@@ -69,11 +69,11 @@ class RewardModel:
         The reward is an error if the conversation is too long for a row, if the chat template rejects
         it, if its environment failed, or if the score is not finite.
         """
-        cfg = self.values.cfg
+        cfg = self.scorer.cfg
         sequences = [self._sequence(r) for r in rollouts]
         valid = [s for s in sequences if isinstance(s, TrainingSample)]
         with jax.set_mesh(self._mesh):
-            scores = iter(last_scores(self.values, self.params, valid, on_batch).tolist())
+            scores = iter(last_scores(self.scorer, self.params, valid, on_batch).tolist())
         found = []
         for reward, sequence in zip(rewards, sequences, strict=True):
             if isinstance(sequence, TrainingSample):
@@ -95,7 +95,7 @@ class RewardModel:
         except ValueError as error:  # the text of a response may break a template
             return str(error)
         tokens = turns[-1][0]
-        longest = self.values.cfg.learner.row_lens[-1]
+        longest = self.scorer.cfg.learner.row_lens[-1]
         if len(tokens) > longest:
             return (
                 f"{len(tokens)} tokens in the reward model's tokenizer, more than a row of {longest}; raise "
@@ -115,14 +115,14 @@ def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardM
             "model, or train one with python -m jaxrl.reward_model"
         )
     tokenizer = load_tokenizer(folder)
-    values, decoder = reward_values(cfg, model_config(folder), dtype)
+    scorer, decoder = reward_model_scorer(cfg, model_config(folder), dtype)
     check_tokenizer(tokenizer, decoder.V)
     renderer = ChatRenderer(
         tokenizer, template=cfg.reward_model.chat_template, system_prompt=cfg.data.system_prompt
     )
-    with values.layout.on_mesh():
-        params = load_params(folder, values.layout.rules, decoder, dtype)
-    return RewardModel(values, params, renderer, stop_ids(folder, tokenizer))
+    with scorer.layout.on_mesh():
+        params = load_params(folder, scorer.layout.rules, decoder, dtype)
+    return RewardModel(scorer, params, renderer, stop_ids(folder, tokenizer))
 
 
 def scored_sequence(tokens: np.ndarray, prompt_id: int) -> TrainingSample:
@@ -139,14 +139,14 @@ def scored_sequence(tokens: np.ndarray, prompt_id: int) -> TrainingSample:
 
 
 def last_scores(
-    values: Values,
+    scorer: ValueScorer,
     params: Decoder,
     sequences: Sequence[TrainingSample],
     on_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """The score of each `scored_sequence`, float32 [N]."""
-    packed = pack_samples(sequences, values.cfg, values.n_ranks)
-    found = gather(values.of(params, packed, on_batch), packed)
+    packed = pack_samples(sequences, scorer.cfg, scorer.n_ranks)
+    found = gather(scorer.values(params, packed, on_batch), packed)
     return np.array([score[0] for score in found], np.float32)
 
 

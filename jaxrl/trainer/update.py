@@ -56,7 +56,7 @@ def update_critic(
     core: Core, critic: Critic, mini_batches: Sequence[MiniBatch]
 ) -> dict[str, float]:
     """All optimizer updates of a separate critic in a step; metrics are averaged over them."""
-    cfg, n_ranks = critic.values.cfg, critic.values.n_ranks
+    cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
     packs = [pack_samples(mini.samples, cfg, n_ranks) for mini in mini_batches if mini.samples]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
@@ -64,7 +64,7 @@ def update_critic(
         core.timed("update_critic"),
         core.no_compile("critic"),
         core.progress.phase("critic", total=sum(map(len, work))) as bar,
-        critic.values.layout.on_mesh(),
+        critic.scorer.layout.on_mesh(),
     ):
         for packed in work:
             critic.state, one = critic.update.update(

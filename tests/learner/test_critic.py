@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config.keys import RoleConfig
 from jaxrl.data.packing import gather, pack
 from jaxrl.layout import Layout
-from jaxrl.learner.critic import Values, make_critic, shared_values
+from jaxrl.learner.critic import ValueScorer, make_critic, shared_value_scorer
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_update, make_value_update
@@ -64,8 +64,8 @@ def value_numbers(packing: dict, sizes: dict, rules: Rules):
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     with jax.set_mesh(make_mesh(**sizes)):
         params = params_of(CRITIC, rules)
-        values = Values(cfg.critic_run, Layout(rules, None, None, np.dtype(np.float32)))
-        found = gather(values.of(params, packed), packed)
+        scorer = ValueScorer(cfg.critic_run, Layout(rules, None, None, np.dtype(np.float32)))
+        found = gather(scorer.values(params, packed), packed)
         optimizer = make_optimizer(cfg.critic_run.learner, 10, decoder_specs(CRITIC))
         update = make_value_update(cfg.critic_run, optimizer, rules)
         state = init_state(params, optimizer)
@@ -123,9 +123,11 @@ def test_a_value_belongs_to_the_state_before_its_token():
         dataclasses.replace(r, prompt_tokens=prompt),
     ]
     with jax.set_mesh(make_mesh()):
-        values = Values(gae_config().critic_run, Layout(TRAIN, None, None, np.dtype(np.float32)))
+        scorer = ValueScorer(
+            gae_config().critic_run, Layout(TRAIN, None, None, np.dtype(np.float32))
+        )
         packed = pack(others, shapes=((1, 32),), align=8, n_ranks=1)
-        first, same, other = gather(values.of(params_of(CRITIC, TRAIN), packed), packed)
+        first, same, other = gather(scorer.values(params_of(CRITIC, TRAIN), packed), packed)
     np.testing.assert_array_equal(first, same)
     assert (first != other).all()
 
@@ -174,11 +176,11 @@ def test_a_critic_has_a_separate_mesh():
     cfg = gae_config(mesh=RoleConfig(tensor=2), token_budget=256)
     with jax.set_mesh(make_mesh(fsdp=8)):
         critic = make_critic(cfg, Path(), MODEL, np.dtype(np.float32), 10)
-        assert critic.values.n_ranks == 4 and critic.values.layout.resharding is not None
+        assert critic.scorer.n_ranks == 4 and critic.scorer.layout.resharding is not None
         assert critic.state.params.layers[0].mlp.up.w.sharding.spec == jax.P("tensor", "fsdp")
         assert critic.state.params.score.shape == (1, 16) and critic.state.params.lm_head is None
-        assert critic.values.cfg.learner.token_budget == 256
-        assert shared_values(cfg, np.dtype(np.float32)).n_ranks == 8
+        assert critic.scorer.cfg.learner.token_budget == 256
+        assert shared_value_scorer(cfg, np.dtype(np.float32)).n_ranks == 8
         with pytest.raises(ValueError, match=r"2 kv heads over tensor=8.*config\.critic\.mesh"):
             wide = dataclasses.replace(cfg.critic, mesh=RoleConfig(tensor=8))
             make_critic(

@@ -45,10 +45,12 @@ def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
 
 def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
     """(loss with margins, scores of the chosen completions, scores of the rejected ones)."""
-    assert run.core.values is not None
+    assert run.core.value_scorer is not None
     with run.core.timed("values"):
         answers = [to_sequence(r) for r in completions_of(pairs)]
-        scores = last_scores(run.core.values, run.core.state.params, answers, run.core.check_stop)
+        scores = last_scores(
+            run.core.value_scorer, run.core.state.params, answers, run.core.check_stop
+        )
     margins = run.core.cfg.preference.margin_weight * np.array(
         [pair.margin for pair in pairs], np.float32
     )

@@ -12,7 +12,7 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.layout import role_layout, training_rules
-from jaxrl.learner.critic import Critic, Values, make_critic, policy_steps, shared_values
+from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
@@ -45,7 +45,7 @@ def build_core(
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
     specs = decoder_specs(policy.decoder)
     optimizer = make_optimizer(cfg.learner, policy_steps(cfg, steps) * cfg.updates_per_step, specs)
-    critic, values = make_values(cfg, models, policy, steps)
+    critic, value_scorer = make_critic_and_scorer(cfg, models, policy, steps)
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, models, policy)
     ref_layout = ref_scorer.layout
     state, host = load_state(
@@ -73,7 +73,7 @@ def build_core(
         update=make(cfg, optimizer, rules),
         scorer=scorer,
         ref_scorer=ref_scorer,
-        values=values,
+        value_scorer=value_scorer,
         critic=critic,
         ref_params=ref_params,
         checkpoints=checkpoints,
@@ -93,16 +93,16 @@ def build_core(
     )
 
 
-def make_values(
+def make_critic_and_scorer(
     cfg: RunConfig, models: Models, policy: Policy, steps: int
-) -> tuple[Critic | None, Values | None]:
+) -> tuple[Critic | None, ValueScorer | None]:
     """(separate critic, value function); the policy's own score head needs no critic."""
     if "score" in policy.decoder.heads:
-        return None, shared_values(cfg, policy.dtype)
+        return None, shared_value_scorer(cfg, policy.dtype)
     if not cfg.has_critic:
         return None, None
     critic = make_critic(cfg, models.folders.critic, None, policy.dtype, steps)
-    return critic, critic.values
+    return critic, critic.scorer
 
 
 def make_scorers(

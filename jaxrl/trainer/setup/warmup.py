@@ -1,7 +1,7 @@
 """Compiles every program of a run before its first step, and prints its name and seconds."""
 
 from jaxrl.data.packing import Packed, empty_batch
-from jaxrl.learner.critic import Critic, Values
+from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.experience import token_kl
 from jaxrl.trainer.run import Core, Run
@@ -17,37 +17,37 @@ def warm_up(run: Run) -> None:
         run.engines.engine.warmup(params)
     if run.reward_model is not None:
         model = run.reward_model
-        warm_up_values(core, model.values, model.params, "the reward model")
+        warm_up_values(core, model.scorer, model.params, "the reward model")
     warm_up_learner(core, policy=needs_old_logp(core.cfg), reference=needs_ref_logp(core.cfg))
 
 
-def warm_up_values(core: Core, values: Values, params: Tree, name: str) -> None:
+def warm_up_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> None:
     """Compiles the forward pass of a value or reward model in every declared shape."""
-    for rows, row_len in values.cfg.learner.shapes:
-        n_rows = values.n_ranks * rows
+    for rows, row_len in scorer.cfg.learner.shapes:
+        n_rows = scorer.n_ranks * rows
         with core.progress.waiting(f"compiling {name} for [{n_rows}, {row_len}] tokens"):
-            values.of(params, [Packed(empty_batch(n_rows, row_len), places=())])
+            scorer.values(params, [Packed(empty_batch(n_rows, row_len), places=())])
 
 
 def warm_up_critic(core: Core, critic: Critic) -> None:
     """Compiles the update of a separate critic in every declared shape."""
-    values = critic.values
-    for rows, row_len in values.cfg.learner.shapes:
-        n_rows = values.n_ranks * rows
+    scorer = critic.scorer
+    for rows, row_len in scorer.cfg.learner.shapes:
+        n_rows = scorer.n_ranks * rows
         with (
             core.progress.waiting(
                 f"compiling the critic's update for [{n_rows}, {row_len}] tokens"
             ),
-            values.layout.on_mesh(),
+            scorer.layout.on_mesh(),
         ):
             critic.state, _ = critic.update.update(critic.state, [empty_batch(n_rows, row_len)])
 
 
 def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
     """Compiles the update, and scoring by the policy and the reference model if they are used."""
-    if core.values is not None:
+    if core.value_scorer is not None:
         params = core.state.params if core.critic is None else core.critic.state.params
-        warm_up_values(core, core.values, params, "values")
+        warm_up_values(core, core.value_scorer, params, "values")
     if core.critic is not None:
         warm_up_critic(core, core.critic)
     for rows, row_len in core.cfg.learner.shapes:
