@@ -37,7 +37,7 @@ from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.run import sampling_seed
-from jaxrl.trainer.scoring import score
+from jaxrl.trainer.sampling import score
 from jaxrl.trainer.setup.folder import run_in
 from jaxrl.trainer.setup.run import open_evaluation
 from jaxrl.types import ScoredRollout

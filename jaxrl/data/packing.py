@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from jaxrl.config.keys import LearnerConfig
 from jaxrl.types import Batch, TrainingSample
 
 
@@ -108,6 +109,21 @@ def pack(
     plan = _plan(size, shapes, n_ranks)
     row, start = _balance(plan, size, lens * linear_cost + lens * lens, n_ranks)
     return _fill(samples, plan, row, start, prompt_len, response_len, n_ranks)
+
+
+def pack_samples(
+    samples: Sequence[TrainingSample], cfg: LearnerConfig, n_ranks: int
+) -> list[Packed]:
+    """`pack` with the shapes and the alignment of the config."""
+    return pack(samples, shapes=cfg.shapes, align=cfg.segment_align, n_ranks=n_ranks)
+
+
+def padding_fraction(packed: Sequence[Packed]) -> float:
+    """Fraction of the tokens of all micro-batches that is padding."""
+    if not packed:
+        return 0.0
+    sizes = [p.batch.tokens.size for p in packed]
+    return float(np.average([p.padding_fraction for p in packed], weights=sizes))
 
 
 def gather(

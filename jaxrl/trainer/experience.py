@@ -1,222 +1,87 @@
-"""From rewarded rollouts to the input of the update: advantages, mini-batches, scored logprobs."""
+"""The experience of a step: training samples with values, advantages and logprobs, packed."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.covariance import covariances
-from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.policy_loss import POLICY_LOSSES
-from jaxrl.algorithms.table import apply, lookup
-from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import Packed, gather, pack, response_field
-from jaxrl.learner.requirements import kl_in_loss
-from jaxrl.trainer.advantage import add_advantages
-from jaxrl.types import Batch, Rollout, TrainingSample
-
-Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
+from jaxrl.data.packing import gather, pack_samples
+from jaxrl.learner.critic import ValueScorer
+from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.trainer.metrics import reward_metrics
+from jaxrl.trainer.mini_batches import MiniBatch, make_mini_batches, to_sample
+from jaxrl.trainer.run import Core, Run
+from jaxrl.trainer.sampling import Collected, greedy_baselines
+from jaxrl.trainer.shaping import RewardScale, scale_metrics, scaled_rewards
+from jaxrl.types import Batch, TrainingSample
+from sharding import to_device
 
 
 @dataclasses.dataclass(frozen=True)
-class MiniBatch:
-    """The input of one optimizer step."""
+class Experience:
+    """The input of a step's updates."""
 
-    packed: list[Packed]
-    idle: Sequence[TrainingSample] = ()  # not packed, no gradient; they count in the denominator
-    samples: Sequence[TrainingSample] = ()  # packed and idle: the input of a separate critic
-
-
-def to_sample(rollout: Rollout) -> TrainingSample:
-    """The sequence of a rollout; advantages and values are filled later."""
-    return TrainingSample(
-        prompt_tokens=rollout.prompt.tokens,
-        tokens=rollout.tokens,
-        loss_mask=rollout.loss_mask,
-        rollout_logp=rollout.logp,
-        truncated=rollout.finish == "length",
-        prompt_id=rollout.prompt.id,
-        sample=rollout.sample,
-    )
+    mini_batches: list[MiniBatch]
+    n_samples: int
+    reward_scale: RewardScale  # includes the rewards of this step
+    metrics: dict[str, float]
 
 
-def make_mini_batches(
-    samples: Sequence[TrainingSample],
-    rewards: np.ndarray,
-    cfg: RunConfig,
-    *,
-    n_ranks: int,
-    score_old: Score | None,
-    score_ref: Score | None,
-    baselines: np.ndarray | None = None,
-    kl_coef: float | None = None,
-    seed: int = 0,
-) -> tuple[list[MiniBatch], dict[str, float]]:
-    """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the samples; metrics.
+def make_experience(run: Run, collected: Collected) -> Experience:
+    """Scales the rewards, computes values and advantages, packs, and scores the packed batches.
 
-    Args:
-      rewards: float64 [len(samples)].
-      score_old, score_ref: None if the algorithm does not need them (learner/requirements.py). They
-        see all packed batches at once, before the first update.
-      baselines: see `add_advantages`.
-      kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
-      seed: of random choices other than sampling (clip_cov).
+    It computes only what the algorithm needs (learner/requirements.py).
     """
-    metrics: dict[str, float] = {}
-    penalties = None
-    if score_ref is not None and cfg.algorithm.kl_in == "reward":
-        kl = reference_kl(samples, cfg, n_ranks, score_ref)
-        n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
-        metrics["reward/kl"] = float(np.concatenate(kl).sum() / n_tokens)
-        coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
-        penalties = [coef * k for k in kl]
-        score_ref = None
-    samples = add_advantages(
-        samples, rewards, cfg.algorithm, cfg.rollout.n, penalties=penalties, baselines=baselines
-    )
-    if cfg.has_critic:
-        metrics |= value_metrics(samples)
-    minis = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
-    return with_scores(minis, score_old, score_ref), metrics | packing_metrics(minis, len(samples))
+    core, cfg = run.core, run.core.cfg
+    rollouts = collected.chosen()
+    baselines = greedy_baselines(run, rollouts) if cfg.algorithm.advantage == "remax" else None
+    scale = core.reward_scale.updated([r.reward for r in collected.sampled])
+    raw_rewards = np.array([r.reward.value for r in rollouts])
+    if baselines is not None:
+        baselines = scaled_rewards(baselines, scale, cfg.reward)
+    samples = [to_sample(r.rollout) for r in rollouts]
+    if core.value_scorer is not None:
+        samples = add_values(core, core.value_scorer, samples)
+    with core.timed("adv"), core.no_compile("scoring"):
+        mini_batches, metrics = make_mini_batches(
+            samples,
+            scaled_rewards(raw_rewards, scale, cfg.reward),
+            cfg,
+            n_ranks=core.n_ranks,
+            score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,
+            score_ref=functools.partial(reference_logps, core) if needs_ref_logp(cfg) else None,
+            baselines=baselines,
+            kl_coef=core.coefs.kl,
+            seed=core.sampling_seed(validation=False),
+        )
+    rewards = reward_metrics(collected.sampled) | scale_metrics(raw_rewards, scale, cfg.reward)
+    return Experience(mini_batches, len(rollouts), scale, rewards | metrics)
 
 
-def split_mini_batches(
-    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
-) -> list[MiniBatch]:
-    """Filters, selects tokens and packs, one mini-batch after the other."""
-    size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
-    minis = []
-    for start in range(0, len(samples), size):
-        mini = without_overlong(samples[start : start + size], cfg)
-        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
-        active, idle = split_idle(mini, cfg)
-        minis.append(MiniBatch(pack_samples(active, cfg, n_ranks), idle, mini))
-    return minis
-
-
-def packing_metrics(minis: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
-    """perf/idle_fraction and perf/padding_fraction of a step."""
-    return {
-        "perf/idle_fraction": sum(len(m.idle) for m in minis) / n_samples,
-        "perf/padding_fraction": padding_fraction([p for m in minis for p in m.packed]),
-    }
-
-
-def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """critic/return_mean, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values
-    before the step."""
-
-    def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
-        pairs = zip(samples, fields, strict=True)
-        return np.concatenate([response_field(s, x)[s.loss_mask] for s, x in pairs]).astype(float)
-
-    returns = loss_tokens([s.returns for s in samples])
-    values = loss_tokens([s.values for s in samples])
-    explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
-    return {
-        "critic/return_mean": float(returns.mean()),
-        "critic/explained_variance": float(explained),
-    }
-
-
-def reference_kl(
-    samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int, score_ref: Score
-) -> list[np.ndarray]:
-    """KL_t(policy | reference) of every response token, 0 outside the loss mask.
-
-    The engine's logprobs stand for the policy's. This is the KL penalty of the reward (InstructGPT,
-    eq. 2, https://arxiv.org/abs/2203.02155).
-    """
-    packed = pack_samples(samples, cfg, n_ranks)
-    batches = [p.batch for p in packed]
-    pairs = zip(batches, score_ref(batches), strict=True)
-    found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
-    return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
-
-
-def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
-    """The configured estimate of KL(policy | reference) of every target, [B, T]."""
-    row = lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl")
-    inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
-    return np.asarray(apply(row, inputs, cfg))
-
-
-def without_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
-    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): truncated responses
-    are left out of the loss and of its denominator."""
-    if not cfg.algorithm.overlong_filtering:
-        return list(samples)
-    return [s for s in samples if not s.truncated]
-
-
-def select_tokens(
-    samples: Sequence[TrainingSample], cfg: AlgorithmConfig, rng: np.random.Generator
+def add_values(
+    core: Core, scorer: ValueScorer, samples: Sequence[TrainingSample]
 ) -> list[TrainingSample]:
-    """Fills `selected` if the policy loss selects tokens by their covariance (clip_cov, kl_cov)."""
-    selection = lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss").selection
-    if selection is None or not samples:
-        return list(samples)
-    mask = np.concatenate([s.loss_mask for s in samples])
-    logp = np.concatenate([response_field(s, s.rollout_logp) for s in samples])[mask]
-    advantages = np.concatenate([response_field(s, s.advantages) for s in samples])[mask]
-    chosen = np.zeros(len(mask), bool)
-    inputs = {"cov": covariances(logp, advantages), "rng": rng}
-    chosen[mask] = apply(selection, inputs, cfg)
-    ends = np.cumsum([len(s.tokens) for s in samples])[:-1]
-    return [
-        dataclasses.replace(s, selected=one)
-        for s, one in zip(samples, np.split(chosen, ends), strict=True)
-    ]
+    """Fills `values` with the critic's value of every response token."""
+    params = core.state.params if core.critic is None else core.critic.state.params
+    packed = pack_samples(samples, scorer.cfg.learner, scorer.n_ranks)
+    with core.timed("values"), core.no_compile("scoring"):
+        values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
+    return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 
 
-def split_idle(
-    samples: Sequence[TrainingSample], cfg: RunConfig
-) -> tuple[list[TrainingSample], list[TrainingSample]]:
-    """(samples with a gradient, samples without).
-
-    A zero advantage gives a zero gradient unless the loss has a KL, entropy, router or value term.
-    Samples of a group with equal rewards are then not packed.
-    """
-    algo = cfg.algorithm
-    always = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
-    always |= cfg.critic.shared or not algo.drop_flat_groups
-
-    def has_gradient(s: TrainingSample) -> bool:
-        return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
-
-    return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
+def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The policy's logprobs [B, T] of each packed batch."""
+    layout = core.scorer.layout
+    with (
+        layout.weights(core.state.params, core.timed("reshard")) as params,
+        core.timed("old_log_prob"),
+    ):
+        return core.scorer.logps(params, batches, on_batch=core.check_stop)
 
 
-def pack_samples(samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int) -> list[Packed]:
-    """Micro-batches in the shapes of the config's learner section."""
-    learner = cfg.learner
-    return pack(samples, shapes=learner.shapes, align=learner.segment_align, n_ranks=n_ranks)
-
-
-def with_scores(
-    minis: list[MiniBatch], score_old: Score | None, score_ref: Score | None
-) -> list[MiniBatch]:
-    """Fills old_logp and ref_logp of the batches; all mini-batches are scored together."""
-    batches = [packed.batch for mini in minis for packed in mini.packed]
-    if score_old is not None:
-        pairs = zip(batches, score_old(batches), strict=True)
-        batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
-    if score_ref is not None:
-        pairs = zip(batches, score_ref(batches), strict=True)
-        batches = [dataclasses.replace(batch, ref_logp=logp) for batch, logp in pairs]
-    scored = iter(batches)
-
-    def filled(mini: MiniBatch) -> MiniBatch:
-        packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
-        return dataclasses.replace(mini, packed=packed)
-
-    return [filled(mini) for mini in minis]
-
-
-def padding_fraction(packed: Sequence[Packed]) -> float:
-    """Share of the tokens of all micro-batches that is padding."""
-    if not packed:
-        return 0.0
-    sizes = [p.batch.tokens.size for p in packed]
-    return float(np.average([p.padding_fraction for p in packed], weights=sizes))
+def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The reference model's logprobs [B, T] of each packed batch."""
+    with core.ref_scorer.layout.on_mesh(), core.timed("ref"):
+        params = to_device(core.ref_params)
+        return core.ref_scorer.logps(params, batches, on_batch=core.check_stop)

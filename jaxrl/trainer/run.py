@@ -15,16 +15,16 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import Logger
 from jaxrl.io.tracking.progress import Progress
+from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.signals import StopFlag
-from jaxrl.trainer.coefficients import Coefficients
-from jaxrl.trainer.scoring import RewardModel
 from jaxrl.trainer.shaping import RewardScale
 from jaxrl.types import Prompt, TrainState
 

@@ -1,12 +1,15 @@
 """Samples and rewards the rollouts of a step, with dynamic sampling and the ReMax baseline."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.learner.reward_model import RewardModel
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.run import Run
-from jaxrl.trainer.scoring import score
 from jaxrl.trainer.shaping import (
     Group,
     add_overlong_penalty,
@@ -15,20 +18,22 @@ from jaxrl.trainer.shaping import (
     split_groups,
 )
 from jaxrl.types import Prompt, Rollout, ScoredRollout
+from sharding import hosts
 
 
 @dataclasses.dataclass
 class Collected:
-    """The rollouts of a step, collected over one or more batches of prompts."""
+    """The scored rollouts of a step, from one or more batches of prompts."""
 
     cfg: RunConfig
-    sampled: list[ScoredRollout] = dataclasses.field(default_factory=list)  # all, penalties added
-    kept: list[Group] = dataclasses.field(default_factory=list)  # before the overlong penalty
+    sampled: list[ScoredRollout] = dataclasses.field(default_factory=list)  # all, with penalties
+    kept: list[Group] = dataclasses.field(default_factory=list)  # without overlong penalties
     dropped: list[Group] = dataclasses.field(default_factory=list)  # by dynamic sampling
     engine_metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)  # per batch
+    n_solved: int = 0  # solved prompts that the iterator skips from now on
 
     def add(self, groups: list[Group], engine_metrics: dict[str, float]) -> None:
-        """Adds one batch of prompts. Dynamic sampling compares rewards before the overlong penalty."""
+        """Adds one batch of groups. Dynamic sampling ignores the overlong penalty."""
         algo = self.cfg.algorithm
         kept, dropped = groups, []
         if algo.dynamic_sampling:
@@ -40,15 +45,22 @@ class Collected:
 
     @property
     def full(self) -> bool:
+        """Whether enough groups are kept for a step."""
         return len(self.kept) >= self.cfg.data.prompts_per_step
 
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response tokens of all rollouts."""
+        rollouts = [scored.rollout for scored in self.sampled]
+        return sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
+
     def chosen(self) -> list[ScoredRollout]:
-        """The rollouts to train on; dropped groups fill up what is missing."""
+        """The rollouts to train on. If too few groups are kept, dropped groups fill the step."""
         groups = [*self.kept, *self.dropped][: self.cfg.data.prompts_per_step]
         return add_overlong_penalty([r for group in groups for r in group], self.cfg)
 
     def metrics(self) -> dict[str, float]:
-        """rollout/*: seconds are summed over the batches, everything else is averaged."""
+        """rollout/* and data/solved. Seconds are summed over batches, other metrics averaged."""
         metrics = {
             name: float(
                 (np.sum if name.startswith("time/") else np.mean)(
@@ -57,6 +69,8 @@ class Collected:
             )
             for name in self.engine_metrics[0]
         }
+        if self.cfg.data.skip_solved:
+            metrics["data/solved"] = float(self.n_solved)
         if self.cfg.algorithm.dynamic_sampling:
             n_groups = len(self.dropped) + len(self.kept)
             metrics["rollout/batches"] = float(len(self.engine_metrics))
@@ -67,9 +81,9 @@ class Collected:
 def collect(run: Run) -> Collected:
     """Samples and rewards the next batch of prompts.
 
-    With algorithm.dynamic_sampling (DAPO, section 3.2, https://arxiv.org/abs/2503.14476) groups of
-    equal rewards, or with a mean reward outside dynamic_sampling_range, are dropped. Further batches
-    are sampled until the step is full, at most dynamic_sampling_batches in all.
+    Dynamic sampling (algorithm.dynamic_sampling; DAPO, section 3.2, https://arxiv.org/abs/2503.14476)
+    drops groups whose rewards are all equal or whose mean reward is outside dynamic_sampling_range.
+    It samples further batches until the step is full, at most dynamic_sampling_batches in total.
     """
     cfg = run.core.cfg
     n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
@@ -79,6 +93,7 @@ def collect(run: Run) -> Collected:
         groups = split_groups(reward(run, rollouts), cfg.rollout.n)
         if cfg.data.skip_solved:
             run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
+            collected.n_solved = run.core.iterator.n_solved
         collected.add(groups, engine_metrics)
         if collected.full:
             break
@@ -86,7 +101,7 @@ def collect(run: Run) -> Collected:
 
 
 def greedy_baselines(run: Run, rollouts: list[ScoredRollout]) -> np.ndarray:
-    """float64 [len(rollouts)]: reward of the greedy response to the prompt of each rollout (ReMax)."""
+    """Reward of the greedy response to the prompt of each rollout (ReMax), float64 [N]."""
     greedy, _ = sample(run, [r.rollout.prompt for r in rollouts], greedy=True)
     rewarded = add_overlong_penalty(reward(run, greedy), run.core.cfg)
     return np.array([r.reward.value for r in rewarded])
@@ -100,13 +115,15 @@ def sample(
     draw: int = 0,
     greedy: bool = False,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Samples from the trainer's own parameters; the samples of a prompt are adjacent.
+    """Samples from the current policy weights. The samples of a prompt are adjacent.
 
     Args:
+      validation: use the sampling settings and the seed of validation.
       draw: index of the batch of prompts within the step.
       greedy: one response per prompt, at temperature 0.
 
-    Returns: (rollouts, rollout/* metrics).
+    Returns:
+      (rollouts, rollout/* metrics).
     """
     cfg = run.core.cfg
     n, sampling = cfg.rollout.n, cfg.rollout.sampling
@@ -132,6 +149,25 @@ def sample(
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
-    """The rollouts with their rewards, all of them on every process."""
+    """All rollouts with their rewards, on every process."""
     with run.core.timed("val" if validation else "reward"), run.core.no_compile("reward"):
         return score(run.rewards, run.reward_model, rollouts, run.core.stop)
+
+
+def score(
+    pool: RewardPool,
+    reward_model: RewardModel | None,
+    rollouts: Sequence[Rollout],
+    stop: StopFlag,
+) -> list[ScoredRollout]:
+    """All rollouts with their rewards, on every process.
+
+    Each process runs the reward functions for its share of the rollouts. The reward model runs on
+    all processes together.
+    """
+    share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
+    stop.check()
+    rewards = hosts.gather_items(share)
+    if reward_model is not None:
+        rewards = reward_model.add_scores(rollouts, rewards, stop.check)
+    return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.algorithms.aggregation import idle_weight
-from jaxrl.data.packing import Packed
+from jaxrl.data.packing import Packed, pack_samples
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.requirements import full_kl_in_loss
-from jaxrl.trainer.experience import MiniBatch, pack_samples
+from jaxrl.trainer.mini_batches import MiniBatch
 from jaxrl.trainer.run import Core
-from sharding import hosts, to_device
+from sharding import hosts, to_device, to_host
 
 CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
 
@@ -57,7 +57,9 @@ def update_critic(
 ) -> dict[str, float]:
     """All optimizer updates of a separate critic in a step; metrics are averaged over them."""
     cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
-    packs = [pack_samples(mini.samples, cfg, n_ranks) for mini in mini_batches if mini.samples]
+    packs = [
+        pack_samples(mini.samples, cfg.learner, n_ranks) for mini in mini_batches if mini.samples
+    ]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
@@ -78,6 +80,13 @@ def update_critic(
             core.step_restartable = False
             metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
     return over_updates(metrics)
+
+
+def refresh_reference(core: Core) -> None:
+    """Replaces the reference model by the current policy."""
+    with core.timed("ref"):
+        ref = core.ref_scorer.layout.copy(core.state.params)
+        core.ref_params = to_host(ref) if "reference" in core.cfg.learner.offload else ref
 
 
 def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.config.resolve import resolve
-from jaxrl.trainer.experience import make_mini_batches, without_overlong
+from jaxrl.trainer.mini_batches import make_mini_batches, without_overlong
 from jaxrl.trainer.shaping import (
     add_overlong_penalty,
     solved_prompts,
@@ -13,7 +13,7 @@ from jaxrl.trainer.shaping import (
     split_groups,
 )
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
-from tests.trainer.test_experience import config, rewarded
+from tests.trainer.test_mini_batches import config, rewarded
 
 
 def rollouts_with(rewards, length=3):

@@ -21,7 +21,7 @@ from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
-from jaxrl.trainer.experience import to_sample
+from jaxrl.trainer.mini_batches import to_sample
 from jaxrl.trainer.setup.engines import check_not_in_step
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN

@@ -16,7 +16,7 @@ from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.train import main, train
 from jaxrl.trainer.advantage import add_advantages
-from jaxrl.trainer.experience import value_metrics
+from jaxrl.trainer.mini_batches import value_metrics
 from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step
 from jaxrl.types import TrainingSample

@@ -15,8 +15,8 @@ from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, load_pairs
 from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.experience import policy_logps, reference_logps
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
-from jaxrl.trainer.phases import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray

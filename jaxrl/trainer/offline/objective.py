@@ -8,10 +8,10 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.demonstrations import to_sample
-from jaxrl.data.packing import gather
+from jaxrl.data.packing import gather, pack_samples, padding_fraction
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.experience import MiniBatch, pack_samples, padding_fraction
 from jaxrl.trainer.metrics import speed_metrics
+from jaxrl.trainer.mini_batches import MiniBatch
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.update import update
 from jaxrl.types import Batch, Demonstration, TrainingSample
@@ -76,7 +76,7 @@ def train_step(run: OfflineRun) -> None:
         items = next(core.iterator)
         for start in range(0, len(items), size):
             samples, metrics = objective.make_samples(run, items[start : start + size])
-            packed = pack_samples(samples, core.cfg, core.n_ranks)
+            packed = pack_samples(samples, core.cfg.learner, core.n_ranks)
             updated = update(core, [MiniBatch(packed)])
             metrics |= {shown: updated[name] for name, shown in objective.metric_names.items()}
             metrics |= {name: v for name, v in updated.items() if name.startswith("optim/")}
@@ -105,6 +105,6 @@ def logps(
     score: Callable[[Core, Sequence[Batch]], list[np.ndarray]],
 ) -> list[np.ndarray]:
     """Logprobs of the loss tokens of each demonstration, by policy_logps or reference_logps."""
-    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.n_ranks)
+    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg.learner, core.n_ranks)
     found = gather(score(core, [p.batch for p in packed]), packed)
     return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
 from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun
-from jaxrl.trainer.scoring import last_scores, scored_sequence
 from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray

@@ -12,13 +12,13 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.layout import role_layout, training_rules
+from jaxrl.learner.coefficients import Coefficients, first_coefficients
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import model_config
-from jaxrl.trainer.coefficients import Coefficients, first_coefficients
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models

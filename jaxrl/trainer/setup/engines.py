@@ -10,11 +10,11 @@ from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.layout import Layout, rollout_layout
+from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
-from jaxrl.trainer.scoring import RewardModel, open_reward_model
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
 from sharding import hosts

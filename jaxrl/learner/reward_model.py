@@ -15,37 +15,14 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.packing import gather
+from jaxrl.data.packing import gather, pack_samples
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config
-from jaxrl.rewards.pool import RewardPool
-from jaxrl.runtime.signals import StopFlag
-from jaxrl.trainer.experience import pack_samples
-from jaxrl.types import Reward, Rollout, ScoredRollout, TrainingSample
-from sharding import hosts
+from jaxrl.types import Reward, Rollout, TrainingSample
 
 PART = "reward_model"  # key of the score in Reward.parts
-
-
-def score(
-    pool: RewardPool,
-    reward_model: "RewardModel | None",
-    rollouts: Sequence[Rollout],
-    stop: StopFlag,
-) -> list[ScoredRollout]:
-    """The rollouts with their rewards, all of them on every process.
-
-    Each process runs the reward functions for its share; the reward model runs on all processes
-    together.
-    """
-    share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
-    stop.check()
-    rewards = hosts.gather_items(share)
-    if reward_model is not None:
-        rewards = reward_model.add_scores(rollouts, rewards, stop.check)
-    return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]
 
 
 class RewardModel:
@@ -145,7 +122,7 @@ def last_scores(
     on_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """The score of each `scored_sequence`, float32 [N]."""
-    packed = pack_samples(sequences, scorer.cfg, scorer.n_ranks)
+    packed = pack_samples(sequences, scorer.cfg.learner, scorer.n_ranks)
     found = gather(scorer.values(params, packed, on_batch), packed)
     return np.array([score[0] for score in found], np.float32)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxrl.config.resolve import resolve
-from jaxrl.trainer.coefficients import adapted, coefficient_metrics, first_coefficients
-from tests.trainer.test_experience import config
+from jaxrl.learner.coefficients import adapted, coefficient_metrics, first_coefficients
+from tests.trainer.test_mini_batches import config
 
 
 def test_fixed_weights_stay_and_are_not_logged():

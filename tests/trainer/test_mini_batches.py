@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.trainer.advantage import add_advantages
-from jaxrl.trainer.experience import make_mini_batches, reference_kl, select_tokens, split_idle
+from jaxrl.trainer.mini_batches import make_mini_batches, reference_kl, select_tokens, split_idle
 from jaxrl.types import TrainingSample
 
 

@@ -1,0 +1,208 @@
+"""From rewarded rollouts to the input of the update: advantages, mini-batches, scored logprobs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.covariance import covariances
+from jaxrl.algorithms.kl import KL_ESTIMATORS
+from jaxrl.algorithms.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.table import apply, lookup
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.data.packing import Packed, gather, pack_samples, padding_fraction, response_field
+from jaxrl.learner.requirements import kl_in_loss
+from jaxrl.trainer.advantage import add_advantages
+from jaxrl.types import Batch, Rollout, TrainingSample
+
+Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """The input of one optimizer step."""
+
+    packed: list[Packed]
+    idle: Sequence[TrainingSample] = ()  # not packed, no gradient; they count in the denominator
+    samples: Sequence[TrainingSample] = ()  # packed and idle: the input of a separate critic
+
+
+def to_sample(rollout: Rollout) -> TrainingSample:
+    """The sequence of a rollout; advantages and values are filled later."""
+    return TrainingSample(
+        prompt_tokens=rollout.prompt.tokens,
+        tokens=rollout.tokens,
+        loss_mask=rollout.loss_mask,
+        rollout_logp=rollout.logp,
+        truncated=rollout.finish == "length",
+        prompt_id=rollout.prompt.id,
+        sample=rollout.sample,
+    )
+
+
+def make_mini_batches(
+    samples: Sequence[TrainingSample],
+    rewards: np.ndarray,
+    cfg: RunConfig,
+    *,
+    n_ranks: int,
+    score_old: Score | None,
+    score_ref: Score | None,
+    baselines: np.ndarray | None = None,
+    kl_coef: float | None = None,
+    seed: int = 0,
+) -> tuple[list[MiniBatch], dict[str, float]]:
+    """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the samples; metrics.
+
+    Args:
+      rewards: float64 [len(samples)].
+      score_old, score_ref: None if the algorithm does not need them (learner/requirements.py). They
+        see all packed batches at once, before the first update.
+      baselines: see `add_advantages`.
+      kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
+      seed: of random choices other than sampling (clip_cov).
+    """
+    metrics: dict[str, float] = {}
+    penalties = None
+    if score_ref is not None and cfg.algorithm.kl_in == "reward":
+        kl = reference_kl(samples, cfg, n_ranks, score_ref)
+        n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
+        metrics["reward/kl"] = float(np.concatenate(kl).sum() / n_tokens)
+        coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
+        penalties = [coef * k for k in kl]
+        score_ref = None
+    samples = add_advantages(
+        samples, rewards, cfg.algorithm, cfg.rollout.n, penalties=penalties, baselines=baselines
+    )
+    if cfg.has_critic:
+        metrics |= value_metrics(samples)
+    minis = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
+    return with_scores(minis, score_old, score_ref), metrics | packing_metrics(minis, len(samples))
+
+
+def split_mini_batches(
+    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
+) -> list[MiniBatch]:
+    """Filters, selects tokens and packs, one mini-batch after the other."""
+    size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
+    minis = []
+    for start in range(0, len(samples), size):
+        mini = without_overlong(samples[start : start + size], cfg)
+        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
+        active, idle = split_idle(mini, cfg)
+        minis.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
+    return minis
+
+
+def packing_metrics(minis: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
+    """perf/idle_fraction and perf/padding_fraction of a step."""
+    return {
+        "perf/idle_fraction": sum(len(m.idle) for m in minis) / n_samples,
+        "perf/padding_fraction": padding_fraction([p for m in minis for p in m.packed]),
+    }
+
+
+def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """critic/return_mean, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values
+    before the step."""
+
+    def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(samples, fields, strict=True)
+        return np.concatenate([response_field(s, x)[s.loss_mask] for s, x in pairs]).astype(float)
+
+    returns = loss_tokens([s.returns for s in samples])
+    values = loss_tokens([s.values for s in samples])
+    explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
+    return {
+        "critic/return_mean": float(returns.mean()),
+        "critic/explained_variance": float(explained),
+    }
+
+
+def reference_kl(
+    samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int, score_ref: Score
+) -> list[np.ndarray]:
+    """KL_t(policy | reference) of every response token, 0 outside the loss mask.
+
+    The engine's logprobs stand for the policy's. This is the KL penalty of the reward (InstructGPT,
+    eq. 2, https://arxiv.org/abs/2203.02155).
+    """
+    packed = pack_samples(samples, cfg.learner, n_ranks)
+    batches = [p.batch for p in packed]
+    pairs = zip(batches, score_ref(batches), strict=True)
+    found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
+    return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
+
+
+def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
+    """The configured estimate of KL(policy | reference) of every target, [B, T]."""
+    row = lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl")
+    inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
+    return np.asarray(apply(row, inputs, cfg))
+
+
+def without_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
+    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): truncated responses
+    are left out of the loss and of its denominator."""
+    if not cfg.algorithm.overlong_filtering:
+        return list(samples)
+    return [s for s in samples if not s.truncated]
+
+
+def select_tokens(
+    samples: Sequence[TrainingSample], cfg: AlgorithmConfig, rng: np.random.Generator
+) -> list[TrainingSample]:
+    """Fills `selected` if the policy loss selects tokens by their covariance (clip_cov, kl_cov)."""
+    selection = lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss").selection
+    if selection is None or not samples:
+        return list(samples)
+    mask = np.concatenate([s.loss_mask for s in samples])
+    logp = np.concatenate([response_field(s, s.rollout_logp) for s in samples])[mask]
+    advantages = np.concatenate([response_field(s, s.advantages) for s in samples])[mask]
+    chosen = np.zeros(len(mask), bool)
+    inputs = {"cov": covariances(logp, advantages), "rng": rng}
+    chosen[mask] = apply(selection, inputs, cfg)
+    ends = np.cumsum([len(s.tokens) for s in samples])[:-1]
+    return [
+        dataclasses.replace(s, selected=one)
+        for s, one in zip(samples, np.split(chosen, ends), strict=True)
+    ]
+
+
+def split_idle(
+    samples: Sequence[TrainingSample], cfg: RunConfig
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """(samples with a gradient, samples without).
+
+    A zero advantage gives a zero gradient unless the loss has a KL, entropy, router or value term.
+    Samples of a group with equal rewards are then not packed.
+    """
+    algo = cfg.algorithm
+    always = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
+    always |= cfg.critic.shared or not algo.drop_flat_groups
+
+    def has_gradient(s: TrainingSample) -> bool:
+        return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
+
+    return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
+
+
+def with_scores(
+    minis: list[MiniBatch], score_old: Score | None, score_ref: Score | None
+) -> list[MiniBatch]:
+    """Fills old_logp and ref_logp of the batches; all mini-batches are scored together."""
+    batches = [packed.batch for mini in minis for packed in mini.packed]
+    if score_old is not None:
+        pairs = zip(batches, score_old(batches), strict=True)
+        batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
+    if score_ref is not None:
+        pairs = zip(batches, score_ref(batches), strict=True)
+        batches = [dataclasses.replace(batch, ref_logp=logp) for batch, logp in pairs]
+    scored = iter(batches)
+
+    def filled(mini: MiniBatch) -> MiniBatch:
+        packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
+        return dataclasses.replace(mini, packed=packed)
+
+    return [filled(mini) for mini in minis]
