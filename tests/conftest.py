@@ -1,5 +1,5 @@
-"""Eight simulated CPU devices for every test, unless JAX_PLATFORMS names others, and one cache of
-compiled programs for all of them."""
+"""Settings of all tests: eight simulated CPU devices unless JAX_PLATFORMS names another platform,
+and one compilation cache that all test processes share."""
 
 import os
 import pathlib
@@ -10,8 +10,8 @@ import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# One cache of compiled programs for all test processes and the runs that they start. Small programs count
-# too: a test has hundreds of them.
+# All test processes and the runs that they start share one compilation cache. It keeps small
+# programs too, because a test compiles hundreds of them.
 CACHE = os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )
@@ -41,9 +41,12 @@ MAPS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
-def room_for_programs():
-    """Compiled programs take memory mappings, of which Linux gives a process 65,530; without one more
-    the compiler aborts. So the programs so far go once they hold a third of them."""
+def limit_memory_mappings():
+    """Drops all compiled programs after a test that leaves more than 20,000 memory mappings.
+
+    Compiled programs hold memory mappings. Linux allows 65,530 per process, and the compiler aborts
+    when it gets no further one.
+    """
     start = time.monotonic()
     yield
     compiled_much = time.monotonic() - start > 1.0  # counting takes milliseconds

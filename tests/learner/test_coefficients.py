@@ -1,4 +1,4 @@
-"""Adaptive weights from step to step."""
+"""Tests of jaxrl/learner/coefficients.py: adaptive KL and entropy coefficients."""
 
 import pytest
 
@@ -7,17 +7,17 @@ from jaxrl.learner.coefficients import adapted, coefficient_metrics, first_coeff
 from tests.trainer.test_mini_batches import config
 
 
-def test_fixed_weights_stay_and_are_not_logged():
+def test_fixed_coefficients_stay_constant_and_are_not_logged():
     cfg = resolve(config(kl_coef=0.1, entropy_coef=0.01))
     first = first_coefficients(cfg)
     assert adapted(first, {"loss/kl": 9.0, "loss/entropy": 9.0}, cfg, n_samples=4) == first
     assert coefficient_metrics(first, cfg) == {}
 
 
-def test_the_kl_weight_follows_the_kl_of_where_it_is_charged():
+def test_the_kl_coefficient_follows_the_kl_of_the_loss_or_of_the_reward():
     keys = dict(kl_coef=0.1, kl_target=0.05, kl_horizon=100.0)
     metrics = {"loss/kl": 9.0, "reward/kl": 0.0}
-    # a fifth up and a fifth down, times 4 / 100
+    # relative error clipped to +-0.2, times 4 samples / horizon 100
     cfg = resolve(config(**keys))
     up = adapted(first_coefficients(cfg), metrics, cfg, n_samples=4)
     assert up.kl == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
@@ -35,7 +35,7 @@ def test_the_entropy_bonus_is_off_above_its_target():
     assert coefficient_metrics(below, cfg) == {"loss/entropy_coef": pytest.approx(0.01)}
 
 
-def test_a_step_without_an_update_changes_nothing():
+def test_a_step_without_an_update_keeps_the_coefficients():
     cfg = resolve(config(kl_coef=0.1, kl_target=0.05, entropy_target=0.5))
     first = first_coefficients(cfg)
     assert adapted(first, {}, cfg, n_samples=4) == first

@@ -1,9 +1,10 @@
-"""A tiny random model in a folder, and a config that trains it on one-digit sums in seconds."""
+"""Fixtures with tiny random models and a config that trains one on one-digit sums in seconds."""
 
 import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,26 +21,27 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A Llama of one layer with a byte-level tokenizer and the chatml template."""
+    """Folder of a Llama with one layer and a byte-level tokenizer."""
     return write_model(tmp_path_factory.mktemp("tiny") / "model", LLAMA)
 
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory):
-    """The same with two layers: for pipeline stages."""
+    """Folder of the tiny Llama with two layers, one per pipeline stage."""
     cfg = dataclasses.replace(LLAMA, L=2)
     return write_model(tmp_path_factory.mktemp("two_layers") / "model", cfg)
 
 
 @pytest.fixture(scope="session")
 def tiny_experts(tmp_path_factory):
-    """A Mixtral of one layer with four experts, two of them for a token."""
+    """Folder of a Mixtral with one layer and four experts, two of them active per token."""
     sizes = dict(L=1, D=32, N=4, K=2, H=8, F=32, V=260, tied=True, max_len=256)
     cfg = DecoderConfig("mixtral", **sizes, E=4, top_k=2, F_expert=32)
     return write_model(tmp_path_factory.mktemp("experts") / "model", cfg)
 
 
 def write_model(folder, cfg):
+    """Saves a random model of `cfg` with tokenizer and generation config; returns the folder."""
     with jax.set_mesh(make_mesh()):
         save_model(folder, init_model(cfg, seed=0, rules=TRAIN))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -53,6 +55,15 @@ def write_model(folder, cfg):
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     return folder
+
+
+def perturbed(params):
+    """The parameters moved away from their initial values by a fixed pattern."""
+
+    def change(p):
+        return p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype)
+
+    return jax.tree.map(change, params)
 
 
 @pytest.fixture
@@ -84,5 +95,5 @@ def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
 
 
 def short_is_good(data_source, solution_str, ground_truth, extra_info=None):
-    """A reward that differs between the samples of a random model."""
+    """Share of letters in the first 8 characters: differs between samples of a random model."""
     return sum(c.isalpha() for c in solution_str) / 8

@@ -1,4 +1,5 @@
-"""On-policy distillation: the policy goes to its teacher, by sampled tokens and over the whole vocabulary."""
+"""Tests of on-policy distillation (algorithm.advantage="distill"): the policy approaches its
+teacher, with the KL of sampled tokens and with the exact KL over the vocabulary."""
 
 import json
 import shutil
@@ -18,7 +19,7 @@ from sharding.rules import TRAIN
 
 
 def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
-    """Another width and depth than the student's, with opinions; the student's tokenizer."""
+    """Saves a wider teacher with large weights, so peaked logits, and the student's tokenizer."""
     shutil.copytree(student, folder)
     cfg = DecoderConfig("llama", L=1, D=48, N=6, K=3, H=8, F=32, V=vocab, max_len=256)
     with jax.set_mesh(make_mesh()):
@@ -31,7 +32,7 @@ def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
 
 @pytest.fixture
 def distill_config(tiny_config, tiny_model, tmp_path):
-    """Eight steps without any reward."""
+    """Eight distillation steps; rewards have no effect."""
     tiny_config.total_steps, tiny_config.data.val = 8, ()
     tiny_config.rollout.n, tiny_config.data.prompts_per_step = 2, 8
     tiny_config.learner.lr = 1e-2
@@ -47,18 +48,18 @@ def lines_of(config) -> list[dict]:
 
 
 @pytest.mark.thorough
-def test_the_exact_kl_to_a_teacher_of_another_shape_falls(distill_config):
+def test_the_exact_kl_to_a_teacher_of_another_architecture_falls(distill_config):
     distill_config.algorithm.kl = "full"
     assert train(resolve(distill_config))
     kl = [line["loss/kl"] for line in lines_of(distill_config)]
     assert np.mean(kl[-2:]) < 0.85 * kl[0]  # 0.62 -> 0.46 nats a token
-    for line in lines_of(distill_config):  # no advantage, and so no policy loss
+    for line in lines_of(distill_config):  # no advantages, so no policy loss
         assert line["loss/policy"] == 0
         np.testing.assert_allclose(line["loss/total"], line["loss/kl"], rtol=1e-4)
 
 
 @pytest.mark.thorough
-def test_the_sampled_kl_to_a_teacher_falls_with_its_policy_gradient(distill_config):
+def test_the_policy_gradient_of_the_sampled_kl_lowers_the_kl_to_the_teacher(distill_config):
     distill_config.algorithm.kl, distill_config.algorithm.kl_in = "k1", "reward"
     distill_config.algorithm.gamma = 0.0
     assert train(resolve(distill_config))
@@ -66,7 +67,7 @@ def test_the_sampled_kl_to_a_teacher_falls_with_its_policy_gradient(distill_conf
     assert np.mean(kl[-2:]) < 0.9 * kl[0]  # 0.69 -> 0.58
 
 
-def test_teachers_that_do_not_fit_are_refused(distill_config, tiny_model, tmp_path):
+def test_incompatible_teachers_are_rejected(distill_config, tiny_model, tmp_path):
     distill_config.algorithm.kl = "full"
     distill_config.algorithm.teacher = str(write_teacher(tmp_path / "wide", tiny_model, 264))
     with pytest.raises(ValueError, match=r"kl='full' compares all logits.*264.*260.*'k1'"):

@@ -1,4 +1,4 @@
-"""The statistics of an evaluation by hand, and python -m jaxrl.evaluate on a tiny model."""
+"""Tests of jaxrl/trainer/evaluation.py by hand, and of jaxrl/evaluate.py on a tiny model."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.trainer.test_train import metrics
 
 
 def rollouts(rewards, *, source="s", finish="stop", parts=None):
-    """One prompt a row, one sample a number."""
+    """Scored rollouts: one prompt per row of `rewards`, one sample per number."""
     return [
         ScoredRollout(
             Rollout(
@@ -39,14 +39,14 @@ def rollouts(rewards, *, source="s", finish="stop", parts=None):
     ]
 
 
-def test_statistics_by_hand():
+def test_statistics_equal_hand_calculated_numbers():
     some = rollouts([[1, 0], [1, 1], [0.5, 0]], parts={"format": 0.25})
     found = statistics(some, EvalConfig(n=2, k=(1, 2)))
-    # prompt means 1/2, 1, 1/4 of the rewards, 1/2, 1, 0 of what passes, 1, 1, 0 of one in two
+    # per prompt: mean reward 1/2, 1, 1/4; pass@1 1/2, 1, 0; pass@2 1, 1, 0
     assert found["reward"] == pytest.approx(7 / 12)
     assert found["pass_at_1"] == pytest.approx(1 / 2)
     assert found["pass_at_2"] == pytest.approx(2 / 3)
-    # of 1/2, 1, 0: squares 0 + 1/4 + 1/4, / 2 / 3
+    # pass@1 of 1/2, 1, 0: squared deviations 0 + 1/4 + 1/4, divided by 2 and by 3
     assert found["pass_at_1_stderr"] == pytest.approx(math.sqrt(1 / 12))
     assert found["reward/format"] == 0.25 and found["response_len"] == 1.5
     assert found["truncated_fraction"] == 0 and found["errors"] == 0
@@ -58,7 +58,7 @@ def test_one_prompt_has_no_standard_error():
     assert "reward_stderr" not in statistics(rollouts([[1, 0]]), EvalConfig(n=2))
 
 
-def test_sources_are_told_apart():
+def test_statistics_are_reported_per_data_source():
     some = rollouts([[1], [1]], source="b") + rollouts([[0], [1]], source="a", finish="length")
     found = validation_metrics(some, EvalConfig())
     assert [found[f"val/{name}"] for name in ("reward", "a/reward", "b/pass_at_1")] == [
@@ -76,9 +76,11 @@ def test_the_table_shows_half_of_the_95_percent_interval():
     assert interval(found, "reward") == "0.500 ± 0.196" and interval(found, "pass_at_1") == "1.000"
 
 
-def test_a_run_is_evaluated_as_it_was_validated_then_with_samples(tiny_config, capsys):
+def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampling(
+    tiny_config, capsys
+):
     tiny_config.total_steps = 1
-    tiny_config.learner.lr = 0.0  # the export is the model of step 0, with the same seed
+    tiny_config.learner.lr = 0.0  # the export equals the model of step 0; the seed is the same
     tiny_config.eval.n, tiny_config.eval.k = 2, (1, 2)
     tiny_config.eval.pass_reward, tiny_config.eval.sampling.temperature = 0.25, 1.0
     assert train(resolve(tiny_config))
@@ -123,12 +125,12 @@ def test_a_run_is_evaluated_as_it_was_validated_then_with_samples(tiny_config, c
         (["--data="], "data.val is empty"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_at_once(arguments, words):
+def test_invalid_arguments_are_rejected_before_any_model_loads(arguments, words):
     with pytest.raises(SystemExit, match=words):
         read(["--model=m", "--data=d.jsonl", *arguments])
 
 
-def test_a_run_without_an_export_is_no_model(tmp_path):
+def test_a_run_folder_without_an_export_is_rejected(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=r"no export .*hf.*export_hf"):
         resolve_model(tmp_path)

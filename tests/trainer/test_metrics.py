@@ -1,4 +1,5 @@
-"""Seconds of phases, tokens per second, and the share of what the chips can do."""
+"""Tests of jaxrl/trainer/metrics.py and the timers of jaxrl/trainer/run.py: seconds per phase,
+tokens per second and MFU."""
 
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from jaxrl.data.packing import pack, sequence_lens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import CHIPS, chip_of
-from jaxrl.trainer import metrics as speed
+from jaxrl.trainer import metrics
 from jaxrl.trainer.run import Core
 from jaxrl.types import TrainState
 from tests.trainer.test_mini_batches import config, samples_of
@@ -23,15 +24,15 @@ def packed():
     return some, pack(some, shapes=((2, 64),), align=8, n_ranks=1)
 
 
-def test_the_lengths_of_a_packed_batch_are_those_of_its_sequences():
+def test_sequence_lens_recovers_the_lengths_of_packed_sequences():
     some, micro = packed()
     lens = np.concatenate([sequence_lens(p.batch) for p in micro])
-    # the last token of a sequence is a target only
+    # the last token of a sequence is only a target
     want = [len(s.prompt_tokens) + len(s.tokens) - 1 for s in some]
     assert sorted(lens) == sorted(want)
 
 
-def test_a_phase_inside_another_counts_as_itself_alone_and_a_step_holds_all(monkeypatch):
+def test_a_nested_phase_is_not_counted_in_the_outer_phase_but_in_the_step(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 8.0, 9.0, 10.0])  # step, adv, ref begin; ref, adv, step end
     monkeypatch.setattr("jaxrl.trainer.run.time.perf_counter", lambda: next(clock))
     job = SimpleNamespace(seconds={})
@@ -40,7 +41,7 @@ def test_a_phase_inside_another_counts_as_itself_alone_and_a_step_holds_all(monk
     assert job.seconds == {"time/ref_s": 5.0, "time/adv_s": 3.0, "time/step_s": 10.0}
 
 
-def test_utilisation_is_of_all_devices_and_epochs(monkeypatch):
+def test_mfu_counts_all_devices_and_epochs(monkeypatch):
     c = config()
     c.learner.epochs = 2
     params = SimpleNamespace(cfg=MODEL, embed=SimpleNamespace(dtype=np.dtype("float16")))
@@ -49,22 +50,22 @@ def test_utilisation_is_of_all_devices_and_epochs(monkeypatch):
     run.state = TrainState(params, None, np.int32(0))
     run.seconds = {"time/step_s": 4.0, "time/update_actor_s": 2.0}
     h100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(speed.jax, "devices", lambda: [h100] * 3)
-    monkeypatch.setattr(speed.jax, "device_count", lambda: 3)
+    monkeypatch.setattr(metrics.jax, "devices", lambda: [h100] * 3)
+    monkeypatch.setattr(metrics.jax, "device_count", lambda: 3)
     micro = packed()[1]
-    got = speed.speed_metrics(run, 120, micro)
+    got = metrics.speed_metrics(run, 120, micro)
     assert got["perf/tokens_per_s"] == 30 and got["perf/tokens_per_s_per_device"] == 10
     lens = np.concatenate([sequence_lens(p.batch) for p in micro])
     done = 2 * 3 * forward_flops(MODEL, lens)
     assert got["perf/mfu_actor"] == pytest.approx(done / (3 * 989e12 * 2.0))
     h100.device_kind = "cpu"
-    assert "perf/mfu_actor" not in speed.speed_metrics(run, 120, micro)
+    assert "perf/mfu_actor" not in metrics.speed_metrics(run, 120, micro)
 
 
 @pytest.mark.parametrize(
     ("kind", "chip"),
     [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H200", "h200")],
 )
-def test_devices_are_known_by_their_kind(kind, chip):
+def test_chips_are_found_by_their_device_kind(kind, chip):
     assert chip_of(kind) == CHIPS[chip]
     assert chip_of("cpu") is None

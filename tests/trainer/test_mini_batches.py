@@ -1,4 +1,5 @@
-"""From rewards to mini-batches: advantages, idle groups, KL in the reward."""
+"""Tests of jaxrl/trainer/mini_batches.py and jaxrl/trainer/advantage.py: from rewards to
+packed mini-batches, with advantages, idle groups and the KL in the reward."""
 
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ from jaxrl.types import TrainingSample
 
 
 def samples_of(n_prompts, n=2, n_tokens=3):
-    """`n` samples per prompt; every logp of the engine is -1."""
+    """`n` samples per prompt; every logprob of the engine is -1."""
     return [
         TrainingSample(
             prompt_tokens=np.arange(5, dtype=np.int32),
@@ -34,6 +35,7 @@ def rewarded(rewards):
 
 
 def config(**algorithm):
+    """Two prompts x two samples, with these keys of `algorithm`."""
     c = default_config()
     c.model.path, c.data.train = "model", ("task:addition",)
     c.data.prompts_per_step, c.rollout.n = 2, 2
@@ -44,19 +46,19 @@ def config(**algorithm):
 
 
 def advantages_of(samples):
-    """The advantage of each response, the same at all of its tokens."""
+    """One advantage per response; it is the same at all tokens."""
     for s in samples:
         assert len(s.advantages) == len(s.tokens) and len(set(s.advantages.tolist())) == 1
     return [float(s.advantages[0]) for s in samples]
 
 
-def test_advantages_compare_the_samples_of_one_prompt():
+def test_advantages_are_relative_to_the_samples_of_the_same_prompt():
     cfg = resolve(config(norm_adv_by_std=False))
     got = add_advantages(*rewarded([[1, 0], [3, 3]]), cfg.algorithm, 2)
     assert advantages_of(got) == [0.5, -0.5, 0.0, 0.0]
 
 
-# rewards 3, 1 and 2, 2, each response of 3 tokens
+# rewards 3, 1 and 2, 2; every response has 3 tokens
 EXPECTED = {
     "grpo": [0.5**0.5, -(0.5**0.5), 0, 0],  # (3 - 2) / sqrt(2)
     "dr_grpo": [1, -1, 0, 0],
@@ -66,19 +68,19 @@ EXPECTED = {
     "grpo_passk": [2**0.5, 0, 0, 0],  # (3 - 1) / sqrt(2)
     # whiten 3 x (1, -1, 0, 0): mean 0, variance 6 / 11
     "reinforce_plus_plus_baseline": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
-    # whiten 3 x (3, 1, 2, 2): the same around the mean 2
+    # whiten 3 x (3, 1, 2, 2): the same deviations from the mean 2
     "reinforce_plus_plus": [(11 / 6) ** 0.5, -((11 / 6) ** 0.5), 0, 0],
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_estimator_can_be_chosen(name):
+def test_every_estimator_gives_its_hand_calculated_advantages(name):
     cfg = resolve(config(advantage=name))
     got = add_advantages(*rewarded([[3, 1], [2, 2]]), cfg.algorithm, 2)
     np.testing.assert_allclose(advantages_of(got), EXPECTED[name], atol=1e-5)
 
 
-def test_remax_compares_with_the_greedy_response():
+def test_remax_subtracts_the_reward_of_the_greedy_response():
     c = config(advantage="remax")
     c.rollout.n = 1
     got = add_advantages(
@@ -87,7 +89,7 @@ def test_remax_compares_with_the_greedy_response():
     assert advantages_of(got) == [0.75, -0.25]
 
 
-def test_the_kl_in_the_reward_is_charged_to_the_response_or_to_its_tokens():
+def test_the_kl_penalty_applies_to_the_response_or_to_its_tokens():
     some, kl = rewarded([[1, 1]]), [np.full(3, 0.1), np.full(3, 0.2)]
     cfg = resolve(config(advantage="dr_grpo"))
     # 1 - 0.3 and 1 - 0.6, mean 0.55
@@ -95,13 +97,14 @@ def test_the_kl_in_the_reward_is_charged_to_the_response_or_to_its_tokens():
     np.testing.assert_allclose(advantages_of(got), [0.15, -0.15], atol=1e-6)
     cfg = resolve(config(advantage="reinforce_plus_plus"))
     got = add_advantages(*some, cfg.algorithm, 2, penalties=kl)
-    # 1 minus what is still to be charged: .7 .8 .9 and .4 .6 .8; mean .7, squares .01 + .04 + .09 + .01 + .01
+    # 1 minus the penalties from each token on: .7 .8 .9 and .4 .6 .8
+    # mean .7, squared deviations .01 + .04 + .09 + .01 + .01
     returns = np.array([[0.7, 0.8, 0.9], [0.4, 0.6, 0.8]])
     std = (0.16 / 5) ** 0.5
     np.testing.assert_allclose([r.advantages for r in got], (returns - 0.7) / std, atol=1e-5)
 
 
-def test_a_group_of_equal_rewards_is_left_out_but_counted():
+def test_a_group_of_equal_rewards_is_not_trained_on_but_counted():
     cfg = resolve(config())
     minis, metrics = make_mini_batches(
         *rewarded([[1, 0], [3, 3]]), cfg, n_ranks=1, score_old=None, score_ref=None
@@ -109,25 +112,25 @@ def test_a_group_of_equal_rewards_is_left_out_but_counted():
     assert len(minis) == 1
     assert [s.prompt_id for s in minis[0].idle] == [1, 1]
     assert metrics["perf/idle_fraction"] == 0.5
-    # two sequences of three response tokens are left to train on
+    # two sequences of three response tokens remain
     assert sum(p.batch.mask.sum() for p in minis[0].packed) == 6
 
 
 @pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}])
-def test_nothing_is_idle_where_entropy_or_kl_learns_from_every_token(algorithm):
+def test_no_sample_is_idle_if_entropy_or_kl_gives_every_token_a_gradient(algorithm):
     cfg = resolve(config(**algorithm))
     active, idle = split_idle(samples_of(1), cfg)
     assert len(active) == 2 and not idle
 
 
-def test_the_kl_to_the_reference_is_that_of_every_token():
+def test_the_kl_to_the_reference_is_per_token():
     cfg = resolve(config(kl="k1", kl_in="reward", kl_coef=0.1))
     # the reference gives every token -1.5, the policy -1: k1 = 0.5 a token
     kl = reference_kl(samples_of(1), cfg, 1, constant_scores(-1.5))
     np.testing.assert_allclose(kl, np.full((2, 3), 0.5), atol=1e-6)
 
 
-def test_a_student_is_moved_by_its_teacher_alone():
+def test_distillation_ignores_the_rewards():
     cfg = resolve(
         config(
             advantage="distill",
@@ -138,7 +141,7 @@ def test_a_student_is_moved_by_its_teacher_alone():
             gamma=0.0,
         )
     )
-    # the teacher gives every token -1.5, the student -1: each is pushed down by 2 * 0.5, whatever the rewards
+    # the teacher gives every token -1.5, the student -1: every advantage is -2 * 0.5
     minis, metrics = make_mini_batches(
         *rewarded([[1, 0], [3, 3]]),
         cfg,
@@ -155,7 +158,7 @@ def constant_scores(logp):
     return lambda batches: [np.full(batch.tokens.shape, logp, np.float32) for batch in batches]
 
 
-def test_scores_are_filled_only_where_asked_for():
+def test_only_configured_scorers_fill_their_fields():
     cfg = resolve(config())
     minis, _ = make_mini_batches(
         *rewarded([[1, 0], [0, 1]]),
@@ -181,7 +184,7 @@ def test_mini_batches_split_the_prompts_in_order():
     np.testing.assert_allclose(np.sort(np.unique(advantages)), [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
 
 
-def with_reply(sample, loss_mask):
+def with_observations(sample, loss_mask):
     """The sample with observation tokens where `loss_mask` is 0; their logp is 0."""
     mask = np.array(loss_mask, bool)
     logp = np.where(mask, sample.rollout_logp[0], 0).astype(np.float32)
@@ -193,11 +196,11 @@ def episodes():
     """Four responses with 2, 1, 3 and 3 loss tokens and observations between them; rewards."""
     masks = ([1, 0, 0, 1], [0, 1], [1, 1, 1], [1, 1, 0, 1])
     samples, rewards = rewarded([[3, 1], [2, 2]])
-    return [with_reply(s, mask) for s, mask in zip(samples, masks, strict=True)], rewards
+    return [with_observations(s, mask) for s, mask in zip(samples, masks, strict=True)], rewards
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_replies_have_no_advantage_and_count_for_nobody(name):
+def test_observation_tokens_have_no_advantage_and_do_not_change_others(name):
     cfg = resolve(config(advantage=name))
     samples, rewards = episodes()
     got = add_advantages(samples, rewards, cfg.algorithm, 2)
@@ -216,18 +219,18 @@ def test_replies_have_no_advantage_and_count_for_nobody(name):
         np.testing.assert_array_equal(s.advantages[s.loss_mask], plain.advantages)
 
 
-def test_opo_weighs_by_the_tokens_that_the_model_wrote():
+def test_opo_weights_by_the_number_of_loss_tokens():
     got = add_advantages(*episodes(), resolve(config(advantage="opo")).algorithm, 2)
     # lengths 2 and 1, rewards 3 and 1: the baseline is (2 * 3 + 1) / 3 = 7 / 3
     np.testing.assert_allclose(got[0].advantages, [2 / 3, 0, 0, 2 / 3], atol=1e-6)
     np.testing.assert_allclose(got[1].advantages, [0, -4 / 3], atol=1e-6)
 
 
-def test_replies_are_not_charged_for_the_kl():
+def test_observation_tokens_have_no_kl_penalty():
     cfg = resolve(config(kl="k1", kl_coef=0.1, kl_in="reward", norm_adv_by_std=False))
     half = functools.partial(map, lambda b: np.full(b.tokens.shape, -1.5, np.float32))
     kl = reference_kl(episodes()[0], cfg, 1, lambda batches: list(half(batches)))
-    # k1 = -1 - -1.5 where the model wrote, whatever stands between
+    # k1 = -1 - -1.5 at loss tokens, 0 at observation tokens
     np.testing.assert_allclose(kl[0], [0.5, 0, 0, 0.5])
     _, metrics = make_mini_batches(
         *episodes(), cfg, n_ranks=1, score_old=None, score_ref=lambda batches: list(half(batches))
@@ -236,7 +239,7 @@ def test_replies_are_not_charged_for_the_kl():
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_no_token_of_a_reply_is_singled_out(loss):
+def test_covariance_selection_ignores_observation_tokens(loss):
     cfg = resolve(
         config(
             policy_loss=loss,
@@ -251,8 +254,8 @@ def test_no_token_of_a_reply_is_singled_out(loss):
         np.testing.assert_array_equal(r.selected, r.loss_mask)
 
 
-def test_a_response_without_a_token_of_the_model_is_idle_whatever_is_learnt():
-    some = [with_reply(s, []) for s in samples_of(2)]
+def test_a_response_without_loss_tokens_is_idle_for_every_loss():
+    some = [with_observations(s, []) for s in samples_of(2)]
     cfg = resolve(config(kl_coef=0.1))
     rewards = np.array([1.0, 0.0, 1.0, 0.0])
     active, idle = split_idle(add_advantages(some, rewards, cfg.algorithm, 2), cfg)

@@ -1,4 +1,5 @@
-"""Episodes of several turns: exact tokens, what is masked, limits, failures, and whole runs in an environment."""
+"""Tests of jaxrl/rollout/multi_turn.py and of runs in an environment: exact tokens, loss masks,
+limits and failures of episodes with several turns."""
 
 import dataclasses
 import json
@@ -33,21 +34,21 @@ import time
 
 
 class Echo:
-    """Says "c" until it hears "d"."""
+    """Replies "c" until the completion is "d"."""
 
     def reset(self, prompt):
         return {"long": [{"role": "user", "content": "x" * 99}]}.get(prompt["answer"])
 
-    def step(self, said):
-        if said == "late":
+    def step(self, completion):
+        if completion == "late":
             time.sleep(0.3)
-        if said == "raise":
+        if completion == "raise":
             raise RuntimeError("out of cheese")
-        return "c", 1.0 if said == "d" else 0.5, said == "d", {"calls": 1}
+        return "c", 1.0 if completion == "d" else 0.5, completion == "d", {"calls": 1}
 
 
 class Letters:
-    """Three turns; each gives the share of letters in what was said."""
+    """Three turns; each rewards the share of letters in the completion."""
 
     def __init__(self, turns=3):
         self.left = turns
@@ -55,9 +56,9 @@ class Letters:
     def reset(self, prompt):
         return [{"role": "user", "content": "Go."}]
 
-    def step(self, said):
+    def step(self, completion):
         self.left -= 1
-        return "More.", sum(c.isalpha() for c in said) / 8, self.left == 0
+        return "More.", sum(c.isalpha() for c in completion) / 8, self.left == 0
 '''
 
 
@@ -81,7 +82,7 @@ def renderer(tiny_model):
 
 
 class Scripted(Engine):
-    """An engine that says what is written down for each sample, two tokens a dispatch."""
+    """An engine that returns scripted turns per sample, two tokens per dispatch."""
 
     def __init__(self, script):
         self.script = {sample: list(turns) for sample, turns in enumerate(script)}
@@ -94,28 +95,28 @@ class Scripted(Engine):
 
     def submit(self, request):
         self.requests.append(request)
-        says = self.script[request.sample].pop(0)[: request.max_tokens]
-        self.left[len(self.requests)] = (request, list(says), list(says))
+        turn = self.script[request.sample].pop(0)[: request.max_tokens]
+        self.left[len(self.requests)] = list(turn)
         return len(self.requests)
 
     def generate(self, params):
-        made = []
-        for slot, (request, says, left) in list(self.left.items()):
+        generated = []
+        for slot, left in list(self.left.items()):
             tokens, rest = left[:2], left[2:]
-            self.left[slot] = request, says, rest
+            self.left[slot] = rest
             finish = "" if rest else "stop" if tokens[-1] == EOS else "length"
             if finish:
                 del self.left[slot]
             logp = -np.array(tokens, np.float32) / 100
-            made.append(Generated(slot, np.array(tokens, np.int32), logp, finish))
-        return made
+            generated.append(Generated(slot, np.array(tokens, np.int32), logp, finish))
+        return generated
 
     def free(self, slot):
         del self.left[slot]
 
 
-def talk(script, pool, renderer, *, answer="", stop=(), **limits):
-    """(rollouts, requests) of one prompt whose samples say the turns of `script`."""
+def run_script(script, pool, renderer, *, answer="", stop=(), **limits):
+    """(rollouts, requests) of one prompt; `script` holds the turns of each sample."""
     message = {"role": "user", "content": "hi"}
     prompt = Prompt(5, (message,), renderer.render([message]), answer)
     engine = Scripted([[ids(renderer, turn) for turn in turns] for turns in script])
@@ -138,16 +139,17 @@ def talk(script, pool, renderer, *, answer="", stop=(), **limits):
 
 
 def ids(renderer, text):
+    """Token ids of a text; a list of ids is returned as it is."""
     return text if isinstance(text, list) else renderer.tokenizer(text)["input_ids"]
 
 
-ANSWER = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"  # of the environment, in chatml
+REPLY = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"  # of the environment, in chatml
 
 
-def test_the_tokens_of_an_episode_by_hand(echo, renderer):
-    ((rollout,), requests) = talk([["ab<|im_end|>", "d<|im_end|>"]], echo, renderer)
+def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
+    ((rollout,), requests) = run_script([["ab<|im_end|>", "d<|im_end|>"]], echo, renderer)
     prompt = renderer.render([{"role": "user", "content": "hi"}])
-    between = ids(renderer, ANSWER)
+    between = ids(renderer, REPLY)
     n = len(between)
     assert [len(ids(renderer, text)) for text in ("ab<|im_end|>", "d<|im_end|>")] == [3, 2]
     np.testing.assert_array_equal(requests[0].tokens, prompt)
@@ -174,7 +176,7 @@ def test_the_tokens_of_an_episode_by_hand(echo, renderer):
         ),
         "n_turns": 2, "reward": 1.5, "counts": {"calls": 2.0}, "error": "",
     }  # fmt: skip
-    # what the update sees: the mask is 1 where the target is a token of the model, and only there
+    # the packed batch: the mask is 1 exactly if the target is a token of the model
     (micro,) = pack([to_sample(rollout)], shapes=[(1, 128)], align=64, n_ranks=1)
     start = len(prompt) - 1
     want = np.zeros(128)
@@ -186,45 +188,45 @@ def test_the_tokens_of_an_episode_by_hand(echo, renderer):
     assert micro.batch.response_len[0, 0] == 5
 
 
-def test_what_the_model_wrote_is_never_tokenized_again(echo, renderer):
-    half = ids(renderer, "\u00e9")[:1]  # the first byte of two: no text gives this token alone
+def test_completions_are_never_tokenized_again(echo, renderer):
+    half = ids(renderer, "\u00e9")[:1]  # the first of two bytes: no text has this token alone
     assert ids(renderer, renderer.decode(half)) != half
-    ((rollout,), requests) = talk([[[*half, EOS], "d<|im_end|>"]], echo, renderer)
+    ((rollout,), requests) = run_script([[[*half, EOS], "d<|im_end|>"]], echo, renderer)
     assert rollout.tokens[:2].tolist() == [*half, EOS]
     assert half[0] in requests[1].tokens
 
 
-def test_a_turn_that_a_stop_string_ends_is_closed_for_the_model(echo, renderer):
-    ((rollout,), _) = talk([["a!b", "d<|im_end|>"]], echo, renderer, stop=("!",))
-    n = len(ids(renderer, "<|im_end|>" + ANSWER))
-    assert rollout.tokens[: 2 + n].tolist() == ids(renderer, "a!<|im_end|>" + ANSWER)
+def test_a_turn_ended_by_a_stop_string_gets_an_end_of_turn_outside_the_loss(echo, renderer):
+    ((rollout,), _) = run_script([["a!b", "d<|im_end|>"]], echo, renderer, stop=("!",))
+    n = len(ids(renderer, "<|im_end|>" + REPLY))
+    assert rollout.tokens[: 2 + n].tolist() == ids(renderer, "a!<|im_end|>" + REPLY)
     assert rollout.loss_mask.tolist() == [True] * 2 + [False] * n + [True] * 2
 
 
-def test_limits_end_an_episode_without_an_answer_behind_it(echo, renderer):
-    n = len(ids(renderer, ANSWER))
+def test_an_episode_that_reaches_a_limit_ends_without_a_reply(echo, renderer):
+    n = len(ids(renderer, REPLY))
     turns = ["ab<|im_end|>"] * 4
-    ((rollout,), requests) = talk([turns], echo, renderer, max_turns=2)
+    ((rollout,), requests) = run_script([turns], echo, renderer, max_turns=2)
     assert (rollout.finish, len(requests), len(rollout.tokens)) == ("turns", 2, 6 + n)
     assert rollout.episode.reward == 1.0
     assert [m["role"] for m in rollout.completion_messages] == ["assistant", "user", "assistant"]
     for room, finish, length in ((3 + n, "length", 3), (3 + n + 1, "length", 3 + n + 1)):
-        ((rollout,), _) = talk([turns], echo, renderer, max_tokens=room)
+        ((rollout,), _) = run_script([turns], echo, renderer, max_tokens=room)
         assert (rollout.finish, len(rollout.tokens)) == (finish, length)
-        assert rollout.episode.reward == 0.5  # the turn that was cut off is not judged
-    ((rollout,), requests) = talk([turns], echo, renderer, answer="long")
+        assert rollout.episode.reward == 0.5  # the environment does not see the truncated turn
+    ((rollout,), requests) = run_script([turns], echo, renderer, answer="long")
     assert rollout.finish == "error" and not requests and len(rollout.tokens) == 0
     assert len(rollout.prompt.tokens) > 99 and rollout.prompt.messages[0]["content"] == "hi"
     assert rollout.prompt_messages[0]["content"] == "x" * 99 and rollout.completion_messages == ()
     assert "data.max_prompt_len is 99" in rollout.episode.error
 
 
-def test_an_environment_that_fails_ends_its_episode_only(echo, renderer):
+def test_a_failing_environment_ends_only_its_episode(echo, renderer):
     script = [
         ["a<|im_end|>", text, "d<|im_end|>"]
         for text in ("raise<|im_end|>", "b<|im_end|>", "late<|im_end|>")
     ]
-    rollouts, _ = talk([*script, *script], echo, renderer)  # twice as many as fit at a time
+    rollouts, _ = run_script([*script, *script], echo, renderer)  # twice as many as fit in the pool
     assert [r.finish for r in rollouts] == ["error", "stop", "stop"] * 2
     assert (
         rollouts[0].episode.error == "RuntimeError: out of cheese"
@@ -233,16 +235,18 @@ def test_an_environment_that_fails_ends_its_episode_only(echo, renderer):
     assert [r.episode.reward for r in rollouts] == [0.5, 2.0, 2.0] * 2
 
 
-def test_a_template_without_an_end_of_turn_is_refused(tiny_model, tmp_path, echo):
+def test_a_template_without_an_end_of_turn_is_rejected(tiny_model, tmp_path, echo):
     template = tmp_path / "plain.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
     plain = ChatRenderer(load_tokenizer(tiny_model), template=str(template))
     with pytest.raises(ValueError, match=r"'\|c\|'.*set data\.chat_template"):
-        talk([["ab<|im_end|>"]], echo, plain)
+        run_script([["ab<|im_end|>"]], echo, plain)
     assert echo.n_free == 3
 
 
-def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environments, one_device):
+def test_turns_reuse_kv_pages_without_changing_results(
+    tiny_model, renderer, environments, one_device
+):
     cfg, params = load_model(tiny_model, rules=DECODE, dtype=jnp.float32)
     messages = ({"role": "user", "content": "What is 1 + 1? " * 5},)
     prompts = [Prompt(i, messages, renderer.render(messages), "") for i in (3, 4)]
@@ -267,20 +271,20 @@ def test_turns_reuse_pages_and_change_no_number(tiny_model, renderer, environmen
                 version=0,
             )
 
-    rollouts, kept = run()
-    plain, alone = run(prefix_cache=False)
+    rollouts, cached = run()
+    plain, uncached = run(prefix_cache=False)
     for a, b in zip(rollouts, plain, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logp, b.logp)
     n_turns = sum(r.episode.n_turns for r in rollouts)
     assert n_turns > len(rollouts)
-    # A later turn computes the observation and the last token before it, unless a page had too few
-    # tokens to be copied.
+    # A later turn prefills the reply of the environment, the token before it, and up to 16 tokens
+    # of a partly filled page that is too short to copy.
     n_between = sum(int((~r.loss_mask).sum()) for r in rollouts)
     n_later = n_turns - len(rollouts)
     longest = sum(len(p.tokens) for p in prompts) + n_between + n_later * (1 + 16)
-    assert kept["rollout/prefill_tokens"] <= longest < alone["rollout/prefill_tokens"]
-    assert kept["rollout/prefix_hit_rate"] > alone["rollout/prefix_hit_rate"]
+    assert cached["rollout/prefill_tokens"] <= longest < uncached["rollout/prefill_tokens"]
+    assert cached["rollout/prefix_hit_rate"] > uncached["rollout/prefix_hit_rate"]
 
 
 @pytest.fixture
@@ -294,34 +298,32 @@ def env_config(tiny_config, environments):
 
 
 @pytest.mark.thorough
-def test_a_run_in_an_environment_resumes_bitwise_and_is_evaluated_as_validated(
-    env_config, tmp_path
-):
+def test_a_run_in_an_environment_resumes_bitwise_and_evaluates_as_validated(env_config, tmp_path):
     assert train(resolve(env_config))
-    unbroken = env_config.run_dir
-    lines = [line for line in metrics(unbroken) if "optim/grad_norm" in line]
+    uninterrupted = env_config.run_dir
+    lines = [line for line in metrics(uninterrupted) if "optim/grad_norm" in line]
     assert len(lines) == 2
     for line in lines:
-        # engine and trainer see the same tokens at the same positions, through all turns
+        # engine and trainer see the same tokens at the same positions in all turns
         assert line["mismatch/logp_diff_max"] < 1e-4
         assert 1 < line["env/turns"] <= 3 and 0 < line["env/own_fraction"] < 1
         assert line["env/failures"] == 0 and line["reward/mean"] > 0
         assert line["reward/environment"] == pytest.approx(line["reward/mean"])
-    timed = [json.loads(s) for s in Path(unbroken, "metrics.jsonl").read_text().splitlines()]
+    timed = [json.loads(s) for s in Path(uninterrupted, "metrics.jsonl").read_text().splitlines()]
     assert any("time/env_s" in line for line in timed)
-    validated = [line for line in metrics(unbroken) if "val/reward" in line][-1]
+    validated = [line for line in metrics(uninterrupted) if "val/reward" in line][-1]
     assert validated["val/env/turns"] >= 1
 
-    assert evaluate(read([f"--model={unbroken}"]))
-    summary = json.loads(Path(unbroken, "evaluation", "summary.json").read_text())
+    assert evaluate(read([f"--model={uninterrupted}"]))
+    summary = json.loads(Path(uninterrupted, "evaluation", "summary.json").read_text())
     assert summary["results"]["all"]["reward"] == pytest.approx(validated["val/reward"], abs=1e-7)
 
-    env_config.run_dir = str(tmp_path / "broken")
+    env_config.run_dir = str(tmp_path / "resumed")
     env_config.total_steps = 1
     assert train(resolve(env_config))
     env_config.total_steps = 2
     assert train(resolve(env_config))
-    assert_same_weights(unbroken, env_config.run_dir)
+    assert_same_weights(uninterrupted, env_config.run_dir)
 
 
 @pytest.mark.thorough
@@ -329,7 +331,7 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
     path = tmp_path / "bad.py"
     path.write_text(
         "class Bad:\n    def reset(self, prompt):\n        return None\n"
-        "    def step(self, said):\n        raise KeyError('x')\n"
+        "    def step(self, completion):\n        raise KeyError('x')\n"
     )
     env_config.total_steps = 1
     env_config.env.name = f"{path}:Bad"
@@ -337,12 +339,12 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
     env_config.reward.error_value = -1.0
     assert train(resolve(env_config))
     (line,) = [line for line in metrics(env_config.run_dir) if "env/failures" in line]
-    # those that the length cut off never met it
+    # truncated episodes never reach the environment
     assert 0 < line["env/failures"] == line["reward/errors"] <= 16
     assert line["reward/mean"] == pytest.approx(-line["env/failures"] / 16)
 
 
-def test_an_engine_over_several_processes_takes_no_environment(env_config, monkeypatch):
+def test_an_engine_spanning_processes_rejects_environments(env_config, monkeypatch):
     cfg = resolve(env_config)
     check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
     monkeypatch.setattr("sharding.hosts.n_processes", lambda: 2)

@@ -1,4 +1,6 @@
-"""A run whose plan does not fit its devices does not start; one that fits gets its KV pages from the plan."""
+"""Tests of the plan check in jaxrl/trainer/setup/devices.py, and of jaxrl/planner/check.py.
+
+A run that does not fit its devices does not start; one that fits takes the KV pages of the plan."""
 
 import pytest
 
@@ -11,19 +13,19 @@ GIB = 2**30
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets what the devices say of their memory (CPU devices say nothing)."""
+    """memory(n_bytes) sets the memory that devices report; CPU devices report none."""
 
-    def says(n_bytes: int) -> None:
+    def report(n_bytes: int) -> None:
         monkeypatch.setattr("jaxrl.trainer.setup.devices.device_memory", lambda: n_bytes)
 
-    return says
+    return report
 
 
-def test_devices_that_do_not_report_their_memory_are_not_checked():
+def test_devices_without_a_memory_report_are_not_checked():
     assert check.device_memory() is None
 
 
-def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tiny_config, memory):
+def test_a_run_that_does_not_fit_is_rejected_with_its_memory_use(tiny_config, memory):
     memory(2**20)
     with (
         pytest.raises(
@@ -37,13 +39,13 @@ def test_a_run_that_does_not_fit_is_refused_with_its_numbers(tiny_config, memory
 
 
 @pytest.mark.thorough
-def test_a_run_that_fits_takes_the_plans_pages(tiny_config, memory):
+def test_a_run_that_fits_gets_the_kv_pages_of_the_plan(tiny_config, memory):
     memory(GIB)
     with open_run(resolve(tiny_config)) as run:
         assert run.engines.engine.rollout.n_pages == 16 * 3  # 16 sequences of three pages
 
 
-def test_plan_check_can_be_left_out(tiny_config, memory):
+def test_plan_check_can_be_disabled(tiny_config, memory):
     memory(2**20)
     tiny_config.plan_check = False
     with open_run(resolve(tiny_config)) as run:

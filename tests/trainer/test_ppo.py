@@ -1,4 +1,5 @@
-"""PPO with a critic: returns of random episodes, whole tiny runs, resuming, and what is refused."""
+"""Tests of PPO with a critic: GAE returns of random episodes (jaxrl/trainer/advantage.py), tiny
+runs (jaxrl/trainer/experience.py, step.py, update.py), resuming, and rejected configs."""
 
 import dataclasses
 import json
@@ -25,24 +26,26 @@ from sharding.rules import TRAIN
 
 
 def episodes(rng, n=6) -> list[TrainingSample]:
-    """Responses of 1-9 tokens, some of them with observation tokens in between."""
+    """Responses of 1-9 tokens with random values; every second one has observation tokens."""
 
     def one(i: int) -> TrainingSample:
         length = int(rng.integers(1, 10))
-        own = rng.random(length) < 0.7
-        own[rng.integers(length)] = True
+        mask = rng.random(length) < 0.7
+        mask[rng.integers(length)] = True
         return TrainingSample(
             prompt_tokens=np.arange(3, dtype=np.int32),
             tokens=np.zeros(length, np.int32),
-            loss_mask=np.ones(length, bool) if i % 2 else own,
+            loss_mask=np.ones(length, bool) if i % 2 else mask,
             values=rng.standard_normal(length).astype(np.float32),
         )
 
     return [one(i) for i in range(n)]
 
 
-def slow_returns(r: TrainingSample, reward: float, penalty: np.ndarray, gamma: float, lam: float):
-    """(A, R) of the loss tokens, from the definition of GAE."""
+def defined_returns(
+    r: TrainingSample, reward: float, penalty: np.ndarray, gamma: float, lam: float
+):
+    """(positions, advantages, returns) of the loss tokens, from the definition of GAE."""
     at = np.flatnonzero(r.loss_mask)
     rewards = [-penalty[t] for t in at]
     rewards[-1] += reward
@@ -54,7 +57,7 @@ def slow_returns(r: TrainingSample, reward: float, penalty: np.ndarray, gamma: f
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_returns_and_advantages_of_random_episodes_are_those_of_the_definition(seed):
+def test_returns_and_advantages_of_random_episodes_follow_the_definition_of_gae(seed):
     rng = np.random.default_rng(seed)
     gamma, lam = (1.0, 1.0) if seed == 0 else rng.uniform(0.3, 1.0, 2)
     rollouts = episodes(rng)
@@ -63,7 +66,7 @@ def test_returns_and_advantages_of_random_episodes_are_those_of_the_definition(s
     cfg = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam)
     got = add_advantages(rollouts, rewards, cfg, 1, penalties=penalties)
     slow = [
-        slow_returns(r, reward, p, gamma, lam)
+        defined_returns(r, reward, p, gamma, lam)
         for r, reward, p in zip(rollouts, rewards, penalties, strict=True)
     ]
     every = np.concatenate([a for _, a, _ in slow])
@@ -83,7 +86,7 @@ def test_returns_and_advantages_of_random_episodes_are_those_of_the_definition(s
 
 @pytest.fixture
 def ppo_config(tiny_config):
-    """Two updates a step, a KL in the reward, values discounted."""
+    """Two updates per step, a KL penalty in the reward, discounted returns."""
     tiny_config.total_steps, tiny_config.data.val = 3, ()
     tiny_config.algorithm.advantage = "gae"
     tiny_config.algorithm.lam, tiny_config.algorithm.gamma = 0.9, 0.99
@@ -99,7 +102,7 @@ def lines_of(config) -> list[dict]:
 
 
 def numbers(lines: list[dict]) -> list[dict]:
-    """Without what depends on the clock."""
+    """The metrics that do not depend on the clock."""
     clock = ("time", "_per_s", "host_fraction")
     return [{k: v for k, v in line.items() if not any(c in k for c in clock)} for line in lines]
 
@@ -115,7 +118,7 @@ def assert_same_weights(a: dict, b: dict):
 
 
 def run_main(config, tmp_path, monkeypatch) -> int:
-    """The config through the command line's entry."""
+    """Exit status of a run of this config through the command line."""
     path = tmp_path / "ppo.py"
     path.write_text(
         "from jaxrl.config import default_config\n"
@@ -133,7 +136,7 @@ CRITIC = ("loss", "value_mean", "clip_fraction", "return_mean", "explained_varia
 
 
 @pytest.mark.thorough
-def test_a_critic_learns_beside_the_policy_and_goes_on_bitwise(
+def test_a_critic_learns_with_the_policy_and_resumes_bitwise(
     ppo_config, tiny_model, tmp_path, monkeypatch
 ):
     ppo_config.critic.lr, ppo_config.critic.warmup_steps = 1e-2, 1
@@ -144,10 +147,10 @@ def test_a_critic_learns_beside_the_policy_and_goes_on_bitwise(
         assert all(f"critic/{name}" in line for name in (*CRITIC, "grad_norm"))
         assert line["critic/lr"] == pytest.approx(1e-2) and line["critic/grad_norm"] > 0
         assert line["time/values_s"] > 0 and line["time/update_critic_s"] > 0
-    assert first["perf/n_updates"] == 0 and "loss/policy" not in first  # the critic alone
+    assert first["perf/n_updates"] == 0 and "loss/policy" not in first  # critic warm-up
     assert [line["perf/n_updates"] for line in rest] == [2, 2]
     assert rest[-1]["critic/loss"] < first["critic/loss"]
-    # the head starts at zero, so nothing is explained at first
+    # the value head starts at zero and explains nothing
     assert first["critic/explained_variance"] == 0
     assert rest[-1]["critic/explained_variance"] != 0
 
@@ -161,19 +164,19 @@ def test_a_critic_learns_beside_the_policy_and_goes_on_bitwise(
     with jax.set_mesh(make_mesh()):
         load_model(Path(ppo_config.run_dir) / "hf_critic", rules=TRAIN, heads=("score",))
 
-    unbroken = dataclasses.replace(resolve(ppo_config))
-    ppo_config.run_dir = str(tmp_path / "broken")
+    uninterrupted = dataclasses.replace(resolve(ppo_config))
+    ppo_config.run_dir = str(tmp_path / "resumed")
     ppo_config.total_steps = 2
     assert train(resolve(ppo_config))
     ppo_config.total_steps = 3
     assert train(resolve(ppo_config))
     assert numbers(lines_of(ppo_config)) == numbers(lines)
     for folder in ("hf", "hf_critic"):
-        assert_same_weights(weights(ppo_config, folder), weights(unbroken, folder))
+        assert_same_weights(weights(ppo_config, folder), weights(uninterrupted, folder))
 
 
 @pytest.mark.thorough
-def test_while_only_the_critic_learns_the_policy_keeps_its_bits(ppo_config):
+def test_critic_warm_up_keeps_the_policy_bitwise(ppo_config):
     ppo_config.critic.warmup_steps = 1
     ppo_config.algorithm.kl_coef = 0.0
     with open_run(resolve(ppo_config)) as run:
@@ -187,7 +190,7 @@ def test_while_only_the_critic_learns_the_policy_keeps_its_bits(ppo_config):
         assert (policy.embed != last.embed).any()
 
 
-def test_a_shared_backbone_learns_both_and_exports_both(ppo_config):
+def test_a_shared_backbone_trains_and_exports_policy_and_critic(ppo_config):
     ppo_config.total_steps = 2
     ppo_config.critic.shared, ppo_config.critic.loss_coef = True, 0.5
     assert train(resolve(ppo_config))
@@ -203,16 +206,16 @@ def test_a_shared_backbone_learns_both_and_exports_both(ppo_config):
 
 
 @pytest.mark.slow
-def test_a_shared_backbone_goes_on_bitwise(ppo_config, tmp_path):
+def test_a_shared_backbone_resumes_bitwise(ppo_config, tmp_path):
     ppo_config.critic.shared = True
     assert train(resolve(ppo_config))
-    unbroken = resolve(ppo_config)
-    ppo_config.run_dir, ppo_config.total_steps = str(tmp_path / "broken"), 1
+    uninterrupted = resolve(ppo_config)
+    ppo_config.run_dir, ppo_config.total_steps = str(tmp_path / "resumed"), 1
     assert train(resolve(ppo_config))
     ppo_config.total_steps = 3
     assert train(resolve(ppo_config))
     for folder in ("hf", "hf_critic"):
-        assert_same_weights(weights(ppo_config, folder), weights(unbroken, folder))
+        assert_same_weights(weights(ppo_config, folder), weights(uninterrupted, folder))
 
 
 @pytest.mark.slow
@@ -221,7 +224,7 @@ def test_a_shared_backbone_goes_on_bitwise(ppo_config, tmp_path):
     [{"tensor": 2}, {"sequence": 2}, {"stage": 2}],
     ids=["tensor", "sequence", "stage"],
 )
-def test_a_critic_on_another_mesh_gives_the_run_of_one_device(
+def test_a_critic_on_another_mesh_equals_the_run_on_one_device(
     ppo_config, two_layers, tmp_path, layout
 ):
     ppo_config.model.path = str(two_layers)
@@ -239,7 +242,7 @@ def test_a_critic_on_another_mesh_gives_the_run_of_one_device(
 
 
 @pytest.mark.slow
-def test_what_waits_with_the_host_changes_nothing_of_a_critic(ppo_config, tmp_path):
+def test_offloading_does_not_change_a_run_with_a_critic(ppo_config, tmp_path):
     assert train(resolve(ppo_config))
     want = numbers(lines_of(ppo_config))
     ppo_config.run_dir = str(tmp_path / "other")
@@ -248,7 +251,7 @@ def test_what_waits_with_the_host_changes_nothing_of_a_critic(ppo_config, tmp_pa
     assert numbers(lines_of(ppo_config)) == want
 
 
-def test_a_critic_that_reads_other_tokens_is_refused(ppo_config, tiny_model, tmp_path):
+def test_a_critic_with_another_tokenizer_is_rejected(ppo_config, tiny_model, tmp_path):
     other = tmp_path / "critic"
     shutil.copytree(tiny_model, other)
     text = (other / "tokenizer.json").read_text()
@@ -258,7 +261,7 @@ def test_a_critic_that_reads_other_tokens_is_refused(ppo_config, tiny_model, tmp
         train(resolve(ppo_config))
 
 
-def test_a_warm_up_longer_than_the_epochs_is_refused(ppo_config):
+def test_a_critic_warm_up_as_long_as_the_run_is_rejected(ppo_config):
     ppo_config.total_steps, ppo_config.critic.warmup_steps = 0, 16  # 64 prompts, 4 a step
     with pytest.raises(ValueError, match="leaves none of the 16 steps to the policy"):
         train(resolve(ppo_config))

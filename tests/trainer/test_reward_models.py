@@ -1,4 +1,6 @@
-"""Reward models: trained from pairs, in files as transformers reads them, and as the reward of a run."""
+"""Tests of jaxrl/reward_model.py, jaxrl/trainer/offline/reward_model.py and
+jaxrl/learner/reward_model.py: reward models trained from pairs, exported for transformers, and used as
+the reward of a run."""
 
 import dataclasses
 import json
@@ -29,20 +31,21 @@ from jaxrl.trainer.setup.run import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.trainer.conftest import perturbed
 
 
 def pairs(n, seed):
-    """What is said with letters of the first half of the alphabet is better than of the second."""
+    """Pairs: the chosen answer has letters from a to h, the rejected one from s to z."""
     draw = random.Random(seed)
 
-    def say(letters):
+    def answer(letters):
         return "".join(draw.choices(letters, k=draw.randint(2, 8)))
 
     return [
         {
             "prompt": f"{draw.randint(0, 99)}?",
-            "chosen": say("abcdefgh"),
-            "rejected": say("stuvwxyz"),
+            "chosen": answer("abcdefgh"),
+            "rejected": answer("stuvwxyz"),
         }
         for _ in range(n)
     ]
@@ -55,7 +58,7 @@ def write(path, rows):
 
 @pytest.fixture
 def ranking_config(tiny_config, tmp_path):
-    """20 steps of 8 pairs, others held out."""
+    """20 steps of 8 pairs; 40 other pairs are held out."""
     tiny_config.rollout.update(default_config().rollout)
     tiny_config.reward.update(default_config().reward)
     tiny_config.data.train = write(tmp_path / "train.jsonl", pairs(160, 0))
@@ -68,15 +71,15 @@ def ranking_config(tiny_config, tmp_path):
 
 @pytest.fixture(scope="session")
 def tiny_scorer(tiny_model, tmp_path_factory):
-    """The tiny model as a sequence classifier with a random head, and a chat template of its own."""
+    """The tiny model as a sequence classifier with a random head and its own chat template."""
     folder = tmp_path_factory.mktemp("scorer") / "model"
     shutil.copytree(tiny_model, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["score.weight"] = np.random.default_rng(0).normal(size=(1, 32)).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    ask = "{% if add_generation_prompt %}assistant: {% endif %}"
-    (folder / "chat_template.jinja").write_text(template + ask)
+    generation_prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (folder / "chat_template.jinja").write_text(template + generation_prompt)
     return folder
 
 
@@ -103,7 +106,9 @@ def test_a_reward_model_learns_from_pairs_and_then_rewards_a_run(
     config = transformers.AutoConfig.from_pretrained(folder)
     assert config.architectures == ["LlamaForSequenceClassification"]
     assert config.num_labels == 1
-    assert config.pad_token_id is not None and config.pad_token_id != 2, "not what ends a response"
+    assert config.pad_token_id is not None and config.pad_token_id != 2, (
+        "padding is not the EOS token"
+    )
     tensors = load_file(folder / "model.safetensors")
     assert tensors["score.weight"].shape == (1, 32) and "lm_head.weight" not in tensors
     assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
@@ -119,7 +124,7 @@ def test_a_reward_model_learns_from_pairs_and_then_rewards_a_run(
 
 
 def rl_config(config, tmp_path, folder):
-    """A run of 3 steps on sums, rewarded by a function and half of what the model in the folder says."""
+    """A run of 3 steps on sums; the reward is a function plus half the score of the model."""
     conftest = Path(__file__).parent / "conftest.py"
     config.run_dir = str(tmp_path / "rl")
     config.total_steps = 3
@@ -136,8 +141,8 @@ def rl_config(config, tmp_path, folder):
 
 
 @pytest.mark.thorough
-def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
-    """Through packing and the value loss of the learner, against both answers of a pair differentiated at once."""
+def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
+    """Packed samples through the value loss, against the derivative of the loss of whole pairs."""
     ranking_config.preference.margin_weight = 0.5
     ranking_config.data.prompts_per_step = 2
     rows = [row | {"margin": i} for i, row in enumerate(pairs(2, 2))]
@@ -145,7 +150,7 @@ def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
     cfg = with_objective(resolve(ranking_config), REWARD_MODEL)
     with open_offline(cfg, REWARD_MODEL) as run:
         items = next(run.core.iterator)
-        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.core.state.params)  # fmt: skip
+        moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
         rollouts, found = make_samples(run, items)
         packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
@@ -178,7 +183,7 @@ def test_the_gradient_is_that_of_the_bradley_terry_loss(ranking_config):
 
 
 @pytest.mark.thorough
-def test_neither_packing_nor_the_mesh_changes_what_is_learnt(ranking_config, tmp_path):
+def test_packing_and_mesh_do_not_change_the_trained_weights(ranking_config, tmp_path):
     config = ranking_config
     config.total_steps, config.learner.eps, config.data.val = 2, 1e-4, ()
     assert reward_model.train(resolve(config))
@@ -187,31 +192,31 @@ def test_neither_packing_nor_the_mesh_changes_what_is_learnt(ranking_config, tmp
     config.run_dir = str(tmp_path / "packed")
     config.learner.token_budget, config.learner.segment_align = 144, 8
     assert reward_model.train(resolve(config))
-    close(weights(config.run_dir), reference)
+    assert_close(weights(config.run_dir), reference)
 
     config.run_dir = str(tmp_path / "mesh")
     config.learner.token_budget, config.learner.segment_align = 256, 64
     config.mesh.fsdp = config.mesh.tensor = 2
     assert reward_model.train(resolve(config))
-    close(weights(config.run_dir), reference)
+    assert_close(weights(config.run_dir), reference)
 
 
-def close(found, reference):
+def assert_close(found, reference):
     for name, one in reference.items():
         np.testing.assert_allclose(found[name], one, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.slow  # as any run of the learner does: that of DPO is tried every time
-def test_a_killed_training_goes_on_bitwise(ranking_config, tmp_path):
+@pytest.mark.slow  # a default or thorough case resumes DPO, which shares this loop
+def test_reward_model_training_resumes_bitwise(ranking_config, tmp_path):
     config = ranking_config
     config.total_steps = 3
     assert reward_model.train(resolve(config))
-    unbroken = weights(config.run_dir)
-    config.run_dir, config.total_steps = str(tmp_path / "broken"), 1
+    uninterrupted = weights(config.run_dir)
+    config.run_dir, config.total_steps = str(tmp_path / "resumed"), 1
     assert reward_model.train(resolve(config))
     config.total_steps = 3
     assert reward_model.train(resolve(config))
-    for name, one in unbroken.items():
+    for name, one in uninterrupted.items():
         np.testing.assert_array_equal(weights(config.run_dir)[name], one, err_msg=name)
 
 
@@ -222,7 +227,9 @@ def rollout(text, **fields):
 
 
 @pytest.mark.thorough
-def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_config, tiny_scorer):
+def test_scores_are_of_the_last_token_in_its_own_chat_template_on_any_mesh(
+    tiny_config, tiny_scorer
+):
     tiny_config.mesh.fsdp = 2
     tiny_config.reward_model.path = str(tiny_scorer)
     tiny_config.reward_model.weight = 2.0
@@ -241,18 +248,18 @@ def test_scores_are_those_of_the_last_tokens_in_its_own_words_on_any_mesh(tiny_c
     with jax.set_mesh(make_mesh(fsdp=1)):
         _, alone = load_model(tiny_scorer, rules=TRAIN, heads=("score",))
         for i, text in enumerate(texts):
-            said = f"user: 1 + 2?<|im_end|>assistant: {text}<|im_end|>"
-            ids = jnp.array([tokenizer(said, add_special_tokens=False)["input_ids"]])
+            text_in_template = f"user: 1 + 2?<|im_end|>assistant: {text}<|im_end|>"
+            ids = jnp.array([tokenizer(text_in_template, add_special_tokens=False)["input_ids"]])
             score = float(score_at_end(alone, ids))
-            for own in found.values():
-                assert own[i].parts["reward_model"] == pytest.approx(score, abs=1e-4)
-                assert own[i].value == pytest.approx(1.0 + 2.0 * score, abs=1e-4)
+            for rewards in found.values():
+                assert rewards[i].parts["reward_model"] == pytest.approx(score, abs=1e-4)
+                assert rewards[i].value == pytest.approx(1.0 + 2.0 * score, abs=1e-4)
     assert len({r.value for r in found[0]}) == 3
 
 
 @jax.jit
 def score_at_end(params, tokens):
-    """Of one row [1, T] without padding."""
+    """Score at the last token of one row [1, T] without padding."""
     n = tokens.shape[1]
     positions = jnp.arange(n)[None]
     hidden = forward_packed(params, tokens, jnp.ones_like(tokens), positions, rules=TRAIN)
@@ -260,20 +267,22 @@ def score_at_end(params, tokens):
 
 
 @pytest.mark.thorough
-def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config, tiny_scorer):
+def test_all_messages_of_a_multi_turn_episode_are_scored(tiny_config, tiny_scorer):
     def message(role, content):
         return {"role": role, "content": content}
 
-    asked, answer = message("user", "1 + 2?"), message("user", "No.")
-    said = (message("assistant", "4"), answer, message("assistant", "3"))
-    held = Episode(prompt_messages=(asked,), completion_messages=said, n_turns=2, reward=1.0)
-    broken = dataclasses.replace(held, error="KeyError: 'x'")
+    question, reply = message("user", "1 + 2?"), message("user", "No.")
+    completion = (message("assistant", "4"), reply, message("assistant", "3"))
+    episode = Episode(
+        prompt_messages=(question,), completion_messages=completion, n_turns=2, reward=1.0
+    )
+    broken = dataclasses.replace(episode, error="KeyError: 'x'")
     tiny_config.reward_model.path = str(tiny_scorer)
     with jax.set_mesh(make_mesh(fsdp=1)):
         model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
         found, failed, alone = model.add_scores(
             [
-                rollout("43", episode=held),
+                rollout("43", episode=episode),
                 rollout("43", episode=broken),
                 rollout("3"),
             ],
@@ -292,13 +301,14 @@ def test_a_conversation_with_an_environment_is_scored_as_it_was_held(tiny_config
 
 
 @pytest.mark.thorough
-def test_an_evaluation_is_rewarded_by_environment_and_model_together(
+def test_an_evaluation_adds_the_rewards_of_environment_and_model(
     tiny_config, tiny_scorer, tmp_path
 ):
     game = tmp_path / "game.py"
     game.write_text(
         "class Twice:\n    n = 0\n    def reset(self, prompt):\n        return None\n"
-        "    def step(self, said):\n        self.n += 1\n        return 'More.', 1.0, self.n == 2\n"
+        "    def step(self, completion):\n        self.n += 1\n"
+        "        return 'More.', 1.0, self.n == 2\n"
     )
     tiny_config.env.name = f"{game}:Twice"
     tiny_config.data.max_response_len = 96
@@ -306,7 +316,7 @@ def test_an_evaluation_is_rewarded_by_environment_and_model_together(
     tiny_config.eval.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
     tiny_config.reward.functions, tiny_config.reward.weights = ("environment",), (0.25,)
     tiny_config.reward_model.path, tiny_config.reward_model.weight = str(tiny_scorer), 0.5
-    # of training, on another machine
+    # paths that only training reads need not exist
     tiny_config.algorithm.teacher = tiny_config.critic.path = "/nowhere"
     assert evaluate(resolve_evaluation(tiny_config))
     summary = json.loads((Path(tiny_config.run_dir) / "summary.json").read_text())
@@ -325,18 +335,18 @@ def test_an_evaluation_is_rewarded_by_environment_and_model_together(
         resolve_evaluation(tiny_config)
 
 
-def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
+def test_a_rollout_that_cannot_be_scored_gets_an_error(tiny_config, tiny_scorer):
     tiny_config.reward_model.path = str(tiny_scorer)
     tiny_config.reward.error_value = -1.0
     cfg = resolve(tiny_config)
     with jax.set_mesh(make_mesh(fsdp=1)):
         model = open_reward_model(cfg, tiny_scorer, jnp.dtype("float32"))
-        fine, long = model.add_scores(
+        scored, too_long = model.add_scores(
             [rollout("3"), rollout("x" * 300)], [Reward(0.0), Reward(0.0)]
         )
-    assert not fine.error
-    assert long.value == -1.0
-    assert "tokens in the reward model's tokenizer, more than a row of 256" in long.error
+    assert not scored.error
+    assert too_long.value == -1.0
+    assert "tokens in the reward model's tokenizer, more than a row of 256" in too_long.error
     nan = with_score(Reward(5.0), 0.0, "the score is nan", cfg)
     assert (nan.value, nan.error) == (-1.0, "reward_model: the score is nan")
     failed = with_score(Reward(-1.0, error="math: hung"), 7.0, "", cfg)
@@ -344,7 +354,7 @@ def test_what_cannot_be_scored_is_an_error_of_its_own(tiny_config, tiny_scorer):
 
 
 @pytest.mark.thorough
-def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, monkeypatch):
+def test_the_plan_check_includes_the_reward_model(tiny_config, tiny_scorer, monkeypatch):
     tiny_config.reward_model.path = str(tiny_scorer)
     seen = {}
 
@@ -360,7 +370,7 @@ def test_the_plan_before_a_run_has_the_reward_model(tiny_config, tiny_scorer, mo
     assert seen["role_decoders"]["reward_model"] == model_config(tiny_scorer)
 
 
-def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
+def test_a_language_model_is_rejected_as_reward_model(tiny_config, tiny_model):
     tiny_config.reward_model.path = str(tiny_model)
     with (
         jax.set_mesh(make_mesh(fsdp=1)),
@@ -369,7 +379,7 @@ def test_a_language_model_is_no_reward_model(tiny_config, tiny_model):
         open_reward_model(resolve(tiny_config), tiny_model, jnp.dtype("float32"))
 
 
-def test_keys_that_it_does_not_read_are_refused(ranking_config):
+def test_unused_keys_are_rejected(ranking_config):
     ranking_config.preference.beta = 0.5
     ranking_config.reward.workers = 3
     with pytest.raises(ValueError, match=r"beta, config\.reward\.workers have no effect"):

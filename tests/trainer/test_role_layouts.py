@@ -1,4 +1,5 @@
-"""Roles of a run on meshes of their own give the run of one mesh."""
+"""Tests of jaxrl/layout.py in runs: a separate mesh per role (rollout, scoring, reference) gives
+the run of one mesh, and rollout copies of the weights are freed."""
 
 import json
 from pathlib import Path
@@ -21,7 +22,7 @@ MODEL = DecoderConfig("llama", L=2, D=32, N=4, K=2, H=8, F=64, V=64, max_len=256
 
 
 def steps(config) -> list[dict]:
-    """The training lines of a run of two steps."""
+    """Training metrics of a run of two steps."""
     config.total_steps, config.data.val = 2, ()
     config.rollout.max_num_seqs, config.checkpoint.export_hf = 8, False
     assert train(resolve(config))
@@ -37,7 +38,7 @@ def assert_same_steps(ours: list[dict], theirs: list[dict]):
 
 
 @pytest.mark.thorough
-def test_a_run_with_replicas_is_the_run_without(tiny_config, tmp_path):
+def test_rollout_replicas_do_not_change_the_run(tiny_config, tmp_path):
     tiny_config.mesh.fsdp = 2
     tiny_config.rollout.layout = "training"
     theirs = steps(tiny_config)
@@ -48,7 +49,7 @@ def test_a_run_with_replicas_is_the_run_without(tiny_config, tmp_path):
     assert not any("time/reshard_s" in line for line in theirs)
 
 
-def test_the_copy_of_a_rollout_is_gone_behind_it_and_the_rest_is_training_s(tiny_config):
+def test_resharded_weights_are_freed_after_the_rollout_and_shared_ones_kept(tiny_config):
     tiny_config.mesh.fsdp, tiny_config.mesh.tensor = 4, 2
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         params = init_model(MODEL, seed=0, rules=TRAIN)
@@ -64,7 +65,7 @@ def test_the_copy_of_a_rollout_is_gone_behind_it_and_the_rest_is_training_s(tiny
         assert layout.weight_bytes(params)[0] > 0 and copied == 2 + 7 * MODEL.L
 
 
-def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
+def test_one_device_and_pure_tensor_parallelism_need_no_resharding(tiny_config):
     for sizes in ({"fsdp": 1}, {"tensor": 2}):
         with jax.set_mesh(make_mesh(**sizes)):
             tiny_config.mesh.update({"fsdp": 1} | sizes)
@@ -80,7 +81,7 @@ def test_one_device_and_pure_tensor_parallelism_need_no_copy(tiny_config):
         ({"tensor": 2, "layout": "training"}, "rollout.tensor=2 is of an engine's replica"),
     ],
 )
-def test_a_layout_that_cannot_be_says_what_to_set(tiny_config, keys, words):
+def test_an_invalid_rollout_layout_is_rejected_with_the_keys_to_set(tiny_config, keys, words):
     tiny_config.rollout.update(keys)
     tiny_config.mesh.fsdp = 8
     with jax.set_mesh(make_mesh(fsdp=8)), pytest.raises(ValueError, match=words):
@@ -88,9 +89,11 @@ def test_a_layout_that_cannot_be_says_what_to_set(tiny_config, keys, words):
 
 
 @pytest.mark.slow
-def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path):
-    """Updates with Ulysses over two of four devices; logprobs on four, the reference over a tensor axis, where
-    the policy comes to after a step."""
+def test_a_separate_mesh_per_role_does_not_change_the_run(tiny_config, tmp_path):
+    """The update uses Ulysses (fsdp 2, sequence 2); scoring of old logprobs has no sequence axis.
+
+    The reference has a tensor axis and is refreshed from the policy after every step.
+    """
     tiny_config.mesh.fsdp, tiny_config.mesh.sequence = 2, 2
     tiny_config.learner.mini_batch_prompts = 2
     tiny_config.algorithm.kl_coef, tiny_config.algorithm.ref_refresh_every = 0.1, 1
@@ -105,7 +108,7 @@ def test_a_run_with_roles_of_their_own_is_the_run_without(tiny_config, tmp_path)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [dict(fsdp=1), dict(fsdp=2, tensor=2)])
-def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_config, sizes):
+def test_an_int8_copy_is_made_on_device_and_freed_after_the_rollout(tiny_config, sizes):
     tiny_config.mesh.update({"tensor": 1} | sizes)
     tiny_config.rollout.dtype, tiny_config.algorithm.correction = "int8", "token_tis"
     with jax.set_mesh(make_mesh(**sizes)):
@@ -119,15 +122,18 @@ def test_an_int8_copy_is_made_on_the_devices_and_gone_behind_the_rollout(tiny_co
             assert w.values.dtype == jax.numpy.int8 and w.values.sharding.spec[0] == "tensor"
             assert w.scale.sharding.spec[0] == "tensor"
         assert w.values.is_deleted() and w.scale.is_deleted()
-        assert there.embed.is_deleted() == ("tensor" in sizes)  # else it is training's
+        assert there.embed.is_deleted() == (
+            "tensor" in sizes
+        )  # without a tensor axis it is shared with training
         assert not there.norm.w.is_deleted()
-        for leaf, was in zip(jax.tree.leaves(params), before, strict=True):
-            np.testing.assert_array_equal(leaf, was)
+        for leaf, old in zip(jax.tree.leaves(params), before, strict=True):
+            np.testing.assert_array_equal(leaf, old)
 
 
 @pytest.mark.thorough
-def test_a_run_with_a_rollout_in_eight_bits_measures_and_corrects_it(tiny_config, tmp_path):
-    """And with drafts; then the same engine evaluates."""
+def test_an_int8_rollout_with_speculation_is_measured_corrected_and_evaluated(
+    tiny_config, tmp_path
+):
     val = tiny_config.data.val
     tiny_config.rollout.dtype = tiny_config.rollout.kv_dtype = "int8"
     tiny_config.rollout.spec_tokens = 2

@@ -1,4 +1,8 @@
-"""Whole runs of a tiny model: what they leave behind, and that resuming, killing and packing change nothing."""
+"""Tests of whole runs of a tiny model: their output files, resuming, interrupting, packing, meshes.
+
+They cover jaxrl/train.py, and in jaxrl/trainer loop.py, run.py, step.py, sampling.py, update.py,
+checkpointing.py and setup/ (core.py, data.py, devices.py, engines.py, folder.py, models.py, run.py,
+state.py, warmup.py)."""
 
 import json
 import signal
@@ -30,7 +34,7 @@ def assert_same_weights(a, b, name="hf"):
 
 
 def metrics(run_dir):
-    """metrics.jsonl without what depends on the clock."""
+    """Lines of metrics.jsonl without the metrics that depend on the clock."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [
         {
@@ -43,7 +47,7 @@ def metrics(run_dir):
 
 
 def start_process(config, tmp_path, *overrides):
-    """The same run in a process of its own, through the command line."""
+    """Starts the run in a separate process through the command line."""
     values = config.to_dict()
     path = tmp_path / "config.py"
     path.write_text(
@@ -64,15 +68,18 @@ def start_process(config, tmp_path, *overrides):
 
 
 def finish_process(config, tmp_path, *overrides):
-    """Runs it to the end. Bits are compared between processes only: thread pools differ with the
-    number of simulated devices, and with them the last bit of a sum."""
+    """Runs to the end in a separate process.
+
+    A bitwise comparison needs two such processes: thread pools depend on the number of simulated
+    devices, and the last bit of a sum on the thread pool.
+    """
     process = start_process(config, tmp_path, *overrides)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
 
 def wait_for_step(run_dir, step, process, timeout_s=240):
-    """Until metrics.jsonl has a training line of `step`."""
+    """Returns when metrics.jsonl has a training line of `step` or a later one."""
     path, deadline = Path(run_dir) / "metrics.jsonl", time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.stdout.read()
@@ -102,7 +109,7 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_trains_with_its_experts_on_two_devices(tiny_config, tiny_experts):
+def test_a_mixture_of_experts_trains_with_expert_parallelism(tiny_config, tiny_experts):
     tiny_config.model.path = str(tiny_experts)
     tiny_config.mesh.expert = 2
     tiny_config.learner.router_aux_coef = 0.01
@@ -122,7 +129,7 @@ def test_a_mixture_of_experts_trains_with_its_experts_on_two_devices(tiny_config
     assert (before[router] != after[router]).any()
 
 
-def test_training_changes_the_weights_and_the_export_is_what_was_trained(tiny_config, tiny_model):
+def test_the_export_has_the_trained_weights(tiny_config, tiny_model):
     assert train(resolve(tiny_config))
     before = load_file(tiny_model / "model.safetensors")
     after = weights(tiny_config.run_dir)
@@ -132,7 +139,7 @@ def test_training_changes_the_weights_and_the_export_is_what_was_trained(tiny_co
 @pytest.mark.thorough
 def test_packing_does_not_change_the_result(tiny_config, tmp_path):
     tiny_config.total_steps = 2
-    # Adam's first step is g / (|g| + eps): at 1e-8 the rounding of a tiny g becomes a part of a whole step.
+    # Adam's first step is g / (|g| + eps): at eps 1e-8 rounding errors of a tiny g change the step.
     tiny_config.learner.eps = 1e-5
     assert train(resolve(tiny_config))
     first = weights(tiny_config.run_dir)
@@ -155,10 +162,10 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_eight_devices_end_with_the_weights_of_one(tiny_config, two_layers, tmp_path, mesh):
+def test_eight_devices_give_the_weights_of_one(tiny_config, two_layers, tmp_path, mesh):
     tiny_config.model.path = str(two_layers)
     tiny_config.total_steps = 2
-    tiny_config.learner.mini_batch_prompts = 2  # so that old_logp is scored
+    tiny_config.learner.mini_batch_prompts = 2  # two updates per step, so old_logp is computed
     assert train(resolve(tiny_config))
     one = weights(tiny_config.run_dir)
     tiny_config.run_dir = str(tmp_path / "eight")
@@ -172,7 +179,7 @@ def test_eight_devices_end_with_the_weights_of_one(tiny_config, two_layers, tmp_
 
 
 @pytest.mark.thorough
-def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
+def test_several_updates_and_epochs_per_step_with_kl_and_entropy(tiny_config):
     tiny_config.total_steps = 2
     tiny_config.learner.mini_batch_prompts = 2
     tiny_config.learner.epochs = 2
@@ -181,12 +188,12 @@ def test_several_updates_and_epochs_a_step_with_kl_and_entropy(tiny_config):
     assert train(resolve(tiny_config))
     lines = [line for line in metrics(tiny_config.run_dir) if "perf/n_updates" in line]
     assert [line["perf/n_updates"] for line in lines] == [4.0, 4.0]
-    # the first update starts at the reference: all KL comes from the ones after it
+    # the first update starts at the reference, so its KL is zero
     assert 0 < lines[0]["loss/kl"] < lines[1]["loss/kl"]
 
 
 @pytest.mark.slow
-def test_what_waits_with_the_host_changes_no_number(tiny_config, tmp_path):
+def test_offloading_to_host_memory_does_not_change_the_run(tiny_config, tmp_path):
     tiny_config.total_steps = 2
     tiny_config.algorithm.kl_coef = 0.1
     assert train(resolve(tiny_config))
@@ -199,7 +206,7 @@ def test_what_waits_with_the_host_changes_no_number(tiny_config, tmp_path):
 
 
 @pytest.mark.thorough
-def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
+def test_full_kl_and_kl_in_the_reward_are_logged(tiny_config, tmp_path):
     tiny_config.total_steps = 2
     tiny_config.algorithm.kl_coef = 0.1
     tiny_config.algorithm.kl = "full"
@@ -209,11 +216,11 @@ def test_full_kl_and_kl_in_the_reward_run(tiny_config, tmp_path):
     tiny_config.algorithm.kl, tiny_config.algorithm.kl_in = "k1", "reward"
     assert train(resolve(tiny_config))
     line = metrics(tiny_config.run_dir)[1]
-    assert "reward/kl" in line and "loss/kl" not in line, "the loss has none"
+    assert "reward/kl" in line and "loss/kl" not in line, "the loss has no KL"
 
 
 @pytest.mark.thorough
-def test_remax_samples_a_greedy_baseline_and_clip_cov_singles_tokens_out(tiny_config):
+def test_remax_trains_with_a_greedy_baseline_and_clip_cov_selects_tokens(tiny_config):
     tiny_config.total_steps = 2
     tiny_config.rollout.n = 1
     tiny_config.data.prompts_per_step = 8
@@ -224,12 +231,14 @@ def test_remax_samples_a_greedy_baseline_and_clip_cov_singles_tokens_out(tiny_co
     assert train(resolve(tiny_config))
     lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
     assert len(lines) == 2 and all(line["optim/grad_norm"] > 0 for line in lines)
-    # a quarter of all tokens lost its gradient, fewer where their response is idle
+    # a quarter of all tokens has no gradient, or fewer if their response is idle
     assert all(0.1 < line["loss/clip_fraction"] <= 0.4 for line in lines)
 
 
 @pytest.mark.thorough
-def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_config, tmp_path):
+def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
+    tiny_config, tmp_path
+):
     tiny_config.total_steps = 3
     tiny_config.data.prompts_per_step = 2
     tiny_config.data.train = ("task:addition?digits=1&size=9&split=train",)
@@ -247,14 +256,14 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
     algorithm.aggregation = "seq_mean_token_mean"
     algorithm.correction, algorithm.rejection = "token_tis", "geo_mean"
     assert train(resolve(tiny_config))
-    unbroken = tiny_config.run_dir
-    tiny_config.run_dir = str(tmp_path / "broken")
+    uninterrupted = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "resumed")
     tiny_config.total_steps = 1
     assert train(resolve(tiny_config))
     tiny_config.total_steps = 3
     assert train(resolve(tiny_config))
-    assert_same_weights(unbroken, tiny_config.run_dir)
-    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert_same_weights(uninterrupted, tiny_config.run_dir)
+    trained = [line for line in metrics(uninterrupted) if "reward/mean" in line]
     assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
     assert len({line["reward/running_mean"] for line in trained}) == 3
     assert any(line["reward/clip_fraction"] > 0 for line in trained)
@@ -266,44 +275,44 @@ def test_adaptive_weights_dynamic_sampling_and_curriculum_resume_bitwise(tiny_co
 
 
 @pytest.mark.thorough
-def test_a_refreshed_reference_and_an_average_of_the_weights_resume_bitwise(tiny_config, tmp_path):
+def test_reference_refresh_and_weight_average_resume_bitwise(tiny_config, tmp_path):
     tiny_config.algorithm.kl_coef = 0.1
     tiny_config.algorithm.ref_refresh_every = 2
     tiny_config.learner.ema = 0.5
     assert train(resolve(tiny_config))
-    unbroken = tiny_config.run_dir
-    tiny_config.run_dir = str(tmp_path / "broken")
+    uninterrupted = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "resumed")
     tiny_config.total_steps = 3
     assert train(resolve(tiny_config))
     tiny_config.total_steps = 4
     assert train(resolve(tiny_config))
-    assert_same_weights(unbroken, tiny_config.run_dir)
-    assert_same_weights(unbroken, tiny_config.run_dir, "hf_ema")
-    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert_same_weights(uninterrupted, tiny_config.run_dir)
+    assert_same_weights(uninterrupted, tiny_config.run_dir, "hf_ema")
+    trained = [line for line in metrics(uninterrupted) if "reward/mean" in line]
     assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
-    # Engine and trainer agree, so that a policy that is its own reference has no KL: before any step, and
-    # right after the refresh.
+    # Engine and trainer logprobs agree, so the KL is zero while policy and reference are equal: at
+    # the first step and right after the refresh.
     kl = [line["loss/kl"] for line in trained]
     assert abs(kl[0]) < 1e-6 and abs(kl[2]) < 1e-6 and min(kl[1], kl[3]) > 1e-6
-    a, b = weights(unbroken), weights(unbroken, "hf_ema")
+    a, b = weights(uninterrupted), weights(uninterrupted, "hf_ema")
     assert any(not np.array_equal(a[name], b[name]) for name in a)
 
 
 def often_flat(data_source, solution_str, ground_truth, extra_info=None):
-    """0 or 1, so that the two samples of a prompt are often equal."""
+    """A reward of 0 or 1, often equal for the two samples of a prompt."""
     return float(sum(c.isalpha() for c in solution_str) >= 4)
 
 
-def test_a_run_goes_on_in_its_folder_bitwise_where_an_unbroken_one_ends(tiny_config, tmp_path):
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(tiny_config, tmp_path):
     assert train(resolve(tiny_config))
-    unbroken = tiny_config.run_dir
-    tiny_config.run_dir = str(tmp_path / "broken")
+    uninterrupted = tiny_config.run_dir
+    tiny_config.run_dir = str(tmp_path / "resumed")
     tiny_config.total_steps = 2
     assert train(resolve(tiny_config))
     tiny_config.total_steps = 4
     assert train(resolve(tiny_config))
-    assert_same_weights(unbroken, tiny_config.run_dir)
-    trained = [line for line in metrics(unbroken) if "reward/mean" in line]
+    assert_same_weights(uninterrupted, tiny_config.run_dir)
+    trained = [line for line in metrics(uninterrupted) if "reward/mean" in line]
     assert trained == [line for line in metrics(tiny_config.run_dir) if "reward/mean" in line]
 
 
@@ -313,18 +322,18 @@ def test_a_killed_run_resumes_bitwise(tiny_config, tmp_path, step):
     tiny_config.total_steps = 6
     tiny_config.checkpoint.every = 1
     finish_process(tiny_config, tmp_path)
-    unbroken = tiny_config.run_dir
+    uninterrupted = tiny_config.run_dir
     tiny_config.run_dir = str(tmp_path / "killed")
     process = start_process(tiny_config, tmp_path)
     wait_for_step(tiny_config.run_dir, step, process)
     process.kill()
     process.wait()
-    finish_process(tiny_config, tmp_path)  # goes on where the folder has a checkpoint, else begins
-    assert_same_weights(unbroken, tiny_config.run_dir)
+    finish_process(tiny_config, tmp_path)  # resumes from a checkpoint if the folder has one
+    assert_same_weights(uninterrupted, tiny_config.run_dir)
 
 
 @pytest.mark.thorough
-def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bitwise(tiny_config, tmp_path):
+def test_ctrl_c_saves_prints_the_resume_command_and_resumes_bitwise(tiny_config, tmp_path):
     tiny_config.total_steps = 40
     process = start_process(tiny_config, tmp_path)
     wait_for_step(tiny_config.run_dir, 2, process)
@@ -340,12 +349,12 @@ def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bitwise(tiny_config, tmp_pat
     tiny_config.total_steps = saved + 2
     finish_process(tiny_config, tmp_path, "--config.resume=True")
     resumed = tiny_config.run_dir
-    tiny_config.run_dir = str(tmp_path / "unbroken")
+    tiny_config.run_dir = str(tmp_path / "uninterrupted")
     finish_process(tiny_config, tmp_path)
     assert_same_weights(resumed, tiny_config.run_dir)
 
 
-def test_the_folder_of_another_run_is_refused(tiny_config):
+def test_the_folder_of_another_config_is_rejected(tiny_config):
     tiny_config.total_steps = 1
     assert train(resolve(tiny_config))
     tiny_config.learner.lr = 1e-5
@@ -353,13 +362,13 @@ def test_the_folder_of_another_run_is_refused(tiny_config):
         train(resolve(tiny_config))
 
 
-def test_resuming_without_a_checkpoint_is_refused(tiny_config):
+def test_resuming_without_a_checkpoint_is_rejected(tiny_config):
     tiny_config.resume = True
     with pytest.raises(ValueError, match="no checkpoint"):
         train(resolve(tiny_config))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tiny_config):
+def test_a_nonfinite_loss_stops_the_run_and_saves_the_batch(tiny_config):
     tiny_config.learner.lr = 1e30
     tiny_config.learner.clip_norm = 0.0
     with pytest.raises(NonFiniteError, match=r"step \d: .*nonfinite_step_\d\.npz"):
@@ -375,7 +384,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tiny_config
 def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
-        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('x')\n"
+        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    raise KeyError('x')\n"
     )
     tiny_config.total_steps = 1
     tiny_config.reward.functions = (f"{path}:reward",)

@@ -1,4 +1,4 @@
-"""Fixtures: a group of processes, and the tiny run that it trains."""
+"""Fixtures that start a group of processes and configure the tiny run that it trains."""
 
 import pytest
 
@@ -8,23 +8,17 @@ from tests.trainer.conftest import tiny_config, tiny_model
 __all__ = ["tiny_config", "tiny_model"]
 
 
-@pytest.fixture(scope="session")
-def xla_cache(tmp_path_factory):
-    """Folder of the compilation cache that the processes of all groups share."""
-    return tmp_path_factory.mktemp("xla")
-
-
 @pytest.fixture
 def start_group(tmp_path):
-    """start_group(config, n=2, n_devices=4): starts the processes of a run.
+    """start_group(config, n=2, n_devices=4) starts the processes of a run.
 
-    `of_process` is {process: additional arguments}, `folders` their working directories.
+    `per_process` is {process: additional arguments}; `folders` are the working directories.
     """
     groups = []
 
-    def start_one(config, *, of_process=None, folders=None, **sizes) -> Group:
+    def start_one(config, *, per_process=None, folders=None, **sizes) -> Group:
         groups.append(
-            Group(config, tmp_path, of_process=of_process or {}, folders=folders, **sizes)
+            Group(config, tmp_path, per_process=per_process or {}, folders=folders, **sizes)
         )
         return groups[-1]
 

@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[3]
 class Group:
     """The processes of one run."""
 
-    def __init__(self, config, folder: Path, *, n: int, n_devices: int, of_process, folders):
+    def __init__(self, config, folder: Path, *, n: int, n_devices: int, per_process, folders):
         path = write_config(config, folder)
         self.processes = []
         for i in range(n):
-            mine = [f"--config={path}", *of_process.get(i, ())]
+            mine = [f"--config={path}", *per_process.get(i, ())]
             if n > 1:
                 mine += [f"--config.distributed.{name}={value}" for name, value in self.place(n, i)]
             cwd = folders[i] if folders else None

@@ -50,7 +50,7 @@ def test_a_config_that_differs_stops_all_with_one_message(start_group, group_con
         group_config,
         n=2,
         n_devices=4,
-        of_process={1: ["--config.learner.lr=0.5", "--config.seed=7"]},
+        per_process={1: ["--config.learner.lr=0.5", "--config.seed=7"]},
     )
     first, second = group.outputs()
     assert [process.returncode for process in group.processes] == [1, 1]

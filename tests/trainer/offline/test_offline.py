@@ -1,4 +1,7 @@
-"""Whole runs of SFT and DPO on a tiny model: that they learn, resume, and give the same numbers in any layout."""
+"""Tests of whole SFT and DPO runs on a tiny model: learning, resuming, and packing.
+
+They cover jaxrl/sft.py, jaxrl/dpo.py, and sft.py, dpo.py and objective.py in jaxrl/trainer/offline;
+tests/trainer/test_reward_models.py covers reward_model.py."""
 
 import dataclasses
 import json
@@ -21,6 +24,7 @@ from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.sft import SFT
 from jaxrl.trainer.setup.run import open_offline
 from sharding.rules import TRAIN
+from tests.trainer.conftest import perturbed
 
 QUESTIONS = [(f"{a} + {b}?", str(a + b), str(a + b + 1)) for a in range(6) for b in range(4)]
 
@@ -33,18 +37,20 @@ def write(folder, rows):
 
 @pytest.fixture
 def sft_config(tiny_config, tmp_path):
-    """6 steps of 8 short sums with their answers, learnt and held out alike."""
+    """6 steps of 8 short sums with their answers; the held-out data is the training data."""
     rows = [{"question": q, "answer": f"It is {a}."} for q, a, _ in QUESTIONS]
     return offline(tiny_config, write(tmp_path, rows))
 
 
 @pytest.fixture
 def dpo_config(tiny_config, tmp_path):
+    """The same sums with a chosen and a rejected answer."""
     rows = [{"prompt": q, "chosen": f"It is {a}.", "rejected": f"{b}?"} for q, a, b in QUESTIONS]
     return offline(tiny_config, write(tmp_path, rows))
 
 
 def offline(config, source):
+    """The config without the keys of sampling runs, on the data of `source`."""
     config.rollout.update(default_config().rollout)
     config.reward.update(default_config().reward)
     config.data.train = config.data.val = source
@@ -66,7 +72,7 @@ def weights(run_dir):
     return load_file(Path(run_dir) / "hf" / "model.safetensors")
 
 
-def test_sft_learns_its_answers_and_leaves_a_complete_folder(sft_config):
+def test_sft_learns_its_answers_and_writes_a_complete_folder(sft_config):
     assert sft.train(resolve(sft_config))
     folder = Path(sft_config.run_dir)
     for name in ("config.json", "report.html", "checkpoints/6", "hf/model.safetensors"):
@@ -75,27 +81,27 @@ def test_sft_learns_its_answers_and_leaves_a_complete_folder(sft_config):
     held_out = [line["val/nll"] for line in lines if "val/nll" in line]
     assert [line["step"] for line in lines if "val/nll" in line] == [0, 6]
     assert held_out[1] < 0.6 * held_out[0]
-    learnt = [line["loss/nll"] for line in lines if "loss/nll" in line]
-    assert len(learnt) == 6 and learnt[-1] < learnt[0]
-    assert learnt[0] == pytest.approx(held_out[0], rel=0.1)
+    trained = [line["loss/nll"] for line in lines if "loss/nll" in line]
+    assert len(trained) == 6 and trained[-1] < trained[0]
+    assert trained[0] == pytest.approx(held_out[0], rel=0.1)
     assert "Not logged" not in (folder / "report.html").read_text()
     every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [{name for name in line if "time/" in name} for line in every if "val/nll" in line]
-    assert timed == [{"time/val_s"}] * 2, "the scoring of held-out answers is all of that time"
+    assert timed == [{"time/val_s"}] * 2, "validation time is only the scoring of held-out answers"
 
 
-def test_dpo_learns_to_prefer_what_was_chosen(dpo_config):
+def test_dpo_learns_to_prefer_the_chosen_answers(dpo_config):
     assert dpo.train(resolve(dpo_config))
     lines = metrics(dpo_config.run_dir)
     first, last = [line for line in lines if "val/accuracy" in line]
-    assert first["val/loss"] == pytest.approx(np.log(2), abs=1e-5), "policy and reference are one"
+    assert first["val/loss"] == pytest.approx(np.log(2), abs=1e-5), "policy and reference are equal"
     assert last["val/accuracy"] > 0.8 and last["val/loss"] < 0.6 and last["val/margin"] > 0
     assert lines[1]["preference/loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ipo", "kto"])
-def test_the_other_preference_losses_fall(dpo_config, loss):
+def test_ipo_and_kto_losses_fall(dpo_config, loss):
     dpo_config.preference.loss = loss
     dpo_config.checkpoint.export_hf = False
     assert dpo.train(resolve(dpo_config))
@@ -103,12 +109,12 @@ def test_the_other_preference_losses_fall(dpo_config, loss):
     assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
 
 
-def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
-    """Through packing and two forward passes, against the loss of both answers differentiated at once."""
+def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
+    """Packed samples in two passes, against the derivative of the loss of whole pairs."""
     cfg = with_objective(resolve(dpo_config), DPO)
     with open_offline(cfg, DPO) as run:
         pairs = next(run.core.iterator)
-        moved = jax.tree.map(lambda p: p + 0.05 * jnp.cos(jnp.arange(p.size)).reshape(p.shape).astype(p.dtype), run.core.state.params)  # fmt: skip
+        moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
         rollouts, _ = make_samples(run, pairs)
         packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
@@ -147,11 +153,11 @@ def test_the_gradient_of_dpo_is_that_of_its_loss(dpo_config):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lesson", ["sft", "dpo"])
-def test_packing_and_mini_batches_of_a_step_do_not_change_what_is_learnt(lesson, request, tmp_path):
-    config = request.getfixturevalue(f"{lesson}_config")
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_packing_does_not_change_the_trained_weights(objective, request, tmp_path):
+    config = request.getfixturevalue(f"{objective}_config")
     config.total_steps, config.learner.eps = 3, 1e-4
-    train = {"sft": sft, "dpo": dpo}[lesson].train
+    train = {"sft": sft, "dpo": dpo}[objective].train
     assert train(resolve(config))
     reference = config.run_dir
     config.run_dir = str(tmp_path / "other")
@@ -162,25 +168,25 @@ def test_packing_and_mini_batches_of_a_step_do_not_change_what_is_learnt(lesson,
 
 
 @pytest.mark.thorough
-def test_an_interrupted_run_goes_on_bitwise(dpo_config, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_bitwise(dpo_config, tmp_path, monkeypatch):
     assert dpo.train(resolve(dpo_config))
-    unbroken = dpo_config.run_dir
-    dpo_config.run_dir = str(tmp_path / "broken")
+    uninterrupted = dpo_config.run_dir
+    dpo_config.run_dir = str(tmp_path / "resumed")
 
-    def stop_at_4(run, pairs):
+    def interrupt_at_step_4(run, pairs):
         if run.core.step == 3 and run.core.first_step == 0:
             raise Interrupted("SIGINT")
         return make_samples(run, pairs)
 
-    monkeypatch.setattr(dpo, "DPO", dataclasses.replace(DPO, make_samples=stop_at_4))
+    monkeypatch.setattr(dpo, "DPO", dataclasses.replace(DPO, make_samples=interrupt_at_step_4))
     assert not dpo.train(resolve(dpo_config))
     assert dpo.train(resolve(dpo_config))
-    for name, one in weights(unbroken).items():
+    for name, one in weights(uninterrupted).items():
         np.testing.assert_array_equal(weights(dpo_config.run_dir)[name], one, err_msg=name)
-    assert metrics(dpo_config.run_dir) == metrics(unbroken)
+    assert metrics(dpo_config.run_dir) == metrics(uninterrupted)
 
 
-def test_keys_of_sampling_runs_are_refused(sft_config):
+def test_keys_of_sampling_runs_are_rejected(sft_config):
     sft_config.rollout.n = 3
     sft_config.learner.epochs = 2
     sft_config.preference.beta = 0.5
@@ -188,7 +194,7 @@ def test_keys_of_sampling_runs_are_refused(sft_config):
         with_objective(resolve(sft_config), SFT)
 
 
-def test_every_preference_loss_of_the_config_is_known(dpo_config):
+def test_every_preference_loss_of_the_config_is_implemented(dpo_config):
     for loss in ("dpo", "ipo", "kto"):
         dpo_config.preference.loss = loss
         assert pair_loss(resolve(dpo_config).preference, kl=0.1)(jnp.ones(2), jnp.zeros(2)).shape
