@@ -15,7 +15,7 @@ from jaxrl.trainer.setup.run import train_offline
 
 
 def train(cfg: RunConfig) -> bool:
-    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
+    """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     return train_offline(cfg, DPO)
 
 

@@ -1,16 +1,19 @@
-"""python -m jaxrl.evaluate --model=runs/quickstart --data=test.parquet --n=8 --k=1,4,8 --temperature=0.6
+"""python -m jaxrl.evaluate --model=runs/quickstart --data=test.parquet --n=8 --k=1,4,8
 
-    --model=PATH       a model folder, the folder of a run, a .gguf file, a hub id or 'package:NAME'
-    --data=FILE,...    as config.data.val: parquet, JSONL, tasks, ...
-    --n=N              samples of a prompt (1)
-    --k=K,...          pass@k is estimated for these (1)
-    --temperature=T    0 is greedy (0)
-    --limit=N          the first N prompts; 0 = all (0)
-    --output=FOLDER    for summary.json, samples.jsonl and config.json (evaluation/ of a run, else runs/evaluation)
+Samples a model on a dataset, scores the responses, and reports mean reward and pass@k.
 
-Each is short for a key (SHORT), and any other can be set, as --config.reward.functions=math; --config=FILE.py gives a
-whole configuration. Without one the folder of a run brings its own, data and rewards included. docs/how_to/evaluation.md
-says what the numbers are.
+    --model=PATH       model folder, run folder, .gguf file, hub id or 'package:NAME'
+    --data=FILE,...    dataset, as config.data.val: parquet, JSONL, tasks, ...
+    --n=N              samples per prompt (default 1)
+    --k=K,...          values of k for pass@k (default 1)
+    --temperature=T    sampling temperature; 0 = greedy (default 0)
+    --limit=N          number of prompts; 0 = all (default 0)
+    --output=FOLDER    folder of summary.json, samples.jsonl and config.json
+                       (default: evaluation/ in the run folder, else runs/evaluation)
+
+Each option sets one configuration key. Other keys are set as --config.reward.functions=math, and
+--config=FILE.py gives a whole configuration. By default, a run folder provides the configuration of
+its run, including data and rewards. docs/how_to/evaluation.md explains the statistics.
 """
 
 import dataclasses
@@ -38,12 +41,12 @@ from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.run import sampling_seed
 from jaxrl.trainer.sampling import score
-from jaxrl.trainer.setup.folder import run_in
+from jaxrl.trainer.setup.folder import read_run_config
 from jaxrl.trainer.setup.run import open_evaluation
 from jaxrl.types import ScoredRollout
 from sharding import hosts
 
-SHORT = {
+OPTION_KEYS = {
     "model": "model.path",
     "data": "data.val",
     "n": "eval.n",
@@ -55,41 +58,43 @@ SHORT = {
 
 
 def main() -> int:
-    """Exit status: 0 done, 1 stopped by a mistake that the message explains, 130 interrupted."""
+    """Exit status: 0 done, 1 after an error with a message, 130 interrupted."""
     return exit_status(evaluate, read(sys.argv[1:]))
 
 
 def read(argv: Sequence[str]) -> RunConfig:
-    """The evaluation that the arguments describe. Exits with one message on anything wrong."""
+    """The configuration of the evaluation. Exits with a message if the arguments are invalid."""
     if "-h" in argv or "--help" in argv:
         print(__doc__)
         raise SystemExit(0)
-    mine = [arg for arg in argv if not arg.lstrip("-").startswith("config")]
-    options = read_options(mine, tuple(SHORT))
+    short = [arg for arg in argv if not arg.lstrip("-").startswith("config")]
+    options = read_options(short, tuple(OPTION_KEYS))
     try:
-        first = first_config(options.get("model", ""))
-        config, _ = read_args([arg for arg in argv if arg not in mine], first)
+        base = base_config(options.get("model", ""))
+        config, _ = read_args([arg for arg in argv if arg not in short], base)
         for name, text in options.items():
-            override(config, SHORT[name], text)
+            override(config, OPTION_KEYS[name], text)
         return resolve_evaluation(config)
-    except ValueError as problem:
-        stop(str(problem))
+    except ValueError as error:
+        stop(str(error))
 
 
-def first_config(model: str) -> ConfigDict:
-    """What holds where nothing else is said: the configuration of the run in that folder, else the defaults."""
+def base_config(model: str) -> ConfigDict:
+    """The configuration of the run if `model` is a run folder, else the defaults."""
     config, folder = default_config(), Path(model).expanduser()
     config.run_dir = "runs/evaluation"
-    if model and (run := run_in(folder)):
-        known = to_dict(run)
-        own = {"run_dir": str(folder / "evaluation"), "resume": False}
-        config.update(known | own | {"distributed": to_dict(RunConfig().distributed)})
+    if model and (run := read_run_config(folder)):
+        changes = {"run_dir": str(folder / "evaluation"), "resume": False}
+        changes["distributed"] = to_dict(RunConfig().distributed)
+        config.update(to_dict(run) | changes)
     return config
 
 
 def evaluate(cfg: RunConfig) -> bool:
-    """Answers and rewards the prompts of data.val and writes what came of it. False if it was interrupted:
-    then nothing is written."""
+    """Samples and rewards the prompts of data.val, and writes the statistics and the samples.
+
+    Returns False if it was interrupted. Then it writes no file.
+    """
     start = time.monotonic()
     try:
         with open_evaluation(cfg) as opened:
@@ -101,7 +106,7 @@ def evaluate(cfg: RunConfig) -> bool:
                 sampling=cfg.eval.sampling,
                 seed=sampling_seed(cfg.seed, 0, validation=True),
                 version=0,
-                name="answers",
+                name="evaluation",
             )
             with engines.progress.waiting("rewards"):
                 scored = score(opened.rewards, opened.reward_model, rollouts, engines.stop)
@@ -114,13 +119,13 @@ def evaluate(cfg: RunConfig) -> bool:
                 print(table(summary))
                 engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")
     except Interrupted as signal:
-        print(f"{signal}: nothing is written", file=sys.stderr)
+        print(f"{signal}: no results were written", file=sys.stderr)
         return False
     return True
 
 
 def summarize(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> dict:
-    """summary.json: how the answers were made, and the statistics of all and of each data source."""
+    """The content of summary.json: settings, and statistics of all data and of each source."""
     groups = {"all": rollouts, **by_source(rollouts)}
     return {
         "model": cfg.model.path,
@@ -132,13 +137,14 @@ def summarize(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> dict:
         "sampling": dataclasses.asdict(cfg.eval.sampling),
         "max_response_len": cfg.data.max_response_len,
         "results": {
-            source: {"prompts": len(own) // cfg.eval.n} | statistics(own, cfg.eval)
-            for source, own in groups.items()
+            source: {"prompts": len(group) // cfg.eval.n} | statistics(group, cfg.eval)
+            for source, group in groups.items()
         },
     }
 
 
 def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> None:
+    """Writes summary.json and samples.jsonl."""
     samples = JsonLines(folder / "samples.jsonl", resume_step=None)
     samples.write(*sample_records(rollouts, kind="evaluation"))
     samples.close()
@@ -146,9 +152,9 @@ def write(folder: Path, summary: dict, rollouts: Sequence[ScoredRollout]) -> Non
 
 
 def table(summary: dict) -> str:
-    """One line a data source: means with the half of their 95% interval."""
+    """One line per data source: means with half the width of their 95% confidence interval."""
     results = summary["results"]
-    if len(results) == 2:  # one source, which is all
+    if len(results) == 2:  # one source, the same as "all"
         results = {"all": results["all"]}
     ks = [name for name in results["all"] if name.startswith("pass_at_") and "stderr" not in name]
     titles = ("reward", *ks)
@@ -168,7 +174,7 @@ def table(summary: dict) -> str:
 
 
 def interval(found: dict, name: str) -> str:
-    """ "0.431 ± 0.052": 1.96 standard errors on each side."""
+    """The 95% confidence interval as text, "0.431 ± 0.052": the mean ± 1.96 standard errors."""
     error = found.get(f"{name}_stderr")
     return f"{found[name]:.3f}" + (f" ± {1.96 * error:.3f}" if error is not None else "")
 

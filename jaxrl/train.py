@@ -1,4 +1,7 @@
-"""python -m jaxrl.train --config=configs/quickstart.py: sample, reward, update."""
+"""python -m jaxrl.train --config=configs/quickstart.py: reinforcement learning.
+
+Each step is `train_step` in trainer/step.py: sample -> reward -> experience -> update.
+"""
 
 import os
 import sys
@@ -20,9 +23,8 @@ def main() -> int:
 
 
 def train(cfg: RunConfig) -> bool:
-    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
+    """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_run(cfg) as run:
-        # a step: sample -> reward -> experience -> update
         return run_to_end(run, train_step, validate)
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from flax import struct
 
 Tree = Any  # a pytree of arrays, specs, shardings, ...
-Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or what tree_map puts there
+Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or a result of tree_map
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One question of the dataset."""
+    """One prompt of the dataset."""
 
     id: int  # row in the dataset; part of the random seed of its samples
     messages: tuple[Message, ...]
@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """The conversation of a rollout with an environment."""
+    """The conversation between the policy and an environment in one rollout."""
 
     prompt_messages: tuple[Message, ...] = ()  # the messages that reset returned
     completion_messages: tuple[Message, ...] = ()  # assistant turns and observations after them
@@ -120,8 +120,8 @@ class TrainingSample:
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
     truncated: bool = False  # cut off at the token limit
-    prompt_id: int = 0  # names the sample in error messages ...
-    sample: int = 0  # ... with its index in the prompt's group
+    prompt_id: int = 0  # for error messages
+    sample: int = 0  # index in the prompt's group, for error messages
 
     @property
     def n_loss_tokens(self) -> int:
@@ -130,7 +130,10 @@ class TrainingSample:
 
 @struct.dataclass
 class Batch:
-    """Packed sequences. In every field, index t describes targets[:, t], the token after tokens[:, t]."""
+    """Packed sequences.
+
+    In every field, index t describes targets[:, t], the token after tokens[:, t].
+    """
 
     tokens: Array  # int32 [B, T]
     targets: Array  # int32 [B, T]
@@ -149,7 +152,7 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """Everything that an update changes. The rollout engine reads the same `params` tree."""
+    """The state that an update changes. The rollout engine reads the same `params` tree."""
 
     params: Tree  # compute dtype
     opt_state: Tree  # float32 moments, and float32 master weights if params are narrower

@@ -1,27 +1,27 @@
-"""Packing rollouts into rows: shapes from declared buckets, few micro-batches, even ranks.
+"""Packs sequences into rows: declared shapes, few micro-batches, balanced data-parallel ranks.
 
-A sequence is prompt + response and takes prompt_len + response_len - 1 tokens of a row, because its
-last token is only ever a target. It starts on a multiple of `align`, so it occupies its length
+A sequence is prompt + response. It occupies prompt_len + response_len - 1 tokens of a row, because
+its last token is only a target. It starts at a multiple of `align`, so its size is that length
 rounded up to `align`.
 
-1. Bins. Sequences go by descending length, each into the first row that still has room
-   (first-fit decreasing: with one bucket at most 11/9 of the fewest rows). Where none has, a micro-batch
-   opens, of the smallest allowed row length T that holds the sequence and as many rows as any shape of
-   that length has. A micro-batch that ends up emptier than that takes the smallest shape which still
-   holds its sequences. The plan is made once with all row lengths allowed, once without the smallest, and
-   so on. The one with the fewest tokens (padding included) wins, where every micro-batch counts as an
-   eighth of the largest shape more, for what it costs whatever its size; then the one with the least
-   attention area (sum of T * T).
-2. Balance. Within a micro-batch the ranks wait for each other, so its sequences are dealt anew over
-   its rows: by descending cost, each to the rank with the least cost so far that has a row with
-   room (longest-processing-time rule). If the last ones then find no room, whole rows of step 1 are
-   dealt by the same rule instead, which always fits.
+1. Bins. Sequences are placed in order of descending length, each in the first row with room
+   (first-fit decreasing: with one row length at most 11/9 of the fewest rows). If no row has room,
+   a new micro-batch opens: the smallest allowed row length T that holds the sequence, with the most
+   rows that any shape of that length has. Then each micro-batch shrinks to the smallest shape that
+   holds its sequences. The plan is computed with all row lengths allowed, then without the
+   smallest, and so on. The best plan has the fewest tokens including padding, plus one eighth of
+   the largest shape per micro-batch for its fixed cost. Ties go to the smaller attention area, the
+   sum of T * T over rows.
+2. Balance. The ranks wait for each other in every micro-batch, so its sequences are reassigned to
+   its rows: in order of descending cost, each goes to the rank with the lowest cost so far that has
+   a row with room (longest-processing-time rule). If the last sequences then find no room, whole
+   rows of step 1 are assigned by the same rule instead, which always fits.
 
-The cost of a sequence of n tokens is n * linear_cost + n * n: matrix products against causal
-attention. Per layer and token they are 24 D^2 and 2 n D operations, so linear_cost = 12 D; the default
-is that of D = 2048, the value in verl's `calculate_workload`.
+The cost of a sequence of n tokens is n * linear_cost + n * n: matrix products and causal attention.
+Per layer and token they take 24 D² and 2 n D operations, so linear_cost = 12 D. The default is that
+of D = 2048, the value in verl's `calculate_workload`.
 
-Equal inputs give equal packings; nothing is random.
+Packing is deterministic: equal inputs give equal packings.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from jaxrl.types import Batch, TrainingSample
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a response lies: its token k is the target at [row, start + k], k < length."""
+class Span:
+    """Location of a response: its token k is the target at [row, start + k], k < length."""
 
-    item: int  # index in the packed sequence of rollouts
+    item: int  # index in the list of samples
     row: int
     start: int
     length: int
@@ -47,19 +47,22 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """One micro-batch. Rows [r * B / n_ranks, (r + 1) * B / n_ranks) belong to data-parallel rank r."""
+    """One micro-batch.
+
+    Rows [r * B / n_ranks, (r + 1) * B / n_ranks) belong to data-parallel rank r.
+    """
 
     batch: Batch  # numpy arrays [B, T]; old_logp and ref_logp are zero
-    places: tuple[Place, ...]
+    spans: tuple[Span, ...]
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the B * T tokens that belongs to no sequence."""
+        """Fraction of the B * T tokens that is padding."""
         return float(np.mean(self.batch.segments == 0))
 
 
 def sequence_lens(batch: Batch) -> Int[np.ndarray, "S"]:
-    """Tokens of every sequence of a packed batch."""
+    """Number of tokens of each sequence in a packed batch."""
     segments = np.asarray(batch.segments)
     after = np.pad(segments[:, 1:], ((0, 0), (0, 1)))
     return np.asarray(batch.positions)[(segments != 0) & (segments != after)] + 1
@@ -70,7 +73,7 @@ Shape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)
 
 @dataclasses.dataclass
 class _Plan:
-    """The micro-batches in order, and where each item is to lie."""
+    """The shapes of the micro-batches, and the micro-batch and row of each item."""
 
     shape: list[Shape]  # per micro-batch
     micro_of: np.ndarray  # int [n_items]
@@ -91,10 +94,10 @@ def pack(
     n_ranks: int,
     linear_cost: int = 24576,
 ) -> list[Packed]:
-    """Micro-batches that hold every rollout once, each [n_ranks * rows, T] of a (rows, T) in `shapes`.
+    """Micro-batches [n_ranks * rows, T], with (rows, T) in `shapes`, that hold each sample once.
 
-    Raises ValueError where a sequence is longer than the longest row or has an empty prompt, and
-    where row lengths are not multiples of align.
+    Raises ValueError if a sequence is longer than the longest row, if a prompt is empty, or if a
+    row length is not a multiple of `align`.
     """
     if not samples:
         return []
@@ -129,17 +132,17 @@ def padding_fraction(packed: Sequence[Packed]) -> float:
 def gather(
     arrays: Sequence[Shaped[np.ndarray, "_ _"]], packed: Sequence[Packed]
 ) -> list[Shaped[np.ndarray, " _"]]:
-    """Brings one [B, T] result per micro-batch back to one array per rollout: its response tokens."""
+    """Converts one [B, T] result per micro-batch to one array [response_len] per sample."""
     found = {
-        place.item: array[place.row, place.start : place.start + place.length]
+        span.item: array[span.row, span.start : span.start + span.length]
         for array, micro in zip(arrays, packed, strict=True)
-        for place in micro.places
+        for span in micro.spans
     }
     return [found[item] for item in range(len(found))]
 
 
 def response_field(sample: TrainingSample, values: np.ndarray | None) -> np.ndarray:
-    """`values`, one per response token; zeros if they are None."""
+    """`values`, one per response token; zeros if `values` is None."""
     return np.zeros(len(sample.tokens), np.float32) if values is None else values
 
 
@@ -169,8 +172,9 @@ def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
     for rows, row_len in shapes:
         if row_len <= 0 or row_len % align or rows <= 0:
             raise ValueError(
-                f"a micro-batch of {rows} rows of {row_len} tokens does not go with the segment alignment "
-                f"{align}; set learner.buckets and learner.token_budget to multiples of learner.segment_align"
+                f"a micro-batch of {rows} rows of {row_len} tokens is not a multiple of the "
+                f"segment alignment {align}; set learner.buckets and learner.token_budget to "
+                "multiples of learner.segment_align"
             )
 
 
@@ -193,7 +197,7 @@ def _check_lens(samples, lens, prompt_len, *, longest: int) -> None:
 
 
 def _plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
-    """The best of the first-fit plans that forbid none, one, two, ... of the shortest row lengths."""
+    """The best of the plans without the 0, 1, 2, ... shortest row lengths."""
     plans = []
     for shortest in sorted({T for _, T in shapes}):
         most_rows = {T: rows for rows, T in sorted(shapes) if shortest <= T}
@@ -203,7 +207,7 @@ def _plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
 
 
 def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> _Plan:
-    """First-fit decreasing; a micro-batch of the shortest rows that fit opens when nothing does."""
+    """First-fit decreasing. If no row fits, opens a micro-batch of the shortest rows that do."""
     free = np.zeros(0, size.dtype)
     shapes: list[Shape] = []
     first_row: list[int] = []
@@ -224,7 +228,7 @@ def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> _Plan
 
 
 def _shrink(plan: _Plan, size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> _Plan:
-    """Every micro-batch in the smallest shape that holds its items."""
+    """Shrinks each micro-batch to the smallest shape that holds its items."""
     by_size = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
     for micro, (rows, T) in enumerate(plan.shape):
         items = np.flatnonzero(plan.micro_of == micro)
@@ -244,15 +248,15 @@ def _shrink(plan: _Plan, size: np.ndarray, shapes: Sequence[Shape], n_ranks: int
 def _balance(
     plan: _Plan, size: np.ndarray, cost: np.ndarray, n_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row within its micro-batch, start) of every item, the rows ordered by rank."""
+    """(row within its micro-batch, start) of every item; rows are ordered by rank."""
     row, start = np.zeros(len(size), int), np.zeros(len(size), int)
     for micro, (rows, T) in enumerate(plan.shape):
         n_rows = n_ranks * rows
         items = np.flatnonzero(plan.micro_of == micro)
         items = items[np.lexsort((items, -size[items], -cost[items]))]
-        local = _deal_items(items, size, cost, T, n_rows, n_ranks)
+        local = _assign_items(items, size, cost, T, n_rows, n_ranks)
         if local is None:
-            local = _deal_rows(plan.row_of[items], cost[items], n_rows, n_ranks)
+            local = _assign_rows(plan.row_of[items], cost[items], n_rows, n_ranks)
         used = np.zeros(n_rows, int)
         for item, where in zip(items, local, strict=True):
             row[item], start[item] = where, used[where]
@@ -260,8 +264,11 @@ def _balance(
     return row, start
 
 
-def _deal_items(items, size, cost, T: int, n_rows: int, n_ranks: int) -> np.ndarray | None:
-    """Each item to the cheapest rank with room, there to the fullest row that holds it."""
+def _assign_items(items, size, cost, T: int, n_rows: int, n_ranks: int) -> np.ndarray | None:
+    """Assigns each item to the cheapest rank with room, there to the fullest row with room.
+
+    Returns the row of each item, or None if an item finds no room.
+    """
     free = np.full((n_ranks, n_rows // n_ranks), T)
     load = np.zeros(n_ranks)
     local = np.zeros(len(items), int)
@@ -278,8 +285,8 @@ def _deal_items(items, size, cost, T: int, n_rows: int, n_ranks: int) -> np.ndar
     return local
 
 
-def _deal_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) -> np.ndarray:
-    """Each whole row to the cheapest rank that has a row left."""
+def _assign_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) -> np.ndarray:
+    """Assigns each whole row to the cheapest rank that has a free row."""
     per_rank = n_rows // n_ranks
     row_cost = np.bincount(row_of, weights=cost, minlength=n_rows)
     load, used, new_row = np.zeros(n_ranks), np.zeros(n_ranks, int), np.zeros(n_rows, int)
@@ -292,7 +299,7 @@ def _deal_rows(row_of: np.ndarray, cost: np.ndarray, n_rows: int, n_ranks: int) 
 
 
 def _fill(samples, plan: _Plan, row, start, prompt_len, response_len, n_ranks: int) -> list[Packed]:
-    """Writes all micro-batches through one flat buffer per field, then cuts it into [B, T] views."""
+    """Writes all micro-batches to one flat buffer per field and returns [B, T] views of it."""
     T_of = np.array([T for _, T in plan.shape])
     area = np.array([n_ranks * rows * T for rows, T in plan.shape])
     offset = np.concatenate([[0], np.cumsum(area)])
@@ -306,8 +313,8 @@ def _fill(samples, plan: _Plan, row, start, prompt_len, response_len, n_ranks: i
     for micro, T in enumerate(T_of):
         cut = slice(offset[micro], offset[micro + 1])
         batch = Batch(**{name: flat[cut].reshape(-1, T) for name, flat in fields.items()})
-        places = tuple(
-            Place(
+        spans = tuple(
+            Span(
                 item=int(i),
                 row=int(row[i]),
                 start=int(start[i] + prompt_len[i] - 1),
@@ -315,12 +322,12 @@ def _fill(samples, plan: _Plan, row, start, prompt_len, response_len, n_ranks: i
             )
             for i in np.flatnonzero(micro_of == micro)
         )
-        packed.append(Packed(batch=batch, places=places))
+        packed.append(Packed(batch=batch, spans=spans))
     return packed
 
 
 def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """1, 2, ... along each row."""
+    """Segment ids 1, 2, ... along each row."""
     order = np.lexsort((start, row))
     sorted_rows = row[order]
     ids = np.zeros(len(row), np.int32)
@@ -329,7 +336,7 @@ def _segment_ids(row: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 
 def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, Any]:
-    """Every Batch field as [n_flat], the tokens of item i from base[i] on."""
+    """Every field of Batch as an array [n_flat]; the tokens of item i start at base[i]."""
     sequences = [part for s in samples for part in (s.prompt_tokens, s.tokens)]
     all_tokens = np.concatenate(sequences).astype(np.int32)
     response_len = np.array([len(s.tokens) for s in samples])
@@ -346,7 +353,7 @@ def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, A
         flat[where] = values
         return flat
 
-    of_response = {
+    response_fields = {
         name: filled(
             np.concatenate([response_field(s, getattr(s, name)) for s in samples]),
             np.float32,
@@ -354,7 +361,7 @@ def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, A
         )
         for name in ("advantages", "values", "returns", "selected", "rollout_logp")
     }
-    return of_response | {
+    return response_fields | {
         "tokens": filled(all_tokens[source], np.int32),
         "targets": filled(all_tokens[source + 1], np.int32),
         "segments": filled(np.repeat(segment, lens), np.int32),

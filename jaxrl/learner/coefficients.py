@@ -1,4 +1,4 @@
-"""The weights of KL and entropy that follow their targets: a part of the run's state, saved with it."""
+"""KL and entropy coefficients that adapt to their targets between steps; saved in checkpoints."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,27 +10,28 @@ from jaxrl.learner.policy_objective import Coefs
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """What the next step uses."""
+    """The coefficients of the next step."""
 
     kl: float
     entropy: float
     entropy_is_low: bool = True  # the bonus is off while the entropy is above its target
 
-    def of_loss(self) -> Coefs:
+    def loss_coefs(self) -> Coefs:
+        """The coefficients as inputs of the compiled loss."""
         return Coefs(kl=self.kl, entropy=self.entropy if self.entropy_is_low else 0.0)
 
 
-def first_coefficients(cfg: RunConfig) -> Coefficients:
-    """Those of the config."""
+def initial_coefficients(cfg: RunConfig) -> Coefficients:
+    """The coefficients of the first step, from the config."""
     return Coefficients(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
 
 
-def adapted(
+def adapt_coefficients(
     now: Coefficients, metrics: Mapping[str, float], cfg: RunConfig, *, n_samples: int
 ) -> Coefficients:
-    """The coefficients of the next step, by the KL and entropy that this step measured.
+    """The coefficients of the next step, from the KL and entropy measured in this step.
 
-    A step without an update measured nothing and changes nothing.
+    A step without an update has no measurements and changes nothing.
     """
     algo = cfg.algorithm
     kl = metrics.get("reward/kl" if algo.kl_in == "reward" else "loss/kl")
@@ -50,7 +51,7 @@ def adapted(
 
 
 def coefficient_metrics(now: Coefficients, cfg: RunConfig) -> dict[str, float]:
-    """loss/kl_coef and loss/entropy_coef of the step, where they are adapted."""
-    coefs, algo = now.of_loss(), cfg.algorithm
+    """loss/kl_coef and loss/entropy_coef of the step, if the config adapts them."""
+    coefs, algo = now.loss_coefs(), cfg.algorithm
     kl = {"loss/kl_coef": float(coefs.kl)} if algo.kl_target else {}
     return kl | ({"loss/entropy_coef": float(coefs.entropy)} if algo.entropy_target else {})

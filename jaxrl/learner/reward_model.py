@@ -1,7 +1,6 @@
-"""Rewards of rollouts: the reward functions of all processes, and a reward model.
+"""Scores of a reward model: a sequence classifier that reads whole conversations.
 
-A reward model is a sequence classifier with its own tokenizer, chat template, mesh layout and token
-budget.
+It has its own tokenizer, chat template, mesh layout and token budget.
 """
 
 import dataclasses
@@ -26,14 +25,14 @@ PART = "reward_model"  # key of the score in Reward.parts
 
 
 class RewardModel:
-    """A sequence classifier. The score of a conversation is the output at its last token."""
+    """A sequence classifier. The score of a conversation is its output at the last token."""
 
     def __init__(
         self, scorer: ValueScorer, params: Decoder, renderer: ChatRenderer, stop: Sequence[int]
     ):
         self.scorer, self.params = scorer, params
         self._renderer, self._stop = renderer, stop
-        self._mesh = jax.sharding.get_mesh()  # training's; a caller may have set the engine's
+        self._mesh = jax.sharding.get_mesh()  # of training; callers may run on the engine's mesh
 
     def add_scores(
         self,
@@ -41,10 +40,11 @@ class RewardModel:
         rewards: Sequence[Reward],
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[Reward]:
-        """The rewards plus reward_model.weight times the score, with the score in `parts`.
+        """Adds reward_model.weight times the score to each reward, and the score to its `parts`.
 
-        The reward is an error if the conversation is too long for a row, if the chat template rejects
-        it, if its environment failed, or if the score is not finite.
+        A reward gets an error if the conversation is too long for a row, if the chat template
+        rejects it, if its environment failed, or if the score is not finite. `on_batch` is called
+        before each device call.
         """
         cfg = self.scorer.cfg
         sequences = [self._sequence(r) for r in rollouts]
@@ -62,34 +62,38 @@ class RewardModel:
         return found
 
     def _sequence(self, rollout: Rollout) -> TrainingSample | str:
-        """The conversation in the tokens of the reward model, including the end token of the last
-        turn; or the error message."""
+        """The conversation as tokens of the reward model, or an error message.
+
+        The tokens include the end token of the last turn.
+        """
         if rollout.episode is not None and rollout.episode.error:
             return "the environment failed before the conversation ended"
         messages = [*rollout.prompt_messages, *rollout.completion_messages]
         try:
             turns = self._renderer.render_turns(messages, self._stop)
-        except ValueError as error:  # the text of a response may break a template
+        except ValueError as error:  # a template may reject the text of a response
             return str(error)
         tokens = turns[-1][0]
         longest = self.scorer.cfg.learner.row_lens[-1]
         if len(tokens) > longest:
             return (
-                f"{len(tokens)} tokens in the reward model's tokenizer, more than a row of {longest}; raise "
-                "reward_model.token_budget"
+                f"{len(tokens)} tokens in the reward model's tokenizer, more than a row of "
+                f"{longest}; raise reward_model.token_budget"
             )
         return scored_sequence(tokens, rollout.prompt.id)
 
 
 def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardModel:
-    """The model of config.reward_model in `folder`, on the devices of the current mesh.
+    """Loads the model of config.reward_model from `folder` to the devices of the current mesh.
 
-    Raises ValueError if it is not a sequence classifier with one label, or if its layout is invalid.
+    Raises ValueError if it is not a sequence classifier with one label, or if its layout is
+    invalid.
     """
     if SCORE not in find_tensors(folder):
         raise ValueError(
-            f"{folder} has no {SCORE}, so it is not a sequence classifier; set config.reward_model.path to a reward "
-            "model, or train one with python -m jaxrl.reward_model"
+            f"{folder} has no {SCORE}, so it is not a sequence classifier; set "
+            "config.reward_model.path to a reward model, or train one with "
+            "python -m jaxrl.reward_model"
         )
     tokenizer = load_tokenizer(folder)
     scorer, decoder = reward_model_scorer(cfg, model_config(folder), dtype)
@@ -103,9 +107,9 @@ def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardM
 
 
 def scored_sequence(tokens: np.ndarray, prompt_id: int) -> TrainingSample:
-    """A conversation to score at its last token.
+    """A conversation as a sample whose single response token marks the position of the score.
 
-    A packed row holds all tokens of a sequence but the last, so the response is one dummy token.
+    A packed row omits the last token of a sequence, so the response is one dummy token.
     """
     return TrainingSample(
         prompt_tokens=tokens,
@@ -121,7 +125,7 @@ def last_scores(
     sequences: Sequence[TrainingSample],
     on_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """The score of each `scored_sequence`, float32 [N]."""
+    """Scores of samples made by `scored_sequence`, float32 [N]."""
     packed = pack_samples(sequences, scorer.cfg.learner, scorer.n_ranks)
     found = gather(scorer.values(params, packed, on_batch), packed)
     return np.array([score[0] for score in found], np.float32)

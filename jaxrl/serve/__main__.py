@@ -41,7 +41,7 @@ from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.request import Limits
-from jaxrl.trainer.setup.folder import run_in
+from jaxrl.trainer.setup.folder import read_run_config
 
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "JAXRL_API_KEY"
@@ -160,7 +160,7 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
     config, folder = default_config(), Path(options.model).expanduser()
     values = dict(ENGINE_DEFAULTS)
     options.checkpoints, needs_checkpoint = None, options.follow or options.step is not None
-    if trained := run_in(folder):
+    if trained := read_run_config(folder):
         values["data.chat_template"] = trained.data.chat_template
         values["data.system_prompt"] = trained.data.system_prompt
         if needs_checkpoint or not (folder / "hf").is_dir():

@@ -19,7 +19,7 @@ from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.devices import keep_programs
+from jaxrl.trainer.setup.devices import set_compilation_cache
 from jaxrl.trainer.setup.engines import make_engine
 from jaxrl.types import Tree
 from sharding import make_mesh
@@ -46,7 +46,7 @@ def open_model(
 
     Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
-    keep_programs(run)
+    set_compilation_cache(run)
     folder = resolve_model(run.model.path)
     decoder = model_config(folder)
     max_len = min(max_len, decoder.max_len)

@@ -1,4 +1,4 @@
-"""Advantages of a step's samples, from rewards, the KL penalty, lengths, baselines and values."""
+"""Advantages of a step's samples, from rewards, KL penalties, lengths, baselines and values."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ def add_advantages(
     penalties: Sequence[np.ndarray] | None = None,
     baselines: np.ndarray | None = None,
 ) -> list[TrainingSample]:
-    """Fills `advantages`, and with a critic also `returns`.
+    """Fills `advantages`; with a critic, also `returns`.
 
     Args:
-      samples: the `n` samples of each prompt next to each other; with a critic they have `values`.
+      samples: the `n` samples of each prompt are adjacent. With a critic, they have `values`.
       rewards: float64 [len(samples)].
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
         subtract its sum from the reward of the response, token-level ones subtract it at each token.
       baselines: float [len(samples)], reward of the greedy response to the same prompt (ReMax).
 
-    Tokens outside the loss mask get the advantage 0. The estimators see the other tokens as if they
-    were contiguous.
+    Tokens outside the loss mask get advantage 0. The estimators see the remaining tokens as if
+    they were contiguous.
     """
     row = lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage")
     inputs = estimator_inputs(samples, rewards, n, penalties, baselines)
@@ -61,12 +61,15 @@ def estimator_inputs(
     penalties: Sequence[np.ndarray] | None,
     baselines: np.ndarray | None,
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Every input that a row of `ADVANTAGES` can name, as a function that computes it.
+    """Functions that compute the inputs that a row of `ADVANTAGES` can name.
 
-    [P, n]: `rewards` minus the KL penalties, and `lengths` in tokens of the loss mask. [P]:
-    `baselines`. [N, T] over the tokens of the loss mask: `mask`, `values`, `token_kl_rewards`
-    (minus the penalties) and `token_rewards`, which also have the response's reward at its last
-    token.
+    With P prompts, n samples per prompt, N samples in total, and T tokens of the loss mask:
+      rewards [P, n]: rewards minus the KL penalties.
+      lengths [P, n]: number of tokens of the loss mask.
+      baselines [P].
+      mask, values [N, T].
+      token_kl_rewards [N, T]: minus the KL penalties.
+      token_rewards [N, T]: the same, plus the reward of the response at its last token.
     """
     lens = np.array([s.n_loss_tokens for s in samples])
     mask = (np.arange(max(lens.max(initial=1), 1)) < lens[:, None]).astype(np.float32)
@@ -114,7 +117,10 @@ def token_rewards(
 
 
 def _scatter(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float32 [len(mask)]: one value, or the first ones in order, where `mask` is true; else 0."""
+    """Writes one value, or the first values in order, to the true elements of `mask`; 0 elsewhere.
+
+    Returns float32 [len(mask)].
+    """
     out = np.zeros(len(mask), np.float32)
     out[mask] = values if len(values) == 1 else values[: mask.sum()]
     return out

@@ -1,4 +1,4 @@
-"""Checkpoints, the Hugging Face export and the report of a run."""
+"""Writes the checkpoints, the Hugging Face export and the report of a run."""
 
 import dataclasses
 import shlex
@@ -16,7 +16,7 @@ from sharding import hosts
 
 
 def save(core: Core) -> None:
-    """Starts the asynchronous checkpoint of everything that the next step depends on."""
+    """Starts an asynchronous checkpoint of all state that the next step depends on."""
     host = {
         "step": core.step,
         "iterator": core.position,
@@ -32,13 +32,13 @@ def save(core: Core) -> None:
 
 
 def saved_state(core: Core) -> TrainState:
-    """The training state, with the reference model if it is refreshed, and a separate critic."""
+    """The training state, plus a separate critic, and the reference model if it is refreshed."""
     ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
     critic = None if core.critic is None else core.critic.state
     return dataclasses.replace(core.state, ref=ref, critic=critic)
 
 
-def stopped(core: Core, signal: object) -> None:
+def report_interrupted(core: Core, signal: object) -> None:
     """Waits for the checkpoint and prints the command that resumes the run."""
     core.checkpoints.wait()
     core.progress.status(
@@ -59,10 +59,10 @@ def finish(core: Core) -> None:
 
 
 def export(core: Core) -> None:
-    """Writes hf/, the averaged weights in hf_ema/, and the critic in hf_critic/.
+    """Exports the model to hf/, the averaged weights to hf_ema/, and the critic to hf_critic/.
 
-    The policy is exported as a causal language model, the critic and a reward model as sequence
-    classifiers.
+    The policy is exported as a causal language model; a critic or reward model as a sequence
+    classifier.
     """
     params, critic = core.state.params, core.critic
     has_logits = "vocab" in params.cfg.heads
@@ -90,7 +90,7 @@ def save_language_model(core: Core, target: Path, params: Decoder, source: Path)
 def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> None:
     """Writes a sequence classifier with the run's chat template and a padding token.
 
-    transformers finds the last token of a row by the padding token.
+    transformers uses the padding token to find the last token of a row.
     """
     ids = {"pad_token_id": padding_id(source, core.renderer.tokenizer)}
     save_model(target, params, source=source, config=ids)
@@ -99,7 +99,7 @@ def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> 
 
 
 def resume_command() -> str:
-    """The command of this process with config.resume set."""
+    """The command line of this process with config.resume set."""
     argv = [a for a in sys.argv[1:] if not a.startswith("--config.resume")]
     name = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
     program = name if name.startswith("jaxrl.") else "jaxrl.train"

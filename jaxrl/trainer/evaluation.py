@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: mean reward, pass@k, standard errors, per data source."""
+"""Statistics of an evaluation: mean reward, pass@k and standard errors, per data source."""
 
 import collections
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ from jaxrl.types import ScoredRollout
 
 
 def statistics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, float]:
-    """The statistics of one evaluation.
+    """The statistics of one evaluation. The cfg.n samples of each prompt are adjacent.
 
-    The result holds reward and pass_at_<k> with their standard errors (<name>_stderr; none for a
-    single prompt), the mean of each reward function (reward/<function>), response_len,
-    truncated_fraction, errors (a count), and env/<name> for episodes.
-
-    The cfg.n samples of each prompt are adjacent. A sample passes with a reward of cfg.pass_reward.
+    Keys: reward and pass_at_<k> with their standard errors (<name>_stderr, only with several
+    prompts), reward/<function> (mean of each reward function), response_len, truncated_fraction,
+    errors (a count), and env/<name> for episodes. A sample passes if its reward is at least
+    cfg.pass_reward.
     """
     groups = split_groups(rollouts, cfg.n)
     rewards = np.array([[r.reward.value for r in group] for group in groups])  # [prompts, n]
@@ -49,7 +48,7 @@ def by_source(rollouts: Sequence[ScoredRollout]) -> dict[str, list[ScoredRollout
 
 
 def validation_metrics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, float]:
-    """The statistics as val/<name>; with several data sources also val/<source>/<name>."""
+    """The statistics as val/<name>, and with several data sources also as val/<source>/<name>."""
     metrics = {f"val/{name}": value for name, value in statistics(rollouts, cfg).items()}
     sources = by_source(rollouts)
     if len(sources) > 1:

@@ -7,7 +7,7 @@ from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.checkpointing import finish, save, stopped
+from jaxrl.trainer.checkpointing import finish, report_interrupted, save
 from jaxrl.trainer.run import HasCore
 from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
@@ -18,7 +18,7 @@ USER_ERRORS = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteEr
 def run_to_end[R: HasCore](
     run: R, train_step: Callable[[R], None], validate: Callable[[R], None]
 ) -> bool:
-    """Runs all remaining steps. Returns False if the run was interrupted; its state is then saved."""
+    """Runs all remaining steps. Returns False if the run was interrupted and its state saved."""
     core = run.core
     try:
         while True:
@@ -31,7 +31,7 @@ def run_to_end[R: HasCore](
             train_step(run)
     except Interrupted as signal:
         save(core)
-        stopped(core, signal)
+        report_interrupted(core, signal)
         return False
     except NonFiniteError:
         if core.step_restartable:
@@ -42,11 +42,11 @@ def run_to_end[R: HasCore](
 
 
 def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:
-    """Runs the program. Returns 0 if done, 1 after an error with a message, 130 if interrupted."""
+    """Runs a program. Returns 0 if done, 1 after an error with a message, 130 if interrupted."""
     try:
         done = train(cfg)
-    except USER_ERRORS as problem:
-        print_error(problem)
+    except USER_ERRORS as error:
+        print_error(error)
         return 1
     hosts.barrier()
     return 0 if done else 130

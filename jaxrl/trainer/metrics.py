@@ -15,7 +15,7 @@ from jaxrl.types import Reward, Rollout, ScoredRollout
 
 
 def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """reward/*, env/* and the lengths of a step's rollouts."""
+    """reward/*, env/* and the lengths of the rollouts of a step."""
     rewards = np.array([r.reward.value for r in rollouts])
     sampled = [r.rollout for r in rollouts]
     return {
@@ -31,7 +31,7 @@ def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """The mean of each part of the rewards, over the rollouts whose reward has that part."""
+    """Mean of each part of the rewards, over the rollouts whose reward has that part."""
     parts = collections.defaultdict(list)
     for r in rollouts:
         for name, value in r.reward.parts.items():
@@ -40,10 +40,11 @@ def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Metrics of episodes, {} for rollouts without an environment.
+    """Metrics of episodes; {} for rollouts without an environment.
 
-    They are the mean number of turns, the means of the environment's own counts, the share of the
-    response tokens that the model sampled (own_fraction), and how many environments failed (failures).
+    turns: mean number of turns. own_fraction: fraction of the response tokens that the model
+    sampled. failures: number of failed environments. Other keys: means of the counts that the
+    environment reports.
     """
     sampled = [r.rollout for r in rollouts]
     episodes = [r.episode for r in sampled if r.episode is not None]
@@ -60,7 +61,7 @@ def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict[str, Any]]:
-    """One JSON-serializable record per rollout, for samples.jsonl and the report."""
+    """JSON-serializable records for samples.jsonl and the report, one per rollout."""
     return [_sample_record(r.rollout, r.reward, kind) for r in rollouts]
 
 
@@ -81,10 +82,11 @@ def _sample_record(rollout: Rollout, reward: Reward, kind: str) -> dict[str, Any
 
 
 def speed_metrics(core: Core, n_tokens: int, trained: Sequence[Packed]) -> dict[str, float]:
-    """perf/tokens_per_s of the last timed step, the same per device, and perf/mfu_actor.
+    """perf/tokens_per_s of the step, perf/tokens_per_s_per_device and perf/mfu_actor.
 
     perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices during
     time/update_actor_s. It is logged only for chips with a known peak rate (planner/topology.py).
+    Call it after the timed block "step".
 
     Args:
       n_tokens: tokens of the step's sequences.

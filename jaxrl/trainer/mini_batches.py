@@ -1,4 +1,4 @@
-"""From rewarded rollouts to the input of the update: advantages, mini-batches, scored logprobs."""
+"""Mini-batches of a step: advantages, filters, token selection, packing and logprobs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ class MiniBatch:
     """The input of one optimizer step."""
 
     packed: list[Packed]
-    idle: Sequence[TrainingSample] = ()  # not packed, no gradient; they count in the denominator
-    samples: Sequence[TrainingSample] = ()  # packed and idle: the input of a separate critic
+    idle: Sequence[TrainingSample] = ()  # no gradient, so not packed; count in the denominator
+    samples: Sequence[TrainingSample] = ()  # packed and idle samples, for a separate critic
 
 
 def to_sample(rollout: Rollout) -> TrainingSample:
-    """The sequence of a rollout; advantages and values are filled later."""
+    """The training sample of a rollout, without advantages and values."""
     return TrainingSample(
         prompt_tokens=rollout.prompt.tokens,
         tokens=rollout.tokens,
@@ -53,15 +53,19 @@ def make_mini_batches(
     kl_coef: float | None = None,
     seed: int = 0,
 ) -> tuple[list[MiniBatch], dict[str, float]]:
-    """Mini-batches of `learner.mini_batch_prompts` prompts, in the order of the samples; metrics.
+    """Mini-batches of `learner.mini_batch_prompts` prompts each, in the order of the samples.
 
     Args:
-      rewards: float64 [len(samples)].
-      score_old, score_ref: None if the algorithm does not need them (learner/requirements.py). They
-        see all packed batches at once, before the first update.
+      samples: the samples of each prompt are adjacent; with a critic, they have `values`.
+      rewards: float64 [len(samples)], after scaling.
+      score_old, score_ref: score all packed batches at once, before the first update. None if the
+        algorithm does not need them (learner/requirements.py).
       baselines: see `add_advantages`.
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
-      seed: of random choices other than sampling (clip_cov).
+      seed: seed of the random token selection of clip_cov.
+
+    Returns:
+      (mini-batches, metrics).
     """
     metrics: dict[str, float] = {}
     penalties = None
@@ -77,35 +81,39 @@ def make_mini_batches(
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
-    minis = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
-    return with_scores(minis, score_old, score_ref), metrics | packing_metrics(minis, len(samples))
+    mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
+    return with_scores(mini_batches, score_old, score_ref), metrics | packing_metrics(
+        mini_batches, len(samples)
+    )
 
 
 def split_mini_batches(
     samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
 ) -> list[MiniBatch]:
-    """Filters, selects tokens and packs, one mini-batch after the other."""
+    """Filters samples, selects tokens and packs, separately for each mini-batch."""
     size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
-    minis = []
+    mini_batches = []
     for start in range(0, len(samples), size):
-        mini = without_overlong(samples[start : start + size], cfg)
+        mini = drop_overlong(samples[start : start + size], cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
         active, idle = split_idle(mini, cfg)
-        minis.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
-    return minis
+        mini_batches.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
+    return mini_batches
 
 
-def packing_metrics(minis: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
+def packing_metrics(mini_batches: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
     """perf/idle_fraction and perf/padding_fraction of a step."""
     return {
-        "perf/idle_fraction": sum(len(m.idle) for m in minis) / n_samples,
-        "perf/padding_fraction": padding_fraction([p for m in minis for p in m.packed]),
+        "perf/idle_fraction": sum(len(m.idle) for m in mini_batches) / n_samples,
+        "perf/padding_fraction": padding_fraction([p for m in mini_batches for p in m.packed]),
     }
 
 
 def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
-    """critic/return_mean, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values
-    before the step."""
+    """critic/return_mean and critic/explained_variance, with the values before the step.
+
+    The explained variance is 1 - Var(R - V) / Var(R) over the tokens of the loss mask.
+    """
 
     def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
         pairs = zip(samples, fields, strict=True)
@@ -123,10 +131,10 @@ def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
 def reference_kl(
     samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int, score_ref: Score
 ) -> list[np.ndarray]:
-    """KL_t(policy | reference) of every response token, 0 outside the loss mask.
+    """KL_t(policy | reference) of every response token; 0 outside the loss mask.
 
-    The engine's logprobs stand for the policy's. This is the KL penalty of the reward (InstructGPT,
-    eq. 2, https://arxiv.org/abs/2203.02155).
+    It is the KL penalty of the reward (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). The
+    policy's logprobs are those of the engine.
     """
     packed = pack_samples(samples, cfg.learner, n_ranks)
     batches = [p.batch for p in packed]
@@ -136,15 +144,17 @@ def reference_kl(
 
 
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
-    """The configured estimate of KL(policy | reference) of every target, [B, T]."""
+    """The configured estimate of KL(policy | reference) for every target, [B, T]."""
     row = lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl")
     inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
     return np.asarray(apply(row, inputs, cfg))
 
 
-def without_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
-    """Overlong filtering (DAPO, section 3.4, https://arxiv.org/abs/2503.14476): truncated responses
-    are left out of the loss and of its denominator."""
+def drop_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
+    """Removes truncated responses from the loss and its denominator, if configured.
+
+    This is the overlong filtering of DAPO (section 3.4, https://arxiv.org/abs/2503.14476).
+    """
     if not cfg.algorithm.overlong_filtering:
         return list(samples)
     return [s for s in samples if not s.truncated]
@@ -173,10 +183,10 @@ def select_tokens(
 def split_idle(
     samples: Sequence[TrainingSample], cfg: RunConfig
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
-    """(samples with a gradient, samples without).
+    """(samples with a gradient, samples without a gradient).
 
-    A zero advantage gives a zero gradient unless the loss has a KL, entropy, router or value term.
-    Samples of a group with equal rewards are then not packed.
+    A sample with zero advantages has no gradient unless the loss has a KL, entropy, router or value
+    term. This concerns groups with equal rewards.
     """
     algo = cfg.algorithm
     always = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
@@ -189,10 +199,10 @@ def split_idle(
 
 
 def with_scores(
-    minis: list[MiniBatch], score_old: Score | None, score_ref: Score | None
+    mini_batches: list[MiniBatch], score_old: Score | None, score_ref: Score | None
 ) -> list[MiniBatch]:
-    """Fills old_logp and ref_logp of the batches; all mini-batches are scored together."""
-    batches = [packed.batch for mini in minis for packed in mini.packed]
+    """Fills old_logp and ref_logp of the batches. All mini-batches are scored together."""
+    batches = [packed.batch for mini in mini_batches for packed in mini.packed]
     if score_old is not None:
         pairs = zip(batches, score_old(batches), strict=True)
         batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
@@ -205,4 +215,4 @@ def with_scores(
         packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
         return dataclasses.replace(mini, packed=packed)
 
-    return [filled(mini) for mini in minis]
+    return [filled(mini) for mini in mini_batches]

@@ -1,4 +1,4 @@
-"""The state of a run: parts that all training programs share, and those of RL runs."""
+"""The state of a run: `Core` for all training programs, `Run` for RL, `Evaluation`."""
 
 import contextlib
 import dataclasses
@@ -43,8 +43,8 @@ class Core:
     val: Sequence  # validation items, of the same type as the iterator's
     optimizer: Optimizer
     update: Update
-    scorer: Scorer  # of the policy's logprobs
-    ref_scorer: Scorer  # of the reference model's
+    scorer: Scorer  # computes the policy's logprobs
+    ref_scorer: Scorer  # computes the reference model's logprobs
     ref_params: Decoder | None
     value_scorer: ValueScorer | None  # None if the algorithm needs no values
     critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
@@ -55,7 +55,7 @@ class Core:
     stop: StopFlag
     state: TrainState  # the only reference: an update donates it
     coefs: Coefficients  # KL and entropy coefficients of the next step
-    reward_scale: RewardScale  # of all rewards so far
+    reward_scale: RewardScale  # running moments of all rewards
     step: int = 0  # steps done
     step_restartable: bool = True  # no update of the current step has changed `state` yet
     position: dict = dataclasses.field(default_factory=dict)  # iterator state after `step` steps
@@ -69,9 +69,9 @@ class Core:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the wall time of the block to time/<phase>_s, without nested phases.
+        """Adds the wall time of the block to time/<phase>_s.
 
-        The phase "step" includes nested phases.
+        Time of nested phases is excluded, except in the phase "step".
         """
         start, before = time.perf_counter(), sum(self.seconds.values())
         try:
@@ -94,13 +94,13 @@ class Core:
             self.stop.check()
 
     def end_step(self, metrics: dict[str, float]) -> None:
-        """Counts the step and logs its metrics."""
+        """Increments the step counter and logs the metrics."""
         self.step, self.position, self.step_restartable = self.step + 1, self.iterator.state(), True
         self.logger.metrics(self.step, metrics | self.take_seconds())
         self.progress.steps(self.step, self.total_steps)
 
     def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Raises RecompileError if the block compiles, from this process's second step on."""
+        """Raises RecompileError if the block compiles, except in a process's first step."""
         armed = self.cfg.assert_no_recompile and self.step > self.first_step
         return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
 
@@ -110,7 +110,7 @@ class Core:
 
     @property
     def validation_due(self) -> bool:
-        """True before training, every eval.every steps, and at the end, if there is validation data."""
+        """Whether to validate now: before training, every eval.every steps, and at the end."""
         if not self.val or self.validated_at == self.step:
             return False
         if self.step == 0:
@@ -128,13 +128,13 @@ class Core:
         return self.done or _every(self.cfg.checkpoint.every, self.step)
 
     def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
-        """Seed of the samples of this step."""
+        """The sampling seed of this step."""
         return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
 
 
 @runtime_checkable
 class HasCore(Protocol):
-    """A run of any kind."""
+    """A run of any training program."""
 
     @property
     def core(self) -> Core: ...
@@ -142,7 +142,7 @@ class HasCore(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """An RL run: it samples rollouts, rewards them, and trains on them."""
+    """An RL run: samples rollouts, scores them with rewards, and trains on them."""
 
     core: Core
     rewards: RewardPool
@@ -152,20 +152,20 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A model that is sampled and rewarded, without training."""
+    """A model, prompts and rewards for sampling without training."""
 
     prompts: list[Prompt]
     rewards: RewardPool
     reward_model: RewardModel | None
     engines: Engines
-    params: Decoder  # sharded as engines.layout says
+    params: Decoder  # sharded by engines.layout
 
 
 def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:
-    """Seed of the samples of a step.
+    """The sampling seed of a step.
 
-    It differs between steps and between the batches (`draw`) of one step, so a repeated prompt gets
-    new samples.
+    It differs between steps, and between the batches (`draw`) of one step, so a repeated prompt
+    gets new samples.
     """
     entropy = [seed, step, int(validation), *([draw] if draw else [])]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])

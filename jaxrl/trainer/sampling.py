@@ -1,4 +1,4 @@
-"""Samples and rewards the rollouts of a step, with dynamic sampling and the ReMax baseline."""
+"""Samples the rollouts of a step and computes their rewards; dynamic sampling, ReMax baseline."""
 
 import dataclasses
 from collections.abc import Sequence

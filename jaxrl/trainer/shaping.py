@@ -1,4 +1,4 @@
-"""Reward shaping: groups without a learning signal, the overlong penalty, normalization, clipping."""
+"""Reward shaping: flat groups, overlong penalty, reward normalization and clipping."""
 
 import dataclasses
 import math
@@ -14,17 +14,17 @@ Group = list[ScoredRollout]  # all samples of one prompt
 
 
 def split_groups(rollouts: Sequence[ScoredRollout], n: int) -> list[Group]:
-    """The groups of `n` adjacent samples, one per prompt."""
+    """Splits the rollouts into groups of `n` adjacent samples, one group per prompt."""
     return [list(rollouts[i : i + n]) for i in range(0, len(rollouts), n)]
 
 
 def split_flat(
     groups: Sequence[Group], mean_range: Sequence[float] = ()
 ) -> tuple[list[Group], list[Group]]:
-    """(groups with a learning signal, the other groups).
+    """(groups with a learning signal, groups without).
 
-    A group has none if all its rewards are equal, or if its mean reward is outside the open interval
-    `mean_range` = (low, high).
+    A group has no signal if all its rewards are equal, or if its mean reward is outside the open
+    interval `mean_range` = (low, high).
     """
 
     def has_signal(group: Group) -> bool:
@@ -75,9 +75,10 @@ class RewardScale:
     squares: float = 0.0  # sum of (reward - mean)²
 
     def updated(self, rewards: Sequence[Reward]) -> "RewardScale":
-        """The moments with the rewards of a step; rewards with an error do not count.
+        """The moments including the rewards of a step; rewards with an error are ignored.
 
-        Sets are joined as by Chan, Golub and LeVeque (1979), eq. 2.1: M = M_a + M_b + δ² n_a n_b / n.
+        Combines both sets by Chan, Golub and LeVeque (1979), eq. 2.1:
+        M = M_a + M_b + δ² n_a n_b / n.
         """
         new = np.array([r.value for r in rewards if not r.error], np.float64)
         if not len(new):
@@ -88,14 +89,14 @@ class RewardScale:
 
     @property
     def std(self) -> float:
-        """The standard deviation; 1 if all rewards were equal."""
+        """The standard deviation, or 1 if all rewards are equal."""
         return math.sqrt(self.squares / self.n) if self.squares > 0 else 1.0
 
 
 def scaled_rewards(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -> np.ndarray:
-    """The rewards that advantages are computed from, float64.
+    """The rewards for the advantage computation, float64.
 
-    reward.normalize makes them (reward - mean) / std, then reward.clip clips them to its range.
+    reward.normalize gives (reward - mean) / std. Then reward.clip clips to its range.
     """
     if cfg.normalize:
         rewards = (rewards - scale.mean) / scale.std
@@ -106,8 +107,11 @@ def scaled_rewards(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -
 
 
 def scale_metrics(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -> dict[str, float]:
-    """reward/running_mean and reward/running_std with reward.normalize, reward/clip_fraction with
-    reward.clip."""
+    """Metrics of `scaled_rewards`.
+
+    reward/running_mean and reward/running_std with reward.normalize, reward/clip_fraction with
+    reward.clip.
+    """
     metrics = {}
     if cfg.normalize:
         metrics = {"reward/running_mean": scale.mean, "reward/running_std": scale.std}

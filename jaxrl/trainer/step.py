@@ -1,6 +1,6 @@
 """One training step of an RL run: sample -> reward -> experience -> update. And validation."""
 
-from jaxrl.learner.coefficients import adapted, coefficient_metrics
+from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.experience import make_experience
 from jaxrl.trainer.metrics import sample_records, speed_metrics
@@ -28,7 +28,7 @@ def train_step(run: Run) -> None:
         metrics |= coefficient_metrics(core.coefs, cfg)
 
     core.reward_scale = experience.reward_scale
-    core.coefs = adapted(core.coefs, metrics, cfg, n_samples=experience.n_samples)
+    core.coefs = adapt_coefficients(core.coefs, metrics, cfg, n_samples=experience.n_samples)
     trained = [packed for mini in mini_batches for packed in mini.packed]
     core.end_step(metrics | speed_metrics(core, collected.n_tokens, trained))
     if core.refresh_due:

@@ -1,4 +1,4 @@
-"""The optimizer updates of a step, of the policy and of a separate critic."""
+"""Optimizer updates of a step: policy, separate critic and reference model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"
 
 
 class NonFiniteError(FloatingPointError):
-    """The loss or its gradient was not finite. The weights are those before the update."""
+    """The loss or its gradient is not finite. The update was not applied."""
 
 
 def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-    """All optimizer updates of a step; metrics are averaged over them.
+    """Runs all optimizer updates of the policy in a step; returns metrics averaged over them.
 
-    A mini-batch without a sample that has a gradient is skipped.
+    Skips mini-batches in which no sample has a gradient.
     """
     cfg = core.cfg
     work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
@@ -42,20 +42,20 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
                 [packed.batch for packed in mini.packed],
                 ref_params=ref_params,
                 extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
-                coefs=core.coefs.of_loss(),
+                coefs=core.coefs.loss_coefs(),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:
                 check_finite(one, mini.packed, core.folder, core.step + 1)
             core.step_restartable = False
             metrics.append(one)
-    return over_updates(metrics) | {"perf/n_updates": float(len(metrics))}
+    return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}
 
 
 def update_critic(
     core: Core, critic: Critic, mini_batches: Sequence[MiniBatch]
 ) -> dict[str, float]:
-    """All optimizer updates of a separate critic in a step; metrics are averaged over them."""
+    """Runs all updates of a separate critic in a step; returns metrics averaged over them."""
     cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
     packs = [
         pack_samples(mini.samples, cfg.learner, n_ranks) for mini in mini_batches if mini.samples
@@ -79,7 +79,7 @@ def update_critic(
                 check_finite(one, packed, core.folder, core.step + 1)
             core.step_restartable = False
             metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
-    return over_updates(metrics)
+    return average_updates(metrics)
 
 
 def refresh_reference(core: Core) -> None:
@@ -89,8 +89,8 @@ def refresh_reference(core: Core) -> None:
         core.ref_params = to_host(ref) if "reference" in core.cfg.learner.offload else ref
 
 
-def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; for *_max the maximum."""
+def average_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; maxima for metrics named *_max."""
     names = metrics[0].keys() if metrics else ()
     means = {name: float(np.mean([one[name] for one in metrics])) for name in names}
     return means | {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}
@@ -112,7 +112,8 @@ def check_finite(
         np.savez_compressed(path, allow_pickle=False, **arrays)
     wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
     raise NonFiniteError(
-        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied and its batch "
-        f"is in {path}. Look at the batch, lower config.learner.lr or config.learner.clip_norm in a new "
-        "run, or resume this one with --config.check_finite=False, which skips such updates"
+        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied. Its "
+        f"batch is saved in {path}. Inspect the batch, lower config.learner.lr or "
+        "config.learner.clip_norm in a new run, or resume this run with "
+        "--config.check_finite=False, which skips such updates"
     )

@@ -1,3 +1,5 @@
+"""Tests of jaxrl/data/packing.py."""
+
 import jax
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ from jaxrl.data.packing import gather, pack
 from jaxrl.types import TrainingSample
 
 
-def rollout(item, prompt_len, response_len):
-    """Tokens are unique over all rollouts of a test: 1000 * item + place in the sequence."""
+def make_sample(item, prompt_len, response_len):
+    """A sample whose tokens are unique in a test: 1000 * item + position in the sequence."""
     tokens = 1000 * item + np.arange(prompt_len + response_len, dtype=np.int32)
     return TrainingSample(
         prompt_tokens=tokens[:prompt_len],
@@ -23,8 +25,11 @@ def rollout(item, prompt_len, response_len):
 
 
 def test_two_sequences_in_a_row_by_hand():
-    # [0 1 | 2 3] takes 3 tokens, [1000 | 1001 1002] takes 2; the longer goes first, the next on a multiple of 4
-    [packed] = pack([rollout(0, 2, 2), rollout(1, 1, 2)], shapes=((1, 8),), align=4, n_ranks=1)
+    # [0 1 | 2 3] takes 3 tokens, [1000 | 1001 1002] takes 2. The longer one is placed first, the
+    # other one at the next multiple of 4.
+    [packed] = pack(
+        [make_sample(0, 2, 2), make_sample(1, 1, 2)], shapes=((1, 8),), align=4, n_ranks=1
+    )
     batch = packed.batch
     np.testing.assert_array_equal(batch.tokens, [[0, 1, 2, 0, 1000, 1001, 0, 0]])
     np.testing.assert_array_equal(batch.targets, [[1, 2, 3, 0, 1001, 1002, 0, 0]])
@@ -40,8 +45,8 @@ def test_two_sequences_in_a_row_by_hand():
     assert packed.padding_fraction == 3 / 8
 
 
-def test_dtypes_are_those_of_the_batch():
-    [packed] = pack([rollout(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
+def test_batch_fields_have_the_declared_dtypes():
+    [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions"}
     for name, array in vars(packed.batch).items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
@@ -59,13 +64,15 @@ lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1
     st.sampled_from([64, 100, 200]),
     st.sampled_from([0, 1, 3]),
 )
-def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget, halvings):
-    rollouts = [rollout(i, p, r) for i, (p, r) in enumerate(lens)]
+def test_any_packing_holds_every_sequence_once_aligned_and_unchanged(
+    lens, align, n_ranks, row_lens, budget, halvings
+):
+    samples = [make_sample(i, p, r) for i, (p, r) in enumerate(lens)]
     learner = LearnerConfig(
         token_budget=budget, buckets=row_lens, halvings=halvings, segment_align=align
     )
     sizes = {"shapes": learner.shapes, "align": align, "n_ranks": n_ranks}
-    packed = pack(rollouts, **sizes)
+    packed = pack(samples, **sizes)
 
     seen = []
     for micro in packed:
@@ -79,8 +86,8 @@ def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget
                     continue
                 item = int(batch.tokens[b, at[0]]) // 1000
                 p, r = lens[item]
-                sequence = np.concatenate([rollouts[item].prompt_tokens, rollouts[item].tokens])
-                # whole, in order, contiguous, aligned, shifted by one
+                sequence = np.concatenate([samples[item].prompt_tokens, samples[item].tokens])
+                # complete, in order, contiguous, aligned, targets shifted by one
                 assert at[0] % align == 0 and np.array_equal(at, at[0] + np.arange(p + r - 1))
                 np.testing.assert_array_equal(batch.tokens[b, at], sequence[:-1])
                 np.testing.assert_array_equal(batch.targets[b, at], sequence[1:])
@@ -89,50 +96,50 @@ def test_every_packing_keeps_its_promises(lens, align, n_ranks, row_lens, budget
                 seen.append(item)
         padding = batch.segments == 0
         assert not batch.mask[padding].any() and (batch.response_len[padding] == 1).all()
-    # a sequence of one token has no target and so no place
+    # a sequence of one token has no target, so no row holds it
     assert sorted(seen) == [i for i, (p, r) in enumerate(lens) if p + r > 1]
 
     targets = gather([micro.batch.targets for micro in packed], packed)
     logp = gather([micro.batch.rollout_logp for micro in packed], packed)
-    for original, t, lp in zip(rollouts, targets, logp, strict=True):
+    for original, t, lp in zip(samples, targets, logp, strict=True):
         np.testing.assert_array_equal(t, original.tokens)
         np.testing.assert_array_equal(lp, original.rollout_logp)
 
-    again = pack(rollouts, **sizes)
-    assert [m.places for m in again] == [m.places for m in packed]
+    again = pack(samples, **sizes)
+    assert [m.spans for m in again] == [m.spans for m in packed]
     jax.tree.map(np.testing.assert_array_equal, [m.batch for m in again], [m.batch for m in packed])
 
 
-def test_micro_batches_are_few():
-    # sixteen of 20 tokens (rounded to 24) fill 16 * 24 = 384 tokens: rows of 64 hold two each, so
-    # 8 rows, 4 per micro-batch on two ranks
-    rollouts = [rollout(i, 5, 16) for i in range(16)]
-    packed = pack(rollouts, shapes=((2, 64),), align=8, n_ranks=2)
+def test_as_few_micro_batches_as_possible():
+    # 16 sequences of 20 tokens, rounded up to 24: a row of 64 holds two, so they need 8 rows, which
+    # is 2 micro-batches of 4 rows on two ranks
+    samples = [make_sample(i, 5, 16) for i in range(16)]
+    packed = pack(samples, shapes=((2, 64),), align=8, n_ranks=2)
     assert [m.batch.tokens.shape for m in packed] == [(4, 64), (4, 64)]
 
 
-def test_smallest_bucket_that_needs_no_further_micro_batch_is_chosen():
-    short = [rollout(i, 4, 5) for i in range(8)]  # 8 tokens each
+def test_smallest_bucket_that_needs_no_extra_micro_batch_is_chosen():
+    short = [make_sample(i, 4, 5) for i in range(8)]  # 8 tokens each
     [packed] = pack(short, shapes=((8, 8), (4, 16), (1, 64)), align=8, n_ranks=1)
     assert packed.batch.tokens.shape == (8, 8)
-    # 24 tokens: a row of 32 would hold one, two rows two in all; one row of 64 holds only two as well
-    medium = [rollout(i, 4, 21) for i in range(2)]
+    # 24 tokens: two rows of 32 hold two sequences, and so does one row of 64
+    medium = [make_sample(i, 4, 21) for i in range(2)]
     [packed] = pack(medium, shapes=((2, 32), (1, 64)), align=8, n_ranks=1)
     assert packed.batch.tokens.shape == (2, 32)
-    # 20 tokens and align 4: rows of 32 hold one each, a row of 64 three
-    three = [rollout(i, 4, 17) for i in range(3)]
+    # 20 tokens and align 4: a row of 32 holds one sequence, a row of 64 holds three
+    three = [make_sample(i, 4, 17) for i in range(3)]
     [packed] = pack(three, shapes=((2, 32), (1, 64)), align=4, n_ranks=1)
     assert packed.batch.tokens.shape == (1, 64)
 
 
-def test_what_is_left_takes_the_smallest_declared_shape():
-    # eight of 24 tokens (23 and their padding): five fill a row of 120, three need 72
-    rollouts = [rollout(i, 4, 20) for i in range(8)]
+def test_remainder_takes_the_smallest_declared_shape():
+    # 8 sequences of 23 tokens, rounded up to 24: five fill a row of 120, three need 72
+    samples = [make_sample(i, 4, 20) for i in range(8)]
     shapes = ((1, 120), (1, 72), (1, 48))
-    packed = pack(rollouts, shapes=shapes, align=8, n_ranks=1)
+    packed = pack(samples, shapes=shapes, align=8, n_ranks=1)
     assert [m.batch.tokens.shape for m in packed] == [(1, 120), (1, 72)]
-    # on two ranks 16 of them are five a rank, then three a rank
-    packed = pack([rollout(i, 4, 20) for i in range(16)], shapes=shapes, align=8, n_ranks=2)
+    # on two ranks, 16 sequences are five per rank, then three per rank
+    packed = pack([make_sample(i, 4, 20) for i in range(16)], shapes=shapes, align=8, n_ranks=2)
     assert [m.batch.tokens.shape for m in packed] == [(2, 120), (2, 72)]
 
 
@@ -142,26 +149,26 @@ def test_shapes_halve_in_rows_and_then_in_length():
     cfg = LearnerConfig(token_budget=1024, halvings=2)
     assert cfg.shapes == ((1, 256), (1, 512), (1, 1024))
     assert LearnerConfig(token_budget=192, halvings=2).shapes == ((1, 192),)  # 96 is not aligned
-    # a length that is declared stays: only its rows are halved
+    # declared row lengths are kept: only the number of rows is halved
     cfg = LearnerConfig(token_budget=1024, buckets=(256, 1024), halvings=1)
     assert cfg.shapes == ((2, 256), (4, 256), (1, 1024))
 
 
 def test_ranks_are_balanced_by_cost():
     rng = np.random.default_rng(0)
-    rollouts = [rollout(i, 30, int(n)) for i, n in enumerate(rng.integers(1, 900, 64))]
-    packed = pack(rollouts, shapes=((2, 1024),), align=8, n_ranks=4, linear_cost=100)
+    samples = [make_sample(i, 30, int(n)) for i, n in enumerate(rng.integers(1, 900, 64))]
+    packed = pack(samples, shapes=((2, 1024),), align=8, n_ranks=4, linear_cost=100)
     for micro in packed:
-        lens = np.zeros((4, len(rollouts)))
-        for place in micro.places:
-            rank = place.row // (micro.batch.tokens.shape[0] // 4)
-            lens[rank, place.item] = 30 + place.length - 1
+        lens = np.zeros((4, len(samples)))
+        for span in micro.spans:
+            rank = span.row // (micro.batch.tokens.shape[0] // 4)
+            lens[rank, span.item] = 30 + span.length - 1
         cost = (100 * lens + lens**2).sum(axis=1)
-        if len(micro.places) > 12:  # the last micro-batch may hold a few odd ones
+        if len(micro.spans) > 12:  # the last micro-batch may hold few
             assert cost.max() < 1.3 * cost.mean()
 
 
-def test_empty_list_packs_to_nothing():
+def test_empty_list_gives_no_micro_batch():
     assert pack([], shapes=((1, 8),), align=8, n_ranks=1) == []
 
 
@@ -173,12 +180,12 @@ def test_empty_list_packs_to_nothing():
         (
             (4, 4),
             {"shapes": ((2, 12),)},
-            "2 rows of 12 tokens does not go with the segment alignment 8",
+            "2 rows of 12 tokens is not a multiple of the segment alignment 8",
         ),
         ((4, 4), {"shapes": ()}, "no shapes"),
     ],
 )
-def test_what_cannot_be_packed_says_what_to_set(lens, sizes, message):
+def test_errors_name_the_key_to_set(lens, sizes, message):
     sizes = {"shapes": ((4, 8), (2, 16)), "align": 8, "n_ranks": 1} | sizes
     with pytest.raises(ValueError, match=message):
-        pack([rollout(0, *lens)], **sizes)
+        pack([make_sample(0, *lens)], **sizes)

@@ -3,14 +3,16 @@
 import pytest
 
 from jaxrl.config.resolve import resolve
-from jaxrl.learner.coefficients import adapted, coefficient_metrics, first_coefficients
+from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics, initial_coefficients
 from tests.trainer.test_mini_batches import config
 
 
 def test_fixed_coefficients_stay_constant_and_are_not_logged():
     cfg = resolve(config(kl_coef=0.1, entropy_coef=0.01))
-    first = first_coefficients(cfg)
-    assert adapted(first, {"loss/kl": 9.0, "loss/entropy": 9.0}, cfg, n_samples=4) == first
+    first = initial_coefficients(cfg)
+    assert (
+        adapt_coefficients(first, {"loss/kl": 9.0, "loss/entropy": 9.0}, cfg, n_samples=4) == first
+    )
     assert coefficient_metrics(first, cfg) == {}
 
 
@@ -19,23 +21,23 @@ def test_the_kl_coefficient_follows_the_kl_of_the_loss_or_of_the_reward():
     metrics = {"loss/kl": 9.0, "reward/kl": 0.0}
     # relative error clipped to +-0.2, times 4 samples / horizon 100
     cfg = resolve(config(**keys))
-    up = adapted(first_coefficients(cfg), metrics, cfg, n_samples=4)
+    up = adapt_coefficients(initial_coefficients(cfg), metrics, cfg, n_samples=4)
     assert up.kl == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
     cfg = resolve(config(**keys, kl="k1", kl_in="reward"))
-    down = adapted(first_coefficients(cfg), metrics, cfg, n_samples=4)
+    down = adapt_coefficients(initial_coefficients(cfg), metrics, cfg, n_samples=4)
     assert down.kl == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))
 
 
 def test_the_entropy_bonus_is_off_above_its_target():
     cfg = resolve(config(entropy_coef=0.01, entropy_target=0.5, entropy_delta=0.002))
-    above = adapted(first_coefficients(cfg), {"loss/entropy": 0.6}, cfg, n_samples=4)
-    assert above.entropy == pytest.approx(0.008) and above.of_loss().entropy == 0.0
-    below = adapted(above, {"loss/entropy": 0.4}, cfg, n_samples=4)
-    assert below.of_loss().entropy == pytest.approx(0.01)
+    above = adapt_coefficients(initial_coefficients(cfg), {"loss/entropy": 0.6}, cfg, n_samples=4)
+    assert above.entropy == pytest.approx(0.008) and above.loss_coefs().entropy == 0.0
+    below = adapt_coefficients(above, {"loss/entropy": 0.4}, cfg, n_samples=4)
+    assert below.loss_coefs().entropy == pytest.approx(0.01)
     assert coefficient_metrics(below, cfg) == {"loss/entropy_coef": pytest.approx(0.01)}
 
 
 def test_a_step_without_an_update_keeps_the_coefficients():
     cfg = resolve(config(kl_coef=0.1, kl_target=0.05, entropy_target=0.5))
-    first = first_coefficients(cfg)
-    assert adapted(first, {}, cfg, n_samples=4) == first
+    first = initial_coefficients(cfg)
+    assert adapt_coefficients(first, {}, cfg, n_samples=4) == first

@@ -58,7 +58,7 @@ def place(packed, values, pad):
     arrays = []
     for micro in packed:
         array = np.full(micro.batch.tokens.shape, pad, np.float32)
-        for p in micro.places:
+        for p in micro.spans:
             array[p.row, p.start : p.start + p.length] = values[p.item]
         arrays.append(array)
     return arrays

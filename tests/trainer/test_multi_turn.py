@@ -23,7 +23,7 @@ from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
 from jaxrl.trainer.mini_batches import to_sample
-from jaxrl.trainer.setup.engines import check_not_in_step
+from jaxrl.trainer.setup.engines import check_independent_engines
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN
 from tests.trainer.test_train import assert_same_weights, metrics
@@ -346,11 +346,11 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
 
 def test_an_engine_spanning_processes_rejects_environments(env_config, monkeypatch):
     cfg = resolve(env_config)
-    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
+    check_independent_engines(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
     monkeypatch.setattr("sharding.hosts.n_processes", lambda: 2)
-    check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32"), per_process=True))
+    check_independent_engines(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32"), per_process=True))
     with pytest.raises(ValueError, match=r"lock-step; set config\.rollout\.engines='process'"):
-        check_not_in_step(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
+        check_independent_engines(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.trainer.mini_batches import make_mini_batches, without_overlong
+from jaxrl.trainer.mini_batches import make_mini_batches, drop_overlong
 from jaxrl.trainer.shaping import (
     RewardScale,
     add_overlong_penalty,
@@ -74,8 +74,8 @@ def test_overlong_filtering_masks_truncated_responses_but_keeps_them_in_the_base
     some, rewards = rewarded([[1, 0], [1, 0]])
     some[1] = dataclasses.replace(some[1], truncated=True)
     cfg = resolve(config(overlong_filtering=True, advantage="dr_grpo"))
-    assert len(without_overlong(some, cfg)) == 3
-    assert len(without_overlong(some, resolve(config()))) == 4
+    assert len(drop_overlong(some, cfg)) == 3
+    assert len(drop_overlong(some, resolve(config()))) == 4
     minis, _ = make_mini_batches(some, rewards, cfg, n_ranks=1, score_old=None, score_ref=None)
     batches = [p.batch for p in minis[0].packed]
     assert sum(b.mask.sum() for b in batches) == 9 and not minis[0].idle

@@ -25,8 +25,10 @@ Numbers = np.ndarray
 def make_samples(
     run: OfflineRun, pairs: Sequence[Pair]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """Both completions of each pair, with the advantages of the configured loss at the current
-    weights."""
+    """Both completions of each pair as samples.
+
+    Their advantages give the gradient of the configured loss at the current weights.
+    """
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by the number of completions; a pair has two.
@@ -36,13 +38,16 @@ def make_samples(
 
 
 def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
-    """val/loss, val/accuracy, val/margin and the rewards of both sides."""
+    """val/loss, val/accuracy, val/margin, val/reward_chosen and val/reward_rejected."""
     metrics = preference_metrics(run.core.cfg.preference.beta, *measure(run, pairs))
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
 def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
-    """(loss, log π / π_ref of the chosen completions, of the rejected ones), summed over tokens."""
+    """(loss, log ratios of the chosen completions, log ratios of the rejected completions).
+
+    A log ratio is log π / π_ref, summed over the tokens of a completion.
+    """
     completions = completions_of(pairs)
     if run.core.cfg.preference.loss == "kto":
         completions += mismatched(pairs, run.core.cfg.data.max_len)
@@ -71,7 +76,7 @@ def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
 
 
 def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
-    """Each chosen completion after the prompt of the next pair, cut to `max_len` tokens.
+    """Each chosen completion combined with the prompt of the next pair, up to `max_len` tokens.
 
     KTO estimates the KL between policy and reference from these mismatched pairs.
     """
@@ -93,8 +98,11 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
 def preference_metrics(
     beta: float, loss: PairLoss, chosen: Numbers, rejected: Numbers
 ) -> dict[str, float]:
-    """Means over pairs. The reward of a completion is β log π / π_ref (DPO, eq. 5); for a reward
-    model, with β = 1, it is the score."""
+    """Means over pairs.
+
+    The reward of a completion is β log π / π_ref (DPO, eq. 5). For a reward model it is the score,
+    with β = 1.
+    """
     return {
         "preference/loss": float(jnp.mean(loss(jnp.asarray(chosen), jnp.asarray(rejected)))),
         "preference/accuracy": float(np.mean(chosen > rejected)),

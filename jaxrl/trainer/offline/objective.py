@@ -1,4 +1,4 @@
-"""Offline training on a fixed dataset: no sampling and no reward. The loss is an `Objective`."""
+"""Offline training on a fixed dataset, without sampling and rewards, for any `Objective`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_mo
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """An offline training objective, expressed as a policy gradient or value loss of the RL learner."""
+    """An offline training objective, expressed as a policy gradient or value loss."""
 
     load: Callable[..., Sequence]  # (sources, renderer=, data=, stop=, limit=) -> items
     make_samples: Callable[["OfflineRun", Sequence], tuple[list[TrainingSample], dict[str, float]]]
@@ -57,17 +57,18 @@ def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
         unused.append("config.learner.epochs (set total_epochs)")
     if unused:
         raise ValueError(
-            f"{', '.join(unused)} have no effect in offline training on a fixed dataset; leave them out"
+            f"{', '.join(unused)} have no effect in offline training on a fixed dataset; remove "
+            "them from the config"
         )
     algorithm = dataclasses.replace(
         cfg.algorithm, policy_loss="policy_gradient", aggregation=objective.aggregation
     )
-    critic = dataclasses.replace(cfg.critic, value_clip=0.0)  # scores move freely to their targets
+    critic = dataclasses.replace(cfg.critic, value_clip=0.0)  # scores are not clipped
     return dataclasses.replace(cfg, algorithm=algorithm, critic=critic)
 
 
 def train_step(run: OfflineRun) -> None:
-    """One step on the next items; the samples of each mini-batch use the current weights."""
+    """One step on the next items. Samples of a mini-batch are made with the current weights."""
     core, objective = run.core, run.objective
     core.stop.check()
     found: list[dict[str, float]] = []
@@ -95,7 +96,7 @@ def validate(run: OfflineRun) -> None:
     with core.timed("val"):
         core.val_metrics = run.objective.evaluate(run, core.val)
     core.validated_at = core.step
-    seconds = sum(core.take_seconds().values())  # scoring is a separate phase only within a step
+    seconds = sum(core.take_seconds().values())  # all phases, including scoring
     core.logger.metrics(core.step, core.val_metrics | {"time/val_s": seconds})
 
 
@@ -104,7 +105,10 @@ def logps(
     demonstrations: Sequence[Demonstration],
     score: Callable[[Core, Sequence[Batch]], list[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Logprobs of the loss tokens of each demonstration, by policy_logps or reference_logps."""
+    """Logprobs of the loss tokens of each demonstration.
+
+    `score` is policy_logps or reference_logps.
+    """
     packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg.learner, core.n_ranks)
     found = gather(score(core, [p.batch for p in packed]), packed)
     return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

@@ -1,4 +1,4 @@
-"""Reward modelling: scores that rank the chosen completion of a pair above the rejected one."""
+"""Reward modelling: trains scores that rank chosen completions above rejected ones."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ Numbers = np.ndarray
 def make_samples(
     run: OfflineRun, pairs: Sequence[Pair]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """Both completions of each pair, with target scores as `returns`.
+    """Both completions of each pair as samples, with target scores as `returns`.
 
-    The gradient of a loss L of scores equals that of the value loss (V - R)² / 2 with R = V - dL/dV.
-    The update minimizes the value loss, so the two sides of a pair may be in different micro-batches.
+    A loss L of scores has the gradient of the value loss (V - R)² / 2 with R = V - dL/dV. The
+    update minimizes the value loss, so a pair may be split over micro-batches.
     """
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
@@ -38,7 +38,7 @@ def make_samples(
 
 
 def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
-    """val/loss, val/accuracy, val/margin and the mean scores of both sides."""
+    """val/loss, val/accuracy, val/margin, val/reward_chosen and val/reward_rejected."""
     metrics = preference_metrics(1.0, *measure(run, pairs))
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 

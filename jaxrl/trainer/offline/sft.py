@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: maximizes the likelihood of the assistant turns of given conversations.
+"""Supervised fine-tuning: maximizes the likelihood of the assistant turns of conversations.
 
--Σ log π is the policy gradient with all advantages 1, so SFT is an objective of the RL learner and shares
-its packing, chunked cross-entropy and meshes.
+-Σ log π is the policy gradient loss with all advantages 1. So SFT is an objective of the RL learner
+and shares its packing, chunked cross-entropy and meshes.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxrl.types import Demonstration, TrainingSample
 def make_samples(
     run: OfflineRun, items: Sequence[Demonstration]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """The demonstrations with advantage 1."""
+    """The demonstrations as samples with advantage 1."""
     n_tokens = float(sum(d.n_loss_tokens for d in items))
     return [to_sample(d, advantage=1.0) for d in items], {"perf/own_tokens": n_tokens}
 

@@ -1,4 +1,4 @@
-"""Builds the state that all training programs share."""
+"""Builds the state shared by all training programs."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.layout import role_layout, training_rules
-from jaxrl.learner.coefficients import Coefficients, first_coefficients
+from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.step import Scorer, make_update, make_value_update
@@ -37,8 +37,10 @@ def build_core(
     val: Sequence[Any],
     has_reference: bool,
 ) -> Core:
-    """Weights, optimizer, compiled functions, checkpoints and logs, restored from the newest
-    checkpoint if there is one."""
+    """Loads weights and builds optimizer, jitted programs, checkpoints and loggers.
+
+    Restores the state from the newest checkpoint if there is one.
+    """
     rules = training_rules(cfg)
     checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
     stack.callback(checkpoints.close)
@@ -82,7 +84,7 @@ def build_core(
         watch=session.watch,
         stop=session.stop,
         state=state,
-        coefs=Coefficients(**host["coefs"]) if host else first_coefficients(cfg),
+        coefs=Coefficients(**host["coefs"]) if host else initial_coefficients(cfg),
         reward_scale=RewardScale(**host.get("reward_scale", {})),
         step=step,
         position=iterator.state(),
@@ -96,7 +98,7 @@ def build_core(
 def make_critic_and_scorer(
     cfg: RunConfig, models: Models, policy: Policy, steps: int
 ) -> tuple[Critic | None, ValueScorer | None]:
-    """(separate critic, value function); the policy's own score head needs no critic."""
+    """(separate critic, value scorer). A value head on the policy needs no separate critic."""
     if "score" in policy.decoder.heads:
         return None, shared_value_scorer(cfg, policy.dtype)
     if not cfg.has_critic:
@@ -108,7 +110,7 @@ def make_critic_and_scorer(
 def make_scorers(
     cfg: RunConfig, models: Models, policy: Policy
 ) -> tuple[Scorer, Scorer, DecoderConfig]:
-    """(scorer of the policy, scorer of the reference model, config of the reference model)."""
+    """(policy scorer, reference scorer, config of the reference model)."""
     scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", policy.decoder, policy.dtype))
     ref_decoder = policy.decoder
     if cfg.algorithm.teacher:

@@ -39,7 +39,7 @@ def load_val(cfg: RunConfig, renderer: ChatRenderer) -> list[Prompt]:
 
 
 def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
-    """Batches of the items in the order of the config."""
+    """The iterator over batches of the items, with the order that the config sets."""
     data = cfg.data
     return BatchIterator(
         items,

@@ -1,4 +1,4 @@
-"""Opens the process group and the devices of a run, and checks that the run fits their memory."""
+"""Opens the process group and the devices of a run; checks that the run fits their memory."""
 
 import contextlib
 import dataclasses
@@ -42,8 +42,8 @@ class Policy:
 
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
-    """Joins the other processes and starts signal handling and progress output."""
-    keep_programs(cfg)
+    """Joins the process group and starts signal handling and progress output."""
+    set_compilation_cache(cfg)
     join(cfg)
     stop = stack.enter_context(stop_on_signals())
     progress = stack.enter_context(Progress())
@@ -77,8 +77,7 @@ def checked_plan(
 ) -> Plan | None:
     """The plan of the run; None if plan_check is off or the devices do not report their memory.
 
-    `role_decoders` and `workload` are those of `check_plan`. Raises ValueError if the run does not
-    fit.
+    See `check_plan` for `role_decoders` and `workload`. Raises ValueError if the run does not fit.
     """
     memory = device_memory()
     if not cfg.plan_check or memory is None:
@@ -89,8 +88,8 @@ def checked_plan(
     return plan
 
 
-def keep_programs(cfg: RunConfig) -> None:
-    """Sets the folder of the persistent compilation cache; call it before the first compilation."""
+def set_compilation_cache(cfg: RunConfig) -> None:
+    """Sets the folder of the persistent compilation cache. Call before the first compilation."""
     cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
     jax.config.update("jax_compilation_cache_dir", str(cache))
 
@@ -109,8 +108,8 @@ def start_devices(
     dtype, decoder = for_platform(cfg, decoder, backend)
     if cfg.learner.router_aux_coef and not decoder.E:
         raise ValueError(
-            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but this "
-            f"{decoder.family} model has none; set it to 0"
+            f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
+            f"this {decoder.family} model has none; set it to 0"
         )
     n_params = count_params(decoder_specs(decoder))
     progress.status(

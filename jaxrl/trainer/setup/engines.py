@@ -1,4 +1,4 @@
-"""Builds what produces and scores rollouts: engines, environments, reward functions, reward model."""
+"""Builds engines, environments, reward functions and the reward model of a run."""
 
 import contextlib
 import functools
@@ -33,10 +33,10 @@ def make_engines(
     session: Session,
     environments: EnvironmentPool | None,
 ) -> Engines:
-    """The engines of the run, with the sizes of `rollout`."""
+    """The engines of the run, with the sizes in `rollout`."""
     layout = rollout_layout(cfg, policy.decoder, policy.dtype)
     if environments is not None:
-        check_not_in_step(cfg, layout)
+        check_independent_engines(cfg, layout)
     return Engines(
         layout=layout,
         engine=make_engine(
@@ -50,13 +50,13 @@ def make_engines(
     )
 
 
-def check_not_in_step(cfg: RunConfig, layout: Layout) -> None:
-    """Raises AgreedError where an engine over several processes is to answer to environments."""
+def check_independent_engines(cfg: RunConfig, layout: Layout) -> None:
+    """Raises AgreedError if one engine spans several processes in a run with environments."""
     if hosts.n_processes() > 1 and not layout.per_process:
         raise hosts.AgreedError(
-            f"config.env.name={cfg.env.name!r}: environments reply to the processes at different times, but one "
-            "engine over all of them decodes in lock-step; set config.rollout.engines='process' and a mesh "
-            "that allows it"
+            f"config.env.name={cfg.env.name!r}: environments reply to the processes at different "
+            "times, but one engine over all of them decodes in lock-step; set "
+            "config.rollout.engines='process' and a mesh that allows it"
         )
 
 

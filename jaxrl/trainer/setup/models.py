@@ -1,4 +1,4 @@
-"""Resolves the model folders of a run and checks that all models share the policy's tokenizer."""
+"""Resolves the model folders of a run and checks that all models use the policy's tokenizer."""
 
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,7 @@ class ModelFolders:
     reward_model: Path | None
 
     def other_configs(self) -> dict[str, DecoderConfig]:
-        """The configurations of the models other than the policy, by the planner's names."""
+        """The configs of the models other than the policy, keyed by the planner's role names."""
         folders = {"critic": self.critic, "teacher": self.reference}
         if self.reward_model is not None:
             folders["reward_model"] = self.reward_model
@@ -36,7 +36,7 @@ class ModelFolders:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a run before devices are open: folders, the policy's config and chat template."""
+    """The models of a run before the devices are opened."""
 
     folders: ModelFolders
     decoder: DecoderConfig  # "auto" values are not resolved yet
@@ -44,7 +44,7 @@ class Models:
 
 
 def open_models(cfg: RunConfig) -> Models:
-    """Opens the run folder and the model folders; the main process downloads first.
+    """Opens the run folder and the model folders. The main process downloads first.
 
     Raises ValueError or OSError if a folder or model is invalid.
     """
@@ -53,9 +53,9 @@ def open_models(cfg: RunConfig) -> Models:
         policy = resolve_model(cfg.model.path)
         folders = ModelFolders(
             policy=policy,
-            critic=resolve_other("critic.path", cfg.critic.path) or policy,
-            reference=resolve_other("algorithm.teacher", cfg.algorithm.teacher) or policy,
-            reward_model=resolve_other("reward_model.path", cfg.reward_model.path),
+            critic=resolve_optional("critic.path", cfg.critic.path) or policy,
+            reference=resolve_optional("algorithm.teacher", cfg.algorithm.teacher) or policy,
+            reward_model=resolve_optional("reward_model.path", cfg.reward_model.path),
         )
     with hosts.raise_together():
         decoder = model_config(policy)
@@ -65,7 +65,7 @@ def open_models(cfg: RunConfig) -> Models:
     return Models(folders, decoder, renderer)
 
 
-def resolve_other(key: str, path: str) -> Path | None:
+def resolve_optional(key: str, path: str) -> Path | None:
     """The folder of a model other than the policy; None if the key is not set."""
     return resolve_model(path, key=f"config.{key}") if path else None
 
@@ -80,16 +80,19 @@ def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
 def check_teacher(
     cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, policy: DecoderConfig
 ) -> None:
-    """Raises ValueError if the teacher's tokenizer differs, or if its logits cannot be compared with
-    the policy's in a KL over the vocabulary."""
+    """Raises ValueError if the teacher is incompatible with the policy.
+
+    Both need the same tokenizer. A KL over the vocabulary also needs comparable logits.
+    """
     if not cfg.algorithm.teacher:
         return
     key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
     check_same_tokenizer(tokenizer, folder, key, teacher.V)
-    ours, theirs = (policy.V, policy.logit_softcap), (teacher.V, teacher.logit_softcap)
-    if full_kl_in_loss(cfg) and ours != theirs:
+    same_logits = (policy.V, policy.logit_softcap) == (teacher.V, teacher.logit_softcap)
+    if full_kl_in_loss(cfg) and not same_logits:
         raise ValueError(
-            f"{key}: config.algorithm.kl={cfg.algorithm.kl!r} compares all logits, but the teacher has "
-            f"{theirs[0]} of them, soft-capped at {theirs[1]}, and the policy {ours[0]} at {ours[1]}; set an "
-            "algorithm.kl of sampled tokens, such as 'k1' with algorithm.kl_in='reward'"
+            f"{key}: config.algorithm.kl={cfg.algorithm.kl!r} compares all logits, but the teacher "
+            f"has {teacher.V} logits with soft cap {teacher.logit_softcap}, and the policy has "
+            f"{policy.V} with soft cap {policy.logit_softcap}; set an algorithm.kl of sampled "
+            "tokens, such as 'k1' with algorithm.kl_in='reward'"
         )

@@ -1,6 +1,6 @@
-"""Opens a whole run from its config: an RL run, an offline run, or an evaluation.
+"""Opens a run from its config: RL, offline training, or evaluation.
 
-The cheap checks come first: run folder, data, tokenizer and rewards; then the devices.
+Cheap checks run before the devices are opened: run folder, tokenizer, data and rewards.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from sharding import hosts
 
 @contextlib.contextmanager
 def open_run(cfg: RunConfig) -> Iterator[Run]:
-    """An RL run, resumed from the newest checkpoint in its folder; closed at exit.
+    """Opens an RL run, resumed from the newest checkpoint in its folder.
 
     Raises ValueError or OSError if the config, the models, the data or the folder is invalid.
     """
@@ -75,7 +75,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
-    """A model with its engine compiled, the validation prompts and the rewards, without a learner.
+    """Opens a model with its compiled engine, the validation prompts and the rewards.
 
     Raises the errors of `open_run`.
     """
@@ -103,7 +103,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
 
 @contextlib.contextmanager
 def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
-    """An offline training run (SFT, DPO, reward modelling).
+    """Opens an offline training run (SFT, DPO, reward modelling).
 
     Raises the errors of `open_run`.
     """
@@ -144,6 +144,6 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
 
 
 def train_offline(cfg: RunConfig, objective: Objective) -> bool:
-    """Runs to the last step. Returns False if the run was interrupted; its state is then saved."""
+    """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_offline(with_objective(cfg, objective), objective) as run:
         return run_to_end(run, train_step, validate)

@@ -32,9 +32,9 @@ def load_state(
     checkpoints: Checkpointer,
     ref_layout: Layout,
 ) -> tuple[TrainState, dict]:
-    """(state, host values) of the newest checkpoint; without a checkpoint (initial state, {}).
+    """(state, host values) of the newest checkpoint, or (initial state, {}) without a checkpoint.
 
-    Also loads or restores the state of a separate critic.
+    Also loads or restores the state of a separate critic, in place.
     """
     step, offload = hosts.broadcast(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
     if step is None:
@@ -52,8 +52,8 @@ def load_state(
     abstract = abstract_state(specs, policy.dtype, optimizer, rules, mesh, offload=offload)
     if cfg.algorithm.ref_refresh_every:
         ref = ref_layout.abstract_weights(policy.decoder, mesh)
-        away = "reference" in cfg.learner.offload
-        abstract = dataclasses.replace(abstract, ref=to_host(ref) if away else ref)
+        offload_ref = "reference" in cfg.learner.offload
+        abstract = dataclasses.replace(abstract, ref=to_host(ref) if offload_ref else ref)
     if critic is None:
         return checkpoints.restore(abstract, step)
     saved, host = checkpoints.restore(dataclasses.replace(abstract, critic=critic.state), step)

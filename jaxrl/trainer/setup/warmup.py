@@ -1,4 +1,4 @@
-"""Compiles every program of a run before its first step, and prints its name and seconds."""
+"""Compiles every program of a run before its first step, with progress output."""
 
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, ValueScorer
@@ -26,7 +26,7 @@ def warm_up_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> 
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
         with core.progress.waiting(f"compiling {name} for [{n_rows}, {row_len}] tokens"):
-            scorer.values(params, [Packed(empty_batch(n_rows, row_len), places=())])
+            scorer.values(params, [Packed(empty_batch(n_rows, row_len), spans=())])
 
 
 def warm_up_critic(core: Core, critic: Critic) -> None:
@@ -44,7 +44,7 @@ def warm_up_critic(core: Core, critic: Critic) -> None:
 
 
 def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
-    """Compiles the update, and scoring by the policy and the reference model if they are used."""
+    """Compiles the update, the value programs, and the requested logprob programs."""
     if core.value_scorer is not None:
         params = core.state.params if core.critic is None else core.critic.state.params
         warm_up_values(core, core.value_scorer, params, "values")
