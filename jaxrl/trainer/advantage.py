@@ -27,7 +27,7 @@ def add_advantages(
       samples: the `n` samples of each prompt are adjacent. With a critic, they have `values`.
       rewards: float64 [len(samples)].
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
-        subtract its sum from the reward of the response, token-level ones subtract it at each token.
+        subtract its sum from the reward of the response; token-level ones subtract it per token.
       baselines: float [len(samples)], reward of the greedy response to the same prompt (ReMax).
 
     Tokens outside the loss mask get advantage 0. The estimators see the remaining tokens as if

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.trainer.mini_batches import make_mini_batches, drop_overlong
+from jaxrl.trainer.mini_batches import drop_overlong, make_mini_batches
 from jaxrl.trainer.shaping import (
     RewardScale,
     add_overlong_penalty,
