@@ -116,7 +116,7 @@ def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampli
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--n=4", "--k=8", "--temperature=1"], r"eval\.k=\(8,\) asks for pass@8.*eval\.n=4.*8"),
+        (["--n=4", "--k=8", "--temperature=1"], r"eval\.k=\(8,\) includes pass@8.*eval\.n=4.*8"),
         (["--n=4"], r"eval\.n=4 greedy samples.*temperature"),
         (["--n=many"], "eval.n"),
         (["--sample=4"], "unknown argument --sample=4.*known: --model"),

@@ -1,6 +1,6 @@
 """Tests of jaxrl/reward_model.py, jaxrl/trainer/offline/reward_model.py and
-jaxrl/learner/reward_model.py: reward models trained from pairs, exported for transformers, and used as
-the reward of a run."""
+jaxrl/learner/reward_model.py: reward models trained from pairs, exported for transformers, and
+used as the reward of a run."""
 
 import dataclasses
 import json
@@ -152,8 +152,8 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
         items = next(run.core.iterator)
         moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
-        rollouts, found = make_samples(run, items)
-        packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
+        samples, found = make_samples(run, items)
+        packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
         batches = [run.core.update.put(p.batch) for p in packed]
 
         def ours(params):
@@ -162,7 +162,7 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
 
         def score(params, answer):
             return score_at_end(
-                params, jnp.concatenate([answer.prompt.tokens, answer.tokens])[None]
+                params, jnp.concatenate([answer.prompt_tokens, answer.tokens])[None]
             )
 
         margins = jnp.array([0.5 * pair.margin for pair in items], jnp.float32)

@@ -78,7 +78,10 @@ def test_one_device_and_pure_tensor_parallelism_need_no_resharding(tiny_config):
     [
         ({"tensor": 3}, "8 devices cannot be divided into replicas of 3 x 1 devices"),
         ({"tensor": 4}, "2 kv heads over tensor=4.*Set config.rollout.tensor"),
-        ({"tensor": 2, "layout": "training"}, "rollout.tensor=2 is of an engine's replica"),
+        (
+            {"tensor": 2, "layout": "training"},
+            "rollout.tensor=2 sets the size of a replica.*layout='training' has none",
+        ),
     ],
 )
 def test_an_invalid_rollout_layout_is_rejected_with_the_keys_to_set(tiny_config, keys, words):

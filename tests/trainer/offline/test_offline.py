@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from jaxrl import dpo, sft
 from jaxrl.algorithms.preference import dpo as dpo_loss
 from jaxrl.config.resolve import default_config, resolve
+from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
@@ -116,8 +117,8 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
         pairs = next(run.core.iterator)
         moved = perturbed(run.core.state.params)
         run.core.state = dataclasses.replace(run.core.state, params=moved)
-        rollouts, _ = make_samples(run, pairs)
-        packed = pack(rollouts, shapes=cfg.learner.shapes, align=64, n_ranks=1)
+        samples, _ = make_samples(run, pairs)
+        packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
 
         def weighted_logp(params, batch, weights):
             logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
@@ -129,8 +130,8 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
             total = sum(weighted_logp(params, b, b.advantages) for b in batches)
             return -total / (2 * len(pairs))
 
-        def alone(rollout):
-            [p] = pack([rollout], shapes=((1, 256),), align=64, n_ranks=1)
+        def alone(demonstration):
+            [p] = pack([to_sample(demonstration)], shapes=((1, 256),), align=64, n_ranks=1)
             return run.core.update.put(p.batch)
 
         sides = [[alone(getattr(pair, side)) for pair in pairs] for side in ("chosen", "rejected")]
