@@ -82,14 +82,14 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
     """
     found = []
     for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
-        answer, prompt_tokens = pair.chosen, other.chosen.prompt_tokens
+        chosen, prompt_tokens = pair.chosen, other.chosen.prompt_tokens
         n = max(max_len - len(prompt_tokens), 1)
         found.append(
             dataclasses.replace(
-                answer,
+                chosen,
                 prompt_tokens=prompt_tokens,
-                tokens=answer.tokens[:n],
-                loss_mask=answer.loss_mask[:n],
+                tokens=chosen.tokens[:n],
+                loss_mask=chosen.loss_mask[:n],
             )
         )
     return found

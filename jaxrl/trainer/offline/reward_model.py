@@ -29,12 +29,12 @@ def make_samples(
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by the number of completions; a pair has two.
     targets = np.concatenate([chosen, rejected]) + 2 * np.concatenate([up, down])
-    answers = [to_sequence(r) for r in completions_of(pairs)]
-    answers = [
+    samples = [to_sequence(r) for r in completions_of(pairs)]
+    samples = [
         dataclasses.replace(r, returns=np.array([target], np.float32))
-        for r, target in zip(answers, targets.tolist(), strict=True)
+        for r, target in zip(samples, targets.tolist(), strict=True)
     ]
-    return answers, preference_metrics(1.0, loss, chosen, rejected)
+    return samples, preference_metrics(1.0, loss, chosen, rejected)
 
 
 def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
@@ -47,9 +47,9 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, 
     """(loss with margins, scores of the chosen completions, scores of the rejected ones)."""
     assert run.core.value_scorer is not None
     with run.core.timed("values"):
-        answers = [to_sequence(r) for r in completions_of(pairs)]
+        samples = [to_sequence(r) for r in completions_of(pairs)]
         scores = last_scores(
-            run.core.value_scorer, run.core.state.params, answers, run.core.check_stop
+            run.core.value_scorer, run.core.state.params, samples, run.core.check_stop
         )
     margins = run.core.cfg.preference.margin_weight * np.array(
         [pair.margin for pair in pairs], np.float32
@@ -61,9 +61,9 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, 
     return loss, scores[: len(pairs)], scores[len(pairs) :]
 
 
-def to_sequence(answer: Demonstration) -> TrainingSample:
+def to_sequence(item: Demonstration) -> TrainingSample:
     """Prompt and completion as one sequence to score."""
-    return scored_sequence(np.concatenate([answer.prompt_tokens, answer.tokens]), answer.id)
+    return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
 
 
 REWARD_MODEL = Objective(
