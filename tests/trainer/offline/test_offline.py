@@ -120,31 +120,30 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
         samples, _ = make_samples(run, pairs)
         packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
 
-        def weighted_logp(params, batch, weights):
-            logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
-            return jnp.sum(jnp.where(batch.mask > 0, weights * logp, 0.0))
-
         batches = [run.core.update.put(p.batch) for p in packed]
 
+        def row_logps(params, batch, weights):
+            logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
+            return jnp.sum(jnp.where(batch.mask > 0, weights * logp, 0.0), axis=1)
+
         def surrogate(params):
-            total = sum(weighted_logp(params, b, b.advantages) for b in batches)
+            total = sum(row_logps(params, b, b.advantages).sum() for b in batches)
             return -total / (2 * len(pairs))
 
-        def alone(demonstration):
-            [p] = pack([to_sample(demonstration)], shapes=((1, 256),), align=64, n_ranks=1)
-            return run.core.update.put(p.batch)
+        def one_per_row(demonstrations):
+            rows = [
+                pack([to_sample(d)], shapes=((1, 256),), align=64, n_ranks=1)[0].batch
+                for d in demonstrations
+            ]
+            return run.core.update.put(jax.tree.map(lambda *row: np.concatenate(row), *rows))
 
-        sides = [[alone(getattr(pair, side)) for pair in pairs] for side in ("chosen", "rejected")]
+        sides = [
+            one_per_row([getattr(pair, side) for pair in pairs]) for side in ("chosen", "rejected")
+        ]
 
         def direct(params):
             ratios = [
-                jnp.stack(
-                    [
-                        weighted_logp(params, b, 1.0) - weighted_logp(run.core.ref_params, b, 1.0)
-                        for b in side
-                    ]
-                )
-                for side in sides
+                row_logps(params, b, 1.0) - row_logps(run.core.ref_params, b, 1.0) for b in sides
             ]
             return dpo_loss(*ratios, beta=0.1).mean()
 
