@@ -237,8 +237,9 @@ def test_remax_trains_with_a_greedy_baseline_and_clip_cov_selects_tokens(tiny_co
 
 @pytest.mark.thorough
 def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
-    tiny_config, tmp_path
+    tiny_config, two_layers, tmp_path
 ):
+    tiny_config.model.path = str(two_layers)  # its samples solve a prompt within three steps
     tiny_config.total_steps = 3
     tiny_config.data.prompts_per_step = 2
     tiny_config.data.train = ("task:addition?digits=1&size=9&split=train",)
