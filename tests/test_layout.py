@@ -1,4 +1,7 @@
-"""Scoring on a separate mesh gives the logprobs of one device for every micro-batch."""
+"""Scoring on a separate mesh gives the same logprobs as one device for every micro-batch.
+
+Tests of jaxrl/layout.py.
+"""
 
 import dataclasses
 import functools
@@ -50,7 +53,7 @@ def alone() -> list[np.ndarray]:
         ),
     ],
 )
-def test_scores_of_a_role_are_those_of_one_device(mesh, role, role_mesh, n_joined):
+def test_scores_of_a_role_equal_those_of_one_device(mesh, role, role_mesh, n_joined):
     assert len(BATCHES) == 4 and len({b.tokens.shape for b in BATCHES}) == 2
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(**mesh), score=RoleConfig(**role))
     with jax.set_mesh(make_mesh(**mesh)):
@@ -88,8 +91,8 @@ def invalid(tiny: dict, words: str, **sections):
         invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
         invalid(dict(fsdp=8), "ref.stage=2 with ref.sequence=2 is not supported",
               ref=dict(stage=2, sequence=2)),
-        invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'", ref=dict(tensor=2),
-              algorithm=dict(kl="full", kl_coef=0.1)),
+        invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'",
+              ref=dict(tensor=2), algorithm=dict(kl="full", kl_coef=0.1)),
     ],
 )  # fmt: skip
 def test_invalid_role_sizes_say_what_to_set(mesh, sections, words):

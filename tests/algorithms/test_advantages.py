@@ -38,7 +38,7 @@ def test_grpo_divides_by_the_unbiased_std_of_the_group():
     np.testing.assert_allclose(got, [[-0.25, -0.25, -0.25, 0.75]], rtol=1e-6)
 
 
-def test_dr_grpo_is_reward_minus_mean_and_grpo_without_std_the_same():
+def test_dr_grpo_is_reward_minus_mean_and_equals_grpo_without_std():
     some = rewards([0, 4], [1, 2])
     np.testing.assert_allclose(dr_grpo(some), [[-2, 2], [-0.5, 0.5]], rtol=1e-6)
     np.testing.assert_array_equal(grpo(some, norm_adv_by_std=False), dr_grpo(some))
@@ -55,16 +55,16 @@ def test_opo_weighs_the_baseline_by_length():
     np.testing.assert_allclose(got, [[0.75, -0.25]], rtol=1e-6)
 
 
-def test_gpg_makes_up_for_groups_without_a_gradient():
+def test_gpg_rescales_for_groups_without_a_gradient():
     # one of three groups differs: alpha = 3; mean of it 0.5
     got = gpg(rewards([1, 0], [1, 1], [0, 0]))
     np.testing.assert_allclose(got, [[1.5, -1.5], [0, 0], [0, 0]], rtol=1e-6)
     np.testing.assert_array_equal(gpg(rewards([1, 1], [0, 0])), 0.0)
 
 
-def test_passk_rewards_only_what_the_best_one_adds_to_the_maximum():
+def test_passk_rewards_only_the_gain_of_the_best_response_over_the_second():
     got = grpo_passk(rewards([0, 3, 1], [2, 2, 0]), norm_adv_by_std=False)
-    # 3 - 1; the second group has two best ones, and neither is missed
+    # 3 - 1; the second group has two best responses: without one, the maximum is the same
     np.testing.assert_allclose(got, [[0, 2, 0], [0, 0, 0]], rtol=1e-6)
     # mean 1, std = sqrt((1 + 1 + 4 + 0) / 3) = sqrt 2: 2 / sqrt 2
     got = grpo_passk(rewards([0, 0, 3, 1]), eps=0.0)
@@ -120,7 +120,7 @@ def slow_gae(r, v, gamma, lam):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gae_of_random_episodes_is_the_double_loop_whatever_follows_their_end(seed):
+def test_gae_of_random_episodes_equals_the_double_loop_and_ignores_padding(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 12, 6)
     mask = (np.arange(12) < lengths[:, None]).astype(np.float32)
@@ -164,19 +164,19 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_the_best_of_a_group_is_raised_and_no_worse_one_above_it(name):
+def test_advantages_of_a_group_are_ordered_by_reward(name):
     got = GROUPS[name](rewards([0, 1, 2, 5]))[0]
     assert got[3] > 0 and got[3] == got.max()
     assert got[0] == got.min() and (got[0] < 0 or name == "grpo_passk")
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_equal_rewards_give_no_advantage_even_where_their_mean_rounds(name):
+def test_equal_rewards_give_no_advantage_even_if_their_mean_is_rounded(name):
     assert not GROUPS[name](np.full((2, 3), 0.1, np.float32)).any()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"])
-def test_groups_do_not_see_each_other(name):
+def test_groups_are_independent(name):
     both = GROUPS[name](rewards([0, 1, 2, 2], [5, 5, 8, 1]))
     np.testing.assert_array_equal(both[:1], GROUPS[name](rewards([0, 1, 2, 2])))
 
@@ -188,5 +188,5 @@ def test_a_group_of_one_is_an_error_that_says_what_to_set(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_table_says_which_estimators_need_groups(name):
+def test_the_table_marks_the_estimators_that_need_groups(name):
     assert ADVANTAGES[name].needs_group == (name in GROUPS)

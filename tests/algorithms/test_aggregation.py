@@ -1,4 +1,4 @@
-"""Aggregation on two sequences by hand, however they are packed."""
+"""Aggregation of two sequences by hand, independent of their packing."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_sum_and_weight(mode, packing):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_rows_add_up_to_the_whole(mode):
+def test_sums_of_rows_add_up_to_those_of_the_batch(mode):
     rows = [{name: value[i : i + 1] for name, value in TWO_ROWS.items()} for i in (0, 1)]
     added = np.sum([parts(row, mode) for row in rows], axis=0)
     np.testing.assert_allclose(added, WANT[mode], rtol=1e-6)
@@ -64,7 +64,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_idle_sequences_weigh_what_they_would_have_weighed_in_a_batch(mode):
+def test_idle_sequences_have_the_weight_that_they_would_have_in_a_batch(mode):
     assert idle_weight([1, 3], mode=mode) == WANT[mode][1]
 
 

@@ -13,21 +13,21 @@ def test_the_covariance_is_the_product_of_the_deviations():
     np.testing.assert_allclose(covariances(LOGP, ADVANTAGES), [2, 2, 0, 0])
 
 
-def test_the_largest_are_picked_at_least_one_and_the_first_of_equals():
+def test_the_largest_are_selected_at_least_one_and_the_first_of_equals():
     cov = np.array([1.0, 5.0, 5.0, 3.0, 0.0], np.float32)
     np.testing.assert_array_equal(np.flatnonzero(select_largest(cov, cov_fraction=0.4)), [1, 2])
     np.testing.assert_array_equal(np.flatnonzero(select_largest(cov, cov_fraction=0.01)), [1])
 
 
-def test_random_ones_between_the_bounds_are_picked():
+def test_random_tokens_between_the_bounds_are_selected():
     cov = np.arange(100, dtype=np.float32)
     keys = dict(cov_fraction=0.05, clip_cov_low=9.5, clip_cov_high=49.5)
-    picked = [select_between(cov, np.random.default_rng(seed), **keys) for seed in range(20)]
-    for one in picked:
+    selected = [select_between(cov, np.random.default_rng(seed), **keys) for seed in range(20)]
+    for one in selected:
         assert one.sum() == 5 and not one[:10].any() and not one[50:].any()
-    assert np.any(picked, axis=0).sum() > 30
+    assert np.any(selected, axis=0).sum() > 30
     again = select_between(cov, np.random.default_rng(0), **keys)
-    np.testing.assert_array_equal(picked[0], again)
+    np.testing.assert_array_equal(selected[0], again)
 
 
 def test_nothing_is_selected_if_no_covariance_is_within_the_bounds():

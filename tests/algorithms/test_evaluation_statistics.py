@@ -17,15 +17,15 @@ def test_pass_at_k_by_hand():
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
-def test_pass_at_k_is_the_share_of_draws_with_one_that_passes(n):
+def test_pass_at_k_is_the_fraction_of_draws_with_a_passing_sample(n):
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
         share = sum(map(any, draws)) / len(draws)
         np.testing.assert_allclose(pass_at_k(np.array([c]), n=n, k=k), [share], atol=1e-12)
 
 
-def test_pass_at_k_has_no_bias():
-    """Its mean over all outcomes of n answers that pass with chance p is 1 - (1 - p)^k."""
+def test_pass_at_k_is_unbiased():
+    """Its mean over all outcomes of n samples that pass with probability p is 1 - (1 - p)^k."""
     n, k, p = 6, 3, 0.3
     counts = np.arange(n + 1)
     chance = np.array([math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in counts])
@@ -50,7 +50,7 @@ def test_standard_error_by_hand():
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_intervals_of_95_percent_hold_the_truth_that_often(k):
+def test_95_percent_intervals_cover_the_truth_95_percent_of_the_time(k):
     """Prompts of random difficulty, 8 samples each: treating samples as independent covers less."""
     rng, n, n_prompts, n_times = np.random.default_rng(0), 8, 100, 2000
     # E[1 - (1 - p)^k] for p ~ Beta(a, b): 1 - prod_{i < k} (b + i) / (a + b + i)

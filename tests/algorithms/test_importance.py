@@ -24,7 +24,7 @@ def counted(x):
     return np.asarray(x)[0, 1:4]
 
 
-def test_token_weights_are_ratios_cut_from_above():
+def test_token_weights_are_ratios_truncated_from_above():
     np.testing.assert_allclose(counted(token_tis(LOG_RATIO, correction_high=1.5)), [1.5, 1.5, 0.5])
 
 
@@ -35,7 +35,7 @@ def test_a_response_has_the_product_of_its_ratios():
     np.testing.assert_allclose(counted(got), [3, 3, 0.5], rtol=1e-6)
 
 
-def test_a_product_that_overflows_is_cut_too():
+def test_a_product_that_overflows_is_truncated_too():
     got = seq_tis(LOG_RATIO * 1000, MASK, SEGMENTS, correction_high=2.0)
     np.testing.assert_allclose(counted(got), [2, 2, 0])
 
@@ -67,7 +67,7 @@ def test_logprob_difference_and_kl_between_engine_and_trainer():
     np.testing.assert_allclose(kl[0, :2], [1.0 - LN2, 0.0], rtol=1e-6)
 
 
-def test_masked_tokens_are_left_out_of_mean_and_max():
+def test_masked_tokens_are_excluded_from_mean_and_max():
     diff = logp_diff(TRAINER, ENGINE)
     np.testing.assert_allclose(masked_mean(diff, DIFF_MASK), (LN2, 2.0), rtol=1e-6)
     np.testing.assert_allclose(masked_max(diff, DIFF_MASK), LN2, rtol=1e-6)

@@ -45,7 +45,7 @@ def test_ppo_clip_takes_the_worse_of_ratio_and_clipped_ratio():
 
 
 def test_ppo_clip_has_no_gradient_exactly_at_clipped_tokens():
-    # d(-r A)/dlogp = -r A where it is not cut: -2, 0, 3, -1, 0
+    # d(-r A)/dlogp = -r A unless clipped: -2, 0, 3, -1, 0
     grad = slope(lambda logp: ppo_clip(logp, OLD, ADVANTAGES, **CLIP))
     np.testing.assert_allclose(grad, [[-2.0, 0.0, 3.0, -1.0, 0.0]], rtol=1e-6)
 
@@ -69,7 +69,7 @@ def test_policy_gradient_is_minus_advantage_times_logprob():
     np.testing.assert_allclose(grad, [[-3.0, 0.5]])
 
 
-# Two responses in a row, of 2 tokens (after one of the prompt) and of 1.
+# Two responses in one row: 2 tokens (after one prompt token) and 1 token.
 # Log ratios .2 and .4, and -.5.
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0]], jnp.int32)
 MASK = row(0, 1, 1, 0, 1, 0)
@@ -126,7 +126,7 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     want = [-2 * np.e**0.25] * 2 + [np.e**-0.2]
     got = gmpo(LOG_RATIOS, *RESPONSE, **CLIP)
     np.testing.assert_allclose(counted(got), want, rtol=1e-6)
-    # only the token that is not cut has a gradient: 2 tokens x -2 e^.25 / 2
+    # only the token that is not clipped has a gradient: 2 tokens x -2 e^.25 / 2
     grad = slope(lambda logp: gmpo(logp, *RESPONSE, **CLIP), LOG_RATIOS)
     np.testing.assert_allclose(counted(grad), [-2 * np.e**0.25, 0, 0], rtol=1e-6)
 
@@ -153,14 +153,14 @@ def test_clip_cov_is_ppo_without_the_selected_tokens():
     np.testing.assert_allclose(slope(loss), [[0, 0, 0, -1.0, 0]], rtol=1e-6)
 
 
-def test_kl_cov_holds_the_selected_tokens():
+def test_kl_cov_penalizes_the_selected_tokens():
     # -r A: -2, -3, 3, -1, 1; plus 4 |log r| at the first (0) and the third (4 ln 1.5)
     def loss(logp):
         return kl_cov(logp, OLD, ADVANTAGES, SELECTED, kl_cov_coef=4.0)
 
     want = [[-2, -3, 3 + 4 * np.log(1.5), -1, 1]]
     np.testing.assert_allclose(loss(LOGP), want, rtol=1e-6)
-    # slopes -r A, and + 4 where log r > 0
+    # slopes -r A, and + 4 if log r > 0
     np.testing.assert_allclose(slope(loss), [[-2, -3, 3 + 4, -1, 1]], rtol=1e-6)
 
 

@@ -52,7 +52,7 @@ def test_chosen_completions_become_likelier_and_rejected_ones_less_likely(name):
     assert (chosen > 0).all() and (rejected < 0).all()
 
 
-def test_cdpo_and_ipo_pull_back_what_went_too_far():
+def test_cdpo_and_ipo_lower_margins_that_are_too_large():
     far = jnp.array([30.0])
     for name in ("cdpo", "ipo"):
         _, chosen, rejected = advantages(LOSSES[name], far, -far)

@@ -25,7 +25,7 @@ def test_the_mean_is_over_counted_tokens():
     np.testing.assert_allclose(segment_mean(X, mask, SEGMENTS), want)
 
 
-def test_the_position_in_a_row_changes_no_bit():
+def test_the_position_in_a_row_does_not_change_a_bit():
     rng = np.random.default_rng(0)
     values = rng.standard_normal(37).astype(np.float32)
     found = set()

@@ -33,12 +33,12 @@ def test_without_a_clip_it_is_half_the_square():
     [
         (0.2, -1.8),  # V - R, free to rise
         (0.6, 0.0),  # it rose by more than 0.5 towards R = 2
-        (-0.6, -2.6),  # it fell, away from R: it may come back
-        (3.0, 0.0),  # beyond R, but even 0.5 would be farther away
-        (4.0, 2.0),  # so far beyond that it comes back
+        (-0.6, -2.6),  # it fell, away from R: it may move back
+        (3.0, 0.0),  # beyond R, but the clipped 0.5 is farther from R
+        (4.0, 2.0),  # so far beyond R that it moves back
     ],
 )
-def test_values_go_towards_their_return_unless_they_have_gone_far_enough(value, push):
+def test_values_move_towards_their_return_unless_clipped(value, push):
     grad = jax.grad(lambda v: value_loss(v, row(0.0), row(2.0), clip=0.5).sum())(row(value))
     np.testing.assert_allclose(grad, row(push), rtol=1e-6)
     held = clipped(row(value), row(0.0), row(2.0), clip=0.5)

@@ -1,4 +1,7 @@
-"""Values, loss and gradient of a critic, separate or shared, on any packing and mesh."""
+"""Values, loss and gradient of separate and shared critics do not depend on packing and mesh.
+
+Tests of jaxrl/learner/critic.py.
+"""
 
 import dataclasses
 import functools
@@ -19,8 +22,9 @@ from jaxrl.models.decoder import decoder_specs
 from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, rollouts, run_config
 
-CRITIC = dataclasses.replace(MODEL, heads=("score",), stacked=True)
-BOTH = dataclasses.replace(MODEL, heads=("vocab", "score"), stacked=True)
+CRITIC = dataclasses.replace(MODEL, heads=("score",))
+STAGED = dataclasses.replace(CRITIC, L=2, stacked=True)  # one layer for each pipeline stage
+BOTH = dataclasses.replace(MODEL, heads=("vocab", "score"))
 RNG = np.random.default_rng(3)
 
 
@@ -43,13 +47,12 @@ ONE = (dict(row_len=32, token_budget=512), {}, TRAIN)
 
 
 def gae_config(**critic):
-    learner = dict(remat="none")  # quicker to compile
-    cfg = run_config(learner, advantage="gae", aggregation="seq_mean_token_mean")
+    cfg = run_config(advantage="gae", aggregation="seq_mean_token_mean")
     return dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, **critic))
 
 
 def params_of(model, rules: Rules):
-    """With a value head that is not zero."""
+    """Parameters of `model` with a random value head instead of a zero one."""
     params = new_params(model=model, rules=rules)
     head = np.random.default_rng(5).standard_normal((1, MODEL.D)).astype(np.float32)
     head = jax.device_put(head, params.score.sharding)
@@ -57,16 +60,16 @@ def params_of(model, rules: Rules):
     return jax.tree.map_with_path(lambda path, leaf: head if is_head(path) else leaf, params)
 
 
-def value_numbers(packing: dict, sizes: dict, rules: Rules):
+def value_numbers(packing: dict, sizes: dict, rules: Rules, model=CRITIC):
     """(values of every rollout, gradient of the loss, metrics) of a separate critic."""
     cfg = gae_config(value_clip=0.3)
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     with jax.set_mesh(make_mesh(**sizes)):
-        params = params_of(CRITIC, rules)
+        params = params_of(model, rules)
         scorer = ValueScorer(cfg.critic_run, Layout(rules, None, None, np.dtype(np.float32)))
         found = gather(scorer.values(params, packed), packed)
-        optimizer = make_optimizer(cfg.critic_run.learner, 10, decoder_specs(CRITIC))
+        optimizer = make_optimizer(cfg.critic_run.learner, 10, decoder_specs(model))
         update = make_value_update(cfg.critic_run, optimizer, rules)
         state = init_state(params, optimizer)
         total = update.zeros(state.params)
@@ -79,33 +82,32 @@ def value_numbers(packing: dict, sizes: dict, rules: Rules):
     return found, grads, metrics
 
 
-alone = functools.cache(lambda: value_numbers(*ONE))
+@functools.cache
+def alone(model=CRITIC):
+    return value_numbers(*ONE, model)
 
 
-SLOW = "long rows in two micro-batches", "ulysses", "pipeline"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_packing_micro_batches_and_devices_change_neither_values_nor_their_update(name):
-    got, want = value_numbers(*LAYOUTS[name]), alone()
+    model = STAGED if name == "pipeline" else CRITIC
+    got, want = value_numbers(*LAYOUTS[name], model), alone(model)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5 * np.abs(other).max())
 
 
-def test_the_loss_is_that_of_a_slow_reference():
+def test_the_loss_equals_that_of_a_slow_reference():
     values, grads, metrics = alone()
-    losses, held = [], []
+    losses, clipped = [], []
     for r, v in zip(ROLLOUTS, values, strict=True):
-        near = np.clip(v, r.values - 0.3, r.values + 0.3)
-        squares = np.stack([(v - r.returns) ** 2, (near - r.returns) ** 2])
+        limited = np.clip(v, r.values - 0.3, r.values + 0.3)
+        squares = np.stack([(v - r.returns) ** 2, (limited - r.returns) ** 2])
         losses.append(0.5 * squares.max(0).mean())
-        held.append(squares[1] > squares[0])
+        clipped.append(squares[1] > squares[0])
     np.testing.assert_allclose(metrics["critic/loss"], np.mean(losses), rtol=1e-4)
-    held = np.concatenate(held)
-    assert 0 < held.mean() < 1
-    np.testing.assert_allclose(metrics["critic/clip_fraction"], held.mean(), rtol=1e-5)
+    clipped = np.concatenate(clipped)
+    assert 0 < clipped.mean() < 1
+    np.testing.assert_allclose(metrics["critic/clip_fraction"], clipped.mean(), rtol=1e-5)
     np.testing.assert_allclose(
         metrics["critic/value_mean"], np.concatenate(values).mean(), rtol=1e-4
     )
@@ -113,7 +115,7 @@ def test_the_loss_is_that_of_a_slow_reference():
 
 
 def test_a_value_belongs_to_the_state_before_its_token():
-    """A different last token changes no value; a different last prompt token changes them all."""
+    """Another last token changes no value; another last prompt token changes all values."""
     [r] = [r for r in ROLLOUTS if len(r.tokens) == 12][:1]
     last, prompt = r.tokens.copy(), r.prompt_tokens.copy()
     last[-1], prompt[-1] = (last[-1] + 1) % MODEL.V, (prompt[-1] + 1) % MODEL.V
@@ -133,7 +135,7 @@ def test_a_value_belongs_to_the_state_before_its_token():
 
 
 @functools.cache
-def shared_numbers_alone(loss_coef: float):
+def shared_numbers_on_one_device(loss_coef: float):
     return shared_numbers(loss_coef, *ONE)
 
 
@@ -151,21 +153,21 @@ def shared_numbers(loss_coef: float, packing: dict, sizes: dict, rules: Rules):
     return grads, losses
 
 
-def test_a_shared_critic_adds_its_loss_and_gradient_to_the_policy_s():
-    grads, losses = shared_numbers_alone(0.25)
+def test_a_shared_critic_adds_its_loss_and_gradient_to_those_of_the_policy():
+    grads, losses = shared_numbers_on_one_device(0.25)
     np.testing.assert_allclose(
         losses["loss/total"], losses["loss/policy"] + 0.25 * losses["critic/loss"], rtol=1e-5
     )
     twice, _ = shared_numbers(0.5, *ONE)
-    # of the policy alone: 2 (p + v/4) - (p + v/2) = p, which is nothing in the value head
+    # 2 (p + v/4) - (p + v/2) = p: the policy's gradient, which is zero in the value head
     np.testing.assert_allclose(2 * grads.score, twice.score, rtol=1e-4)
     np.testing.assert_allclose(grads.score, 0.25 * alone()[1].score, rtol=1e-4, atol=1e-6)
     assert np.abs(twice.embed - grads.embed).max() > 1e-4
 
 
-@pytest.mark.slow
-def test_a_shared_critic_has_the_losses_of_one_device_on_eight():
-    _, want = shared_numbers_alone(0.25)
+@pytest.mark.thorough
+def test_a_shared_critic_has_the_same_losses_on_eight_devices():
+    _, want = shared_numbers_on_one_device(0.25)
     _, got = shared_numbers(0.25, *LAYOUTS["2 x 2 x 2 devices"])
     assert got.keys() == want.keys()
     for key in want:

@@ -1,4 +1,4 @@
-"""Optimizer state offloaded to host memory returns for an optimizer step and changes no number."""
+"""An optimizer step with offloaded state equals the step without offloading, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,10 @@ def kinds(tree):
 
 
 def stepped(offload: bool, n_steps: int = 2):
-    """(state, metrics per step, programs compiled after step 1) in bfloat16, which has a master."""
+    """(state, metrics of each step, number of programs compiled after step 1).
+
+    Parameters are bfloat16, with master weights.
+    """
     optimizer, update, _ = programs(CFG)
     state = init_state(new_params(jnp.bfloat16), optimizer, offload=offload)
     metrics, compiled = [], []
@@ -51,7 +54,7 @@ def test_an_offloaded_optimizer_takes_the_same_steps():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(want))
 
 
-def test_an_offloaded_optimizer_takes_no_room_on_the_devices_between_steps():
+def test_an_offloaded_optimizer_uses_no_device_memory_between_steps():
     mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]
     with jax.set_mesh(mesh):
         real = init_state(new_params(jnp.bfloat16), optimizer, offload=True)
@@ -71,7 +74,7 @@ def test_an_offloaded_optimizer_takes_no_room_on_the_devices_between_steps():
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_a_checkpoint_of_an_offloaded_state_goes_where_the_run_wants_it(offload, tmp_path):
+def test_a_checkpoint_is_restored_to_the_memory_that_the_run_configures(offload, tmp_path):
     mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]
     with jax.set_mesh(mesh):
         state, _, _ = stepped(offload=True, n_steps=1)
@@ -81,25 +84,25 @@ def test_a_checkpoint_of_an_offloaded_state_goes_where_the_run_wants_it(offload,
         abstract = abstract_state(
             decoder_specs(MODEL), jnp.dtype("bfloat16"), optimizer, TRAIN, mesh, offload=offload
         )
-        again, _ = checkpoints.restore(abstract)
+        restored, _ = checkpoints.restore(abstract)
         checkpoints.close()
-    assert kinds(again.opt_state) == {memory.HOST_MEMORY_KIND if offload else "device"}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+    assert kinds(restored.opt_state) == {memory.HOST_MEMORY_KIND if offload else "device"}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 
 
-def test_a_tree_goes_to_the_host_and_comes_back():
+def test_a_tree_survives_the_round_trip_to_host_memory():
     with jax.set_mesh(make_mesh(**MESH)):
         params = new_params()
-        there = to_host(params)
-        again = to_device(there)
-    assert kinds(there) == {memory.HOST_MEMORY_KIND} and kinds(again) == {"device"}
+        on_host = to_host(params)
+        again = to_device(on_host)
+    assert kinds(on_host) == {memory.HOST_MEMORY_KIND} and kinds(again) == {"device"}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
     assert [a.sharding for a in jax.tree.leaves(again)] == [
         a.sharding for a in jax.tree.leaves(params)
     ]
 
 
-def test_devices_without_such_memory_are_refused(monkeypatch):
+def test_devices_without_host_memory_are_an_error(monkeypatch):
     class Memory:
         kind = "device"
 

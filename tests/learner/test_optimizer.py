@@ -25,7 +25,7 @@ def rates(at, total=12, **keys):
     return [float(schedule(k)) for k in at]
 
 
-def test_warm_up_rises_by_equal_steps_and_its_first_update_learns():
+def test_warm_up_rises_by_equal_steps_and_starts_above_zero():
     # 2 * (1, 2, 3, 4) / 4
     got = rates([0, 1, 2, 3, 4, 99], lr_schedule="constant", warmup_steps=4)
     np.testing.assert_allclose(got, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
@@ -37,7 +37,7 @@ def test_linear_falls_to_the_minimum_at_the_last_update():
     np.testing.assert_allclose(rates([3, 4, 8, 12, 20], **keys), [2.0, 2.0, 1.25, 0.5, 0.5])
 
 
-def test_cosine_is_half_way_in_the_middle():
+def test_cosine_has_the_mean_rate_at_half_time():
     # 2 * (0.1 + 0.9 * (1 + cos(pi / 2)) / 2) = 2 * 0.55
     keys = dict(lr_schedule="cosine", min_lr_ratio=0.1)
     np.testing.assert_allclose(rates([0, 6, 12], **keys), [2.0, 1.1, 0.2], rtol=1e-6)
@@ -73,12 +73,12 @@ def test_adamw_steps_by_lr_and_decays_matrices_only():
 @pytest.mark.parametrize(
     ("norm", "clip_norm", "want"), [(10.0, 0.5, 0.05), (0.4, 0.5, 1.0), (10.0, 0.0, 1.0)]
 )
-def test_a_gradient_longer_than_the_clip_norm_is_scaled_back_to_it(norm, clip_norm, want):
+def test_a_gradient_above_the_clip_norm_is_scaled_to_it(norm, clip_norm, want):
     np.testing.assert_allclose(clip_factor(jnp.float32(norm), clip_norm), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_matrices_are_those_of_the_hugging_face_file(stacked):
+def test_weight_decay_applies_to_matrices_of_the_hugging_face_layout(stacked):
     specs = decoder_specs(dataclasses.replace(MODEL, stacked=stacked))
     decayed = jax.tree_util.tree_leaves_with_path(matrices(specs))
     names = {jax.tree_util.keystr(path): decays for path, decays in decayed}

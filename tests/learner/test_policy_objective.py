@@ -5,6 +5,7 @@ Tests of jaxrl/learner/policy_objective.py.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,13 @@ import pytest
 from jaxrl.config.choices import POLICY_LOSSES
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import token_loss_sums
+from jaxrl.learner.xla import compiler_options
 from sharding import make_mesh
 from sharding.rules import TRAIN
-from tests.learner.tiny_policy import batches, rollouts, run_config
+from tests.learner.tiny_policy import QUICK_COMPILE, batches, rollouts, run_config
 
 ROLLOUTS = [dataclasses.replace(r, selected=np.arange(len(r.tokens)) % 3 == 0) for r in rollouts()]
-# Logprobs of the current and the old policy, far enough from the engine that every clip is active.
+# Logprobs of the current and the old policy, so far from the engine's that every clip is active.
 RNG = np.random.default_rng(7)
 LOGPS = [
     r.rollout_logp + 0.5 * RNG.standard_normal(len(r.tokens)).astype(np.float32) for r in ROLLOUTS
@@ -65,7 +67,7 @@ def place(packed, values, pad):
 
 
 def loss_and_gradient(cfg, packing, mesh_sizes):
-    """(loss, gradient of every rollout's tokens, mean metrics), with absurd values at padding."""
+    """(loss, gradient of every rollout's tokens, mean metrics), with extreme values at padding."""
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     assert [p.batch.tokens.shape for p in packed] == [
@@ -76,7 +78,7 @@ def loss_and_gradient(cfg, packing, mesh_sizes):
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, TRAIN.spec("batch", "time"))
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options=compiler_options(QUICK_COMPILE, "cpu"))
         def both(logp, batch):
             def total(logp):
                 return token_loss_sums(logp, logp * 0, None, batch, cfg=cfg)
@@ -104,15 +106,18 @@ def numbers(case, layout):
     return loss_and_gradient(run_config(**keys), *LAYOUTS[layout])
 
 
+# A loss of single tokens, and two that read whole responses.
+DEFAULT = [
+    (case, "2 x 2 x 2 devices") for case in ("ppo_clip", "gmpo", "gspo, token_tis, geo_mean")
+]
+CASES = [*itertools.product([*LOSSES, *CORRECTIONS], [*LAYOUTS][1:])]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("long rows in two micro-batches", marks=pytest.mark.thorough),
-        "2 x 2 x 2 devices",
-    ],
+    ("case", "layout"),
+    [pytest.param(*x, marks=[pytest.mark.thorough] * (x not in DEFAULT)) for x in CASES],
 )
-@pytest.mark.parametrize("case", [*LOSSES, *CORRECTIONS])
-def test_packing_micro_batches_and_devices_change_nothing(case, layout):
+def test_losses_do_not_depend_on_packing_micro_batches_and_devices(case, layout):
     got, want = numbers(case, layout), numbers(case, "one micro-batch")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert np.concatenate(want[1]).any()
@@ -120,8 +125,7 @@ def test_packing_micro_batches_and_devices_change_nothing(case, layout):
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo", "clip_cov"])
 def test_clip_fraction_counts_the_tokens_without_gradient(name):
-    cfg = run_config(policy_loss=name, old_logp="recompute")
-    _, grads, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    _, grads, means = numbers(name, "one micro-batch")
     share = np.mean(np.concatenate(grads) == 0)
     assert 0 < share < 1
     np.testing.assert_allclose(means["loss/clip_fraction"], share, rtol=1e-5)
@@ -129,14 +133,12 @@ def test_clip_fraction_counts_the_tokens_without_gradient(name):
 
 @pytest.mark.parametrize("name", ["policy_gradient", "cispo", "sapo", "kl_cov"])
 def test_losses_without_a_clip_have_a_gradient_at_every_token(name):
-    cfg = run_config(policy_loss=name, old_logp="recompute")
-    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    _, _, means = numbers(name, "one micro-batch")
     assert means["loss/clip_fraction"] == 0
 
 
-def test_a_response_in_gspo_has_the_ratio_of_a_slow_reference():
-    cfg = run_config(policy_loss="gspo", aggregation="seq_mean_token_mean", old_logp="recompute")
-    got, _, _ = loss_and_gradient(cfg, *LAYOUTS["long rows in two micro-batches"])
+def test_gspo_has_the_loss_of_a_slow_reference():
+    got, _, _ = numbers("gspo", "one micro-batch")
     losses = []
     for r, logp, old in zip(ROLLOUTS, LOGPS, OLDS, strict=True):
         s, a = np.exp(np.mean(logp - old)), r.advantages[0]
@@ -145,8 +147,7 @@ def test_a_response_in_gspo_has_the_ratio_of_a_slow_reference():
 
 
 def test_rejected_and_truncated_tokens_are_counted():
-    cfg = run_config(**CORRECTIONS["token_tis"], old_logp="recompute")
-    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    _, _, means = numbers("token_tis", "one micro-batch")
     ratio = np.concatenate(
         [np.exp(old - r.rollout_logp) for r, old in zip(ROLLOUTS, OLDS, strict=True)]
     )
@@ -156,14 +157,13 @@ def test_rejected_and_truncated_tokens_are_counted():
     np.testing.assert_allclose(
         means["mismatch/weight_mean"], np.minimum(ratio, 1.1).mean(), rtol=1e-5
     )
-    cfg = run_config(**CORRECTIONS["icepop"], old_logp="recompute")
-    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    _, _, means = numbers("icepop", "one micro-batch")
     outside = np.mean((ratio < 0.8) | (ratio > 1.25))
     np.testing.assert_allclose(means["mismatch/rejected_fraction"], outside, rtol=1e-5)
 
 
 def test_an_importance_weight_has_no_gradient():
-    """On policy, old_logp is the current logprob: no gradient may reach the weight through it."""
+    """On policy, old_logp is the current logprob; the weight must stop its gradient."""
     cfg = run_config(correction="token_tis", correction_high=9.0, old_logp="auto")
     _, grads, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
     n = sum(len(r.tokens) for r in ROLLOUTS)

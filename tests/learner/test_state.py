@@ -1,6 +1,7 @@
 """Master weights, moving averages and the abstract train state."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def optimizer_of(**learner):
     return make_optimizer(cfg.learner, 10, decoder_specs(MODEL))
 
 
-def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights(one_device):
+def test_steps_too_small_for_bfloat16_accumulate_in_the_master_weights(one_device):
     optimizer = optimizer_of(optimizer="sgd", lr=1e-4, clip_norm=0.0)
     state = init_state(new_params(jnp.bfloat16), optimizer)
     start = np.asarray(
@@ -40,7 +41,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights(one_device):
     np.testing.assert_array_equal(np.asarray(one.params.norm.w, np.float32), start)
     for _ in range(40):
         state = step(state)
-    # 40 * 1e-4 = 0.004: past the middle between 1 and 0.996
+    # 40 * 1e-4 = 0.004: beyond the midpoint between 1 and 0.996
     np.testing.assert_allclose(state.opt_state.master.norm.w, start - 0.004, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(state.params.norm.w, np.float32), 1 - 2**-8)
     assert state.params.norm.w.dtype == jnp.bfloat16
@@ -53,15 +54,15 @@ def test_the_average_follows_the_float32_weights(one_device, dtype):
     weights = average = np.asarray(state.params.norm.w, np.float64)
     grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), state.params)
     step = jax.jit(
-        lambda state: apply_gradients(state, grads, optimizer, keep=NO), donate_argnums=0
+        lambda state, keep: apply_gradients(state, grads, optimizer, keep=keep), donate_argnums=0
     )
     for _ in range(3):
-        state, weights = step(state), weights - 1e-4
+        state, weights = step(state, NO), weights - 1e-4
         average = 0.75 * average + 0.25 * weights
     np.testing.assert_allclose(state.opt_state.ema.norm.w, average, rtol=0, atol=1e-7)
     assert averaged(state).norm.w.dtype == dtype
     before = jax.device_get(state.opt_state.ema)
-    kept = apply_gradients(state, grads, optimizer, keep=jnp.ones((), bool))
+    kept = step(state, ~NO)
     jax.tree.map(np.testing.assert_array_equal, kept.opt_state.ema, before)
 
 
@@ -83,8 +84,9 @@ def test_a_rejected_step_keeps_every_bit(one_device):
     optimizer = optimizer_of()
     state = init_state(new_params(), optimizer)
     grads = jax.tree.map(lambda p: p * jnp.nan, state.params)
-    kept = apply_gradients(state, grads, optimizer, keep=~NO)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), jax.device_get(state))
+    step = jax.jit(lambda state: apply_gradients(state, grads, optimizer, keep=~NO))
+    kept = jax.device_get(step(state))
+    jax.tree.map(np.testing.assert_array_equal, kept, jax.device_get(state))
 
 
 def test_a_copied_tree_shares_no_buffer(one_device):
@@ -94,11 +96,17 @@ def test_a_copied_tree_shares_no_buffer(one_device):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(copy)))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.dtype("float32"), jnp.dtype("bfloat16")])
-@pytest.mark.parametrize("mesh", [{}, dict(replica=2, fsdp=2, tensor=2)], ids=["one", "mixed"])
-def test_the_abstract_state_is_that_of_a_real_one(mesh, dtype, stacked):
-    model = dataclasses.replace(MODEL, stacked=stacked)
+MIXED = dict(replica=2, fsdp=2, tensor=2)
+STATES = [*itertools.product([{}, MIXED], ["float32", "bfloat16"], [False, True])]
+DEFAULT_STATES = [({}, "float32", False), (MIXED, "bfloat16", True)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "stacked"),
+    [pytest.param(*x, marks=[pytest.mark.thorough] * (x not in DEFAULT_STATES)) for x in STATES],
+)
+def test_the_abstract_state_matches_a_real_state(mesh, dtype, stacked):
+    model, dtype = dataclasses.replace(MODEL, L=2, stacked=stacked), jnp.dtype(dtype)
     devices = make_mesh(**mesh)
     with jax.set_mesh(devices):
         specs = decoder_specs(model)

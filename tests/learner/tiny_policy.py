@@ -1,4 +1,4 @@
-"""A tiny decoder, random rollouts for it, and one update of them on any mesh and packing."""
+"""A tiny decoder, random rollouts and one update with them on any mesh and packing."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl.config.keys import (
     AlgorithmConfig,
@@ -28,18 +29,21 @@ from sharding import Rules, make_mesh
 from sharding.rules import TRAIN
 
 MODEL = DecoderConfig(
-    family="qwen2", L=2, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
+    family="qwen2", L=1, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
 )
+# Options of XLA that halve the compile time of these tiny programs.
+QUICK_COMPILE = ("xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true")
 # eps: Adam's first step is g / (|g| + eps), which at 1e-8 turns a rounding error of a tiny g into a
 # full step.
 LEARNER = LearnerConfig(
     eps=1e-3,
     lr=1e-2,
     logprob_chunk=16,
-    remat="full",
+    remat="none",
     clip_norm=0.5,
     weight_decay=0.1,
     token_budget=128,
+    xla=QUICK_COMPILE,
 )
 
 
@@ -72,31 +76,53 @@ def rollouts(n: int = 16, seed: int = 0) -> list[TrainingSample]:
     return [one(i) for i in range(n)]
 
 
-def batches(some: list[TrainingSample], *, row_len: int, token_budget: int, n_ranks: int = 1):
+def batches(samples: list[TrainingSample], *, row_len: int, token_budget: int, n_ranks: int = 1):
     shapes = ((token_budget // row_len, row_len),)
-    packed = pack(some, shapes=shapes, align=8, n_ranks=n_ranks)
+    packed = pack(samples, shapes=shapes, align=8, n_ranks=n_ranks)
     return [p.batch for p in packed]
+
+
+@functools.cache
+def host_params(model: DecoderConfig, seed: int, dtype: str):
+    """Weights as host arrays, with ten times the usual spread for peaked logits.
+
+    They are drawn on one device, so that a new mesh or rule compiles nothing.
+    """
+    if model.stacked:
+        listed = dataclasses.replace(model, stacked=False)
+        return stack_layers(host_params(listed, seed, dtype), model)
+    with jax.set_mesh(make_mesh()):
+        params = init_params(jax.random.key(seed), decoder_specs(model), TRAIN, jnp.dtype(dtype))
+    scaled = lambda p: p * p.dtype.type(10) if p.ndim > 1 else p  # noqa: E731
+    return jax.tree.map(scaled, jax.device_get(params))
 
 
 def new_params(
     dtype=jnp.float32, model: DecoderConfig = MODEL, seed: int = 0, rules: Rules = TRAIN
 ):
-    """Weights with ten times the usual spread, for peaked logits; independent of stacking."""
-    listed = dataclasses.replace(model, stacked=False)
-    params = init_params(jax.random.key(seed), decoder_specs(listed), rules, dtype)
-    params = jax.tree.map(lambda p: p * (10.0 if p.ndim > 1 else 1.0), params)
-    if not model.stacked:
-        return params
-    return jax.reshard(stack_layers(params, model), partition_specs(decoder_specs(model), rules))
+    """`host_params` on the current mesh, sharded by `rules`; independent of stacking."""
+    params = host_params(model, seed, jnp.dtype(dtype).name)
+    return put_params(params, model, rules)
+
+
+def put_params(params, model: DecoderConfig, rules: Rules):
+    """Host parameters as new arrays on the current mesh, sharded by `rules`."""
+    mesh = jax.sharding.get_mesh()
+
+    def put(p: np.ndarray, spec: jax.P) -> jax.Array:
+        # A copy: updates donate their parameters, and the host arrays are kept.
+        return jax.device_put(p, NamedSharding(mesh, spec), may_alias=False)
+
+    return jax.tree.map(put, params, partition_specs(decoder_specs(model), rules))
 
 
 def stack_layers(params, model: DecoderConfig):
-    """The tree of a stacked model from that of a listed one."""
+    """Stacks the layers of a parameter tree with a list of layers."""
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         name = re.sub(r"layers\W+\d+\W+", "layers.", jax.tree_util.keystr(path))
         leaves.setdefault(name, []).append(leaf)
-    joined = [jnp.stack(found) if "layers" in name else found[0] for name, found in leaves.items()]
+    joined = [np.stack(found) if "layers" in name else found[0] for name, found in leaves.items()]
     specs = decoder_specs(model)
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(specs, is_leaf=is_spec)]
     by_name = dict(zip(leaves, joined, strict=True))
@@ -105,9 +131,13 @@ def stack_layers(params, model: DecoderConfig):
     )
 
 
-@functools.cache
 def programs(cfg: RunConfig, model: DecoderConfig = MODEL, rules: Rules = TRAIN):
-    """(optimizer, update, score) of a config, kept so that tests share what they compile."""
+    """(optimizer, update, score) of a config, cached so that tests share compiled programs."""
+    return _programs(cfg, model, rules)
+
+
+@functools.cache
+def _programs(cfg: RunConfig, model: DecoderConfig, rules: Rules):
     optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
     return optimizer, make_update(cfg, optimizer, rules), make_score(cfg, rules)
 
