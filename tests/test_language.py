@@ -37,7 +37,7 @@ REMEDIES = list(BANNED.values())
 
 
 def findings(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, what is wrong) of a text; code spans, code blocks and quoted addresses do not count."""
+    """(line number, what is wrong) of a text, without its code spans, code blocks and addresses."""
     text = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
     text = re.sub(r"`[^`\n]*`|https?://\S+", "", text)
     for match in PATTERN.finditer(text):
