@@ -269,11 +269,11 @@ def calls_per_step(
     rows, row_len = cfg.learner.shapes[-1]
     tokens = run.n_sequences * (lengths.prompt + lengths.response)
     micro_batches = math.ceil(tokens / (run.n_ranks * rows * row_len))
-    joined = run.micro_batches_per_call
+    per_call = run.micro_batches_per_call
     learner = {
         "reshard_score": 1,
-        "score": math.ceil(micro_batches / joined["score"]),
-        "reference": math.ceil(micro_batches / joined["reference"]),
+        "score": math.ceil(micro_batches / per_call["score"]),
+        "reference": math.ceil(micro_batches / per_call["reference"]),
         "count": micro_batches * cfg.learner.epochs,
         "accumulate": micro_batches * cfg.learner.epochs,
         "apply": cfg.updates_per_step,

@@ -63,6 +63,7 @@ def test_lengths_are_truncated_at_the_longest_and_have_the_mean(workload):
         workload.lengths(np.random.default_rng(0), (4,), mean=30, longest=20, sigma=0.8)
 
 
+@pytest.mark.thorough
 def test_a_workload_runs_on_random_weights_of_a_shape(bench, workload, tmp_path, monkeypatch):
     shape = dict(
         model_type="qwen2", hidden_act="silu", hidden_size=32, intermediate_size=64,

@@ -139,6 +139,7 @@ def test_a_mesh_gives_the_results_of_one_device(family, sizes):
         np.testing.assert_allclose(logps, want_logps, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_stacked_layers_give_the_results_of_listed_ones(llama):
     cfg, params = llama
     stacked_cfg = dataclasses.replace(cfg, stacked=True)

@@ -44,6 +44,7 @@ def make_kinds(rng: np.random.Generator, n_kinds: int) -> list[Request]:
     return kinds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rollout", "n_requests", "n_kinds", "min_hit_rate"),
     [(SMALL, 1_000, 40, 0.25), pytest.param(LARGE, 10_000, 400, 0.5, marks=pytest.mark.thorough)],

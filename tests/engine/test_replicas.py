@@ -88,7 +88,7 @@ def test_a_prefix_is_used_by_the_replica_that_holds_it():
     """Two prefilled prompts are on two replicas; their samples are those of submitted requests."""
     cfg = FAMILIES["llama"]
     requests = make_requests(4, sampling=GREEDY)
-    mesh = regroup(make_mesh(fsdp=2, tensor=2), replica=2, tensor=2).mesh
+    mesh = reshape_mesh(make_mesh(fsdp=2, tensor=2), replica=2, tensor=2).mesh
     with jax.set_mesh(mesh):
         params, engine = make_params(cfg), make_engine(cfg, rules=REPLICAS, n_pages=32)
         want = run(engine, params, requests)

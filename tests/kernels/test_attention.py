@@ -153,6 +153,7 @@ def test_bfloat16_is_computed_in_float32(one_device):
     assert_close(want, [x.astype(np.float32) for x in got], tol=2e-2)  # the rounding of the results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [dict(fsdp=2, tensor=4), pytest.param(dict(fsdp=8), marks=pytest.mark.thorough)]
 )

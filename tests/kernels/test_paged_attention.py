@@ -182,6 +182,7 @@ def test_a_row_does_not_depend_on_its_batch(one_device):
         np.testing.assert_array_equal(some, together[rows])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [dict(fsdp=2, tensor=4), pytest.param(dict(tensor=4), marks=pytest.mark.thorough)]
 )

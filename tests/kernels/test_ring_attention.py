@@ -121,6 +121,7 @@ def test_a_ring_supports_soft_caps_and_windows(heads, options):
     assert_close(got, one(arrays, segments, **options))
 
 
+@pytest.mark.thorough
 def test_chunks_that_are_no_multiple_of_64_are_padded():
     arrays, segments = problem(4, 2, 16, T=80, lengths=[[33, 40], [80]])
     got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments)  # chunks of 10

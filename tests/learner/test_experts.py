@@ -89,6 +89,7 @@ def test_an_update_with_sequence_parallelism_equals_that_of_one_device(rules, wa
     assert_same(update_any(CFG, some, mesh, model=MOE, rules=rules), want)
 
 
+@pytest.mark.thorough
 def test_the_balance_loss_is_over_all_tokens_of_the_mini_batch(want, one_device):
     """It is E Σ f P over the tokens of both layers."""
     [batch] = batches(ROLLOUTS, **ONE)

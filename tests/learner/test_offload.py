@@ -44,6 +44,7 @@ def stepped(offload: bool, n_steps: int = 2):
     return state, metrics, compiled[-1] - compiled[0]
 
 
+@pytest.mark.thorough
 def test_an_offloaded_optimizer_takes_the_same_steps():
     with jax.set_mesh(make_mesh(**MESH)):
         state, metrics, n_more = stepped(offload=True)

@@ -53,6 +53,7 @@ def test_sequences_cross_device_boundaries():
         assert crossing.any(), n_chunks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("preset", "mesh"), QUICK, ids=str)
 def test_time_sharded_rows_give_the_numbers_of_one_device(preset, mesh):
     assert_same(numbers(PRESETS[preset], mesh), alone())

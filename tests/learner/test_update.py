@@ -285,6 +285,7 @@ def test_a_reference_equal_to_the_policy_gives_no_kl_and_no_gradient_of_it(one_d
     np.testing.assert_allclose(results, results[0], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_full_kl_is_the_sum_over_the_vocabulary(one_device):
     cfg = run_config(kl="full", kl_coef=0.5, temperature=1.0)
     state, (_, update, _) = new_state(cfg), programs(cfg)

@@ -39,6 +39,7 @@ def test_list_and_stacked_layers_start_from_the_same_numbers(one_device):
     )
 
 
+@pytest.mark.thorough
 def test_a_stack_of_one_layer_keeps_its_layer_axis(one_device):
     model = init_model(dataclasses.replace(CFG, L=1, stacked=True), seed=1, rules=TRAIN)
     assert model.layers.mlp.up.w.shape == (1, CFG.F, CFG.D)

@@ -37,7 +37,7 @@ EXPERT_MESHES = {
     "replica_expert": dict(replica=2, expert=4),
 }
 ROWS, LENGTH = 8, 32
-QUICK = [("llama", "hsdp_tensor"), ("qwen3_moe", "replica_expert")]
+QUICK = [("llama", "hsdp_tensor")]
 QUICK += [
     pytest.param(family, mesh, marks=pytest.mark.thorough)
     for family, mesh in (
@@ -45,6 +45,7 @@ QUICK += [
         ("llama", "fsdp"),
         ("qwen2", "fsdp_tensor"),
         ("mixtral", "fsdp_expert_tensor"),
+        ("qwen3_moe", "replica_expert"),
     )
 ]
 
@@ -124,6 +125,7 @@ def test_every_mesh_gives_the_numbers_of_one_device_in_both_layouts(family, mesh
         assert_same(here, alone(family, stacked=stacked))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     ["qwen2", *(pytest.param(f, marks=pytest.mark.thorough) for f in ("gemma2", "qwen3_moe"))],
@@ -137,6 +139,7 @@ def test_stacked_layers_give_the_numbers_of_a_list(family):
         assert_close_trees(jax.tree.map(lambda x, i=i: x[i], grads_s.layers), layer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stacked",
     [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],

@@ -143,6 +143,7 @@ def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
     assert memory.temp_size_in_bytes < n_bytes / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stacked",
     [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],

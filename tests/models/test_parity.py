@@ -59,6 +59,7 @@ def test_logits_equal_those_of_transformers(name, stacked, one_device):
     np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", cases(((m,) for m in MODELS), lambda m: m in ("qwen2", "mixtral")))
 def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
     tokens, expected = golden(name)

@@ -211,6 +211,7 @@ def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
     assert weights + pool < decode.argument_size_in_bytes < 0.45 * default
 
 
+@pytest.mark.thorough
 def test_a_separate_critic_has_its_own_state_and_programs(plan):
     """The critic is sharded over fsdp 2 x tensor 4 and has half the policy's width."""
     small = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
@@ -309,7 +310,7 @@ def test_scoring_by_other_rules_is_another_program():
     cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
-        assert parts.joined == {"score": 2, "reference": 1}  # 8 ranks instead of 4
+        assert parts.micro_batches_per_call == {"score": 2, "reference": 1}  # 8 ranks instead of 4
         programs = (
             parts.table.lower["reshard_score"]().compile(),
             parts.table.lower["score"]().compile(),
@@ -500,6 +501,7 @@ def test_an_unknown_model_needs_its_config():
         model_shape("unknown/model", option="--config.critic.path")
 
 
+@pytest.mark.thorough
 def test_a_wrong_mesh_gives_a_one_line_error(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl.plan", "--config=configs/grpo_7b.py", "--topology=cpu:8"],

@@ -45,6 +45,7 @@ def test_a_run_that_fits_gets_the_kv_pages_of_the_plan(tiny_config, memory):
         assert run.engines.engine.rollout.n_pages == 16 * 3  # 16 sequences of three pages
 
 
+@pytest.mark.thorough
 def test_plan_check_can_be_disabled(tiny_config, memory):
     memory(2**20)
     tiny_config.plan_check = False

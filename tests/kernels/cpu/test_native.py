@@ -68,6 +68,7 @@ def built(folder: pathlib.Path, *flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("needs", "flags"),
     [

@@ -25,6 +25,7 @@ def short_config(group_config):
     return group_config
 
 
+@pytest.mark.thorough
 def test_one_step_of_two_processes_gives_the_numbers_of_one(start_group, short_config, tmp_path):
     assert_two_processes_give_the_numbers_of_one(start_group, short_config, tmp_path, n_devices=4)
 

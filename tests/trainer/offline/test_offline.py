@@ -110,6 +110,7 @@ def test_ipo_and_kto_losses_fall(dpo_config, loss):
     assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
     """Packed samples in two passes, against the derivative of the loss of whole pairs."""
     cfg = with_objective(resolve(dpo_config), DPO)
@@ -190,7 +191,9 @@ def test_keys_of_sampling_runs_are_rejected(sft_config):
     sft_config.rollout.n = 3
     sft_config.learner.epochs = 2
     sft_config.preference.beta = 0.5
-    with pytest.raises(ValueError, match=r"rollout\.n, config\.preference\.beta, .*epochs .*leave"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.n, config\.preference\.beta, .*epochs .*remove"
+    ):
         with_objective(resolve(sft_config), SFT)
 
 
