@@ -123,8 +123,8 @@ def run_programs(
     }
     value_scorers = _add_critic(table, resident, cfg, decoder, state, roles["critic"], dtype)
     if cfg.reward_model.path:
-        judge = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
-        value_scorers["reward_model"] = judge
+        reward_scorer = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
+        value_scorers["reward_model"] = reward_scorer
     layouts = {
         "score": role_layout(cfg, "score", decoder, dtype),
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
