@@ -31,13 +31,14 @@ def write_teacher(folder: Path, student: Path, vocab: int) -> Path:
 
 
 @pytest.fixture
-def distill_config(tiny_config, tiny_model, tmp_path):
-    """Eight distillation steps; rewards have no effect."""
+def distill_config(tiny_config, two_layers, tmp_path):
+    """Eight distillation steps of a student with two layers; rewards have no effect."""
+    tiny_config.model.path = str(two_layers)
     tiny_config.total_steps, tiny_config.data.val = 8, ()
     tiny_config.rollout.n, tiny_config.data.prompts_per_step = 2, 8
     tiny_config.learner.lr = 1e-2
     tiny_config.algorithm.advantage = "distill"
-    tiny_config.algorithm.teacher = str(write_teacher(tmp_path / "teacher", tiny_model, 260))
+    tiny_config.algorithm.teacher = str(write_teacher(tmp_path / "teacher", two_layers, 260))
     tiny_config.algorithm.kl_coef = 1.0
     return tiny_config
 
