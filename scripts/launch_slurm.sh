@@ -17,7 +17,8 @@ if (( $# < 1 )); then
   sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${nodes%%$'\n'*}  # not `| head`: scontrol may be killed by SIGPIPE, which pipefail makes an error
 port=$(( 20000 + SLURM_JOB_ID % 20000 ))
 export JAXRL_COORDINATOR="$first:$port"
 # The task number is known only inside srun. --kill-on-bad-exit: a failed task ends the others.
