@@ -113,7 +113,7 @@ def _arrow(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _object(line, f"{path}:{number}")

@@ -63,6 +63,13 @@ def test_a_plain_string_is_one_user_message(load, tmp_path, column):
     assert (prompt.answer, prompt.source, prompt.extra) == ("2", "default", {})
 
 
+def test_only_a_newline_ends_a_row(load, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"question": "a\u2028b\x85c",\r"answer": "1"}\r\n'.encode())
+    [prompt] = load(str(path))
+    assert prompt.messages[0]["content"] == "a\u2028b\x85c"
+
+
 def test_messages_and_structured_answers_are_read(load, tmp_path):
     messages = [{"role": "user", "content": "a"}]
     rows = [

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.config.keys import EvalConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, interval, read, table
+from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.models.files.source import resolve_model
 from jaxrl.train import train
 from jaxrl.trainer.evaluation import statistics, validation_metrics
@@ -107,7 +108,7 @@ def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampli
         "addition/2": 4,
     }
     assert 0 < results["all"]["pass_at_1"] < results["all"]["pass_at_4"]
-    samples = [json.loads(s) for s in (folder / "more" / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(folder / "more" / "samples.jsonl")
     assert len(samples) == 32 and len({s["completion"] for s in samples if s["prompt_id"] == 0}) > 1
     np.testing.assert_allclose(results["all"]["reward"], np.mean([s["reward"] for s in samples]))
     assert table(summary) in capsys.readouterr().out

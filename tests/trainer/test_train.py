@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
+from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.update import NonFiniteError
 
@@ -105,7 +106,7 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
     assert [line["step"] for line in lines if "val/reward" in line] == [0, 4]
     trained = [line for line in lines if "optim/grad_norm" in line]
     assert trained and all(line["mismatch/logp_diff_max"] < 1e-4 for line in trained)
-    assert len((folder / "samples.jsonl").read_text().splitlines()) == 4 * 16 + 2 * 6
+    assert len(read_lines(folder / "samples.jsonl")) == 4 * 16 + 2 * 6
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """metrics.jsonl and samples.jsonl: the record of a run, from which all else can be derived."""
 
+import itertools
 import json
 import math
 import os
@@ -21,15 +22,48 @@ def json_safe(value: Any) -> Any:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a JSON-lines file; [] without a file. Truncated lines are skipped."""
-    out = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            out.append(value)
-    return out
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        return [value for line in file if (value := parse_line(line)) is not None]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object in one line; None for a truncated or damaged line.
+
+    Lines end at b"\\n" alone: JSON strings may contain U+2028, U+2029 and U+0085, at which
+    `str.splitlines` also splits.
+    """
+    try:
+        value = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def drop_later_steps(path: Path, step: int) -> None:
+    """Removes the records after `step`, which a resumed run repeats, and a truncated last line.
+
+    All other bytes stay as they are, also those of damaged lines.
+    """
+
+    def is_kept(line: bytes) -> bool:
+        found = (parse_line(line) or {}).get("step", 0)
+        return line.endswith(b"\n") and not (isinstance(found, int) and found > step)
+
+    if not path.is_file():
+        return
+    with open(path, "rb+") as file:
+        end = sum(len(line) for line in itertools.takewhile(is_kept, file))
+        file.seek(end)
+        if not any(map(is_kept, file)):  # steps ascend unless a line was damaged
+            file.truncate(end)
+            return
+        file.seek(0)
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as kept:
+            kept.writelines(filter(is_kept, file))
+    os.replace(temporary, path)
 
 
 class JsonLines:
@@ -42,19 +76,16 @@ class JsonLines:
     def __init__(self, path: Path, *, resume_step: int | None):
         """Keeps the lines up to `resume_step`; None starts an empty file."""
         self.path = path
-        kept = [] if resume_step is None else read_lines(path)
-        lines = [
-            one for one in kept if resume_step is not None and one.get("step", 0) <= resume_step
-        ]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(self._line(one) for one in lines))
-        os.replace(temporary, path)
+        if resume_step is not None:
+            drop_later_steps(path, resume_step)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        if resume_step is None:
+            self._file.truncate(0)
         self._good = self._file.tell()
         self._pending = b""
 
     def write(self, *records: dict[str, Any]) -> None:
-        self._pending += "".join(map(self._line, records)).encode()
+        self._pending += b"".join(map(self._line, records))
         try:
             while self._pending:
                 n = self._file.write(self._pending)
@@ -80,8 +111,9 @@ class JsonLines:
         return partial
 
     @staticmethod
-    def _line(record: dict[str, Any]) -> str:
-        return json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False) + "\n"
+    def _line(record: dict[str, Any]) -> bytes:
+        line = json.dumps(json_safe(record), ensure_ascii=False, allow_nan=False) + "\n"
+        return line.encode(errors="backslashreplace")  # a lone surrogate becomes JSON's \\udXXX
 
 
 class JsonlLogger:
