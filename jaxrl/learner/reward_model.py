@@ -18,7 +18,8 @@ from jaxrl.data.packing import gather, pack_samples
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.files.hf_load import SCORE, find_tensors, load_params, model_config
+from jaxrl.models.files.hf_load import find_tensors, load_params, model_config
+from jaxrl.models.files.tensor_shapes import SCORE
 from jaxrl.types import Reward, Rollout, TrainingSample
 
 PART = "reward_model"  # key of the score in Reward.parts
@@ -95,7 +96,7 @@ def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardM
             "config.reward_model.path to a reward model, or train one with "
             "python -m jaxrl.reward_model"
         )
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     scorer, decoder = reward_model_scorer(cfg, model_config(folder), dtype)
     check_tokenizer(tokenizer, decoder.V)
     renderer = ChatRenderer(

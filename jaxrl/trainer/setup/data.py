@@ -15,7 +15,7 @@ from jaxrl.types import Prompt
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
     """The policy's tokenizer with the chat template of the config."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
     return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)

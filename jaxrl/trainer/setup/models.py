@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.tokenizer import check_same_tokenizer
+from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_load import model_config
@@ -74,7 +74,8 @@ def check_critic(cfg: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
     """Raises ValueError if the critic's tokenizer differs from the policy's."""
     if cfg.critic.path:
         key, n_rows = f"config.critic.path={cfg.critic.path}", model_config(folder).V
-        check_same_tokenizer(tokenizer, folder, key, n_rows)
+        other = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
+        check_same_tokenizer(tokenizer, other, key, n_rows)
 
 
 def check_teacher(
@@ -87,7 +88,8 @@ def check_teacher(
     if not cfg.algorithm.teacher:
         return
     key, teacher = f"config.algorithm.teacher={cfg.algorithm.teacher}", model_config(folder)
-    check_same_tokenizer(tokenizer, folder, key, teacher.V)
+    other = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
+    check_same_tokenizer(tokenizer, other, key, teacher.V)
     same_logits = (policy.V, policy.logit_softcap) == (teacher.V, teacher.logit_softcap)
     if full_kl_in_loss(cfg) and not same_logits:
         raise ValueError(
