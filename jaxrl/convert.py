@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
             dtype=args.dtype and DTYPES[args.dtype],
             max_shard_bytes=args.max_shard_bytes,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
     n_params = count_params(decoder_specs(cfg))
     print(f"{args.target}: {cfg.family}, {cfg.L} layers, {n_params:,} parameters")

@@ -1,11 +1,10 @@
 """The shape of a model from its config.json alone, without weights or downloads."""
 
-import json
 import pathlib
 
 import jaxrl
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.files.hf_config import config_from_hf
+from jaxrl.models.files.hf_config import read_decoder_config
 
 SHAPES = pathlib.Path(jaxrl.__path__[0]).parent / "configs" / "shapes"
 
@@ -16,13 +15,10 @@ def model_shape(
     """The decoder config of the model at `path`; configs/shapes has those of well-known models.
 
     `config_file` is a config.json or its folder, for a model that is not on this machine.
-    Raises ValueError, with `option` as the remedy, if there is no config.json.
+    Raises ValueError if the config.json is malformed or missing, then with `option` as the remedy.
     """
     file = _find(pathlib.Path(config_file or path).expanduser(), bool(config_file), option)
-    try:
-        return config_from_hf(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return read_decoder_config(file)
 
 
 def _find(path: pathlib.Path, explicit: bool, option: str) -> pathlib.Path:

@@ -45,10 +45,14 @@ def gemma_config(
         post_norms=True,
         unit_offset=True,
         attn_scale=c["query_pre_attn_scalar"] ** -0.5,
-        attn_softcap=c["attn_logit_softcapping"],
-        logit_softcap=c["final_logit_softcapping"],
+        attn_softcap=softcap(c["attn_logit_softcapping"]),
+        logit_softcap=softcap(c["final_logit_softcapping"]),
         embed_scale=c["hidden_size"] ** 0.5,
     )
+
+
+def softcap(value: float | int | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:

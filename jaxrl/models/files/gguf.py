@@ -4,18 +4,28 @@ Converts weights (dequantized), config, tokenizer and chat template. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import write_json
+from jaxrl.models.files.gguf_reader import (
+    GgufFile,
+    GgufTensor,
+    Value,
+    check_tensor,
+    dequantized,
+    entry,
+    read_gguf,
+)
 from jaxrl.models.files.gguf_tokenizer import special_ids, write_tokenizer
-from jaxrl.models.files.hf_config import config_to_hf
+from jaxrl.models.files.hf_config import config_from_hf, config_to_hf
 from jaxrl.models.files.safetensors import write_tensors
+from jaxrl.models.files.tensor_shapes import check_shapes
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -38,30 +48,30 @@ LAYER = {
 def convert_gguf(path: Path, folder: Path, *, dtype: DTypeLike = np.float32) -> None:
     """Fills `folder` with a Hugging Face checkpoint of the model in the GGUF file at `path`.
 
-    Tensors are dequantized and written one at a time. Raises ValueError for architectures,
-    tokenizers and rotary scalings other than those of Llama and SmolLM.
+    Tensors are dequantized and written one at a time. Raises ValueError for malformed files, and
+    for architectures, tokenizers and rotary scalings other than those of Llama and SmolLM.
     """
     try:
-        from gguf import GGUFReader  # an extra: only GGUF files need it
+        import gguf  # noqa: F401  an extra: only GGUF files need it
     except ImportError as error:
         raise ValueError(
             f"reading {path} needs the package gguf; install jaxrl with the extra 'gguf'"
         ) from error
-    reader = GGUFReader(path)
-    meta = {key: field.contents() for key, field in reader.fields.items()}
-    tensors = {hf_name(tensor.name, path): tensor for tensor in reader.tensors}
-    cfg = gguf_config(meta, path, tied="lm_head.weight" not in tensors)
-    shapes = {
-        name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()
-    }
+    file = read_gguf(path)
+    tensors = {hf_name(name, path): tensor for name, tensor in file.tensors.items()}
+    cfg = gguf_config(file.metadata, path, tied="lm_head.weight" not in tensors)
+    for name, tensor in tensors.items():
+        check_tensor(file, name, tensor, path)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_shapes(decoder_specs(cfg), shapes, f"the tensors in {path} do not match its metadata")
 
-    ids = special_ids(meta)
+    ids = special_ids(file.metadata, path, cfg.V)
     dtype = np.dtype(dtype)
     config = config_to_hf(cfg) | ids | {"torch_dtype": str(dtype)}
     write_json(folder / "generation_config.json", ids)
-    write_tokenizer(meta, folder, path, max_len=cfg.max_len)
+    write_tokenizer(file.metadata, folder, path, max_len=cfg.max_len)
     layout = {name: (dtype, shape) for name, shape in shapes.items()}
-    write_tensors(folder / "model.safetensors", layout, weights(tensors, shapes, cfg, dtype))
+    write_tensors(folder / "model.safetensors", layout, weights(file, tensors, cfg, dtype))
     write_json(folder / "config.json", config)
 
 
@@ -74,52 +84,59 @@ def hf_name(name: str, path: Path) -> str:
         layer, part, suffix = rest
         return f"model.layers.{layer}.{LAYER[part]}.{suffix}"
     raise ValueError(
-        f"{path} contains the tensor {name!r}, which a plain Llama model does not have; "
+        f"{path} contains the tensor {name[:80]!r}, which a plain Llama model does not have; "
         f"use the safetensors version of this model"
     )
 
 
-def gguf_config(meta: dict[str, Any], path: Path, *, tied: bool) -> DecoderConfig:
+def gguf_config(meta: Mapping[str, Value], path: Path, *, tied: bool) -> DecoderConfig:
     """The decoder described by the file's metadata."""
-    if (arch := meta["general.architecture"]) != "llama":
+    if (arch := entry(meta, "general.architecture", str, path)) != "llama":
         raise ValueError(
-            f"{path} has architecture {arch!r}, and only 'llama' is supported in GGUF files; "
+            f"{path} has architecture {arch[:80]!r}, and only 'llama' is supported in GGUF files; "
             f"use the safetensors version of this model"
         )
 
-    def get(key: str, default: Any = None) -> Any:
-        return meta.get(f"llama.{key}", default)
+    def size(key: str, default: int | None = None) -> int:
+        return entry(meta, f"llama.{key}", int, path, default)
 
-    N, D = get("attention.head_count"), get("embedding_length")
-    return DecoderConfig(
+    N, D = size("attention.head_count"), size("embedding_length")
+    cfg = DecoderConfig(
         family="llama",
-        L=get("block_count"),
+        L=size("block_count"),
         D=D,
         N=N,
-        K=get("attention.head_count_kv", N),
-        H=get("attention.key_length", D // N),
-        F=get("feed_forward_length"),
-        V=len(meta["tokenizer.ggml.tokens"]),
-        norm_eps=shortest_decimal(get("attention.layer_norm_rms_epsilon")),
-        rope=gguf_rope(get, path),
+        K=size("attention.head_count_kv", N),
+        H=size("attention.key_length", D // max(N, 1)),
+        F=size("feed_forward_length"),
+        V=len(entry(meta, "tokenizer.ggml.tokens", list, path)),
+        norm_eps=number(meta, "llama.attention.layer_norm_rms_epsilon", path),
+        rope=gguf_rope(meta, path),
         tied=tied,
-        max_len=get("context_length"),
+        max_len=size("context_length"),
     )
+    try:
+        return config_from_hf(config_to_hf(cfg))  # checks the sizes
+    except ValueError as error:
+        raise ValueError(f"the metadata of {path} as config.json: {error}") from error
 
 
-def gguf_rope(get: Any, path: Path) -> Rope:
-    theta, kind = (
-        shortest_decimal(get("rope.freq_base", 10_000.0)),
-        get("rope.scaling.type", "none"),
-    )
+def gguf_rope(meta: Mapping[str, Value], path: Path) -> Rope:
+    theta = number(meta, "llama.rope.freq_base", path, 10_000.0)
+    kind = entry(meta, "llama.rope.scaling.type", str, path, "none")
     if kind == "none":
         return Rope(theta=theta)
     if kind == "linear":
-        return Rope(theta=theta, kind="linear", factor=shortest_decimal(get("rope.scaling.factor")))
+        factor = number(meta, "llama.rope.scaling.factor", path)
+        return Rope(theta=theta, kind="linear", factor=factor)
     raise ValueError(
-        f"{path} has the rotary scaling {kind!r}, which is not supported in GGUF files; "
+        f"{path} has the rotary scaling {kind[:80]!r}, which is not supported in GGUF files; "
         f"use the safetensors version of this model"
     )
+
+
+def number(meta: Mapping[str, Value], key: str, path: Path, default: float | None = None) -> float:
+    return shortest_decimal(entry(meta, key, float, path, default))
 
 
 def shortest_decimal(value: float) -> float:
@@ -128,14 +145,12 @@ def shortest_decimal(value: float) -> float:
 
 
 def weights(
-    tensors: dict, shapes: dict, cfg: DecoderConfig, dtype: np.dtype
+    file: GgufFile, tensors: Mapping[str, GgufTensor], cfg: DecoderConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """The dequantized tensors in the order of `tensors`."""
-    from gguf import dequantize  # an extra: only GGUF files need it
-
     heads = {"self_attn.q_proj": cfg.N, "self_attn.k_proj": cfg.K}
     for name, tensor in tensors.items():
-        w = dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
+        w = dequantized(file, tensor)
         for part, n_heads in heads.items():
             if part in name:
                 w = unpermute(w, n_heads)

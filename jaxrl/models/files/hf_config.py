@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import (
     gemma2,
@@ -15,6 +17,7 @@ from jaxrl.models.families import (
     qwen3,
     qwen3_moe,
 )
+from jaxrl.models.files.hf_entries import check_decoder, check_entries
 
 # A new family is a file in families/ and an entry here. Keys are `DecoderConfig.family`.
 FAMILIES = {
@@ -27,15 +30,42 @@ FAMILIES = {
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
 }
+ADVICE = "use the model's own config.json"
 # `model_type` in config.json -> family.
 MODEL_TYPES = {name: name for name in FAMILIES} | {"gemma3_text": "gemma3"}
+
+
+def folder_config(folder: str | Path) -> DecoderConfig:
+    """The decoder of a model folder. Raises ValueError if its config.json is missing or wrong."""
+    return read_decoder_config(config_path(folder))
+
+
+def config_path(folder: str | Path) -> Path:
+    """config.json of a model folder. Raises ValueError if there is none."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise ValueError(
+            f"{folder} has no config.json; config.model.path must name a Hugging Face model folder"
+        )
+    return path
+
+
+def read_decoder_config(path: Path) -> DecoderConfig:
+    """The decoder that the config.json at `path` describes. Raises ValueError with its name."""
+    config = read_object(path, ADVICE)
+    try:
+        return config_from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes; for an image-and-text model, its text part.
 
-    Raises ValueError for unknown model types, activations and rope scalings.
+    Raises ValueError for unknown model types, activations and rope scalings, and for entries of
+    another type or of implausible size.
     """
+    check_entries(config)
     model_type = config.get("model_type")
     family = MODEL_TYPES.get(str(model_type))
     if family is None:
@@ -49,9 +79,11 @@ def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         )
     text = config.get("text_config")
     try:
-        return FAMILIES[family].from_hf(config if text is None else text)
+        cfg = FAMILIES[family].from_hf(config if text is None else text)
     except KeyError as error:
         raise ValueError(f"config.json of a {model_type} model lacks {error}") from error
+    check_decoder(cfg)
+    return cfg
 
 
 def config_to_hf(cfg: DecoderConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Loading a Hugging Face folder: each tensor goes from the file directly to its devices."""
 
 import dataclasses
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,38 +12,26 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.hf_config import config_from_hf
+from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.mesh_check import check_mesh
-from jaxrl.models.spec import ParamSpec, hf_names, init_params, is_spec, map_specs
+from jaxrl.models.spec import ParamSpec, hf_names, init_params, map_specs
 from sharding import Rules
 
 # Image-and-text checkpoints store the language model under a prefix, next to unused parts.
 PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.")
-SCORE = "score.weight"  # only in classifiers; a language model's score head starts at zero
-MAX_LISTED = 8  # names listed per kind of error
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ValueError if it is missing or malformed."""
-    path = Path(folder) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder} has no config.json; config.model.path must name a Hugging Face model folder"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+FILE_NAME = r"[\w.,=+-]+\.safetensors"
 
 
 def model_config(path: str | Path) -> DecoderConfig:
     """The decoder of a checkpoint, with logits and layers as a list. No weights are read."""
-    return config_from_hf(read_config(resolve_model(path)))
+    return folder_config(resolve_model(path))
 
 
 def load_model(
@@ -68,14 +56,15 @@ def load_model(
     """
     folder = resolve_model(path)
     cfg = dataclasses.replace(
-        config_from_hf(read_config(folder)),
+        folder_config(folder),
         heads=heads,
         stacked=stacked,
         grouped_matmul=grouped_matmul,
     )
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
     check_mesh(cfg, mesh.shape, rules)
-    check_tensors(specs, tensors, folder)
+    shapes = {name: info.shape for name, info in tensors.items()}
+    check_shapes(specs, shapes, f"the tensors in {folder} do not match its config.json")
     total = sum(tensors[name].n_bytes for name in expected_shapes(specs) if name in tensors)
     done = 0
 
@@ -108,18 +97,13 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
 def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     """The language model's tensors in a folder's safetensors files, by name."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(
-            {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-        )
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = indexed_files(index) if index.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{folder} has no *.safetensors file; save the model in safetensors format "
             f"(save_pretrained of a recent transformers does) or download it again"
         )
-    if missing := [file.name for file in files if not file.exists()]:
+    if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(missing)}; download or export it again")
     tensors = {}
     for file in files:
@@ -133,45 +117,27 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     }
 
 
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that an index names. Raises ValueError for names outside its folder."""
+    advice = "download or export the model again"
+    weight_map = read_object(index, advice).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no object weight_map; {advice}")
+    names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+    if outside := sorted(name for name in names if not re.fullmatch(FILE_NAME, name)):
+        raise ValueError(
+            f"{index} names {outside[0][:80]!r}, which is not a *.safetensors file of its folder; "
+            f"{advice}"
+        )
+    return sorted(index.parent / name for name in names)
+
+
 def language_name(name: str) -> str:
     """A tensor's name in a text-only checkpoint."""
     for prefix, instead in PREFIXES:
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)
     return name
-
-
-def expected_shapes(specs: Decoder) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every parameter."""
-    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return {name: spec.hf_shape for spec in leaves for name in hf_names(spec)}
-
-
-def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:
-    """Raises one error for all mismatches; an unused lm_head is ignored."""
-    expected = expected_shapes(specs)
-    unused = {"lm_head.weight"} if specs.lm_head is None else set()
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    errors = {
-        "missing": sorted(expected.keys() - tensors.keys() - {SCORE}),
-        "unexpected": sorted(tensors.keys() - expected.keys() - unused),
-        "with another shape": wrong,
-    }
-    lines = [
-        f"  {len(names)} {kind}: " + ", ".join([*names[:MAX_LISTED], "..."][: len(names)])
-        for kind, names in errors.items()
-        if names
-    ]
-    if lines:
-        shown = "\n".join(lines)
-        raise ValueError(
-            f"the tensors in {folder} do not match its config.json ({specs.cfg.family}):\n"
-            f"{shown}\nuse the config.json that belongs to these weights"
-        )
 
 
 def read_param(

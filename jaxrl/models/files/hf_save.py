@@ -10,12 +10,21 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
-from jaxrl.models.files.hf_config import classifier_json, config_from_hf, config_to_hf, same_model
-from jaxrl.models.files.hf_load import expected_shapes, find_tensors, read_config
+from jaxrl.models.files.hf_config import (
+    ADVICE,
+    classifier_json,
+    config_path,
+    config_to_hf,
+    folder_config,
+    same_model,
+)
+from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import map_tensor, write_tensors
+from jaxrl.models.files.tensor_shapes import check_shapes, expected_shapes
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
 
@@ -73,10 +82,12 @@ def convert_model(
     max_shard_bytes: int = SHARD_BYTES,
 ) -> DecoderConfig:
     """Copies the language model in `source` to `target`, cast to `dtype`; uses no device."""
-    cfg = config_from_hf(read_config(source))
-    tensors_in_source, expected = find_tensors(source), expected_shapes(decoder_specs(cfg))
+    cfg = folder_config(source)
+    tensors_in_source, specs = find_tensors(source), decoder_specs(cfg)
+    shapes = {name: info.shape for name, info in tensors_in_source.items()}
+    check_shapes(specs, shapes, f"the tensors in {source} do not match its config.json")
     tensors = []
-    for name in sorted(expected, key=natural_sort_key):
+    for name in sorted(expected_shapes(specs), key=natural_sort_key):
         info = tensors_in_source[name]
         target_dtype = np.dtype(info.dtype if dtype is None else dtype)
 
@@ -147,11 +158,11 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
     """The source's config.json if it describes exactly this model, else ours."""
     if source is None:
         return config_to_hf(cfg)
-    source_config = read_config(source)
-    if not same_model(config_from_hf(source_config), cfg):
+    if not same_model(folder_config(source), cfg):
         raise ValueError(
             f"{source} contains a different model from the one to write; pass its own folder"
         )
+    source_config = read_object(config_path(source), ADVICE)
     source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
     ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
     return (

@@ -12,6 +12,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from jaxrl.data.json_object import MAX_BYTES, parse_object
+
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -21,6 +23,8 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
+MAX_DIMS = 8
+ADVICE = "download or export it again"
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -41,35 +45,37 @@ class TensorInfo:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file by name, without their data.
 
-    Raises ValueError for a truncated or other file and for unknown dtypes.
+    Raises ValueError for a truncated, malformed or other file and for unknown dtypes.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         header_len = int.from_bytes(file.read(8), "little")
-        if header_len > size - 8:
-            raise ValueError(
-                f"{path} is not a complete safetensors file; download or export it again"
-            )
-        try:
-            header = json.loads(file.read(header_len))
-        except ValueError as error:
-            raise ValueError(
-                f"the header of {path} cannot be read ({error}); download or export it again"
-            ) from error
+        if header_len > min(size - 8, MAX_BYTES):
+            raise ValueError(f"{path} is not a complete safetensors file; {ADVICE}")
+        header = parse_object(file.read(header_len), f"the header of {path}", ADVICE)
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(
-                f"{path} stores {name} as {entry['dtype']}; supported: {', '.join(DTYPES)}. "
-                "Use a checkpoint that is not quantized"
-            )
-        begin, end = (8 + header_len + offset for offset in entry["data_offsets"])
-        info = TensorInfo(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin)
-        if end > size or end - begin != info.n_bytes:
-            raise ValueError(f"{path} is truncated at {name}; download or export it again")
-        tensors[name] = info
-    return tensors
+    data = 8 + header_len
+    return {name: tensor_info(path, name, entry, data, size) for name, entry in header.items()}
+
+
+def tensor_info(path: Path, name: str, entry: object, data: int, size: int) -> TensorInfo:
+    """One entry of the header of a file of `size` bytes whose tensors start at byte `data`."""
+    match entry:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise ValueError(f"{path} has a malformed header entry for {name[:80]!r}; {ADVICE}")
+    if code not in DTYPES:
+        raise ValueError(
+            f"{path} stores {name} as {code}; supported: {', '.join(DTYPES)}. "
+            "Use a checkpoint that is not quantized"
+        )
+    if not all(type(n) is int and 0 <= n < 2**48 for n in shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{path} has a malformed shape for {name[:80]!r}; {ADVICE}")
+    info = TensorInfo(path, DTYPES[code], tuple(shape), data + begin)
+    if begin < 0 or data + end > size or end - begin != info.n_bytes:
+        raise ValueError(f"{path} is truncated at {name}; {ADVICE}")
+    return info
 
 
 def map_tensor(info: TensorInfo) -> np.ndarray:

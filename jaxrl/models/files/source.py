@@ -11,7 +11,8 @@ from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.gguf import convert_gguf
 
 PACKAGE = "package:"
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")
+HUB_FILES = ("*.safetensors", *TEXT_FILES)
 
 
 def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
@@ -21,8 +22,16 @@ def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
     file in an installed Python package; a GGUF file; a hub id. GGUF files are converted once into
     the cache folder.
 
-    Raises ValueError, naming what was searched and what to set, if there is no such model.
+    Raises ValueError, naming what was searched and what to set, if there is no such model, and for
+    a folder whose configuration or tokenizer is a link to a file elsewhere.
     """
+    folder = find_model(path, key)
+    check_links(folder)
+    return folder
+
+
+def find_model(path: str | Path, key: str) -> Path:
+    """`resolve_model` without the check of links."""
     name = str(path)
     if not name:
         raise ValueError(f"{key} is empty; set a model folder, hub id or 'package:...'")
@@ -51,6 +60,26 @@ def export_folder(folder: Path) -> Path:
             "run with config.checkpoint.export_hf=True"
         )
     return folder
+
+
+def check_links(folder: Path) -> None:
+    """Raises ValueError if a file that an export would copy is a link out of the folder.
+
+    A folder from elsewhere could link any file of the user, who would publish it with the export.
+    The hub's cache links from snapshots/<revision> to blobs. Weights may be links: they are read as
+    tensors of known shapes and never copied.
+    """
+    root = folder.resolve()
+    inside = [root]
+    if root.parent.name == "snapshots":
+        inside.append(root.parent.parent / "blobs")
+    for file in sorted({file for pattern in TEXT_FILES for file in folder.glob(pattern)}):
+        target = file.resolve()
+        if file.is_symlink() and not any(target.is_relative_to(place) for place in inside):
+            raise ValueError(
+                f"{file} is a link to {target}, outside of the model folder; replace the link by "
+                "a copy of that file if it belongs to the model"
+            )
 
 
 def cache_dir() -> Path:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.decoder import init_model
-from jaxrl.models.files.hf_load import load_model, model_config
+from jaxrl.models.files.hf_load import find_tensors, load_model, model_config
 from jaxrl.models.files.hf_save import save_model
 from sharding import TRAIN, bytes_per_device, make_mesh
 
@@ -196,6 +196,63 @@ def test_a_truncated_file_is_named(one_device, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated at .*; download"):
         load_model(tmp_path, rules=TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"metadata": {}}, "has no object weight_map"),
+        ([1], "is a JSON list, not an object"),
+        ({"weight_map": {"a": 1}}, "names '1', which is not a"),
+        ({"weight_map": {"a": "../outside.safetensors"}}, r"names '\.\./outside\.safetensors'"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "names '/etc/passwd'"),
+        ({"weight_map": {"a": "sub/x.safetensors"}}, "names 'sub/x.safetensors'"),
+    ],
+)
+def test_an_index_names_only_files_of_its_folder(content, message, tmp_path, monkeypatch):
+    (tmp_path / "outside.safetensors").write_bytes(b"secret")
+    opened = []
+    monkeypatch.setattr("jaxrl.models.files.hf_load.read_header", opened.append)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json .*{message}"):
+        find_tensors(folder)
+    assert not opened
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "is a JSON list, not an object"),
+        ({"a": 1}, "malformed header entry for 'a'"),
+        ({"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}, "malformed header entry"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "malformed shape"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "is truncated at a"),
+        ({"a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}, "stores a as Q4"),
+    ],
+)
+def test_a_malformed_safetensors_header_is_named(header, message, tmp_path):
+    text, path = json.dumps(header).encode(), tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ValueError, match=rf"model\.safetensors .*{message}"):
+        find_tensors(tmp_path)
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((2**31).to_bytes(8, "little"))
+        file.truncate(2**32)  # a hole, without disk space
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "{", "\x00", "[" * 100_000])
+def test_a_config_that_is_not_an_object_is_named(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is .*; use the model's own config\.json"):
+        model_config(tmp_path)
 
 
 def test_folders_without_weights_or_config_are_named(one_device, tmp_path):

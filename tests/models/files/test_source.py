@@ -3,15 +3,13 @@
 Tests of jaxrl/models/files/source.py, gguf.py, gguf_tokenizer.py and jaxrl/convert.py.
 """
 
-import json
+import shutil
 from pathlib import Path
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 import transformers
 from safetensors.numpy import load_file
 
@@ -21,9 +19,9 @@ from jaxrl.models.decoder import Decoder, forward_packed
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.source import resolve_model
 from sharding import TRAIN
+from tests.models.files.tiny_gguf import ALPHABET, write_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
 @pytest.fixture
@@ -31,65 +29,6 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "jaxrl" / "models"
-
-
-def pairs(w: np.ndarray, n_heads: int) -> np.ndarray:
-    """Hugging Face's order of a head's rows -> llama.cpp's: row i next to row i + H/2."""
-    H = w.shape[0] // n_heads
-    order = [
-        n * H + i + half * H // 2 for n in range(n_heads) for i in range(H // 2) for half in (0, 1)
-    ]
-    return w[order]
-
-
-def write_gguf(path: Path, *, arch: str = "llama", pre: str = "smollm") -> None:
-    """The golden Llama as a GGUF file with a byte-level tokenizer of 256 tokens."""
-    config = json.loads((GOLDEN / "llama" / "config.json").read_text())
-    w = load_file(GOLDEN / "llama" / "model.safetensors")
-    file = gguf.GGUFWriter(path, arch)
-    file.add_block_count(2)
-    file.add_context_length(128)
-    file.add_embedding_length(32)
-    file.add_feed_forward_length(48)
-    file.add_head_count(4)
-    file.add_head_count_kv(2)
-    file.add_layer_norm_rms_eps(1e-6)
-    file.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    file.add_tokenizer_model("gpt2")
-    file.add_tokenizer_pre(pre)
-    tokens = ["<pad>", "<bos>", "<eos>", *ALPHABET[:251], "at", "cat"]
-    file.add_token_list(tokens)
-    file.add_token_types([3] * 3 + [1] * 253)
-    file.add_token_merges(["a t", "c at"])
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
-    file.add_pad_token_id(0)
-    file.add_chat_template("{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}")
-    names = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    heads = {"attn_q": 4, "attn_k": 2}
-    file.add_tensor("token_embd.weight", w["model.embed_tokens.weight"])
-    file.add_tensor("output_norm.weight", w["model.norm.weight"])
-    file.add_tensor("output.weight", w["lm_head.weight"])
-    for layer in range(2):
-        for theirs, ours in names.items():
-            value = w[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in heads:
-                value = pairs(value, heads[theirs])
-            file.add_tensor(f"blk.{layer}.{theirs}.weight", value)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
 
 
 def test_a_gguf_file_converts_back_to_its_checkpoint(one_device, cache, tmp_path):
@@ -134,6 +73,63 @@ def test_gguf_files_of_other_architectures_are_rejected(cache, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", arch="falcon")
     with pytest.raises(ValueError, match="architecture 'falcon', and only 'llama' is supported"):
         resolve_model(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    "place", [8, 16, 24], ids=["number of tensors", "number of entries", "length of a key"]
+)
+def test_absurd_counts_in_a_gguf_file_are_errors(place, cache, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    data = path.read_bytes()
+    path.write_bytes(data[:place] + (2**63).to_bytes(8, "little") + data[place + 8 :])
+    with pytest.raises(ValueError, match=r"tiny\.gguf is not a valid GGUF file: "):
+        resolve_model(path)
+    assert list(cache.iterdir()) == []
+
+
+def test_an_absurd_array_in_a_gguf_file_is_an_error(cache, tmp_path):
+    key = (1).to_bytes(8, "little") + b"a"
+    array = b"".join(n.to_bytes(size, "little") for n, size in ((9, 4), (0, 4), (2**60, 8)))
+    counts = (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little")
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF" + counts + key + array)
+    with pytest.raises(ValueError, match=f"{2**60} values of 1 bytes beyond its end"):
+        resolve_model(tmp_path / "tiny.gguf")
+
+
+def test_a_truncated_gguf_file_is_named(cache, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"tiny\.gguf is truncated at model\."):
+        resolve_model(path)
+
+
+def test_a_tokenizer_that_links_out_of_the_folder_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "llama", folder)
+    (tmp_path / "id_rsa").write_text("secret")
+    (folder / "tokenizer_notes.txt").symlink_to("../id_rsa")
+    with pytest.raises(ValueError, match=r"tokenizer_notes\.txt is a link to .*id_rsa, outside"):
+        resolve_model(folder)
+
+
+def test_the_links_of_the_hub_cache_and_of_weights_work(one_device, tmp_path):
+    blobs, snapshot = (
+        tmp_path / "models--a--b" / "blobs",
+        tmp_path / "models--a--b/snapshots/c0ffee",
+    )
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in (GOLDEN / "llama").glob("*.json"):
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (snapshot / "model.safetensors").symlink_to(GOLDEN / "llama" / "model.safetensors")
+    assert resolve_model(snapshot) == snapshot
+    load_model(snapshot, rules=TRAIN)
+    (snapshot / "vocab.json").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match=r"vocab\.json is a link to /etc/hostname"):
+        resolve_model(snapshot)
 
 
 def test_folders_resolve_to_themselves(tmp_path):

@@ -1,0 +1,130 @@
+"""The entries of config.json that are read, with their types and the sizes that are plausible.
+
+The limits are far above any published model. They keep a damaged file from a huge allocation, or
+from building millions of layers, before the weights show that it is wrong.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.models.config import DecoderConfig
+
+INTEGERS = {  # smallest and largest value
+    "num_hidden_layers": (1, 1000),
+    "hidden_size": (1, 2**20),
+    "num_attention_heads": (1, 2**14),
+    "num_key_value_heads": (0, 2**14),
+    "head_dim": (0, 2**14),
+    "intermediate_size": (1, 2**24),
+    "moe_intermediate_size": (1, 2**24),
+    "vocab_size": (1, 2**26),
+    "max_position_embeddings": (1, 2**31),
+    "num_experts": (1, 2**16),
+    "num_local_experts": (1, 2**16),
+    "num_experts_per_tok": (1, 2**16),
+    "sliding_window": (0, 2**31),
+    "sliding_window_pattern": (0, 10_000),
+    "max_window_layers": (0, 10_000),
+    "decoder_sparse_step": (0, 10_000),
+    "original_max_position_embeddings": (1, 2**31),
+}
+NUMBERS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "query_pre_attn_scalar": (1e-6, 1e6),
+    "attn_logit_softcapping": (1e-6, 1e6),
+    "final_logit_softcapping": (1e-6, 1e6),
+    "rope_theta": (1e-6, 1e15),
+    "rope_local_base_freq": (1e-6, 1e15),
+    "factor": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "partial_rotary_factor": (0.0, 1.0),
+}
+FLAGS = {
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "tie_word_embeddings",
+    "use_bidirectional_attention",
+    "use_sliding_window",
+}
+TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
+LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int}
+OBJECTS = {
+    "text_config",
+    "rope_parameters",
+    "rope_scaling",
+    "full_attention",
+    "sliding_attention",
+}
+# null in these is the same as no entry, or switches a feature off.
+NULLABLE = {
+    *TEXTS,
+    *LISTS,
+    *OBJECTS,
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "head_dim",
+    "num_key_value_heads",
+    "sliding_window",
+    "sliding_window_pattern",
+    "use_bidirectional_attention",
+    "use_sliding_window",
+}
+MAX_BLOCKS = 200_000  # layers times experts
+
+
+def check_entries(config: Mapping[str, Any], depth: int = 3) -> None:
+    """Raises ValueError for the first entry with another type or an implausible value.
+
+    `depth` is that of text_config, rope_parameters and full_attention inside each other.
+    """
+    for key, value in config.items():
+        if value is None and key in NULLABLE:
+            continue
+        if key in OBJECTS:
+            if not isinstance(value, dict):
+                raise wrong(key, value, "an object")
+            if depth:
+                check_entries(value, depth - 1)
+        elif key in INTEGERS:
+            low, high = INTEGERS[key]
+            if type(value) is not int or not low <= value <= high:
+                raise wrong(key, value, f"an integer from {low} to {high}")
+        elif key in NUMBERS:
+            low, high = NUMBERS[key]
+            if type(value) not in (int, float) or not low <= value <= high:
+                raise wrong(key, value, f"a number from {low:g} to {high:g}")
+        elif key in FLAGS and type(value) is not bool:
+            raise wrong(key, value, "true or false")
+        elif key in TEXTS and not isinstance(value, str):
+            raise wrong(key, value, "a string")
+        elif key in LISTS and not is_list_of(LISTS[key], value):
+            raise wrong(key, value, f"a list of {LISTS[key].__name__}")
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) is kind for entry in value)
+
+
+def wrong(key: str, value: Any, expected: str) -> ValueError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return ValueError(f"{key} is {shown}, expected {expected}; use the model's own config.json")
+
+
+def check_decoder(cfg: DecoderConfig) -> None:
+    """Raises ValueError if the sizes contradict each other, or imply far too many tensors."""
+    errors = []
+    if cfg.H < 2 or cfg.H % 2:
+        errors.append(f"head size {cfg.H} ({cfg.D} features, {cfg.N} heads) is not even")
+    if cfg.N % cfg.K:
+        errors.append(f"{cfg.N} attention heads are not a multiple of {cfg.K} key-value heads")
+    if len(cfg.windows) not in (0, cfg.L):
+        errors.append(f"layer_types has {len(cfg.windows)} entries for {cfg.L} layers")
+    if cfg.E and cfg.top_k > cfg.E:
+        errors.append(f"{cfg.top_k} experts per token of {cfg.E} experts")
+    if cfg.L * max(cfg.E, 1) > MAX_BLOCKS:
+        errors.append(f"{cfg.L} layers of {cfg.E} experts are more than {MAX_BLOCKS} blocks")
+    if errors:
+        raise ValueError(f"{'; '.join(errors)}; use the model's own config.json")
