@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxrl.config import choices
+from jaxrl.config import choices, combinations, presets
 from jaxrl.config import docs as config_docs
 from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
@@ -123,6 +123,11 @@ def test_the_page_of_algorithms_has_a_row_for_every_name(key):
     for name in CHOICES[key]:
         choice = f"`algorithm.{key}={name}`"
         assert any(choice in line.split("|")[2] for line in table), f"add a row for {choice}"
+
+
+@pytest.mark.parametrize("section", [combinations, presets], ids=["combinations", "presets"])
+def test_the_printed_tables_of_the_page_of_algorithms_are_up_to_date(section):
+    assert section.markdown() in ALGORITHMS, f"insert the output of: python -m {section.__name__}"
 
 
 def test_the_page_of_algorithms_sets_keys_that_exist_to_values_they_take():

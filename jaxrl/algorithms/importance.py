@@ -1,19 +1,23 @@
 """Importance weights for tokens whose sampling distribution differs from the trained policy.
 
-d = old_logp - rollout_logp: the trainer's logprob under the policy that sampled the token, minus
-the engine's. The two differ by arithmetic (mismatch) and, for samples older than the weights, by
-staleness. A weight multiplies the policy loss of its token and has no gradient. A token of weight 0
-stays in the denominator of the mean. The last functions measure the mismatch itself.
+d = trainer's logprob - rollout_logp, the engine's. The trainer's is that of the policy at the start
+of the step, or of the current policy if the ratio of the loss already starts at the engine
+(old_logp = "rollout"). The two differ by arithmetic (mismatch) and, for samples older than the
+weights, by staleness. A weight multiplies the policy loss of its token and has no gradient. A token
+of weight 0 stays in the denominator of the mean. The last functions measure the mismatch itself;
+rejection.py masks tokens and responses by it.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl.algorithms.aggregation import SumAndWeight, masked_mean
 from jaxrl.algorithms.kl import k3
-from jaxrl.algorithms.segment import segment_mean, segment_sum
+from jaxrl.algorithms.segment import segment_sum
 
 
 def unweighted(log_ratio: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -21,12 +25,14 @@ def unweighted(log_ratio: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.ones_like(log_ratio)
 
 
-def token_tis(log_ratio: Float[Array, "B T"], *, correction_high: float) -> Float[Array, "B T"]:
-    """min(exp(d), high): truncated importance sampling per token.
+def token_tis(
+    log_ratio: Float[Array, "B T"], *, correction_floor: float, correction_high: float
+) -> Float[Array, "B T"]:
+    """clip(exp(d), floor, high): truncated importance sampling per token.
 
-    https://fengyao.notion.site/off-policy-rl
+    https://fengyao.notion.site/off-policy-rl, which has no floor.
     """
-    return jnp.minimum(jnp.exp(log_ratio), correction_high)
+    return jnp.clip(jnp.exp(log_ratio), correction_floor, correction_high)
 
 
 def seq_tis(
@@ -34,14 +40,14 @@ def seq_tis(
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     *,
+    correction_floor: float,
     correction_high: float,
 ) -> Float[Array, "B T"]:
-    """min(exp(Σ_t d_t), high) over the response, at each of its tokens.
+    """clip(exp(Σ_t d_t), floor, high) over the response, at each of its tokens.
 
     Unbiased except for the truncation (https://richardli.xyz/rl-collapse).
     """
-    total = segment_sum(jnp.where(mask > 0, log_ratio, 0.0), segments)
-    return jnp.minimum(jnp.exp(total), correction_high)
+    return jnp.clip(response_ratio(log_ratio, mask, segments), correction_floor, correction_high)
 
 
 def icepop(
@@ -51,51 +57,71 @@ def icepop(
 
     https://ringtech.notion.site/icepop
     """
-    ratio = jnp.exp(log_ratio)
-    return jnp.where((ratio >= correction_low) & (ratio <= correction_high), ratio, 0.0)
+    return _masked_outside(jnp.exp(log_ratio), correction_low, correction_high)
 
 
-def geo_mean_rejection(
+def seq_icepop(
     log_ratio: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     *,
-    rejection_low: float,
-    rejection_high: float,
+    correction_low: float,
+    correction_high: float,
 ) -> Float[Array, "B T"]:
-    """1 if low <= exp(mean_t d_t) <= high over the response, else 0 at all of its tokens.
+    """exp(Σ_t d_t) over the response if it is within [low, high], else 0, at each of its tokens.
 
-    Unlike the product, the geometric mean does not shrink with the length of the response
-    (https://richardli.xyz/rl-collapse).
+    Masked importance sampling of whole responses (https://richardli.xyz/rl-collapse).
     """
-    ratio = jnp.exp(segment_mean(log_ratio, mask, segments))
-    return ((ratio >= rejection_low) & (ratio <= rejection_high)).astype(jnp.float32)
+    ratio = response_ratio(log_ratio, mask, segments)
+    return _masked_outside(ratio, correction_low, correction_high)
+
+
+def response_ratio(
+    log_ratio: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """exp(Σ_t d_t) over the unmasked tokens of the response, at each of its tokens."""
+    return jnp.exp(segment_sum(jnp.where(mask > 0, log_ratio, 0.0), segments))
+
+
+def _masked_outside(ratio, low: float, high: float) -> Float[Array, "B T"]:
+    return jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceWeight:
-    """One row of `CORRECTIONS` or `REJECTIONS`: a function that gives every token a weight."""
+    """One row of `CORRECTIONS`: a function that gives every token a weight."""
 
     function: Callable[..., Float[Array, "B T"]]
     inputs: tuple[str, ...] = ("log_ratio",)  # names of the function's array arguments, in order
     hyper_parameters: tuple[str, ...] = ()  # keys of config.algorithm
+    level: Literal["token", "response"] = "token"  # what has one weight
 
 
 RESPONSE_INPUTS = ("log_ratio", "mask", "segments")
+TRUNCATION = ("correction_floor", "correction_high")
+BOUNDS = ("correction_low", "correction_high")
 
 CORRECTIONS = {
     "none": ImportanceWeight(unweighted),
-    "token_tis": ImportanceWeight(token_tis, hyper_parameters=("correction_high",)),
-    "seq_tis": ImportanceWeight(seq_tis, RESPONSE_INPUTS, ("correction_high",)),
-    "icepop": ImportanceWeight(icepop, hyper_parameters=("correction_low", "correction_high")),
+    "token_tis": ImportanceWeight(token_tis, hyper_parameters=TRUNCATION),
+    "seq_tis": ImportanceWeight(seq_tis, RESPONSE_INPUTS, TRUNCATION, level="response"),
+    "icepop": ImportanceWeight(icepop, hyper_parameters=BOUNDS),
+    "seq_icepop": ImportanceWeight(seq_icepop, RESPONSE_INPUTS, BOUNDS, level="response"),
 }
 
-REJECTIONS = {
-    "none": ImportanceWeight(unweighted),
-    "geo_mean": ImportanceWeight(
-        geo_mean_rejection, RESPONSE_INPUTS, ("rejection_low", "rejection_high")
-    ),
-}
+
+def mean_weight(
+    weights: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    response_len: Float[Array, "B T"],
+    *,
+    level: str,
+) -> SumAndWeight:
+    """Mean weight of the tokens, or of the responses if a response has one weight.
+
+    Division by it gives weights of mean 1: self-normalized importance sampling.
+    """
+    return masked_mean(weights, mask if level == "token" else mask / response_len)
 
 
 def logp_diff(logp: Float[Array, "B T"], rollout_logp: Float[Array, "B T"]) -> Float[Array, "B T"]:

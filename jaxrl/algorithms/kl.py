@@ -11,6 +11,7 @@ Gradients, if the estimator is differentiated as a loss (kl_in = "loss"), are an
 | abs | sign(d) | that of the total variation, not of the KL |
 | k2 | d | the gradient of KL(policy, reference) |
 | k3 | 1 - exp(-d) | the gradient of the forward KL(reference, policy) |
+| k3_unbiased | r (k3 + 1 - exp(-d)) | the gradient of KL(policy, reference), also off policy |
 | full | exact | the gradient of KL(policy, reference), without sampling noise |
 | name+ | d, as k2 | the gradient of KL(policy, reference) |
 
@@ -18,8 +19,12 @@ A name with "+" has the value of the estimator and the gradient of k2 (straight-
 a low-variance or unbiased KL and has the gradient of KL(policy, reference). "full+" has the value
 of full.
 
-In the reward (kl_in = "reward") only the value matters, so k1 is the right choice there. `full`
-needs both distributions over the whole vocabulary, which kernels/logprob computes (`exact_kl`).
+In the reward (kl_in = "reward") the policy gradient is E[value ∇ logp]. The gradient of
+KL(policy, reference) is E[d ∇ logp], so k1 is right there and jaxrl/config refuses all others: near
+the reference k2 and k3 are of second order in d, and their gradient vanishes.
+
+`full` needs both distributions over the whole vocabulary, which kernels/logprob computes
+(`exact_kl`).
 """
 
 import dataclasses
@@ -57,6 +62,17 @@ def k3(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array,
     """exp(ref_logp - logp) - 1 - (ref_logp - logp): GRPO, eq. 4 (https://arxiv.org/abs/2402.03300)."""
     # expm1 keeps small values: exp(x) - 1 - x would lose all digits if the two models agree.
     return jnp.expm1(ref_logp - logp) - (ref_logp - logp)
+
+
+def k3_unbiased(
+    log_ratio: Float[Array, "B T"], logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """r k3 with the importance ratio r = exp(log_ratio), which is differentiated too.
+
+    DeepSeek-V3.2, section 3.1 (https://arxiv.org/abs/2512.02556): value and gradient are unbiased
+    for tokens sampled from the old policy. On policy the gradient is that of k2.
+    """
+    return jnp.exp(log_ratio) * k3(logp, ref_logp)
 
 
 def straight_through(
@@ -107,6 +123,7 @@ KL_ESTIMATORS = {
     "abs": KLEstimator(absolute),
     "k2": KLEstimator(k2),
     "k3": KLEstimator(k3),
+    "k3_unbiased": KLEstimator(k3_unbiased, ("log_ratio", "logp", "ref_logp")),
     "full": KLEstimator(full, ("exact_kl",)),
     "k1+": KLEstimator(k1_plus),
     "abs+": KLEstimator(absolute_plus),

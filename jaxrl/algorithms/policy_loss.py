@@ -1,8 +1,9 @@
 """Policy losses. Each returns one loss per token; masking and averaging happen in aggregation.py.
 
-r = exp(logp - old_logp) is the importance ratio of a token, A its advantage, |y| the length of its
-response; "sg" stops the gradient. A response-level loss has the same value at each token of the
-response, so that `seq_mean_token_mean` gives the papers' mean over responses.
+r = exp(log_ratio) with log_ratio = logp - old_logp is the importance ratio of a token, A its
+advantage, |y| the length of its response; "sg" stops the gradient. A response-level loss has the
+same value at each token of the response, so that `seq_mean_token_mean` gives the papers' mean over
+responses. What a loss requires of other choices is in jaxrl/config/preconditions.py.
 """
 
 import dataclasses
@@ -19,8 +20,7 @@ from jaxrl.algorithms.segment import segment_mean
 
 
 def ppo_clip(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
     clip_low: float,
@@ -31,12 +31,11 @@ def ppo_clip(
     PPO, eq. 7 (https://arxiv.org/abs/1707.06347). With high > low it is clip-higher, DAPO, eq. 8
     (https://arxiv.org/abs/2503.14476).
     """
-    return _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
+    return _clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
 
 
 def dual_clip(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
     clip_low: float,
@@ -48,7 +47,7 @@ def dual_clip(
     The bound keeps a token whose probability has grown a lot from dominating the step. Dual-clip
     PPO, eq. 5 (https://arxiv.org/abs/1912.09729).
     """
-    loss = _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
+    loss = _clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     return jnp.where(advantages < 0, jnp.minimum(loss, -clip_dual * advantages), loss)
 
 
@@ -63,8 +62,7 @@ def policy_gradient(
 
 
 def gspo(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
@@ -76,13 +74,13 @@ def gspo(
 
     s = exp(1/|y| Σ_t (logp_t - old_logp_t)): GSPO, eq. 5 to 7 (https://arxiv.org/abs/2507.18071).
     """
-    ratio = jnp.exp(segment_mean(logp - old_logp, mask, segments))
+    ratio = jnp.exp(segment_mean(log_ratio, mask, segments))
     return _clipped(ratio, advantages, clip_low, clip_high)
 
 
 def gspo_token(
+    log_ratio: Float[Array, "B T"],
     logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
@@ -95,14 +93,14 @@ def gspo_token(
     The value is that of `gspo`, but the gradient of a token is scaled by the token's own advantage.
     GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3).
     """
-    log_ratio = stop_gradient(segment_mean(logp - old_logp, mask, segments))
-    ratio = jnp.exp(log_ratio + logp - stop_gradient(logp))
+    of_response = stop_gradient(segment_mean(log_ratio, mask, segments))
+    ratio = jnp.exp(of_response + logp - stop_gradient(logp))
     return _clipped(ratio, advantages, clip_low, clip_high)
 
 
 def cispo(
+    log_ratio: Float[Array, "B T"],
     logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
     clip_low: float,
@@ -112,13 +110,12 @@ def cispo(
 
     CISPO, eq. 4 and 5 of MiniMax-M1 (https://arxiv.org/abs/2506.13585).
     """
-    weight = jnp.clip(jnp.exp(logp - old_logp), 1.0 - clip_low, 1.0 + clip_high)
+    weight = jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high)
     return -stop_gradient(weight) * advantages * logp
 
 
 def gmpo(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
@@ -131,7 +128,6 @@ def gmpo(
     GMPO (https://arxiv.org/abs/2507.20673): the geometric mean of token ratios that are clipped in
     log space (the paper's bounds are 0.4). A must be the same at all tokens of a response.
     """
-    log_ratio = logp - old_logp
     clipped = jnp.where(
         advantages > 0, jnp.minimum(log_ratio, clip_high), jnp.maximum(log_ratio, -clip_low)
     )
@@ -139,8 +135,7 @@ def gmpo(
 
 
 def sapo(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     *,
     sapo_tau_positive: float,
@@ -151,13 +146,12 @@ def sapo(
     A soft gate of slope 1 at r = 1 instead of a clip: SAPO (https://arxiv.org/abs/2511.20347).
     """
     tau = jnp.where(advantages > 0, sapo_tau_positive, sapo_tau_negative)
-    gate = jax.nn.sigmoid(tau * (jnp.exp(logp - old_logp) - 1.0))
+    gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0))
     return -gate * 4.0 / tau * advantages
 
 
 def clip_cov(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     selected: Bool[Array, "B T"],
     *,
@@ -168,25 +162,24 @@ def clip_cov(
 
     These are a few of the tokens whose logprob and advantage covary most (covariance.py).
     """
-    loss = _clipped(jnp.exp(logp - old_logp), advantages, clip_low, clip_high)
+    loss = _clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     return jnp.where(selected, 0.0, loss)
 
 
 def kl_cov(
-    logp: Float[Array, "B T"],
-    old_logp: Float[Array, "B T"],
+    log_ratio: Float[Array, "B T"],
     advantages: Float[Array, "B T"],
     selected: Bool[Array, "B T"],
     *,
     kl_cov_coef: float,
 ) -> Float[Array, "B T"]:
-    """-r A + coef |logp - old_logp| [selected]: KL-Cov (https://arxiv.org/abs/2505.22617).
+    """-r A + coef |log_ratio| [selected]: KL-Cov (https://arxiv.org/abs/2505.22617).
 
     The penalty keeps the tokens whose logprob and advantage covary most (covariance.py) close to
     the old policy.
     """
-    diff = logp - old_logp
-    return -jnp.exp(diff) * advantages + jnp.where(selected, kl_cov_coef * magnitude(diff), 0.0)
+    penalty = jnp.where(selected, kl_cov_coef * magnitude(log_ratio), 0.0)
+    return -jnp.exp(log_ratio) * advantages + penalty
 
 
 def _clipped(ratio, advantages, clip_low: float, clip_high: float):
@@ -204,8 +197,9 @@ class PolicyLoss:
     selection: TokenSelection | None = None  # selects tokens by covariance before the update
 
 
-RATIO = ("logp", "old_logp", "advantages")
-RESPONSE = (*RATIO, "mask", "segments")
+RATIO = ("log_ratio", "advantages")
+RATIO_AND_LOGP = ("log_ratio", "logp", "advantages")
+RESPONSE = ("mask", "segments")
 SELECTED = (*RATIO, "selected")
 CLIP = ("clip_low", "clip_high")
 
@@ -213,10 +207,10 @@ POLICY_LOSSES = {
     "ppo_clip": PolicyLoss(ppo_clip, RATIO, CLIP),
     "dual_clip": PolicyLoss(dual_clip, RATIO, (*CLIP, "clip_dual")),
     "policy_gradient": PolicyLoss(policy_gradient, ("logp", "advantages")),
-    "gspo": PolicyLoss(gspo, RESPONSE, CLIP),
-    "gspo_token": PolicyLoss(gspo_token, RESPONSE, CLIP),
-    "cispo": PolicyLoss(cispo, RATIO, CLIP),
-    "gmpo": PolicyLoss(gmpo, RESPONSE, CLIP),
+    "gspo": PolicyLoss(gspo, (*RATIO, *RESPONSE), CLIP),
+    "gspo_token": PolicyLoss(gspo_token, (*RATIO_AND_LOGP, *RESPONSE), CLIP),
+    "cispo": PolicyLoss(cispo, RATIO_AND_LOGP, CLIP),
+    "gmpo": PolicyLoss(gmpo, (*RATIO, *RESPONSE), CLIP),
     "sapo": PolicyLoss(sapo, RATIO, ("sapo_tau_positive", "sapo_tau_negative")),
     "clip_cov": PolicyLoss(clip_cov, SELECTED, CLIP, selection=SELECT_BETWEEN),
     "kl_cov": PolicyLoss(kl_cov, SELECTED, ("kl_cov_coef",), selection=SELECT_LARGEST),

@@ -1,7 +1,9 @@
-"""Sums over the segments of packed rows, broadcast to every token of the segment.
+"""Sums and maxima over the segments of packed rows, broadcast to every token of the segment.
 
 A segment is a run of equal, positive `segments`; 0 is padding. Rows may be sharded over any axes.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,14 @@ def segment_sum(x: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Float[Ar
     additions depends on the segment alone, so packing does not change a bit of the result. The
     backward scan copies the total to the other tokens.
     """
-    spec = jax.typeof(x).sharding.spec
-    time_sharded = len(spec) > 1 and spec[1] is not None
-    if time_sharded:  # a shift along T would cross devices
-        x, segments = jax.reshard((x, segments), jax.P(spec[0], None))
-    x = jnp.where(segments > 0, x, 0.0)
-    ends = jnp.pad(segments[:, 1:], ((0, 0), (0, 1))) != segments
-    total = jnp.where(ends, _running_sum(x, segments, forward=True), 0.0)
-    total = _running_sum(total, segments, forward=False)
-    return jax.reshard(total, spec) if time_sharded else total
+
+    def total(x: jax.Array, segments: jax.Array) -> jax.Array:
+        x = jnp.where(segments > 0, x, 0.0)
+        ends = jnp.pad(segments[:, 1:], ((0, 0), (0, 1))) != segments
+        last = jnp.where(ends, _running(jnp.add, x, segments, forward=True), 0.0)
+        return _running(jnp.add, last, segments, forward=False)
+
+    return _on_whole_rows(total, x, segments)
 
 
 # Every token of a segment contributes to the sum at every other: the function is its own transpose.
@@ -43,8 +44,40 @@ def segment_mean(
     return segment_sum(jnp.where(mask > 0, x, 0.0) * mask, segments) / jnp.maximum(count, 1.0)
 
 
-def _running_sum(x: jax.Array, segments: jax.Array, *, forward: bool) -> jax.Array:
-    """Inclusive running sum of x within each segment, from its start (or from its end).
+def segment_max(
+    x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Maximum of x over the unmasked tokens of the token's segment; -inf if all are masked."""
+
+    def largest(x: jax.Array, segments: jax.Array) -> jax.Array:
+        before = _running(jnp.maximum, x, segments, forward=True)
+        return jnp.maximum(before, _running(jnp.maximum, x, segments, forward=False))
+
+    return _on_whole_rows(largest, jnp.where(mask > 0, x, -jnp.inf), segments)
+
+
+def _on_whole_rows(
+    function: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """function(x, segments) on rows that are not sharded over time, sharded as x again.
+
+    A shift along T would cross devices.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if len(spec) < 2 or spec[1] is None:
+        return function(x, segments)
+    x, segments = jax.reshard((x, segments), jax.P(spec[0], None))
+    return jax.reshard(function(x, segments), spec)
+
+
+def _running(
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    segments: jax.Array,
+    *,
+    forward: bool,
+) -> jax.Array:
+    """Inclusive running sum (or maximum) of x in each segment, from its start (or from its end).
 
     A `fori_loop`, not an unrolled chain: XLA would fuse the chain into one kernel that recomputes
     each level for every level after it.
@@ -55,6 +88,6 @@ def _running_sum(x: jax.Array, segments: jax.Array, *, forward: bool) -> jax.Arr
         shift = jnp.left_shift(1, i) if forward else -jnp.left_shift(1, i)
         inside = (position >= shift) & (position < x.shape[1] + shift)
         same = jnp.roll(segments, shift, axis=1) == segments
-        return x + jnp.where(inside & same, jnp.roll(x, shift, axis=1), 0.0)
+        return jnp.where(inside & same, combine(x, jnp.roll(x, shift, axis=1)), x)
 
     return jax.lax.fori_loop(0, max(x.shape[1] - 1, 0).bit_length(), level, x)

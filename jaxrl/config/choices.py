@@ -43,11 +43,25 @@ AGGREGATIONS = (
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
 )
-KLS = ("k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+")
+KLS = ("k1", "abs", "k2", "k3", "k3_unbiased", "full", "k1+", "abs+", "k2+", "k3+", "full+")
 FULL_KLS = ("full", "full+")  # over the whole vocabulary
 KL_PLACES = ("loss", "reward")
-CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop")
-REJECTIONS = ("none", "geo_mean")
+CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "seq_icepop")
+MASKING_CORRECTIONS = ("icepop", "seq_icepop")  # weight 0 outside of two bounds
+# verl's names: what is summed up over a response, and the KL estimate of a token
+RATIO_REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1")  # with two bounds of a ratio
+REJECTIONS = (
+    "none",
+    *RATIO_REJECTIONS,
+    "token_k2",
+    "token_k3",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 OLD_LOGPS = ("auto", "rollout", "recompute")
 OFFLOADS = ("optimizer", "reference")
 REMATS = ("full", "dots", "none")

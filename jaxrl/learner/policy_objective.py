@@ -12,9 +12,11 @@ from jaxrl.algorithms.aggregation import (
     masked_max,
     masked_mean,
 )
-from jaxrl.algorithms.importance import CORRECTIONS, REJECTIONS, logp_diff, rollout_kl
+from jaxrl.algorithms.clamp import clamp, outside
+from jaxrl.algorithms.importance import CORRECTIONS, logp_diff, rollout_kl
 from jaxrl.algorithms.kl import KL_ESTIMATORS, k3
 from jaxrl.algorithms.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.rejection import REJECTIONS, off_policy_sequences
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
@@ -49,6 +51,7 @@ LOSSES = ("loss/total", "loss/policy")
 MEANS = (
     "loss/entropy",
     "loss/clip_fraction",
+    "loss/clamped_fraction",
     "loss/approx_kl",
     "mismatch/logp_diff_mean",
     "mismatch/kl",
@@ -58,6 +61,7 @@ CORRECTION_MEANS = (
     "mismatch/truncated_fraction",
     "mismatch/rejected_fraction",
 )
+KL_MEANS = ("loss/kl", "loss/kl_clamped_fraction")
 MAXIMA = ("loss/ratio_max", "mismatch/logp_diff_max")
 VALUE_LOSSES = ("loss/total", "critic/loss")
 VALUE_MEANS = ("critic/value_mean", "critic/clip_fraction")
@@ -65,10 +69,11 @@ VALUE_MEANS = ("critic/value_mean", "critic/clip_fraction")
 
 @struct.dataclass
 class Coefs:
-    """Coefficients of KL and entropy in the loss, if they change from step to step."""
+    """Coefficients in the loss, if they change from update to update."""
 
     kl: Tree  # float32 []
     entropy: Tree  # float32 []
+    mean_weight: Tree = 1.0  # float32 [], of the importance weights, which are divided by it
 
 
 def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
@@ -81,7 +86,7 @@ def zero_sums(cfg: AlgorithmConfig, model: DecoderConfig) -> LossSums:
     if "vocab" in model.heads:
         losses, maxima = LOSSES, MAXIMA
         means = MEANS + (CORRECTION_MEANS if cfg.has_correction else ())
-        means += ("loss/kl",) if kl_in_loss(cfg) else ()
+        means += KL_MEANS if kl_in_loss(cfg) else ()
     if "score" in model.heads:
         losses, means = (*losses, *VALUE_LOSSES), (*means, *VALUE_MEANS)
     return LossSums(
@@ -116,22 +121,23 @@ def token_loss_sums(
     inputs = policy_loss_inputs(logp, rollout_logp, batch, cfg)
     policy, means = policy_loss(inputs, algo), {}
     if algo.has_correction:
-        log_ratio = inputs["old_logp"] - rollout_logp
-        weights = jax.lax.stop_gradient(importance_weights(log_ratio, batch, algo))
+        correction = importance_weights(inputs, algo)
+        weights = correction / coefs.mean_weight * kept_tokens(inputs, algo)
         policy = policy * weights
-        means |= weight_means(weights, mask, algo)
+        means |= weight_means(correction, weights, mask, algo)
     loss = policy
     if kl_in_loss(algo):
-        kl = reference_kl(logp, exact_kl, batch, algo)
-        loss = loss + coefs.kl * kl
-        means["loss/kl"] = masked_mean(kl, mask)
+        kl = reference_kl(inputs, exact_kl, batch, algo)
+        loss = loss + coefs.kl * clamp(kl, algo.kl_clamp)
+        means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), mask)
+        means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), mask)
     if algo.has_entropy:
         loss = loss - coefs.entropy * entropy
 
     loss_sum, weight = aggregate_tokens(loss, batch, cfg)
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
     means["loss/entropy"] = masked_mean(entropy, mask)
-    more_means, maxima = ratio_metrics(inputs, rollout_logp, algo)
+    more_means, maxima = ratio_metrics(inputs, algo)
     sums = LossSums(losses, weight, means | more_means, maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
 
@@ -139,15 +145,25 @@ def token_loss_sums(
 def policy_loss_inputs(
     logp: Float[Array, "B T"], rollout_logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig
 ) -> dict[str, Array]:
-    """Every array that a row of `POLICY_LOSSES` can name; the logprobs are masked already."""
+    """Every array that a policy loss, correction or rejection can name, and old_logp.
+
+    The logprobs are masked already. `mismatch` is the log ratio of the corrections (importance.py):
+    from the engine to the old policy, or to the current one if the engine's logprobs are the old
+    ones. `drift` is always that to the current policy.
+    """
+    current = jax.lax.stop_gradient(logp)
+    source = ratio_source(cfg)
     old_logp = {
-        "policy": jax.lax.stop_gradient(logp),
+        "policy": current,
         "rollout": rollout_logp,
         "recompute": apply_mask(batch.old_logp, batch.mask),
-    }[ratio_source(cfg)]
+    }[source]
     return {
         "logp": logp,
         "old_logp": old_logp,
+        "rollout_logp": rollout_logp,
+        "mismatch": (current if source == "rollout" else old_logp) - rollout_logp,
+        "drift": current - rollout_logp,
         "advantages": apply_mask(batch.advantages, batch.mask),
         "mask": batch.mask,
         "segments": batch.segments,
@@ -155,9 +171,15 @@ def policy_loss_inputs(
     }
 
 
+def log_ratio(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """The log importance ratio logp - old_logp of every token, clamped."""
+    return clamp(inputs["logp"] - inputs["old_logp"], cfg.log_ratio_clamp)
+
+
 def policy_loss(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
     """The configured policy loss of every token."""
-    return apply(lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss"), inputs, cfg)
+    row = lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss")
+    return apply(row, inputs | {"log_ratio": log_ratio(inputs, cfg)}, cfg)
 
 
 def clipped_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
@@ -171,13 +193,15 @@ def clipped_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Arra
 
 
 def ratio_metrics(
-    inputs: dict[str, Array], rollout_logp: Float[Array, "B T"], cfg: AlgorithmConfig
+    inputs: dict[str, Array], cfg: AlgorithmConfig
 ) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
     """(means, maxima) of the importance ratio and of the mismatch between engine and trainer."""
     logp, old_logp, mask = inputs["logp"], inputs["old_logp"], inputs["mask"]
+    rollout_logp = inputs["rollout_logp"]
     difference = logp_diff(logp, rollout_logp)
     means = {
         "loss/clip_fraction": masked_mean(clipped_tokens(inputs, cfg), mask),
+        "loss/clamped_fraction": masked_mean(outside(logp - old_logp, cfg.log_ratio_clamp), mask),
         "loss/approx_kl": masked_mean(k3(old_logp, logp), mask),
         "mismatch/logp_diff_mean": masked_mean(difference, mask),
         "mismatch/kl": masked_mean(rollout_kl(logp, rollout_logp), mask),
@@ -189,38 +213,59 @@ def ratio_metrics(
     return means, maxima
 
 
-def importance_weights(
-    log_ratio: Float[Array, "B T"], batch: Batch, cfg: AlgorithmConfig
-) -> Float[Array, "B T"]:
-    """The configured importance weight of every token; log_ratio = old_logp - rollout_logp."""
-    inputs = {"log_ratio": log_ratio, "mask": batch.mask, "segments": batch.segments}
-    correction = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
-    rejection = lookup(REJECTIONS, cfg.rejection, "algorithm.rejection")
-    return apply(correction, inputs, cfg) * apply(rejection, inputs, cfg)
+def importance_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """The configured importance weight of every token, without gradient and not normalized."""
+    row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
+    return jax.lax.stop_gradient(apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg))
+
+
+def kept_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """1 at the tokens that the rejection and the off-policy mask keep, 0 elsewhere."""
+    row = lookup(REJECTIONS, cfg.rejection, "algorithm.rejection")
+    kept = apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg)
+    if cfg.off_policy_threshold:
+        kept *= off_policy_sequences(
+            inputs["drift"],
+            inputs["advantages"],
+            inputs["mask"],
+            inputs["segments"],
+            off_policy_threshold=cfg.off_policy_threshold,
+        )
+    return jax.lax.stop_gradient(kept)
 
 
 def weight_means(
-    weights: Float[Array, "B T"], mask: Float[Array, "B T"], cfg: AlgorithmConfig
+    correction: Float[Array, "B T"],
+    weights: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    cfg: AlgorithmConfig,
 ) -> dict[str, SumAndWeight]:
-    """Mean importance weight, and the fractions of truncated and rejected tokens."""
+    """Mean importance weight, and the fractions of truncated and rejected tokens.
+
+    `weights` are the values of `correction` after normalization and rejection.
+    """
+    truncated = correction == cfg.correction_high
+    if cfg.correction_floor:
+        truncated |= correction == cfg.correction_floor
     return {
         "mismatch/weight_mean": masked_mean(weights, mask),
-        "mismatch/truncated_fraction": masked_mean(1.0 * (weights == cfg.correction_high), mask),
+        "mismatch/truncated_fraction": masked_mean(1.0 * truncated, mask),
         "mismatch/rejected_fraction": masked_mean(1.0 * (weights == 0.0), mask),
     }
 
 
 def reference_kl(
-    logp: Float[Array, "B T"],
+    inputs: dict[str, Array],
     exact_kl: Float[Array, "B T"] | None,
     batch: Batch,
     cfg: AlgorithmConfig,
 ) -> Float[Array, "B T"]:
-    """The configured KL(policy | reference) of every token."""
-    inputs = {"logp": logp, "ref_logp": apply_mask(batch.ref_logp, batch.mask)}
+    """The configured KL(policy | reference) of every token, not clamped."""
+    ref_logp = apply_mask(batch.ref_logp, batch.mask)
+    inputs = inputs | {"ref_logp": ref_logp, "log_ratio": log_ratio(inputs, cfg)}
     if exact_kl is not None:
         inputs["exact_kl"] = apply_mask(exact_kl, batch.mask)
-    return apply(lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl"), inputs, cfg)
+    return apply(lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl"), inputs, cfg)
 
 
 def value_sums(

@@ -9,11 +9,13 @@ def ratio_source(cfg: RunConfig) -> str:
     """Source of old_logp in the importance ratio exp(logp - old_logp).
 
     "rollout": the engine. "recompute": scored before the first update. "policy": the policy of the
-    current update, without gradient, which is the same number if a step makes a single update.
+    current update, without gradient, which is the same number if a step makes a single update. The
+    mean of importance weights over a mini-batch needs them before the update.
     """
     wanted = cfg.algorithm.old_logp
     if wanted == "auto":
-        return "recompute" if cfg.updates_per_step > 1 else "policy"
+        before = cfg.updates_per_step > 1 or cfg.algorithm.correction_normalize
+        return "recompute" if before else "policy"
     if wanted in ("rollout", "recompute"):
         return wanted
     raise ValueError(
@@ -45,7 +47,7 @@ def full_kl_in_loss(cfg: RunConfig) -> bool:
         return False
     if cfg.algorithm.kl_in != "loss":
         raise ValueError(
-            f"config.algorithm.kl = {cfg.algorithm.kl!r} is a loss, but kl_in = "
+            f"config.algorithm.kl = {cfg.algorithm.kl_estimator!r} is a loss, but kl_in = "
             f"{cfg.algorithm.kl_in!r}; set kl_in='loss', or kl='k1'"
         )
     return True
@@ -59,9 +61,10 @@ def needs_ref_logp(cfg: RunConfig) -> bool:
 
 
 def adapts_coefs(cfg: RunConfig) -> bool:
-    """Whether the coefficients of KL and entropy change from step to step."""
-    return cfg.algorithm.kl_target > 0.0 or cfg.algorithm.entropy_target > 0.0
+    """Whether the coefficients of the loss change from update to update."""
+    algo = cfg.algorithm
+    return algo.kl_target > 0.0 or algo.entropy_target > 0.0 or algo.correction_normalize
 
 
 def _kl_estimator(cfg: RunConfig) -> KLEstimator:
-    return lookup(KL_ESTIMATORS, cfg.algorithm.kl, "algorithm.kl")
+    return lookup(KL_ESTIMATORS, cfg.algorithm.kl_estimator, "algorithm.kl")

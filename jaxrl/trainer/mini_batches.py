@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.covariance import covariances
+from jaxrl.algorithms.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.kl import KL_ESTIMATORS
 from jaxrl.algorithms.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
@@ -26,6 +27,7 @@ class MiniBatch:
     packed: list[Packed]
     idle: Sequence[TrainingSample] = ()  # no gradient, so not packed; count in the denominator
     samples: Sequence[TrainingSample] = ()  # packed and idle samples, for a separate critic
+    mean_weight: float = 1.0  # of the importance weights, which the loss divides by it
 
 
 def to_sample(rollout: Rollout) -> TrainingSample:
@@ -70,9 +72,9 @@ def make_mini_batches(
     metrics: dict[str, float] = {}
     penalties = None
     if score_ref is not None and cfg.algorithm.kl_in == "reward":
-        kl = reference_kl(samples, cfg, n_ranks, score_ref)
-        n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
-        metrics["reward/kl"] = float(np.concatenate(kl).sum() / n_tokens)
+        kl, metrics = clamped_kl(
+            reference_kl(samples, cfg, n_ranks, score_ref), samples, cfg.algorithm.kl_clamp
+        )
         coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [coef * k for k in kl]
         score_ref = None
@@ -82,9 +84,11 @@ def make_mini_batches(
     if cfg.has_critic:
         metrics |= value_metrics(samples)
     mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
-    return with_scores(mini_batches, score_old, score_ref), metrics | packing_metrics(
-        mini_batches, len(samples)
-    )
+    metrics |= packing_metrics(mini_batches, len(samples))
+    mini_batches = with_scores(mini_batches, score_old, score_ref)
+    if cfg.algorithm.correction_normalize:
+        mini_batches = [with_mean_weight(mini, cfg.algorithm) for mini in mini_batches]
+    return mini_batches, metrics
 
 
 def split_mini_batches(
@@ -143,9 +147,22 @@ def reference_kl(
     return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
 
 
+def clamped_kl(
+    kl: Sequence[np.ndarray], samples: Sequence[TrainingSample], bound: float
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """(KL of every response token within ± `bound`, metrics over the loss tokens); 0 = no bound."""
+    n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
+    clamped = [np.clip(k, -bound, bound) for k in kl] if bound else list(kl)
+    changed = sum(int((a != b).sum()) for a, b in zip(kl, clamped, strict=True))
+    return clamped, {
+        "reward/kl": float(np.concatenate(clamped).sum() / n_tokens),
+        "reward/kl_clamped_fraction": changed / n_tokens,
+    }
+
+
 def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
     """The configured estimate of KL(policy | reference) for every target, [B, T]."""
-    row = lookup(KL_ESTIMATORS, cfg.kl, "algorithm.kl")
+    row = lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl")
     inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
     return np.asarray(apply(row, inputs, cfg))
 
@@ -216,3 +233,26 @@ def with_scores(
         return dataclasses.replace(mini, packed=packed)
 
     return [filled(mini) for mini in mini_batches]
+
+
+def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
+    """Fills the mean importance weight of a mini-batch, whose old logprobs are scored already.
+
+    It is over all micro-batches, so that the update does not depend on the packing; rejected tokens
+    count, idle samples do not.
+    """
+    row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
+    total, count = 0.0, 0.0
+    for packed in mini.packed:
+        batch = packed.batch
+        mask = jnp.asarray(batch.mask)
+        inputs = {
+            "log_ratio": jnp.where(mask > 0, batch.old_logp - batch.rollout_logp, 0.0),
+            "mask": mask,
+            "segments": jnp.asarray(batch.segments),
+        }
+        weights, response_len = apply(row, inputs, cfg), jnp.asarray(batch.response_len)
+        found, n = mean_weight(weights, mask, response_len, level=row.level)
+        total, count = total + float(found), count + float(n)
+    mean = total / max(count, 1.0)
+    return dataclasses.replace(mini, mean_weight=mean if mean > 1e-8 else 1.0)

@@ -5,10 +5,11 @@ import numpy as np
 
 from jaxrl.algorithms.aggregation import masked_max, masked_mean
 from jaxrl.algorithms.importance import (
-    geo_mean_rejection,
     icepop,
     logp_diff,
+    mean_weight,
     rollout_kl,
+    seq_icepop,
     seq_tis,
     token_tis,
 )
@@ -25,18 +26,21 @@ def counted(x):
 
 
 def test_token_weights_are_ratios_truncated_from_above():
-    np.testing.assert_allclose(counted(token_tis(LOG_RATIO, correction_high=1.5)), [1.5, 1.5, 0.5])
+    got = token_tis(LOG_RATIO, correction_floor=0.0, correction_high=1.5)
+    np.testing.assert_allclose(counted(got), [1.5, 1.5, 0.5])
+    got = token_tis(LOG_RATIO, correction_floor=0.8, correction_high=5.0)
+    np.testing.assert_allclose(counted(got), [2.0, 2.0, 0.8], rtol=1e-6)
 
 
 def test_a_response_has_the_product_of_its_ratios():
-    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_high=5.0)
+    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_floor=0.0, correction_high=5.0)
     np.testing.assert_allclose(counted(got), [4, 4, 0.5], rtol=1e-6)
-    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_high=3.0)
-    np.testing.assert_allclose(counted(got), [3, 3, 0.5], rtol=1e-6)
+    got = seq_tis(LOG_RATIO, MASK, SEGMENTS, correction_floor=0.8, correction_high=3.0)
+    np.testing.assert_allclose(counted(got), [3, 3, 0.8], rtol=1e-6)
 
 
 def test_a_product_that_overflows_is_truncated_too():
-    got = seq_tis(LOG_RATIO * 1000, MASK, SEGMENTS, correction_high=2.0)
+    got = seq_tis(LOG_RATIO * 1000, MASK, SEGMENTS, correction_floor=0.0, correction_high=2.0)
     np.testing.assert_allclose(counted(got), [2, 2, 0])
 
 
@@ -47,13 +51,19 @@ def test_icepop_masks_ratios_outside_its_bounds():
     np.testing.assert_allclose(counted(got), [2, 2, 0], rtol=1e-6)
 
 
-def test_a_response_is_rejected_by_the_geometric_mean_of_its_ratios():
-    log_ratio = jnp.array([[9.0, LN2, -LN2, -LN2, 9.0]])
-    # means 0 and -ln 2: 1 and 1/2
-    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, rejection_low=0.9, rejection_high=1.1)
-    np.testing.assert_array_equal(counted(got), [1, 1, 0])
-    got = geo_mean_rejection(log_ratio, MASK, SEGMENTS, rejection_low=0.4, rejection_high=0.9)
-    np.testing.assert_array_equal(counted(got), [0, 0, 1])
+def test_icepop_of_responses_masks_products_outside_its_bounds():
+    got = seq_icepop(LOG_RATIO, MASK, SEGMENTS, correction_low=0.6, correction_high=5.0)
+    np.testing.assert_allclose(counted(got), [4, 4, 0], rtol=1e-6)
+    got = seq_icepop(LOG_RATIO, MASK, SEGMENTS, correction_low=0.1, correction_high=3.0)
+    np.testing.assert_allclose(counted(got), [0, 0, 0.5], rtol=1e-6)
+
+
+def test_the_mean_weight_is_over_tokens_or_over_responses():
+    weights, lengths = jnp.array([[9.0, 2.0, 2.0, 0.5, 9.0]]), jnp.array([[2.0, 2, 2, 1, 1]])
+    total, count = mean_weight(weights, MASK, lengths, level="token")
+    np.testing.assert_allclose((total, count), (4.5, 3.0))
+    total, count = mean_weight(weights, MASK, lengths, level="response")
+    np.testing.assert_allclose((total, count), (2.5, 2.0))
 
 
 TRAINER, ENGINE = jnp.array([[-1.0, -1.0, 5.0]]), jnp.array([[-1.0 - LN2, -1.0, -50.0]])

@@ -89,3 +89,47 @@ def test_the_unbiased_estimators_average_to_the_kl(name):
     p, q = jnp.array([0.2, 0.5, 0.3]), jnp.array([0.4, 0.4, 0.2])
     got = jnp.sum(p * KL_ESTIMATORS[name].function(jnp.log(p)[None], jnp.log(q)[None])[0])
     np.testing.assert_allclose(got, exact_kl(p, q), rtol=1e-5)
+
+
+def reward_gradient_share(name, seed, drift):
+    """Policy gradient of minus the expected reward, projected on the gradient of the KL (exact).
+
+    Over a vocabulary of 64, with respect to the logits: 1 is the KL's own gradient.
+    """
+    ref = np.random.default_rng(0).standard_normal(64)
+    shift = drift * np.random.default_rng(seed).standard_normal(64)
+    ref_logp, logp = (np.asarray(jax.nn.log_softmax(x)) for x in (ref, ref + shift))
+    p = np.exp(logp)
+
+    def policy_gradient(values):  # E[value ∇ log p] = p (value - E[value])
+        return p * (values - (p * values).sum())
+
+    wanted = policy_gradient(logp - ref_logp)
+    values = KL_ESTIMATORS[name].function(jnp.asarray(logp)[None], jnp.asarray(ref_logp)[None])
+    return float(policy_gradient(np.asarray(values)[0]) @ wanted / (wanted @ wanted))
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_only_k1_in_the_reward_has_the_gradient_of_the_kl(name):
+    assert all(
+        reward_gradient_share("k1", seed, 0.2) == pytest.approx(1, abs=1e-4) for seed in range(5)
+    )
+    small = [reward_gradient_share(name, seed, 0.05) for seed in range(50)]
+    assert np.abs(small).max() < 0.05, "of second order in the drift"
+    assert min(reward_gradient_share(name, seed, 0.2) for seed in range(50)) < 0, "wrong sign"
+
+
+def test_the_unbiased_k3_has_value_and_gradient_of_the_kl_off_policy():
+    logits, ref = jnp.array([0.3, -0.2, 0.9]), jax.nn.log_softmax(jnp.array([0.0, 0.5, 0.1]))
+    old = jax.nn.log_softmax(jnp.array([-0.4, 0.6, 0.2]))  # the policy that sampled
+
+    def expected(logits):
+        logp = jax.nn.log_softmax(logits)
+        values = KL_ESTIMATORS["k3_unbiased"].function((logp - old)[None], logp[None], ref[None])
+        return jnp.sum(jnp.exp(old) * values[0])
+
+    def kl(logits):
+        return exact_kl(jax.nn.softmax(logits), jnp.exp(ref))
+
+    np.testing.assert_allclose(expected(logits), kl(logits), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(expected)(logits), jax.grad(kl)(logits), atol=1e-6)

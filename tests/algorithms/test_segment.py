@@ -1,11 +1,11 @@
-"""Segment sums against a loop, at every position of a row and on a mesh."""
+"""Segment sums and maxima against a loop, at every position of a row and on a mesh."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.segment import segment_mean, segment_sum
+from jaxrl.algorithms.segment import segment_max, segment_mean, segment_sum
 from sharding import make_mesh
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 0, 3, 3, 0], [0, 1, 0, 0, 2, 2, 2, 2]], jnp.int32)
@@ -23,6 +23,17 @@ def test_the_mean_is_over_counted_tokens():
     # (2 + 3) / 2; nothing counts; 5; 7; (1 + 1) / 2
     want = [[2.5, 2.5, 2.5, 0, 0, 5, 5, 0], [0, 7, 0, 0, 1, 1, 1, 1]]
     np.testing.assert_allclose(segment_mean(X, mask, SEGMENTS), want)
+
+
+def test_the_maximum_is_over_counted_tokens():
+    mask = jnp.array([[0.0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 1, 1]])
+    # max(-2, 3); nothing counts; 5; 7; max(-1, -4)
+    x = jnp.array([[9.0, -2, 3, 4, 99, 5, 6, 99], [99, 7, 99, 99, 1, 1, -1, -4]])
+    none = -np.inf
+    want = [[3, 3, 3, none, none, 5, 5, none], [none, 7, none, none, -1, -1, -1, -1]]
+    got = np.asarray(segment_max(x, mask, SEGMENTS))
+    inside = np.asarray(SEGMENTS) > 0
+    np.testing.assert_array_equal(got[inside], np.array(want)[inside])
 
 
 def test_the_position_in_a_row_does_not_change_a_bit():
@@ -59,5 +70,8 @@ def test_rows_may_be_sharded_over_any_axes(spec):
         got = jax.jit(segment_sum)(x, segments)
         assert got.sharding.is_equivalent_to(sharding, 2)
         grad = jax.jit(jax.grad(lambda x: jnp.sum(segment_sum(x, segments))))(x)
+        largest = jax.jit(segment_max)(x, x * 0 + 1, segments)
+        assert largest.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_array_equal(got, segment_sum(X, SEGMENTS))
     np.testing.assert_array_equal(np.asarray(grad)[0], [3, 3, 3, 1, 0, 2, 2, 0])
+    np.testing.assert_array_equal(largest, segment_max(X, X * 0 + 1, SEGMENTS))

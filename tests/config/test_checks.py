@@ -60,8 +60,9 @@ WRONG = [
             algorithm__teacher="big",
             algorithm__kl_coef=1.0,
             algorithm__kl_in="reward",
+            algorithm__kl="k3",
         ),
-        "kl='k3' as a token reward",
+        "subtracted from the reward, its policy gradient is not that of the KL",
         "kl='k1'",
     ),
     (
@@ -107,7 +108,7 @@ WRONG = [
     (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),
-    (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of k1, abs, k2, k3, full"),
+    (dict(algorithm__kl="k4"), "algorithm.kl='k4'", "set one of auto, k1, abs, k2, k3"),
     (dict(algorithm__kl="full+"), "kl='full+'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl_target=0.1), "kl_target=0.1", "kl_coef=0", "to the initial weight"),
     (
@@ -115,13 +116,32 @@ WRONG = [
         "correction='token_tis'",
         "old_logp='auto'",
     ),
-    (dict(algorithm__correction="tis"), "set one of none, token_tis, seq_tis, icepop"),
+    (dict(algorithm__correction_normalize=True), "no effect with algorithm.correction='none'"),
+    (
+        dict(
+            algorithm__policy_loss="policy_gradient",
+            algorithm__correction="seq_tis",
+            algorithm__correction_normalize=True,
+            algorithm__old_logp="rollout",
+        ),
+        "needs the weights of a mini-batch before its update",
+        "old_logp='auto'",
+    ),
+    (
+        dict(algorithm__correction="icepop", algorithm__correction_floor=0.1),
+        "correction_floor=0.1 has no effect",
+    ),
+    (
+        dict(algorithm__correction="token_tis", algorithm__correction_floor=3.0),
+        "correction_floor=3.0 is not below algorithm.correction_high=2.0",
+    ),
+    (dict(algorithm__correction="tis"), "set one of none, token_tis, seq_tis, icepop, seq_icepop"),
     (
         dict(algorithm__correction="icepop", algorithm__correction_low=3.0),
         "correction_low=3.0 is not below algorithm.correction_high=2.0",
     ),
     (
-        dict(algorithm__rejection="geo_mean", algorithm__rejection_high=0.5),
+        dict(algorithm__rejection="seq_mean_k1", algorithm__rejection_high=0.5),
         "rejection_low=0.99 is not below algorithm.rejection_high=0.5",
     ),
     (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import advantages, aggregation, importance, kl, policy_loss
+from jaxrl.algorithms import advantages, aggregation, importance, kl, policy_loss, rejection
 from jaxrl.config import choices
 from jaxrl.config.command_line import load_config
 from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
@@ -140,7 +140,7 @@ TABLES = {
     "aggregation": (choices.AGGREGATIONS, aggregation.AGGREGATIONS),
     "kl": (choices.KLS, kl.KL_ESTIMATORS),
     "correction": (choices.CORRECTIONS, importance.CORRECTIONS),
-    "rejection": (choices.REJECTIONS, importance.REJECTIONS),
+    "rejection": (choices.REJECTIONS, rejection.REJECTIONS),
     "remat": (choices.REMATS, decoder.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.config.choices import POLICY_LOSSES
 from jaxrl.data.packing import gather, pack
-from jaxrl.learner.policy_objective import token_loss_sums
+from jaxrl.learner.policy_objective import Coefs, token_loss_sums
 from jaxrl.learner.xla import compiler_options
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -35,12 +35,15 @@ CORRECTIONS = {
     "token_tis": dict(correction="token_tis", correction_high=1.1),
     "seq_tis": dict(correction="seq_tis", correction_high=1.5),
     "icepop": dict(correction="icepop", correction_low=0.8, correction_high=1.25),
-    "geo_mean": dict(rejection="geo_mean", rejection_low=0.95, rejection_high=1.1),
-    "gspo, token_tis, geo_mean": dict(
+    "seq_icepop": dict(correction="seq_icepop", correction_low=0.5, correction_high=2.0),
+    "seq_max_k3": dict(rejection="seq_max_k3", rejection_max=0.1),
+    "off-policy sequences": dict(off_policy_threshold=0.05),
+    "seq_mean_k1": dict(rejection="seq_mean_k1", rejection_low=0.95, rejection_high=1.1),
+    "gspo, token_tis, seq_mean_k1": dict(
         policy_loss="gspo",
         correction="token_tis",
         correction_high=1.1,
-        rejection="geo_mean",
+        rejection="seq_mean_k1",
         rejection_low=0.95,
         rejection_high=1.1,
     ),
@@ -66,7 +69,7 @@ def place(packed, values, pad):
     return arrays
 
 
-def loss_and_gradient(cfg, packing, mesh_sizes):
+def loss_and_gradient(cfg, packing, mesh_sizes, coefs=None):
     """(loss, gradient of every rollout's tokens, mean metrics), with extreme values at padding."""
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
@@ -81,7 +84,7 @@ def loss_and_gradient(cfg, packing, mesh_sizes):
         @functools.partial(jax.jit, compiler_options=compiler_options(QUICK_COMPILE, "cpu"))
         def both(logp, batch):
             def total(logp):
-                return token_loss_sums(logp, logp * 0, None, batch, cfg=cfg)
+                return token_loss_sums(logp, logp * 0, None, batch, coefs, cfg=cfg)
 
             (_, sums), grad = jax.value_and_grad(total, has_aux=True)(logp)
             return sums, grad
@@ -89,7 +92,8 @@ def loss_and_gradient(cfg, packing, mesh_sizes):
         for micro, logp, old in zip(
             packed, place(packed, LOGPS, 50.0), place(packed, OLDS, -70.0), strict=True
         ):
-            batch = jax.device_put((logp, micro.batch.replace(old_logp=old)), sharding)
+            filled = micro.batch.replace(old_logp=old, ref_logp=old)
+            batch = jax.device_put((logp, filled), sharding)
             found, grad = jax.device_get(both(*batch))
             assert not grad[micro.batch.mask == 0].any()
             sums, grads = found if not grads else sums + found, [*grads, grad]
@@ -108,7 +112,7 @@ def numbers(case, layout):
 
 # A loss of single tokens, and two that read whole responses.
 DEFAULT = [
-    (case, "2 x 2 x 2 devices") for case in ("ppo_clip", "gmpo", "gspo, token_tis, geo_mean")
+    (case, "2 x 2 x 2 devices") for case in ("ppo_clip", "gmpo", "gspo, token_tis, seq_mean_k1")
 ]
 CASES = [*itertools.product([*LOSSES, *CORRECTIONS], [*LAYOUTS][1:])]
 
@@ -170,6 +174,48 @@ def test_an_importance_weight_has_no_gradient():
     for r, logp, grad in zip(ROLLOUTS, LOGPS, grads, strict=True):
         weight = np.minimum(np.exp(logp - r.rollout_logp), 9.0)
         np.testing.assert_allclose(grad, -weight * r.advantages / n, rtol=1e-4, atol=1e-7)
+
+
+def test_with_the_engines_logprobs_as_old_ones_weights_and_masks_follow_the_current_policy():
+    cfg = run_config(
+        policy_loss="policy_gradient",
+        correction="token_tis",
+        correction_high=9.0,
+        correction_floor=0.9,
+        off_policy_threshold=0.05,
+        old_logp="rollout",
+    )
+    _, grads, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    n, n_masked = sum(len(r.tokens) for r in ROLLOUTS), 0
+    for r, logp, grad in zip(ROLLOUTS, LOGPS, grads, strict=True):
+        drift = logp - r.rollout_logp
+        masked = r.advantages[0] < 0 and -drift.mean() > 0.05
+        n_masked += masked * len(r.tokens)
+        want = -np.clip(np.exp(drift), 0.9, 9.0) * r.advantages * (not masked) / n
+        np.testing.assert_allclose(grad, want, rtol=1e-4, atol=1e-7)
+    assert n_masked
+    np.testing.assert_allclose(means["mismatch/rejected_fraction"], n_masked / n, rtol=1e-5)
+
+
+def test_weights_are_divided_by_their_mean_over_the_mini_batch():
+    cfg = run_config(correction="token_tis", correction_normalize=True)
+    one = LAYOUTS["one micro-batch"]
+    loss, grads, _ = loss_and_gradient(cfg, *one, Coefs(kl=0.0, entropy=0.0))
+    half, halves, _ = loss_and_gradient(cfg, *one, Coefs(kl=0.0, entropy=0.0, mean_weight=2.0))
+    np.testing.assert_allclose(half, loss / 2, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b / 2, rtol=1e-6), halves, grads)
+
+
+def test_clamped_tokens_have_no_gradient_and_are_counted():
+    keys = dict(policy_loss="sapo", old_logp="recompute", log_ratio_clamp=0.5)
+    cfg = run_config(**keys, kl="k2", kl_coef=1.0, kl_clamp=0.02)
+    _, grads, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    ratio = np.abs(np.concatenate([a - b for a, b in zip(LOGPS, OLDS, strict=True)]))
+    # k2 = d^2 / 2 above .02: |d| > .2; the reference has the old logprobs
+    np.testing.assert_allclose(means["loss/clamped_fraction"], np.mean(ratio > 0.5), rtol=1e-5)
+    np.testing.assert_allclose(means["loss/kl_clamped_fraction"], np.mean(ratio > 0.2), rtol=1e-5)
+    np.testing.assert_array_equal(np.concatenate(grads) == 0, ratio > 0.5)
+    assert means["loss/kl"] <= 0.02
 
 
 @pytest.mark.parametrize("name", ["k1+", "k3+", "abs+"])

@@ -95,11 +95,11 @@ def test_sequence_means_do_not_depend_on_the_packing(mode, want):
 # Losses and importance weights that depend on all tokens of a response.
 RESPONSE_LEVEL = {
     "gspo": dict(policy_loss="gspo"),
-    "gmpo, seq_tis, geo_mean": dict(
+    "gmpo, seq_tis, seq_mean_k1": dict(
         policy_loss="gmpo",
         old_logp="recompute",
         correction="seq_tis",
-        rejection="geo_mean",
+        rejection="seq_mean_k1",
         rejection_low=0.01,
         rejection_high=100.0,
     ),
@@ -232,7 +232,7 @@ def test_the_old_state_is_donated_and_copies_of_it_survive(one_device):
 
 
 def test_a_non_finite_loss_is_reported_and_leaves_the_state_unchanged(one_device):
-    cfg = run_config(old_logp="rollout", entropy_coef=0.01)
+    cfg = run_config(old_logp="rollout", entropy_coef=0.01, log_ratio_clamp=0.0)
     state, (_, update, _) = new_state(cfg), programs(cfg)
     before = jax.device_get(state)
     [batch] = batches(ROLLOUTS, **ONE)

@@ -260,3 +260,42 @@ def test_a_response_without_loss_tokens_is_idle_for_every_loss():
     rewards = np.array([1.0, 0.0, 1.0, 0.0])
     active, idle = split_idle(add_advantages(some, rewards, cfg.algorithm, 2), cfg)
     assert not active and len(idle) == 4
+
+
+@pytest.mark.parametrize("token_budget", [64, 256])
+def test_the_mean_weight_is_over_all_micro_batches(token_budget):
+    """Ratios 2 and 1/2 by turns, truncated at 1.5."""
+    c = config(correction="token_tis", correction_high=1.5, correction_normalize=True)
+    c.learner.token_budget = token_budget
+    cfg = resolve(c)
+
+    def old_logps(batches):
+        ratio = np.log(np.where(np.arange(64) % 2, 2.0, 0.5)).astype(np.float32)
+        return [b.rollout_logp + np.resize(ratio, b.tokens.shape) for b in batches]
+
+    minis, _ = make_mini_batches(
+        *rewarded([[1, 0], [0, 1]]), cfg, n_ranks=1, score_old=old_logps, score_ref=None
+    )
+    [mini] = minis
+    assert len(mini.packed) == (4 if token_budget == 64 else 1)
+    masks = np.concatenate([p.batch.mask.ravel() for p in mini.packed]) > 0
+    ratio = np.concatenate(
+        [np.exp(p.batch.old_logp - p.batch.rollout_logp).ravel() for p in mini.packed]
+    )
+    want = np.minimum(ratio[masks], 1.5).mean()
+    assert want != 1
+    assert mini.mean_weight == pytest.approx(want, rel=1e-6)
+
+
+def test_the_kl_in_the_reward_is_clamped_and_counted():
+    cfg = resolve(config(kl_in="reward", kl_coef=1.0, kl_clamp=0.5))
+
+    def ref_logps(batches):  # the engine's logprobs are -1: KL estimates 0.25 and 2
+        return [np.where(b.positions % 2, -1.25, -3.0).astype(np.float32) for b in batches]
+
+    _, metrics = make_mini_batches(
+        *rewarded([[1, 0], [0, 1]]), cfg, n_ranks=1, score_old=None, score_ref=ref_logps
+    )
+    # three tokens per response at positions 4, 5, 6: 2, 0.25, 2
+    assert metrics["reward/kl_clamped_fraction"] == pytest.approx(2 / 3)
+    assert metrics["reward/kl"] == pytest.approx((0.5 + 0.25 + 0.5) / 3, rel=1e-6)

@@ -3,10 +3,13 @@
 from jaxrl.config.choices import (
     FULL_KLS,
     GROUP_ADVANTAGES,
+    MASKING_CORRECTIONS,
     QUANTIZED_DTYPES,
+    RATIO_REJECTIONS,
     TOKEN_ADVANTAGES,
 )
-from jaxrl.config.keys import CriticConfig, RunConfig
+from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
+from jaxrl.config.preconditions import unmet
 from jaxrl.config.schema import flatten, to_dict
 
 SHARED_CRITIC_KEYS = ("shared", "loss_coef", "value_clip")
@@ -15,18 +18,25 @@ SHARED_CRITIC_KEYS = ("shared", "loss_coef", "value_clip")
 def algorithm_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
     return [
+        *unmet(run.algorithm, refused=True),
         *_advantage_errors(run),
         *_critic_errors(run),
         *_teacher_errors(run),
         *_dapo_errors(run),
         *_kl_errors(run),
-        *_ratio_errors(run),
+        *_correction_errors(run.algorithm),
+        *_token_selection_errors(run),
     ]
 
 
 def algorithm_warnings(run: RunConfig) -> list[str]:
     """Settings far from the paper of a loss, and a quantized rollout without correction."""
-    return [*_policy_loss_warnings(run), *_quantization_warnings(run)]
+    return [
+        *unmet(run.algorithm, refused=False),
+        *_policy_loss_warnings(run),
+        *_rejection_warnings(run.algorithm),
+        *_quantization_warnings(run),
+    ]
 
 
 def _policy_loss_warnings(run: RunConfig) -> list[str]:
@@ -37,18 +47,26 @@ def _policy_loss_warnings(run: RunConfig) -> list[str]:
             f"leaves 1 - {algorithm.clip_low} to 1 + {algorithm.clip_high}; the paper has "
             "algorithm.clip_low=3e-4 and algorithm.clip_high=4e-4"
         )
-    if name in ("gspo", "gspo_token", "gmpo") and algorithm.aggregation == "token_mean":
-        warnings.append(
-            f"algorithm.aggregation='token_mean' weights the responses of {name!r} by their "
-            "length; the paper has 'seq_mean_token_mean'"
-        )
-    if name == "policy_gradient" and run.updates_per_step > 1:
+    current = algorithm.old_logp == "rollout" and algorithm.correction != "none"
+    if name == "policy_gradient" and run.updates_per_step > 1 and not current:
         warnings.append(
             "algorithm.policy_loss='policy_gradient' has no importance ratio, but a step makes "
             f"{run.updates_per_step} updates, the later ones with samples of an older policy; set "
-            "learner.mini_batch_prompts=0 and learner.epochs=1"
+            "learner.mini_batch_prompts=0 and learner.epochs=1, or an algorithm.correction with "
+            "algorithm.old_logp='rollout'"
         )
     return warnings
+
+
+def _rejection_warnings(algorithm: AlgorithmConfig) -> list[str]:
+    name, low, high = algorithm.rejection, algorithm.rejection_low, algorithm.rejection_high
+    if name not in ("token_k1", "seq_sum_k1") or (low, high) != (0.99, 1.01):
+        return []
+    return [
+        f"algorithm.rejection={name!r} with algorithm.rejection_low=0.99 and "
+        "algorithm.rejection_high=1.01, which fit the geometric mean of a response "
+        "('seq_mean_k1'), rejects almost everything; set for example 0.5 and 2.0"
+    ]
 
 
 def _quantization_warnings(run: RunConfig) -> list[str]:
@@ -141,11 +159,6 @@ def _teacher_errors(run: RunConfig) -> list[str]:
             f"algorithm.teacher={algorithm.teacher!r} has no weight with algorithm.kl_coef=0; set "
             "algorithm.kl_coef (1.0 with algorithm.advantage='distill')"
         )
-    if distills and algorithm.kl_in == "reward" and algorithm.kl != "k1":
-        errors.append(
-            f"algorithm.kl={algorithm.kl!r} as a token reward is not the policy gradient of a KL; "
-            "set algorithm.kl='k1', or algorithm.kl_in='loss' with algorithm.kl='full'"
-        )
     if distills and algorithm.kl_in == "loss" and algorithm.gamma != 1.0:
         errors.append(
             f"algorithm.gamma={algorithm.gamma} discounts token rewards, but "
@@ -165,12 +178,7 @@ def _kl_errors(run: RunConfig) -> list[str]:
     if kl in FULL_KLS and algorithm.kl_coef == 0:
         errors.append(
             f"algorithm.kl={kl!r} has no effect with algorithm.kl_coef=0, which loads no reference "
-            "model; set algorithm.kl_coef above 0, or leave algorithm.kl at 'k3'"
-        )
-    if kl in FULL_KLS and algorithm.kl_in == "reward":
-        errors.append(
-            f"algorithm.kl={kl!r} is a loss over the whole vocabulary and cannot be a token "
-            "reward; set algorithm.kl_in='loss', or algorithm.kl to 'k1', 'abs', 'k2' or 'k3'"
+            "model; set algorithm.kl_coef above 0, or leave algorithm.kl at 'auto'"
         )
     if algorithm.ref_refresh_every and algorithm.kl_coef == 0:
         errors.append(
@@ -187,24 +195,53 @@ def _kl_errors(run: RunConfig) -> list[str]:
     return errors
 
 
-def _ratio_errors(run: RunConfig) -> list[str]:
-    errors, algorithm = [], run.algorithm
+def _correction_errors(algorithm: AlgorithmConfig) -> list[str]:
+    errors, has_ratio = [], algorithm.policy_loss != "policy_gradient"
+    if algorithm.correction != "none" and algorithm.old_logp == "rollout" and has_ratio:
+        errors.append(
+            f"algorithm.correction={algorithm.correction!r} weights the trainer's logprobs against "
+            "the engine's, which the ratio of algorithm.policy_loss="
+            f"{algorithm.policy_loss!r} already does with algorithm.old_logp='rollout'; set "
+            "algorithm.old_logp='auto' or 'recompute', or algorithm.correction='none'"
+        )
     bounds = {
-        "correction": (algorithm.correction, algorithm.correction_low, algorithm.correction_high),
-        "rejection": (algorithm.rejection, algorithm.rejection_low, algorithm.rejection_high),
+        "correction": (algorithm.correction_low, algorithm.correction_high, MASKING_CORRECTIONS),
+        "rejection": (algorithm.rejection_low, algorithm.rejection_high, RATIO_REJECTIONS),
     }
-    for name, (value, low, high) in bounds.items():
-        if value != "none" and algorithm.old_logp == "rollout":
-            errors.append(
-                f"algorithm.{name}={value!r} weights the trainer's logprobs against the engine's, "
-                "but algorithm.old_logp='rollout' uses the engine's for both; set "
-                f"algorithm.old_logp='auto' or 'recompute', or algorithm.{name}='none'"
-            )
-        if value in ("icepop", "geo_mean") and not low < high:
+    for name, (low, high, values) in bounds.items():
+        value = getattr(algorithm, name)
+        if value in values and not low < high:
             errors.append(
                 f"algorithm.{name}_low={low} is not below algorithm.{name}_high={high}, so that "
                 f"algorithm.{name}={value!r} rejects everything; set bounds around 1"
             )
+    if algorithm.correction_floor >= algorithm.correction_high:
+        errors.append(
+            f"algorithm.correction_floor={algorithm.correction_floor} is not below "
+            f"algorithm.correction_high={algorithm.correction_high}; set bounds around 1"
+        )
+    if algorithm.correction_floor and algorithm.correction not in ("token_tis", "seq_tis"):
+        errors.append(
+            f"algorithm.correction_floor={algorithm.correction_floor} has no effect with "
+            f"algorithm.correction={algorithm.correction!r}; set 'token_tis' or 'seq_tis', or "
+            "algorithm.correction_floor=0.0"
+        )
+    if algorithm.correction_normalize and algorithm.correction == "none":
+        errors.append(
+            "algorithm.correction_normalize=True has no effect with algorithm.correction='none'; "
+            "set a correction such as 'token_tis', or algorithm.correction_normalize=False"
+        )
+    if algorithm.correction_normalize and algorithm.old_logp == "rollout":
+        errors.append(
+            "algorithm.correction_normalize=True needs the weights of a mini-batch before its "
+            "update, but with algorithm.old_logp='rollout' they follow the current policy; set "
+            "algorithm.old_logp='auto', or algorithm.correction_normalize=False"
+        )
+    return errors
+
+
+def _token_selection_errors(run: RunConfig) -> list[str]:
+    errors, algorithm = [], run.algorithm
     if algorithm.policy_loss == "clip_cov" and not algorithm.clip_cov_low < algorithm.clip_cov_high:
         errors.append(
             f"algorithm.clip_cov_low={algorithm.clip_cov_low} is not below algorithm.clip_cov_high="

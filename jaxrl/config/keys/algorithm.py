@@ -67,6 +67,12 @@ class AlgorithmConfig:
     kl_cov_coef: float = key(
         1.0, "kl_cov: weight of |logp - old_logp| at the selected tokens", ge=0
     )
+    log_ratio_clamp: float = key(
+        20.0,
+        "Bound on the absolute log importance ratio of a token, which has no gradient beyond; 0 = "
+        "none",
+        ge=0,
+    )
     aggregation: str = key(
         "token_mean",
         "Reduction of token losses to one number; seq_mean_token_sum_norm is Dr.GRPO: sum over "
@@ -79,9 +85,10 @@ class AlgorithmConfig:
         "tokenizer; '' = the initial policy",
     )
     kl: str = key(
-        "k3",
-        "Estimator of KL(policy | reference); with + it keeps its value but has the gradient of k2",
-        choices=KLS,
+        "auto",
+        "Estimator of KL(policy | reference): auto = k1 in the reward, k3 in the loss; with + it "
+        "keeps its value but has the gradient of k2; k3_unbiased = k3 times the importance ratio",
+        choices=("auto", *KLS),
     )
     kl_coef: float = key(
         0.0,
@@ -92,6 +99,12 @@ class AlgorithmConfig:
         "loss",
         "Where the KL term is applied: added to the loss, or subtracted from the token rewards",
         choices=KL_PLACES,
+    )
+    kl_clamp: float = key(
+        0.0,
+        "Bound on the absolute value of the KL estimate of a token, which has no gradient beyond; "
+        "0 = none",
+        ge=0,
     )
     kl_target: float = key(
         0.0, "Target KL per token to which kl_coef adapts; 0 = fixed weight", ge=0
@@ -119,28 +132,50 @@ class AlgorithmConfig:
         "Importance weight that corrects for the engine-trainer mismatch and for staleness",
         choices=CORRECTIONS,
     )
-    correction_low: float = key(0.5, "icepop: tokens with a smaller ratio are masked", ge=0)
+    correction_low: float = key(0.5, "icepop and seq_icepop: weights below are replaced by 0", ge=0)
     correction_high: float = key(
         2.0,
-        "token_tis and seq_tis: maximum weight; icepop: tokens with a larger ratio are masked",
+        "token_tis and seq_tis: maximum weight; icepop and seq_icepop: weights above are replaced "
+        "by 0",
         gt=0,
+    )
+    correction_floor: float = key(0.0, "token_tis and seq_tis: minimum weight; 0 = none", ge=0)
+    correction_normalize: bool = key(
+        False,
+        "Divide the importance weights by their mean over the mini-batch (of its tokens, or of "
+        "its responses for seq_tis and seq_icepop)",
     )
     rejection: str = key(
         "none",
-        "Mask whole responses whose engine-trainer mismatch is too large, in addition to the "
-        "correction",
+        "Mask tokens or whole responses whose engine-trainer mismatch is too large, in addition to "
+        "the correction: by the k1, k2 or k3 of a token, or their sum, mean or maximum over a "
+        "response",
         choices=REJECTIONS,
     )
     rejection_low: float = key(
-        0.99, "geo_mean: minimum geometric mean of the ratios of a response", ge=0
+        0.99,
+        "token_k1, seq_sum_k1, seq_mean_k1: minimum ratio (of the token; product, geometric mean)",
+        ge=0,
     )
     rejection_high: float = key(
-        1.01, "geo_mean: maximum geometric mean of the ratios of a response", gt=0
+        1.01,
+        "token_k1, seq_sum_k1, seq_mean_k1: maximum ratio (of the token; product, geometric mean)",
+        gt=0,
+    )
+    rejection_max: float = key(
+        0.01, "Rejections by k2 or k3: maximum value (of the token; sum, mean, maximum)", gt=0
+    )
+    off_policy_threshold: float = key(
+        0.0,
+        "Mask tokens with a negative advantage in responses whose mean log(engine / current "
+        "policy) is larger (DeepSeek-V3.2); 0 = off",
+        ge=0,
     )
     old_logp: str = key(
         "auto",
         "Logprobs in the denominator of the ratio: rollout = from the engine, recompute = scored "
-        "by the trainer; auto = recompute only if a step has more than one update",
+        "by the trainer; auto = recompute only if a step has more than one update, or with "
+        "correction_normalize",
         choices=OLD_LOGPS,
     )
     dynamic_sampling: bool = key(
@@ -176,6 +211,13 @@ class AlgorithmConfig:
         return self.entropy_coef != 0.0 or self.entropy_target > 0.0
 
     @property
+    def kl_estimator(self) -> str:
+        """The estimator that `kl` names; by place if it is auto."""
+        by_place = "k1" if self.kl_in == "reward" else "k3"
+        return by_place if self.kl == "auto" else self.kl
+
+    @property
     def has_correction(self) -> bool:
-        """Whether the policy loss has importance weights."""
-        return self.correction != "none" or self.rejection != "none"
+        """Whether the policy loss has importance weights or masks."""
+        named = self.correction != "none" or self.rejection != "none"
+        return named or self.off_policy_threshold > 0.0
