@@ -1,5 +1,5 @@
 """Settings of all tests: eight simulated CPU devices unless JAX_PLATFORMS names another platform,
-and one compilation cache that all test processes share."""
+one compilation cache that all test processes share, and quick compilation in the default run."""
 
 import os
 import pathlib
@@ -22,6 +22,19 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 from sharding import make_mesh  # noqa: E402  the device count is set first
+
+# Most of the time of the tests is compilation, and two fifths of that are XLA's optimizations.
+QUICK_COMPILE = "--xla_backend_optimization_level=0"
+
+
+def pytest_configure(config):
+    """Compiles without XLA's optimizations, except for -m thorough, bitwise, slow or gpu.
+
+    Cases whose numbers depend on them have the mark `bitwise` and also run in the optimized run.
+    """
+    default = config.getoption("markexpr") == "not thorough and not slow"
+    if default and QUICK_COMPILE not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
 
 
 @pytest.fixture(scope="session")

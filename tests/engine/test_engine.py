@@ -47,6 +47,7 @@ def test_engine_and_trainer_logprobs_agree(one_device, family):
         assert np.min(want) < -1  # sharper distributions would make any two agree
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_llama_logprobs_are_bitwise_the_trainers(llama, temperature):
     cfg, params = llama
@@ -81,6 +82,7 @@ def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
         assert finish == ("stop" if made[-1] == 1 else "length")
 
 
+@pytest.mark.bitwise
 def test_a_request_gives_the_same_alone_in_a_batch_and_in_any_order(llama):
     cfg, params = llama
     requests = make_requests(12)

@@ -38,6 +38,7 @@ def both_ways(family: str, **changes):
     return results, want
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -41,6 +41,7 @@ def conversation(engine, params, *, n_turns: int = 3, **changes):
     return turns
 
 
+@pytest.mark.bitwise
 def test_a_conversation_is_bitwise_the_same_with_and_without_prefix_cache(llama):
     cfg, params = llama
     kept, alone = make_engine(cfg), make_engine(cfg, prefix_cache=False)

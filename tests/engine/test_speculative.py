@@ -91,6 +91,7 @@ def test_drafts_follow_the_latest_occurrence_of_the_longest_suffix(n_gram):
     )
 
 
+@pytest.mark.bitwise
 def test_tokens_and_logprobs_are_bitwise_those_of_decoding_one_by_one(one_device):
     cfg, params = small("llama")
     requests = mixed(10)
@@ -112,6 +113,7 @@ def test_repetitive_text_takes_one_pass_for_several_tokens(one_device):
     assert stats.n_steps < 0.5 * 100 and stats.n_accepted_tokens > 0.6 * stats.n_draft_tokens
 
 
+@pytest.mark.bitwise
 def test_logprobs_of_accepted_drafts_are_bitwise_the_trainers(llama):
     cfg, params = llama
     requests = make_requests(4, sampling=GREEDY, ignore_stop=True, max_tokens=100)

@@ -125,6 +125,7 @@ def test_query_blocks_change_no_bit_of_the_output(one_device, query_block):
     np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.bitwise
 def test_a_packed_segment_has_the_bits_of_a_separate_row(one_device):
     """After other segments of its row, which end on multiples of 64, and in a separate row."""
     arrays, segments = problem(6, 2, 32, lengths=[[70, 64, 28]])

@@ -20,6 +20,8 @@ from jaxrl.models.spec import init_params
 from sharding import TRAIN
 from tests.kernels.engine_logp import engine_logp
 
+pytestmark = pytest.mark.bitwise
+
 B, S, CHUNK, PREFILLED = 3, 100, 32, 64
 LLAMAS = {
     "gqa": DecoderConfig("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=300, tied=True),

@@ -63,6 +63,7 @@ def test_bfloat16_is_summed_in_float32():
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-8, atol=1e-3)  # one rounding
 
 
+@pytest.mark.bitwise
 def test_a_rows_bits_do_not_depend_on_other_rows():
     """With another block size, group size and position in the group."""
     D, F, E = 256, 384, 4

@@ -175,6 +175,7 @@ def test_gradients_keep_the_sharding_and_dtype_of_the_weight():
     assert grad.sharding.spec == rules.spec("vocab", "w_embed") and grad.dtype == jnp.bfloat16
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("rows", "V", "with_entropy", "dtype"),
     [

@@ -131,6 +131,7 @@ def test_kernels_read_quantized_pages(one_device, kernel, kv_dtype):
         np.testing.assert_allclose(want, got, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(want))))
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("heads", "options", "page_len", "n"),
     [
@@ -163,6 +164,7 @@ def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_le
         np.testing.assert_array_equal(token, trained[:, t : t + 1])
 
 
+@pytest.mark.bitwise
 def test_bfloat16_pages_give_the_bits_of_a_packed_row(one_device):
     (q, k, v), pools, table = paged_problem(6, 2, 32, dtype=jnp.bfloat16)
     spec = AttentionSpec(0.15, rules=DECODE)

@@ -305,6 +305,7 @@ def often_flat(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(c.isalpha() for c in solution_str) >= 4)
 
 
+@pytest.mark.bitwise
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(tiny_config, tmp_path):
     assert train(resolve(tiny_config))
     uninterrupted = tiny_config.run_dir

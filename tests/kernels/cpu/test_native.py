@@ -40,6 +40,7 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("n_in", "n_out"), [(576, 1536), *thorough((1536, 576), (700, 200), (65, 513))]
 )
@@ -68,6 +69,7 @@ def built(folder: pathlib.Path, *flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.bitwise
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("needs", "flags"),
@@ -145,6 +147,7 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
     return run(q, k, v)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("M", "H"), [(3, 64), *thorough((2, 16), (5, 80), (12, 32), (40, 128))])
 def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, M, H):
     B, K, page_len = 5, 2, 128
