@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxrl.io.checkpoint.state_tree import Reader, StructureError, by_path, nest
 from jaxrl.types import TrainState
 from sharding import hosts
 
+METRICS = "metrics/metrics"  # the file of a step with the value of best_metric
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step's folder until it is complete
 
 
@@ -38,7 +39,7 @@ class Checkpointer:
         self._cleaned = False
         self._log_filter = OrbaxLogFilter()
         self._log_filter.install()
-        self._open()
+        self._manager: ocp.CheckpointManager | None = self._open()
 
     def save(
         self,
@@ -63,25 +64,29 @@ class Checkpointer:
                 f"remove the later checkpoints or set another config.run_dir"
             )
         host = json_copy(host)
-        self._remove_leftovers()
-        self._check_space(state)
         value = float((metrics or {}).get(self.cfg.best_metric, math.nan))
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(nested(by_path(state))), host=ocp.args.JsonSave(host)
         )
         self._saving = step
         try:
-            self._manager.save(
+            self._remove_leftovers()
+            self._check_space(state)
+            self._opened().save(
                 step,
                 args=args,
                 metrics={self.cfg.best_metric: value} if math.isfinite(value) else None,
                 force=True,
             )
+        except CheckpointError:
+            raise
         except Exception as error:
             raise self._failed_save(error) from error
 
     def wait(self) -> None:
         """Blocks until the running save is complete; raises CheckpointError if it failed."""
+        if self._manager is None:
+            return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -137,7 +142,7 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The complete checkpoint with the best `cfg.best_metric`; None if none was measured."""
         self.wait()
-        values = {step: self._manager.metrics(step) for step in self.all_steps()}
+        values = {step: self._opened().metrics(step) for step in self.all_steps()}
         measured = {
             s: v[self.cfg.best_metric] for s, v in values.items() if v and self.cfg.best_metric in v
         }
@@ -149,50 +154,38 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
             self._log_filter.remove()
 
-    def _open(self) -> None:
-        worst = -math.inf if self.cfg.best_mode == "max" else math.inf
+    def _opened(self) -> ocp.CheckpointManager:
+        """The manager; a new one after a failed save."""
+        self._manager = self._manager or self._open()
+        return self._manager
 
-        def value(metrics: Mapping[str, float]) -> float:
-            return metrics.get(self.cfg.best_metric, worst)
-
-        kept: list[preservation.PreservationPolicy] = [preservation.LatestN(max(self.cfg.keep, 1))]
-        best: dict[str, Any] = {}
-        if self.cfg.best_metric:
-            reverse = self.cfg.best_mode == "min"
-            kept.append(
-                preservation.BestN(
-                    get_metric_fn=value,
-                    reverse=reverse,
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
-            best = {"best_fn": value, "best_mode": self.cfg.best_mode}  # makes orbax save metrics
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation.AnyPreservationPolicy(kept),
-            save_root_metadata=False,
-            **best,
-        )
+    def _open(self) -> ocp.CheckpointManager:
+        options = manager_options(self.cfg)
         # Uncompressed: float32 weights shrink by only 8 %, and zstd doubles the CPU time of a save.
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(use_compression=False),
             "host": ocp.JsonCheckpointHandler(),
         }
         try:
-            self._manager = ocp.CheckpointManager(
-                self.directory, options=options, item_handlers=handlers
-            )
+            return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         except Exception as error:
+            for step in steps_with_damaged_metrics(self.directory):
+                raise CheckpointError(
+                    f"the checkpoint {self.directory / str(step)} cannot be read: {METRICS} is "
+                    f"damaged; remove that folder"
+                ) from error
             raise CheckpointError(
                 f"the checkpoint folder {self.directory} cannot be opened: {one_line(error)}; "
                 f"set config.run_dir to a folder you can write to"
             ) from error
 
     def _read(self, abstract_state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
-        saved = by_path(self._manager.item_metadata(step)["state"].tree)
+        manager = self._opened()
+        saved = by_path(manager.item_metadata(step)["state"].tree)
         reader = Reader(abstract_state, saved)
         request = reader.request()
         restore_args = ocp.checkpoint_utils.construct_restore_args(request)
@@ -200,15 +193,16 @@ class Checkpointer:
             state=ocp.args.PyTreeRestore(request, restore_args=restore_args),
             host=ocp.args.JsonRestore(),
         )
-        read = self._manager.restore(step, args=args)
+        read = manager.restore(step, args=args)
         return reader.assemble(read["state"]), read["host"]
 
     def _failed_save(self, error: Exception) -> CheckpointError:
-        """Reopens the manager after a failed save and returns the error to raise."""
-        step, self._saving = self._saving, None
-        self._remove_leftovers()
+        """The error to raise after a failed save, whose manager cannot be used any further."""
+        step, self._saving, self._manager = self._saving, None, None
+        self._cleaned = False
+        with contextlib.suppress(OSError):
+            self._remove_leftovers()
         self._cleaned = False  # writes in flight may still leave files
-        self._open()
         latest = self.latest_step()
         intact = (
             "there is no earlier one" if latest is None else f"the one of step {latest} is intact"
@@ -250,6 +244,49 @@ class Checkpointer:
                 f"GiB and {free / 2**30:.2f} GiB are free; free disk space, lower "
                 f"config.checkpoint.keep (now {self.cfg.keep}) or set another config.run_dir"
             )
+
+
+def manager_options(cfg: CheckpointConfig) -> ocp.CheckpointManagerOptions:
+    """Which checkpoints are kept, and how they are written."""
+    worst = -math.inf if cfg.best_mode == "max" else math.inf
+
+    def value(metrics: Mapping[str, float]) -> float:
+        return metrics.get(cfg.best_metric, worst)
+
+    kept: list[preservation.PreservationPolicy] = [preservation.LatestN(max(cfg.keep, 1))]
+    best: dict[str, Any] = {}
+    if cfg.best_metric:
+        kept.append(
+            preservation.BestN(
+                get_metric_fn=value,
+                reverse=cfg.best_mode == "min",
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+        best = {"best_fn": value, "best_mode": cfg.best_mode}  # makes orbax save metrics
+    return ocp.CheckpointManagerOptions(
+        preservation_policy=preservation.AnyPreservationPolicy(kept),
+        save_root_metadata=False,
+        async_options=ocp.AsyncOptions(
+            # Where a folder cannot be made in the background, the threads that write into it wait
+            # for five minutes, and the process cannot end. Making folders takes milliseconds.
+            create_directories_asynchronously=False,
+        ),
+        **best,
+    )
+
+
+def steps_with_damaged_metrics(directory: epath.Path) -> Iterator[int]:
+    """Steps whose metrics are not a JSON object; orbax reads those of all steps when it starts."""
+    with contextlib.suppress(OSError):
+        for step in complete_steps(directory):
+            path = directory / str(step) / METRICS
+            try:
+                if path.exists() and not isinstance(json.loads(path.read_text()), dict):
+                    yield step
+            except ValueError:
+                yield step
 
 
 def complete_steps(directory: Path | epath.Path) -> list[int]:
