@@ -4,16 +4,26 @@ import logging
 import sys
 import traceback
 
+from sharding import hosts
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message has the remedy."""
 
 
+class DamageError(ValueError):
+    """A file of a checkpoint is missing or does not have the bytes that were saved."""
+
+
 def one_line(error: BaseException) -> str:
-    """Type and message of an error in one line; a long message loses its middle."""
+    """Type and message of an error in one line; a long message loses its middle.
+
+    Without the type if the message is one of ours.
+    """
     line = " ".join(str(error).split())
     short = line if len(line) <= 300 else f"{line[:120]} ... {line[-160:]}"
-    return f"{type(error).__name__}: {short}"
+    is_ours = isinstance(error, DamageError | hosts.AgreedError)
+    return short if is_ours else f"{type(error).__name__}: {short}"
 
 
 class OrbaxLogFilter:

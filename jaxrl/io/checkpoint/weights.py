@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxrl.io.checkpoint.checkpointer import complete_steps
+from jaxrl.io.checkpoint.checkpointer import complete_steps, verify
 from jaxrl.io.checkpoint.errors import CheckpointError, one_line
 from jaxrl.io.checkpoint.state_tree import (
     Piece,
@@ -28,11 +28,12 @@ def read_weights(directory: Path, step: int, wanted: Tree) -> Tree:
 
     The leaves of `wanted` have shapes and dtypes. Layers may be a list or stacked, whichever the
     checkpoint has, and values are cast to the wanted dtypes. `directory` is not modified. Raises
-    CheckpointError if the checkpoint is missing, was removed in the meantime, is unreadable or has
+    CheckpointError if the checkpoint is missing, was removed in the meantime, is damaged or has
     another architecture.
     """
     path, leaves = directory / str(step), by_path({PARAMS: wanted})
     try:
+        verify(directory, step)
         saved = saved_params(path)
         found = {name: find_piece(name, leaf.shape, saved) for name, leaf in leaves.items()}
         check_structure(with_saved_dtypes(leaves, found, saved), saved, found)
