@@ -515,9 +515,10 @@ def literal(value: Any) -> str:
 
 
 def value_of(config: ConfigDict, name: str) -> Any:
+    value: Any = config
     for part in name.split("."):
-        config = config[part]
-    return config
+        value = value[part]
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
