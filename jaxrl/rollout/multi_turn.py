@@ -147,14 +147,15 @@ class EpisodeRunner:
         """Starts the first turn of the model with the messages that `reset` returned."""
         messages = tuple(active.prompt.messages if turn.messages is None else turn.messages)
         active.episode = dataclasses.replace(active.episode, prompt_messages=messages)
+        tokens = active.prompt.tokens
         if turn.messages is not None:
             tokens = self.renderer.render(messages)
-            active.prompt = dataclasses.replace(active.prompt, tokens=tokens)
-        n, limit = len(active.prompt.tokens), self.limits.prompt_len
-        if n > limit:
+        n, limit = len(tokens), self.limits.prompt_len
+        if n > limit:  # the rollout keeps the tokens of the dataset's prompt, which fit a row
             error = f"reset returned a prompt of {n} tokens, data.max_prompt_len is {limit}"
             active.episode = dataclasses.replace(active.episode, error=error)
             return self._end(active, "error")
+        active.prompt = dataclasses.replace(active.prompt, tokens=tokens)
         return self._submit(active)
 
     def _submit(self, active: ActiveEpisode) -> None:
@@ -232,8 +233,9 @@ def multi_turn(
 ) -> tuple[list[Rollout], dict[str, float]]:
     """`n` episodes per prompt, ordered by prompt, then sample, and the rollout/* metrics.
 
-    The prompt tokens of a rollout are those of the conversation that `reset` returned. `loss_mask`
-    marks the tokens that the model sampled; only they have a logprob. time/env_s is the wall time
+    The prompt tokens of a rollout are those of the conversation that `reset` returned, or those of
+    the dataset if its environment failed before the first turn. `loss_mask` marks the tokens that
+    the model sampled; only they have a logprob. time/env_s is the wall time
     of waiting for environments with nothing to decode.
     """
     start = time.perf_counter()

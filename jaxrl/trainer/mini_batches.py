@@ -116,7 +116,8 @@ def packing_metrics(mini_batches: Sequence[MiniBatch], n_samples: int) -> dict[s
 def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
     """critic/return_mean and critic/explained_variance, with the values before the step.
 
-    The explained variance is 1 - Var(R - V) / Var(R) over the tokens of the loss mask.
+    The explained variance is 1 - Var(R - V) / Var(R) over the tokens of the loss mask. No metrics
+    if no sample has such a token.
     """
 
     def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
@@ -124,6 +125,8 @@ def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
         return np.concatenate([response_field(s, x)[s.loss_mask] for s, x in pairs]).astype(float)
 
     returns = loss_tokens([s.returns for s in samples])
+    if not len(returns):
+        return {}
     values = loss_tokens([s.values for s in samples])
     explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
     return {

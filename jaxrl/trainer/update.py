@@ -55,11 +55,13 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
 def update_critic(
     core: Core, critic: Critic, mini_batches: Sequence[MiniBatch]
 ) -> dict[str, float]:
-    """Runs all updates of a separate critic in a step; returns metrics averaged over them."""
+    """Runs all updates of a separate critic in a step; returns metrics averaged over them.
+
+    Responses without loss tokens have no value loss; a mini-batch of these alone is skipped.
+    """
     cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
-    packs = [
-        pack_samples(mini.samples, cfg.learner, n_ranks) for mini in mini_batches if mini.samples
-    ]
+    trained = [[s for s in mini.samples if s.n_loss_tokens] for mini in mini_batches]
+    packs = [pack_samples(samples, cfg.learner, n_ranks) for samples in trained if samples]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (

@@ -12,7 +12,7 @@ import pytest
 from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.packing import pack
+from jaxrl.data.packing import gather, pack, pack_samples
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engine.api import Engine, EngineStats, Generated
 from jaxrl.engine.engine import PagedEngine
@@ -22,10 +22,11 @@ from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
-from jaxrl.trainer.mini_batches import to_sample
+from jaxrl.trainer.mini_batches import make_mini_batches, to_sample
 from jaxrl.trainer.setup.engines import check_independent_engines
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN
+from tests.trainer.test_mini_batches import config, constant_scores
 from tests.trainer.test_train import assert_same_weights, metrics
 
 EOS = 2
@@ -216,7 +217,11 @@ def test_an_episode_that_reaches_a_limit_ends_without_a_reply(echo, renderer):
         assert rollout.episode.reward == 0.5  # the environment does not see the truncated turn
     ((rollout,), requests) = run_script([turns], echo, renderer, answer="long")
     assert rollout.finish == "error" and not requests and len(rollout.tokens) == 0
-    assert len(rollout.prompt.tokens) > 99 and rollout.prompt.messages[0]["content"] == "hi"
+    assert (
+        rollout.prompt.tokens.tolist()
+        == renderer.render([{"role": "user", "content": "hi"}]).tolist()
+    )
+    assert rollout.prompt.messages[0]["content"] == "hi"
     assert rollout.prompt_messages[0]["content"] == "x" * 99 and rollout.completion_messages == ()
     assert "data.max_prompt_len is 99" in rollout.episode.error
 
@@ -233,6 +238,48 @@ def test_a_failing_environment_ends_only_its_episode(echo, renderer):
         and rollouts[0].episode.n_turns == 2
     )
     assert [r.episode.reward for r in rollouts] == [0.5, 2.0, 2.0] * 2
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "gae", "lam": 0.9},
+        {"advantage": "gae", "kl_coef": 0.1, "kl_in": "reward"},
+        {"advantage": "reinforce_plus_plus", "kl_coef": 0.1, "kl_in": "reward"},
+        {"advantage": "grpo", "kl_coef": 0.1},
+    ],
+    ids=["critic", "critic and KL in the reward", "KL in the reward", "GRPO"],
+)
+def test_an_overlong_reset_does_not_stop_the_step(echo, renderer, algorithm):
+    """Two episodes whose prompt is too long, two that end; the failed ones have no tokens."""
+    cfg = resolve(config(**algorithm))
+    ended, _ = run_script([["d<|im_end|>"]] * 2, echo, renderer)
+    failed, _ = run_script([["d<|im_end|>"]] * 2, echo, renderer, answer="long", prompt_len=64)
+    assert [r.finish for r in (*ended, *failed)] == ["stop"] * 2 + ["error"] * 2
+    samples = [to_sample(r) for r in (*ended, *failed)]
+    samples = [dataclasses.replace(s, values=np.zeros(len(s.tokens), np.float32)) for s in samples]
+    packed = pack_samples(samples, cfg.learner, 1)  # as for the values of a critic
+    assert [len(v) for v in gather([p.batch.mask for p in packed], packed)] == [2, 2, 0, 0]
+    minis, found = make_mini_batches(
+        samples,
+        np.array([1.0, 0.0, 0.0, 0.0]),
+        cfg,
+        n_ranks=1,
+        score_old=None,
+        score_ref=constant_scores(-0.5) if cfg.algorithm.kl_coef else None,
+    )
+    assert sum(p.batch.mask.sum() for mini in minis for p in mini.packed) == 4
+    assert all(np.isfinite(value) for value in found.values())
+
+
+def test_a_step_of_failed_resets_has_nothing_to_train(echo, renderer):
+    cfg = resolve(config(advantage="gae", kl_coef=0.1, kl_in="reward"))
+    failed, _ = run_script([["d<|im_end|>"]] * 2, echo, renderer, answer="long")
+    samples = [dataclasses.replace(to_sample(r), values=np.zeros(0, np.float32)) for r in failed]
+    [mini], found = make_mini_batches(
+        samples, np.zeros(2), cfg, n_ranks=1, score_old=None, score_ref=constant_scores(-0.5)
+    )
+    assert not mini.packed and all(np.isfinite(value) for value in found.values())
 
 
 def test_a_template_without_an_end_of_turn_is_rejected(tiny_model, tmp_path, echo):
