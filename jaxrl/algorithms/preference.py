@@ -40,7 +40,9 @@ def ipo(
 ) -> Float[Array, " N"]:
     """(r_chosen - r_rejected - 1 / (2 β))²: IPO, eq. 17 (https://arxiv.org/abs/2310.12036).
 
-    β is the paper's τ.
+    β is the paper's τ. r is the sum over the tokens of a completion in the equation. TRL has the
+    mean instead, which its authors report as the form of the paper's experiments; the target of the
+    margin, 1 / (2 β), is then per token.
     """
     return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2
 
@@ -57,7 +59,8 @@ def kto(
     """Mean of λ_D (1 - σ(β (r_chosen - z))) and λ_U (1 - σ(β (z - r_rejected))): KTO, eq. 8.
 
     https://arxiv.org/abs/2402.01306: each completion is scored on its own. z = `kl` is an estimate
-    of KL(π | π_ref) without gradient: max(0, mean r) over completions of other prompts.
+    of KL(π | π_ref) without gradient: max(0, mean r) over all completions, chosen and rejected,
+    combined with other prompts.
     """
     good = chosen_weight * jax.nn.sigmoid(-beta * (chosen - kl))
     bad = rejected_weight * jax.nn.sigmoid(-beta * (kl - rejected))

@@ -69,6 +69,7 @@ SEQUENCE_PARALLELS = ("ulysses", "ring")
 OPTIMIZERS = ("adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
+IPO_REDUCTIONS = ("sum", "mean")
 BEST_MODES = ("max", "min")
 ENVIRONMENTS = ("calculator", "guess_number", "gymnasium", "retry")
 REWARDS = (

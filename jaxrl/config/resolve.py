@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
+from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import model_errors, run_errors
@@ -75,6 +76,7 @@ def validate(run: RunConfig) -> list[str]:
         *training_sampling_errors(run),
         *model_errors(run),
         *reward_errors(run),
+        *preference_errors(run),
         *run_errors(run),
     ]
 

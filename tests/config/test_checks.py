@@ -116,6 +116,13 @@ WRONG = [
         "correction='token_tis'",
         "old_logp='auto'",
     ),
+    (dict(preference__loss="kto", data__prompts_per_step=1), "an update has one pair", "2 or more"),
+    (dict(preference__ipo_reduction="mean"), "has no effect with preference.loss='dpo'"),
+    (dict(critic__aggregation="token_mean"), "critic.aggregation='token_mean'", "has no critic"),
+    (
+        dict(algorithm__advantage="gae", critic__shared=True, critic__aggregation="token_mean"),
+        "critic.aggregation set up a separate critic",
+    ),
     (dict(algorithm__correction_normalize=True), "no effect with algorithm.correction='none'"),
     (
         dict(

@@ -46,8 +46,8 @@ LAYOUTS = {
 ONE = (dict(row_len=32, token_budget=512), {}, TRAIN)
 
 
-def gae_config(**critic):
-    cfg = run_config(advantage="gae", aggregation="seq_mean_token_mean")
+def gae_config(aggregation="seq_mean_token_mean", **critic):
+    cfg = run_config(advantage="gae", aggregation=aggregation)
     return dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, **critic))
 
 
@@ -61,8 +61,13 @@ def params_of(model, rules: Rules):
 
 
 def value_numbers(packing: dict, sizes: dict, rules: Rules, model=CRITIC):
-    """(values of every rollout, gradient of the loss, metrics) of a separate critic."""
-    cfg = gae_config(value_clip=0.3)
+    """(values of every rollout, gradient of the loss, metrics) of a separate critic.
+
+    Its aggregation is not the policy's.
+    """
+    cfg = gae_config("token_mean", value_clip=0.3)
+    critic = dataclasses.replace(cfg.critic, aggregation="seq_mean_token_mean")
+    cfg = dataclasses.replace(cfg, critic=critic)
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
     packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     with jax.set_mesh(make_mesh(**sizes)):

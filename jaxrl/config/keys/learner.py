@@ -3,6 +3,8 @@
 import dataclasses
 
 from jaxrl.config.choices import (
+    AGGREGATIONS,
+    IPO_REDUCTIONS,
     LR_SCHEDULES,
     OFFLOADS,
     OPTIMIZERS,
@@ -133,6 +135,11 @@ class CriticConfig:
         "no clipping",
         ge=0,
     )
+    aggregation: str = key(
+        "auto",
+        "Reduction of token losses to one number; auto = algorithm.aggregation",
+        choices=("auto", *AGGREGATIONS),
+    )
     warmup_steps: int = key(0, "First steps in which only the critic is trained", ge=0)
     lr: float = key(1e-5, "Peak learning rate", ge=0)
     weight_decay: float = key(0.01, "Decoupled weight decay, for matrices only", ge=0)
@@ -156,6 +163,12 @@ class PreferenceConfig:
     )
     label_smoothing: float = key(
         0.0, "dpo: assumed probability that a pair's labels are swapped (cDPO)", ge=0, le=0.5
+    )
+    ipo_reduction: str = key(
+        "sum",
+        "ipo: log ratio of an answer as the sum over its tokens (the paper's equation) or as their "
+        "mean (the paper's experiments according to TRL, and TRL's ipo)",
+        choices=IPO_REDUCTIONS,
     )
     chosen_weight: float = key(1.0, "kto: weight of chosen answers", gt=0)
     rejected_weight: float = key(1.0, "kto: weight of rejected answers", gt=0)

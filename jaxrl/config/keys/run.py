@@ -99,10 +99,13 @@ class RunConfig:
 
     @property
     def critic_run(self) -> "RunConfig":
-        """The run with the model, learner and pipeline stages of a separate critic."""
-        critic, learner = self.critic, self.learner
+        """The run with the model, learner, aggregation and pipeline stages of a separate critic."""
+        critic, learner, algorithm = self.critic, self.learner, self.algorithm
+        if critic.aggregation != "auto":
+            algorithm = dataclasses.replace(algorithm, aggregation=critic.aggregation)
         return dataclasses.replace(
             self,
+            algorithm=algorithm,
             model=dataclasses.replace(self.model, path=critic.path or self.model.path),
             mesh=dataclasses.replace(self.mesh, stage=critic.mesh.stage or self.mesh.stage),
             learner=dataclasses.replace(

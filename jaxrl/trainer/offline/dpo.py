@@ -29,12 +29,13 @@ def make_samples(
 
     Their advantages give the gradient of the configured loss at the current weights.
     """
+    cfg, completions = run.core.cfg.preference, completions_of(pairs)
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
     # The learner divides by the number of completions; a pair has two.
-    each = 2 * np.concatenate([up, down])
-    samples = [to_sample(d, a) for d, a in zip(completions_of(pairs), each.tolist(), strict=True)]
-    return samples, preference_metrics(run.core.cfg.preference.beta, loss, chosen, rejected)
+    each = 2 * np.concatenate([up, down]) / divisors(completions, cfg)
+    samples = [to_sample(d, a) for d, a in zip(completions, each.tolist(), strict=True)]
+    return samples, preference_metrics(cfg.beta, loss, chosen, rejected)
 
 
 def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
@@ -46,17 +47,26 @@ def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
 def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
     """(loss, log ratios of the chosen completions, log ratios of the rejected completions).
 
-    A log ratio is log π / π_ref, summed over the tokens of a completion.
+    A log ratio is log π / π_ref, summed over the tokens of a completion, or their mean if ipo has
+    that reduction.
     """
-    completions = completions_of(pairs)
-    if run.core.cfg.preference.loss == "kto":
+    cfg, completions = run.core.cfg.preference, completions_of(pairs)
+    if cfg.loss == "kto":
         completions += mismatched(pairs, run.core.cfg.data.max_len)
     policy = logps(run.core, completions, policy_logps)
     reference = logps(run.core, completions, reference_logps)
-    ratio = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
+    sums = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
+    ratio = sums / divisors(completions, cfg)
     chosen, rejected, mismatch = np.split(ratio, [len(pairs), 2 * len(pairs)])
     kl = max(float(mismatch.mean()), 0.0) if len(mismatch) else 0.0
-    return pair_loss(run.core.cfg.preference, kl), chosen, rejected
+    return pair_loss(cfg, kl), chosen, rejected
+
+
+def divisors(completions: Sequence[Demonstration], cfg: PreferenceConfig) -> Numbers:
+    """What the log ratio of each completion is divided by: 1, or its number of loss tokens."""
+    if cfg.ipo_reduction == "mean":
+        return np.array([d.n_loss_tokens for d in completions], np.float32)
+    return np.ones(len(completions), np.float32)
 
 
 def completions_of(pairs: Sequence[Pair]) -> list[Demonstration]:
@@ -76,23 +86,26 @@ def pair_loss(cfg: PreferenceConfig, kl: float) -> PairLoss:
 
 
 def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
-    """Each chosen completion combined with the prompt of the next pair, up to `max_len` tokens.
+    """Every completion combined with the prompt of the next pair, up to `max_len` tokens.
 
-    KTO estimates the KL between policy and reference from these mismatched pairs.
+    KTO estimates the KL between policy and reference from these, chosen and rejected completions
+    alike (section 4.1, https://arxiv.org/abs/2402.01306). A single pair gives none.
     """
-    found = []
-    for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
-        chosen, prompt_tokens = pair.chosen, other.chosen.prompt_tokens
+    if len(pairs) < 2:
+        return []
+
+    def combined(completion: Demonstration, prompt_tokens: Numbers) -> Demonstration:
         n = max(max_len - len(prompt_tokens), 1)
-        found.append(
-            dataclasses.replace(
-                chosen,
-                prompt_tokens=prompt_tokens,
-                tokens=chosen.tokens[:n],
-                loss_mask=chosen.loss_mask[:n],
-            )
+        return dataclasses.replace(
+            completion,
+            prompt_tokens=prompt_tokens,
+            tokens=completion.tokens[:n],
+            loss_mask=completion.loss_mask[:n],
         )
-    return found
+
+    others = completions_of([*pairs[1:], *pairs[:1]])
+    matches = zip(completions_of(pairs), others, strict=True)
+    return [combined(completion, other.prompt_tokens) for completion, other in matches]
 
 
 def preference_metrics(

@@ -79,6 +79,7 @@ REWARD_MODEL = Objective(
         "learner.router_aux_coef",
         "preference.loss",
         "preference.beta",
+        "preference.ipo_reduction",
         "preference.label_smoothing",
         "preference.chosen_weight",
         "preference.rejected_weight",

@@ -15,15 +15,26 @@ from safetensors.numpy import load_file
 
 from jaxrl import dpo, sft
 from jaxrl.algorithms.preference import dpo as dpo_loss
+from jaxrl.algorithms.preference import ipo as ipo_loss
+from jaxrl.config.keys import PreferenceConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
+from jaxrl.data.preferences import Pair
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.offline.dpo import DPO, make_samples, pair_loss
+from jaxrl.trainer.offline.dpo import (
+    DPO,
+    completions_of,
+    divisors,
+    make_samples,
+    mismatched,
+    pair_loss,
+)
 from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.sft import SFT
 from jaxrl.trainer.setup.run import open_offline
+from jaxrl.types import Demonstration
 from sharding.rules import TRAIN
 from tests.trainer.conftest import perturbed
 
@@ -100,6 +111,39 @@ def test_dpo_learns_to_prefer_the_chosen_answers(dpo_config):
     assert lines[1]["preference/loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
+def demonstration(prompt, completion):
+    return Demonstration(
+        id=0,
+        prompt_tokens=np.array(prompt, np.int32),
+        tokens=np.array(completion, np.int32),
+        loss_mask=np.ones(len(completion), bool),
+    )
+
+
+PAIRS = [
+    Pair(i, demonstration([i] * i, [10 + i]), demonstration([i] * i, [20 + i, 30 + i]))
+    for i in (1, 2, 3)
+]
+
+
+def test_kto_estimates_its_kl_from_all_answers_with_the_prompts_of_other_pairs():
+    found = mismatched(PAIRS, max_len=4)
+    prompts = [len(d.prompt_tokens) for d in found]
+    assert prompts == [2, 3, 1, 2, 3, 1], "the prompt of the next pair; prompt i has i tokens"
+    answers = [d.tokens.tolist() for d in found]
+    # chosen, then rejected; the second has one token left next to three of the prompt
+    assert answers == [[11], [12], [13], [21, 31], [22], [23, 33]]
+    assert all(len(d.loss_mask) == len(d.tokens) for d in found)
+    assert mismatched(PAIRS[:1], max_len=4) == [], "a single pair has no other prompt"
+
+
+def test_ipo_divides_by_the_tokens_of_a_completion_if_it_averages():
+    completions = completions_of(PAIRS)
+    np.testing.assert_array_equal(divisors(completions, PreferenceConfig(loss="ipo")), 1)
+    mean = PreferenceConfig(loss="ipo", ipo_reduction="mean")
+    np.testing.assert_array_equal(divisors(completions, mean), [1, 1, 1, 2, 2, 2])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ipo", "kto"])
 def test_ipo_and_kto_losses_fall(dpo_config, loss):
@@ -111,8 +155,14 @@ def test_ipo_and_kto_losses_fall(dpo_config, loss):
 
 
 @pytest.mark.thorough
-def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
-    """Packed samples in two passes, against the derivative of the loss of whole pairs."""
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
+    """Packed samples in two passes, against the derivative of the loss of whole pairs.
+
+    IPO has means over tokens.
+    """
+    dpo_config.preference.loss = loss
+    dpo_config.preference.ipo_reduction = "mean" if loss == "ipo" else "sum"
     cfg = with_objective(resolve(dpo_config), DPO)
     with open_offline(cfg, DPO) as run:
         pairs = next(run.core.iterator)
@@ -146,7 +196,10 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config):
             ratios = [
                 row_logps(params, b, 1.0) - row_logps(run.core.ref_params, b, 1.0) for b in sides
             ]
-            return dpo_loss(*ratios, beta=0.1).mean()
+            if loss == "dpo":
+                return dpo_loss(*ratios, beta=0.1).mean()
+            means = [r / b.mask.sum(axis=1) for r, b in zip(ratios, sides, strict=True)]
+            return ipo_loss(*means, beta=0.1).mean()
 
         got, want = (jax.jit(jax.grad(f))(moved) for f in (surrogate, direct))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
