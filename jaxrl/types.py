@@ -48,11 +48,14 @@ class Rollout:
     prompt: Prompt
     sample: int  # 0..n-1 within the prompt's group
     tokens: np.ndarray  # int32 [response_len], stop token included
-    logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), unfiltered
+    logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), without filters
     loss_mask: np.ndarray  # bool [response_len], False at tokens that the model did not sample
     version: int  # policy version: optimizer steps before the weights that sampled it
     finish: str  # "stop" | "length"; for episodes also "turns" | "error"
     text: str = ""
+    # float32 [response_len], of the distribution that the tokens were sampled from: with top_k,
+    # top_p and min_p; None: equal to `logp`
+    behavior_logp: np.ndarray | None = None
     episode: Episode | None = None  # None if the prompt was answered without an environment
 
     @property
@@ -115,6 +118,7 @@ class TrainingSample:
     tokens: np.ndarray  # int32 [response_len]
     loss_mask: np.ndarray  # bool [response_len], True at tokens that are in the loss
     rollout_logp: np.ndarray | None = None  # float32 [response_len]; None if not sampled
+    behavior_logp: np.ndarray | None = None  # float32 [response_len]; None: equal to rollout_logp
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
@@ -145,7 +149,8 @@ class Batch:
     values: Array  # float32 [B, T], the critic's before the step
     returns: Array  # float32 [B, T], targets of the value loss
     selected: Array  # float32 [B, T], 1 at the tokens that clip_cov and kl_cov select
-    rollout_logp: Array  # float32 [B, T], from the engine
+    rollout_logp: Array  # float32 [B, T], from the engine, without sampling filters
+    behavior_logp: Array  # float32 [B, T], from the engine, with them: sampled from it
     old_logp: Array  # float32 [B, T], of the policy at the start of the step
     ref_logp: Array  # float32 [B, T], of the reference policy
 

@@ -1,10 +1,11 @@
 """Importance weights for tokens whose sampling distribution differs from the trained policy.
 
-d = trainer's logprob - rollout_logp, the engine's. The trainer's is that of the policy at the start
-of the step, or of the current policy if the ratio of the loss already starts at the engine
-(old_logp = "rollout"). The two differ by arithmetic (mismatch) and, for samples older than the
-weights, by staleness. A weight multiplies the policy loss of its token and has no gradient. A token
-of weight 0 stays in the denominator of the mean. The last functions measure the mismatch itself;
+d = trainer's logprob - behavior_logp, the engine's logprob of the distribution that it sampled
+from. The trainer's is that of the policy at the start of the step, or of the current policy if the
+ratio of the loss already starts at the engine (old_logp = "rollout"). The two differ by arithmetic
+(mismatch), by the sampling filters top_k, top_p and min_p and, for samples older than the weights,
+by staleness. A weight multiplies the policy loss of its token and has no gradient. A token of
+weight 0 stays in the denominator of the mean. The last functions measure the mismatch itself;
 rejection.py masks tokens and responses by it.
 """
 

@@ -1,6 +1,6 @@
 """Masks that reject tokens or whole responses which the trained policy would not sample.
 
-d = trainer's logprob - rollout_logp, as in importance.py. k1, k2, k3 estimate KL(engine, trainer)
+d = trainer's logprob - behavior_logp, as in importance.py. k1, k2, k3 estimate KL(engine, trainer)
 on tokens that the engine sampled: k1 = -d, k2 = d² / 2, k3 = exp(d) - 1 - d. A mask is 1 or 0, has
 no gradient, and multiplies the policy loss. The names are those of verl's `rollout_rs`. The bounds
 of k1 are bounds of a ratio: rejection_low <= exp(d) <= rejection_high for a token, and the same for
@@ -121,7 +121,7 @@ def off_policy_sequences(
 ) -> Values:
     """0 at tokens with A < 0 of responses with mean_t(-drift_t) > threshold, else 1.
 
-    drift = current logp - rollout_logp. DeepSeek-V3.2's off-policy sequence masking, eq. 8 and 9
+    drift = current logp - behavior_logp. DeepSeek-V3.2's off-policy sequence masking, eq. 8 and 9
     (https://arxiv.org/abs/2512.02556): responses that the policy has become unlikely to sample
     teach little, but their negative advantages can destabilize training.
     """

@@ -161,6 +161,7 @@ def empty_batch(n_rows: int, row_len: int) -> Batch:
         returns=floats,
         selected=floats,
         rollout_logp=floats,
+        behavior_logp=floats,
         old_logp=floats,
         ref_logp=floats,
     )
@@ -353,14 +354,17 @@ def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, A
         flat[where] = values
         return flat
 
+    def per_response(fields: list[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(samples, fields, strict=True)
+        joined = np.concatenate([response_field(s, field) for s, field in pairs])
+        return filled(joined, np.float32, where=at[is_response])
+
     response_fields = {
-        name: filled(
-            np.concatenate([response_field(s, getattr(s, name)) for s in samples]),
-            np.float32,
-            where=at[is_response],
-        )
+        name: per_response([getattr(s, name) for s in samples])
         for name in ("advantages", "values", "returns", "selected", "rollout_logp")
     }
+    unfiltered = [s.rollout_logp if s.behavior_logp is None else s.behavior_logp for s in samples]
+    response_fields["behavior_logp"] = per_response(unfiltered)
     return response_fields | {
         "tokens": filled(all_tokens[source], np.int32),
         "targets": filled(all_tokens[source + 1], np.int32),

@@ -43,7 +43,9 @@ class Generated:
 
     slot: int
     tokens: np.ndarray  # int32 [n_new], the stop token included
-    logp: np.ndarray  # float32 [n_new], of softmax(logits / temperature), see engine/sampling.py
+    logp: np.ndarray  # float32 [n_new], of softmax(logits / temperature), without filters
+    # float32 [n_new], of the distribution that the tokens were sampled from, see engine/sampling.py
+    behavior_logp: np.ndarray
     finish: str  # "stop" | "length" | "" while the sequence is unfinished
 
 

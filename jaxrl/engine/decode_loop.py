@@ -10,7 +10,13 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from jaxrl import types
-from jaxrl.engine.sampling import SamplingParams, row_keys, sample_sharded, uniforms
+from jaxrl.engine.sampling import (
+    N_COLUMNS,
+    SamplingParams,
+    row_keys,
+    sample_sharded,
+    uniforms,
+)
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -62,11 +68,11 @@ def decode_steps(
     rules: Rules,
     implementation: str | None,
     max_steps: int,
-) -> tuple[KVCache, Int[Array, "2 B S"]]:
+) -> tuple[KVCache, Int[Array, "3 B S"]]:
     """Up to `n_steps` decode steps of one replica.
 
     Returns the cache and, for every step, the sampled token (-1 once the sequence has ended) and
-    the bits of its float32 logprob.
+    the bits of its float32 logprobs (`Sample.columns`).
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
@@ -96,7 +102,7 @@ def decode_steps(
         batch.position,
         batch.token,
         batch.remaining,
-        jnp.full((2, B, max_steps), -1, jnp.int32),
+        jnp.full((N_COLUMNS, B, max_steps), -1, jnp.int32),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
     _, cache, _, _, _, out = jax.lax.while_loop(condition, one_step, start)
@@ -110,38 +116,46 @@ def sample_tokens(
     position: Int[Array, "B"],
     sampling: SamplingParams,
     rules: Rules,
-) -> tuple[Int[Array, "2 B"], Int[Array, "B"]]:
+) -> tuple[Int[Array, "3 B"], Int[Array, "B"]]:
     """Samples the token after each `position`.
 
-    Returns the output columns (the token, -1 for padding rows, and the bits of its logprob), and
-    the token as sampled.
+    Returns the output columns (`Sample.columns`, with the token -1 in padding rows), and the token
+    as sampled.
     """
     logits = params.logits(hidden, rules)[:, 0]
-    token, logp = sample_sharded(logits, uniforms(keys, position + 1), sampling, rules=rules)
-    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
-    return jnp.stack([jnp.where(position >= 0, token, -1), bits]), token
+    sampled = sample_sharded(logits, uniforms(keys, position + 1), sampling, rules=rules)
+    token = jnp.where(position >= 0, sampled.token, -1)
+    return sampled.replace(token=token).columns(), sampled.token
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOutput:
     """Sampled tokens of one dispatch, on the host."""
 
-    # int32 [2, B, n]: tokens without gaps, then -1; and the bits of their float32 logprobs.
-    tokens: np.ndarray
+    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    logp: np.ndarray  # float32 [B, n]
+    behavior_logp: np.ndarray  # float32 [B, n]
     n_steps: int  # forward passes
     n_draft_tokens: int = 0
     n_accepted_tokens: int = 0
 
     @property
     def n_tokens(self) -> int:
-        return int((self.tokens[0] >= 0).sum())
+        return int((self.tokens >= 0).sum())
 
 
 def read_decode_output(out: np.ndarray, *, speculative: bool = False) -> DecodeOutput:
     """Reads the array that `decode_steps` or, if `speculative`, `speculative_steps` returned."""
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(out[..., :n_steps], n_steps)
-    tokens, (n_passes, n_draft_tokens) = out[..., :-1], out[..., -1]
-    n_accepted_tokens = int((tokens[0] >= 0).sum() - n_passes.sum())
-    return DecodeOutput(tokens, int(n_passes.max()), int(n_draft_tokens.sum()), n_accepted_tokens)
+        return DecodeOutput(*_columns(out[..., :n_steps]), n_steps)
+    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
+    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
+    return DecodeOutput(
+        *_columns(columns), int(n_passes.max()), int(n_draft_tokens.sum()), n_accepted_tokens
+    )
+
+
+def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, *bits = out
+    return tokens, *(column.view(np.float32) for column in bits)

@@ -216,17 +216,18 @@ class PagedEngine:
     def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
         """Gives the sampled tokens to the scheduler. Returns them by slot."""
         self._count(seqs, output)
-        tokens, bits = output.tokens.reshape(2, len(seqs), -1, output.tokens.shape[2])
         generated = []
+        bucket = len(output.tokens) // len(seqs)
         for r, b, seq in [(r, b, seq) for r, own in enumerate(seqs) for b, seq in enumerate(own)]:
-            n_new = int((tokens[r, b] >= 0).sum())
-            new, request = tokens[r, b, :n_new].copy(), seq.request
+            row = r * bucket + b
+            n_new = int((output.tokens[row] >= 0).sum())
+            new, request = output.tokens[row, :n_new].copy(), seq.request
             finish = "length" if n_new == seq.remaining else ""
             if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
                 finish = "stop"
             slot = self.scheduler.advance(r, seq, new.tolist(), finish)
-            logp = bits[r, b, :n_new].view(np.float32).copy()
-            generated.append(Generated(slot, new, logp, finish))
+            logps = [a[row, :n_new].copy() for a in (output.logp, output.behavior_logp)]
+            generated.append(Generated(slot, new, *logps, finish))
         return generated
 
     def _count(self, seqs: list[list[Sequence]], output: DecodeOutput) -> None:
@@ -234,7 +235,7 @@ class PagedEngine:
             n_steps=output.n_steps,
             n_running=sum(map(len, seqs)),
             n_waiting=self.scheduler.n_waiting,
-            batch_size=output.tokens.shape[1],
+            batch_size=len(output.tokens),
             cache_used=self.scheduler.n_pages_used / self.scheduler.n_pages,
         )
         self._stats.add_tokens(

@@ -95,7 +95,7 @@ def mixed(
     *,
     rules: Rules,
     implementation: str | None,
-) -> tuple[KVCache, Int[Array, "2 B 1"]]:
+) -> tuple[KVCache, Int[Array, "3 B 1"]]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
     def mixed_one(
@@ -166,7 +166,7 @@ def decode(
     implementation: str | None,
     max_steps: int,
     speculation: SpeculationConfig | None = None,
-) -> tuple[KVCache, Int[Array, "2 B S"]]:
+) -> tuple[KVCache, Int[Array, "3 B S"]]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
     Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`

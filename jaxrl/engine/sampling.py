@@ -14,11 +14,28 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxrl import types
-from jaxrl.kernels.bits import materialize
+from jaxrl.kernels.bits import materialize, row_sum
 from jaxrl.kernels.logprob import token_logp
 from sharding import Rules, target_platform
 
 BLOCKS = 256, 128  # vocabulary block sizes: one level finds the block, the other the token in it
+
+
+@struct.dataclass
+class Sample:
+    """The next token of every row, with its logprobs."""
+
+    token: types.Array  # int32 [B]
+    logp: types.Array  # float32 [B], of softmax(logits / temperature), without filters
+    behavior_logp: types.Array  # float32 [B], of the distribution that the token was sampled from
+
+    def columns(self) -> Int[Array, "3 B"]:
+        """The token and the bits of its two logprobs."""
+        bits = jax.lax.bitcast_convert_type(jnp.stack([self.logp, self.behavior_logp]), jnp.int32)
+        return jnp.concatenate([self.token[None], bits])
+
+
+N_COLUMNS = 3  # int32 columns of a sampled token in the output of a dispatch
 
 
 @struct.dataclass
@@ -49,17 +66,17 @@ def uniforms(keys: Key[Array, "B"], positions: Int[Array, "B"]) -> Float[Array, 
 
 def sample(
     logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+) -> Sample:
     """Next tokens and their logprobs.
 
     Filters apply to softmax(logits / temperature) in this order: top-k, top-p of the remaining mass
     (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082). Tokens that tie at
     the cutoff are kept.
 
-    The logprob is that of the *unfiltered* softmax(logits / temperature), at temperature 1 for
-    greedy rows. The trainer computes the same quantity for the token, so that the gap between the
-    two is purely numerical and the first ratio of a PPO update is 1. A filter samples from this
-    distribution restricted to the kept tokens, which adds one constant per position to the logprob.
+    `logp` is of softmax(logits / temperature), which the trainer computes for the token too, so
+    that the gap between the two is purely numerical. `behavior_logp` is of the same distribution
+    restricted to the kept tokens: logp - log Z with their probability Z. It equals `logp` bit by
+    bit in rows without a filter. Both have temperature 1 in greedy rows.
     """
     greedy = params.temperature <= 0
     scaled = materialize(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
@@ -76,10 +93,13 @@ def sample(
         return jnp.exp(blocks - top[:, None, None]) if shared is None else shared
 
     filtered = ~greedy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-    cutoff = jax.lax.cond(
-        jnp.any(filtered),
-        lambda: cutoff_weight(weights(), params, logits.shape[1]),
-        lambda: jnp.zeros_like(top),
+
+    def find_cutoff():
+        cutoff = cutoff_weight(weights(), params, logits.shape[1])
+        return cutoff, jnp.where(filtered, _log_kept_mass(cutoff, weights()), 0.0)
+
+    cutoff, log_mass = jax.lax.cond(
+        jnp.any(filtered), find_cutoff, lambda: (jnp.zeros_like(top), jnp.zeros_like(top))
     )
     drawn, weight = _inverse_cdf(_keep_from(cutoff, weights()), uniform)
     # Rounding in the sums could select a token of weight zero between two others.
@@ -88,7 +108,17 @@ def sample(
     in_row = weights().reshape(logits.shape[0], -1)
     if shared is not None:  # padding adds 0, but changes the summation order on CPU
         in_row = in_row[:, : logits.shape[1]]
-    return token, token_logp(chosen, top, in_row)
+    logp = token_logp(chosen, top, in_row)
+    return Sample(token, logp, logp - log_mass)
+
+
+def _log_kept_mass(
+    cutoff: Float[Array, "B"], weights: Float[Array, "B n block"]
+) -> Float[Array, "B"]:
+    """log Z, Z being the share of the weights from the row's cutoff upwards; 0 if all are kept."""
+    in_rows = len(cutoff), -1
+    kept = row_sum(_keep_from(cutoff, weights).reshape(in_rows))
+    return jnp.log(kept) - jnp.log(row_sum(weights.reshape(in_rows)))
 
 
 def _inverse_cdf(
@@ -183,7 +213,7 @@ def _largest_cutoff(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Flo
 
 def sample_sharded(
     logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams, *, rules: Rules
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+) -> Sample:
     """`sample` with the rows sharded over the devices that hold shards of the vocabulary.
 
     They exchange vocabulary shards for whole rows, which moves less data than an all-gather of all

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl.engine.decode_loop import DecodeBatch, decode_loop_condition
-from jaxrl.engine.sampling import row_keys, sample_sharded, uniforms
+from jaxrl.engine.sampling import N_COLUMNS, row_keys, sample_sharded, uniforms
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -70,12 +70,12 @@ def speculative_steps(
     implementation: str | None,
     max_steps: int,
     config: SpeculationConfig,
-) -> tuple[KVCache, Int[Array, "2 B S"]]:
+) -> tuple[KVCache, Int[Array, "3 B S"]]:
     """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
     The output has, for every row, the sampled tokens and the bits of their logprobs without gaps,
-    followed by -1. Its last column has the number of passes that the row took part in, and of draft
-    tokens verified in them.
+    followed by -1. Its last column has the number of passes that the row took part in, the number
+    of draft tokens verified in them, and 0.
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     (B,), W = batch.token.shape, 1 + config.n_tokens
@@ -106,18 +106,18 @@ def speculative_steps(
         )
         logits = params.logits(hidden, rules)[:, 0]
         uniform = uniforms(keys, positions.reshape(-1) + 1)
-        token, logp = sample_sharded(logits, uniform, sampling, rules=rules)
-        token, logp = token.reshape(B, W), logp.reshape(B, W)
+        sampled = sample_sharded(logits, uniform, sampling, rules=rules)
+        token = sampled.token.reshape(B, W)
 
         stops = jnp.any(token[:, :, None] == batch.stop_ids[:, None], axis=2)
         counted = _counted(token, drafts, live, active, stops)
         n_new = jnp.sum(counted, axis=1)
         column = jnp.where(counted, n_sampled[:, None] + ahead, OUT_OF_RANGE)
-        bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
-        out = out.at[:, row, column].set(jnp.stack([token, bits]), mode="drop")
+        columns = sampled.columns().reshape(N_COLUMNS, B, W)
+        out = out.at[:, row, column].set(columns, mode="drop")
         place = jnp.where(counted, positions + 1, OUT_OF_RANGE)
         history = history.at[row, place].set(token, mode="drop")
-        counts += jnp.stack([active, jnp.sum(live, axis=1)]).astype(jnp.int32)
+        counts = counts.at[:2].add(jnp.stack([active, jnp.sum(live, axis=1)]).astype(jnp.int32))
         ended = (n_new >= remaining) | jnp.any(stops & counted, axis=1)
         position = jnp.where(active & ~ended, position + n_new, -1)
         remaining, n_sampled = remaining - n_new, n_sampled + n_new
@@ -130,8 +130,8 @@ def speculative_steps(
         jnp.minimum(batch.remaining, n_tokens),
         batch.history,
         jnp.zeros(B, jnp.int32),
-        jnp.full((2, B, max_steps * W), -1, jnp.int32),
-        jnp.zeros((2, B), jnp.int32),
+        jnp.full((N_COLUMNS, B, max_steps * W), -1, jnp.int32),
+        jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
     _, cache, *_, out, counts = jax.lax.while_loop(condition, one_pass, start)

@@ -63,6 +63,8 @@ CORRECTION_MEANS = (
 )
 KL_MEANS = ("loss/kl", "loss/kl_clamped_fraction")
 MAXIMA = ("loss/ratio_max", "mismatch/logp_diff_max")
+# Compare the engine with the policy at the start of the step (`start_logp`).
+START_METRICS = ("mismatch/logp_diff_mean", "mismatch/kl", "mismatch/logp_diff_max")
 VALUE_LOSSES = ("loss/total", "critic/loss")
 VALUE_MEANS = ("critic/value_mean", "critic/clip_fraction")
 
@@ -117,8 +119,8 @@ def token_loss_sums(
     coefs = Coefs(algo.kl_coef, algo.entropy_coef) if coefs is None else coefs
     # Masked once here, so that no value at a masked token can overflow below.
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
-    rollout_logp = apply_mask(batch.rollout_logp, mask)
-    inputs = policy_loss_inputs(logp, rollout_logp, batch, cfg)
+    behavior_logp = apply_mask(batch.behavior_logp, mask)
+    inputs = policy_loss_inputs(logp, behavior_logp, batch, cfg)
     policy, means = policy_loss(inputs, algo), {}
     if algo.has_correction:
         correction = importance_weights(inputs, algo)
@@ -137,13 +139,15 @@ def token_loss_sums(
     loss_sum, weight = aggregate_tokens(loss, batch, cfg)
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
     means["loss/entropy"] = masked_mean(entropy, mask)
-    more_means, maxima = ratio_metrics(inputs, algo)
-    sums = LossSums(losses, weight, means | more_means, maxima, None)
+    ratio_means, ratio_maxima = ratio_metrics(inputs, algo)
+    gap_means, gap_maxima = mismatch_metrics(start_logp(logp, batch, cfg), batch)
+    means |= ratio_means | gap_means
+    sums = LossSums(losses, weight, means, ratio_maxima | gap_maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
 
 
 def policy_loss_inputs(
-    logp: Float[Array, "B T"], rollout_logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig
+    logp: Float[Array, "B T"], behavior_logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig
 ) -> dict[str, Array]:
     """Every array that a policy loss, correction or rejection can name, and old_logp.
 
@@ -155,15 +159,14 @@ def policy_loss_inputs(
     source = ratio_source(cfg)
     old_logp = {
         "policy": current,
-        "rollout": rollout_logp,
+        "rollout": behavior_logp,
         "recompute": apply_mask(batch.old_logp, batch.mask),
     }[source]
     return {
         "logp": logp,
         "old_logp": old_logp,
-        "rollout_logp": rollout_logp,
-        "mismatch": (current if source == "rollout" else old_logp) - rollout_logp,
-        "drift": current - rollout_logp,
+        "mismatch": (current if source == "rollout" else old_logp) - behavior_logp,
+        "drift": current - behavior_logp,
         "advantages": apply_mask(batch.advantages, batch.mask),
         "mask": batch.mask,
         "segments": batch.segments,
@@ -192,25 +195,43 @@ def clipped_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Arra
     return ((gradient == 0) & (inputs["advantages"] != 0)).astype(jnp.float32)
 
 
+def start_logp(logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig) -> Float[Array, "B T"]:
+    """Logprobs of the policy at the start of the step, which sampled, for `mismatch_metrics`.
+
+    If they are not scored, those of the current policy, which are the same numbers in the first
+    update of a step only; the trainer ignores the metrics of the others.
+    """
+    return batch.old_logp if ratio_source(cfg) == "recompute" else logp
+
+
 def ratio_metrics(
     inputs: dict[str, Array], cfg: AlgorithmConfig
 ) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
-    """(means, maxima) of the importance ratio and of the mismatch between engine and trainer."""
+    """(means, maxima) of the importance ratio."""
     logp, old_logp, mask = inputs["logp"], inputs["old_logp"], inputs["mask"]
-    rollout_logp = inputs["rollout_logp"]
-    difference = logp_diff(logp, rollout_logp)
     means = {
         "loss/clip_fraction": masked_mean(clipped_tokens(inputs, cfg), mask),
         "loss/clamped_fraction": masked_mean(outside(logp - old_logp, cfg.log_ratio_clamp), mask),
         "loss/approx_kl": masked_mean(k3(old_logp, logp), mask),
+    }
+    return means, {"loss/ratio_max": masked_max(jnp.exp(logp - old_logp), mask)}
+
+
+def mismatch_metrics(
+    logp: Float[Array, "B T"], batch: Batch
+) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
+    """(means, maxima) of the mismatch between the trainer's `logp` and the engine's.
+
+    Both are without sampling filters, so that the mismatch has only numerical causes.
+    """
+    mask = batch.mask
+    logp, rollout_logp = apply_mask(logp, mask), apply_mask(batch.rollout_logp, mask)
+    difference = logp_diff(logp, rollout_logp)
+    means = {
         "mismatch/logp_diff_mean": masked_mean(difference, mask),
         "mismatch/kl": masked_mean(rollout_kl(logp, rollout_logp), mask),
     }
-    maxima = {
-        "loss/ratio_max": masked_max(jnp.exp(logp - old_logp), mask),
-        "mismatch/logp_diff_max": masked_max(difference, mask),
-    }
-    return means, maxima
+    return means, {"mismatch/logp_diff_max": masked_max(difference, mask)}
 
 
 def importance_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:

@@ -24,6 +24,7 @@ class Response:
     sample: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
+    behavior_logp: list[float] = dataclasses.field(default_factory=list)
     finish: str = ""
 
 
@@ -109,6 +110,7 @@ def _rollout(response: Response, version: int, decode: Decode) -> Rollout:
         sample=response.sample,
         tokens=tokens,
         logp=np.array(response.logp, np.float32),
+        behavior_logp=np.array(response.behavior_logp, np.float32),
         loss_mask=np.ones(len(tokens), bool),
         version=version,
         finish=response.finish,
@@ -123,10 +125,11 @@ def append_generated(
     n_old = len(response.tokens)
     response.tokens += generated.tokens.tolist()
     response.logp += generated.logp.tolist()
+    response.behavior_logp += generated.behavior_logp.tolist()
     response.finish = generated.finish
     end = stop_string_end(response.tokens, n_old, stop, decode) if stop else None
     if end is not None:
-        del response.tokens[end:], response.logp[end:]
+        del response.tokens[end:], response.logp[end:], response.behavior_logp[end:]
         response.finish = "stop"
 
 

@@ -36,21 +36,29 @@ class EpisodeLimits:
 
 @dataclasses.dataclass
 class ActiveEpisode:
-    """An unfinished episode. Tokens, logp and loss_mask cover the tokens after the prompt."""
+    """An unfinished episode. Tokens, logprobs and loss_mask cover the tokens after the prompt."""
 
     prompt: Prompt
     sample: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
+    behavior_logp: list[float] = dataclasses.field(default_factory=list)
     loss_mask: list[bool] = dataclasses.field(default_factory=list)
     episode: Episode = dataclasses.field(default_factory=Episode)
     finish: str = ""
     id: int = 0  # in the environment pool
 
-    def append(self, tokens: Sequence[int], logp: Sequence[float], *, in_loss: bool) -> None:
+    def append_turn(self, response: Response) -> None:
+        self.tokens += response.tokens
+        self.logp += response.logp
+        self.behavior_logp += response.behavior_logp
+        self.loss_mask += [True] * len(response.tokens)
+
+    def append_observation(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
-        self.logp += logp
-        self.loss_mask += [in_loss] * len(tokens)
+        self.logp += [0.0] * len(tokens)
+        self.behavior_logp += [0.0] * len(tokens)
+        self.loss_mask += [False] * len(tokens)
 
     def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
         tokens = np.array(self.tokens, np.int32)
@@ -59,6 +67,7 @@ class ActiveEpisode:
             sample=self.sample,
             tokens=tokens,
             logp=np.array(self.logp, np.float32),
+            behavior_logp=np.array(self.behavior_logp, np.float32),
             loss_mask=np.array(self.loss_mask, bool),
             version=version,
             finish=self.finish,
@@ -173,7 +182,7 @@ class EpisodeRunner:
 
     def _after_turn(self, active: ActiveEpisode, response: Response) -> None:
         """Sends a finished turn of the model to its environment, unless it was truncated."""
-        active.append(response.tokens, response.logp, in_loss=True)
+        active.append_turn(response)
         text, episode = self.renderer.decode(response.tokens), active.episode
         active.episode = dataclasses.replace(
             episode,
@@ -205,7 +214,7 @@ class EpisodeRunner:
         observation = self.renderer.render_reply(turn.messages, stop=self.eos_ids, ended=ended)
         if len(active.tokens) + len(observation) >= self.limits.max_tokens:
             return self._end(active, "length")  # no room for another turn
-        active.append(observation.tolist(), [0.0] * len(observation), in_loss=False)
+        active.append_observation(observation.tolist())
         messages = (*episode.completion_messages, *turn.messages)
         active.episode = dataclasses.replace(active.episode, completion_messages=messages)
         return self._submit(active)

@@ -37,6 +37,7 @@ def to_sample(rollout: Rollout) -> TrainingSample:
         tokens=rollout.tokens,
         loss_mask=rollout.loss_mask,
         rollout_logp=rollout.logp,
+        behavior_logp=rollout.behavior_logp,
         truncated=rollout.finish == "length",
         prompt_id=rollout.prompt.id,
         sample=rollout.sample,
@@ -250,7 +251,7 @@ def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
         batch = packed.batch
         mask = jnp.asarray(batch.mask)
         inputs = {
-            "log_ratio": jnp.where(mask > 0, batch.old_logp - batch.rollout_logp, 0.0),
+            "log_ratio": jnp.where(mask > 0, batch.old_logp - batch.behavior_logp, 0.0),
             "mask": mask,
             "segments": jnp.asarray(batch.segments),
         }

@@ -1,5 +1,6 @@
 """Optimizer updates of a step: policy, separate critic and reference model."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 from jaxrl.algorithms.aggregation import idle_weight
 from jaxrl.data.packing import Packed, pack_samples
 from jaxrl.learner.critic import Critic
-from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.learner.policy_objective import START_METRICS
+from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.mini_batches import MiniBatch
 from jaxrl.trainer.run import Core
 from sharding import hosts, to_device, to_host
@@ -49,6 +51,8 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
                 check_finite(one, mini.packed, core.folder, core.step + 1)
             core.step_restartable = False
             metrics.append(one)
+    if not needs_old_logp(cfg):
+        metrics = with_first_mismatch(metrics)
     return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}
 
 
@@ -91,11 +95,26 @@ def refresh_reference(core: Core) -> None:
         core.ref_params = to_host(ref) if "reference" in core.cfg.learner.offload else ref
 
 
+def with_first_mismatch(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """The metrics of each update, with `START_METRICS` in the first one only.
+
+    Without scored logprobs of the policy at the start of the step, an update compares the engine
+    with the current policy, which is the same policy only before the first update.
+    """
+    later = [{n: x for n, x in one.items() if n not in START_METRICS} for one in metrics[1:]]
+    return [*metrics[:1], *later]
+
+
 def average_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates of a step; maxima for metrics named *_max."""
-    names = metrics[0].keys() if metrics else ()
-    means = {name: float(np.mean([one[name] for one in metrics])) for name in names}
-    return means | {n: max(one[n] for one in metrics) for n in names if n.endswith("_max")}
+    """Means over the updates of a step that have the metric; maxima for metrics named *_max."""
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for one in metrics:
+        for name, value in one.items():
+            values[name].append(value)
+    return {
+        name: max(found) if name.endswith("_max") else float(np.mean(found))
+        for name, found in values.items()
+    }
 
 
 def check_finite(

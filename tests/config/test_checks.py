@@ -1,5 +1,7 @@
 """Tests of jaxrl/config/checks: each error gives the values and what to set instead."""
 
+import warnings
+
 import pytest
 
 from jaxrl.config import resolve
@@ -229,8 +231,17 @@ def test_the_mesh_sizes_must_match_the_number_of_devices(sizes, n_devices, fits)
 
 
 def test_truncated_sampling_in_training_warns():
-    with pytest.warns(UserWarning, match="top_p"):
-        resolve(runnable(rollout__sampling__top_p=0.9))
+    with pytest.warns(UserWarning, match="top_k=5 and rollout.sampling.top_p=0.9 truncates"):
+        resolve(runnable(rollout__sampling__top_p=0.9, rollout__sampling__top_k=5))
+
+
+@pytest.mark.parametrize(
+    "how", [dict(algorithm__correction="token_tis"), dict(algorithm__old_logp="rollout")]
+)
+def test_truncated_sampling_that_the_update_knows_of_does_not_warn(how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(runnable(rollout__sampling__top_p=0.9, **how))
 
 
 SUSPICIOUS = [

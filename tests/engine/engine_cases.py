@@ -96,15 +96,24 @@ def make_requests(n: int = 6, *, n_samples: int = 2, seed: int = 0, V: int = 512
 
 def run(engine: PagedEngine, params, requests) -> list[tuple[list[int], list[float], str]]:
     """(tokens, logps, finish) of every request."""
+    return [
+        (tokens, logps, end)
+        for tokens, logps, _, end in run_with_behavior(engine, params, requests)
+    ]
+
+
+def run_with_behavior(engine: PagedEngine, params, requests):
+    """(tokens, logps, behavior logps, finish) of every request."""
     slots = [engine.submit(r) for r in requests]
-    out = {slot: ([], [], "") for slot in slots}
+    out = {slot: ([], [], [], "") for slot in slots}
     for _ in range(10_000):
         if not engine.n_unfinished:
             break
         for made in engine.generate(params):
-            tokens, logps, _ = out[made.slot]
+            tokens, logps, behavior, _ = out[made.slot]
             tokens, logps = tokens + made.tokens.tolist(), logps + made.logp.tolist()
-            out[made.slot] = tokens, logps, made.finish
+            behavior = behavior + made.behavior_logp.tolist()
+            out[made.slot] = tokens, logps, behavior, made.finish
     assert not engine.n_unfinished
     return [out[slot] for slot in slots]
 

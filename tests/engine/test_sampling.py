@@ -70,7 +70,7 @@ def test_the_token_at_the_cutoff_can_be_sampled():
     B, V, k = 4096, 384, 5
     logits = np.random.default_rng(3).standard_normal((B, V), np.float32)
     uniform = np.full(B, 0.9999, np.float32)
-    token, _ = jax.jit(sample)(logits, uniform, params(B, top_k=k))
+    token = jax.jit(sample)(logits, uniform, params(B, top_k=k)).token
     kept = np.argsort(logits, axis=1)[:, -k:]
     np.testing.assert_array_equal(token, kept.max(axis=1))
 
@@ -88,7 +88,7 @@ def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
     keys = row_keys(*(jnp.full(n, x, jnp.uint32) for x in (3, 5, 1)))
     u = uniforms(keys, jnp.arange(n))
     logits = jnp.broadcast_to(logits_row, (n, V))
-    return np.asarray(jit_sample(logits, u, params(n, **kw))[0])
+    return np.asarray(jit_sample(logits, u, params(n, **kw)).token)
 
 
 @pytest.mark.parametrize("kw", [dict(), dict(temperature=0.6), dict(top_p=0.9, top_k=100)], ids=str)
@@ -119,27 +119,46 @@ def test_rows_sample_by_their_own_parameters():
         min_p=jnp.array([0.0, 0.0, 1.0, 0.0]),
     )
     for u in (0.0, 0.5, 0.999):
-        token, logp = jit_sample(jnp.asarray(logits), jnp.full(4, u), mixed)
-        np.testing.assert_array_equal(token, logits.argmax(-1))  # each filter leaves one token
+        sampled = jit_sample(jnp.asarray(logits), jnp.full(4, u), mixed)
+        np.testing.assert_array_equal(
+            sampled.token, logits.argmax(-1)
+        )  # each filter leaves one token
         scaled = logits / np.array([1, 1, 0.5, 1], np.float32)[:, None]
         want = np.log(softmax(scaled.astype(np.float64)).max(-1))
-        np.testing.assert_allclose(logp, want, atol=1e-5)
+        np.testing.assert_allclose(sampled.logp, want, atol=1e-5)
 
 
-def test_the_logprob_is_of_the_unfiltered_distribution():
-    logits = random_logits(1)
-    token, logp = jit_sample(
-        jnp.asarray(logits), jnp.array([0.7]), params(1, top_k=3, temperature=2.0)
+@pytest.mark.parametrize("kw", FILTERS, ids=str)
+def test_the_logprobs_are_those_without_and_with_the_filters(kw):
+    logits = random_logits(8)
+    filters = dict(top_k=0, top_p=1.0, min_p=0.0) | kw
+    sampled = jit_sample(jnp.asarray(logits), jnp.full(8, 0.7), params(8, temperature=2.0, **kw))
+    for b, token in enumerate(np.asarray(sampled.token)):
+        p = softmax(logits[b].astype(np.float64) / 2)
+        kept = p[kept_reference(logits[b] / 2, **filters)].sum()
+        np.testing.assert_allclose(sampled.logp[b], np.log(p[token]), atol=1e-5)
+        np.testing.assert_allclose(sampled.behavior_logp[b], np.log(p[token] / kept), atol=1e-5)
+
+
+def test_rows_without_a_filter_have_two_bitwise_equal_logprobs():
+    """Also if another row of the batch has one, and in greedy rows."""
+    logits = jnp.asarray(random_logits(3))
+    mixed = SamplingParams(
+        temperature=jnp.array([1.0, 0.0, 1.0]),
+        top_k=jnp.array([0, 3, 3]),
+        top_p=jnp.array([1.0, 0.5, 1.0]),
+        min_p=jnp.zeros(3),
     )
-    want = np.log(softmax(logits / 2))[0, int(token[0])]
-    np.testing.assert_allclose(logp[0], want, atol=1e-5)
+    sampled = jit_sample(logits, jnp.full(3, 0.5), mixed)
+    equal = np.asarray(sampled.logp) == np.asarray(sampled.behavior_logp)
+    np.testing.assert_array_equal(equal, [True, True, False])
 
 
 def test_extreme_uniforms_never_hit_a_token_of_weight_zero():
     logits = np.full((2, V), -np.inf, np.float32)
     logits[:, 300:303] = 1.0, 2.0, 3.0
     for u in (0.0, 1 - 2**-23):
-        token, _ = jit_sample(jnp.asarray(logits), jnp.full(2, u), params(2))
+        token = jit_sample(jnp.asarray(logits), jnp.full(2, u), params(2)).token
         np.testing.assert_array_equal(token, [300, 300] if u == 0 else [302, 302])
 
 

@@ -69,12 +69,12 @@ def place(packed, values, pad):
     return arrays
 
 
-def loss_and_gradient(cfg, packing, mesh_sizes, coefs=None):
+def loss_and_gradient(cfg, packing, mesh_sizes, coefs=None, samples=ROLLOUTS):
     """(loss, gradient of every rollout's tokens, mean metrics), with extreme values at padding."""
     shape = packing["token_budget"] // packing["row_len"], packing["row_len"]
-    packed = pack(ROLLOUTS, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
+    packed = pack(samples, shapes=(shape,), align=8, n_ranks=packing.get("n_ranks", 1))
     assert [p.batch.tokens.shape for p in packed] == [
-        b.tokens.shape for b in batches(ROLLOUTS, **packing)
+        b.tokens.shape for b in batches(samples, **packing)
     ]
     sums, grads = 0, []
     mesh = make_mesh(**mesh_sizes)
@@ -164,6 +164,47 @@ def test_rejected_and_truncated_tokens_are_counted():
     _, _, means = numbers("icepop", "one micro-batch")
     outside = np.mean((ratio < 0.8) | (ratio > 1.25))
     np.testing.assert_allclose(means["mismatch/rejected_fraction"], outside, rtol=1e-5)
+
+
+# The same tokens, sampled with a filter that kept 60 to 100 % of the probability.
+FILTERED = [
+    dataclasses.replace(
+        r,
+        behavior_logp=(r.rollout_logp - np.log(RNG.uniform(0.6, 1.0, len(r.tokens)))).astype("f"),
+    )
+    for r in ROLLOUTS
+]
+BEHAVIOR = np.concatenate([r.behavior_logp for r in FILTERED])
+
+
+def test_ratios_from_the_engine_use_the_distribution_that_was_sampled_from():
+    cfg = run_config(old_logp="rollout", clip_low=0.9, clip_high=9.0)
+    got, _, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"], samples=FILTERED)
+    ratio = np.exp(np.concatenate(LOGPS) - BEHAVIOR)
+    a = np.concatenate([r.advantages for r in ROLLOUTS])
+    want = np.maximum(-ratio * a, -np.clip(ratio, 0.1, 10.0) * a).mean()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_corrections_use_the_distribution_that_was_sampled_from_and_the_mismatch_does_not():
+    cfg = run_config(old_logp="recompute", **CORRECTIONS["token_tis"])
+    _, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"], samples=FILTERED)
+    old = np.concatenate(OLDS)
+    np.testing.assert_allclose(
+        means["mismatch/weight_mean"], np.minimum(np.exp(old - BEHAVIOR), 1.1).mean(), rtol=1e-5
+    )
+    gap = np.abs(old - np.concatenate([r.rollout_logp for r in ROLLOUTS]))
+    np.testing.assert_allclose(means["mismatch/logp_diff_mean"], gap.mean(), rtol=1e-5)
+
+
+def test_the_mismatch_is_that_of_the_policy_at_the_start_of_the_step():
+    """Not of the policy that the updates of the step have moved, if the start is scored."""
+    _, _, means = numbers("ppo_clip", "one micro-batch")
+    d = np.concatenate(
+        [old - r.rollout_logp for r, old in zip(ROLLOUTS, OLDS, strict=True)]
+    )  # the current logprobs are LOGPS
+    np.testing.assert_allclose(means["mismatch/logp_diff_mean"], np.abs(d).mean(), rtol=1e-5)
+    np.testing.assert_allclose(means["mismatch/kl"], (np.exp(d) - 1 - d).mean(), rtol=1e-4)
 
 
 def test_an_importance_weight_has_no_gradient():

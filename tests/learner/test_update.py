@@ -237,7 +237,7 @@ def test_a_non_finite_loss_is_reported_and_leaves_the_state_unchanged(one_device
     before = jax.device_get(state)
     [batch] = batches(ROLLOUTS, **ONE)
     overflowing = batch.replace(
-        rollout_logp=batch.rollout_logp - 1000.0 * batch.mask
+        behavior_logp=batch.behavior_logp - 1000.0 * batch.mask
     )  # exp overflows
     state, metrics = update.update(state, [overflowing])
     assert metrics["optim/nonfinite"] == 1.0
@@ -254,7 +254,7 @@ def test_values_at_masked_tokens_have_no_effect(one_device):
     dirty = batch.replace(
         **{
             name: getattr(batch, name) - hole
-            for name in ("rollout_logp", "old_logp", "ref_logp", "advantages")
+            for name in ("rollout_logp", "behavior_logp", "old_logp", "ref_logp", "advantages")
         }
     )
     results = []

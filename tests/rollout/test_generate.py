@@ -51,6 +51,18 @@ def test_samples_depend_on_the_seed(llama):
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_rollouts_have_the_logprob_of_the_distribution_that_was_sampled(llama, top_k):
+    cfg, params = llama
+    rollouts, _ = call(make_engine(cfg), params, sampling=SamplingConfig(top_k=top_k))
+    for r in rollouts:
+        assert r.behavior_logp is not None and r.logp.max() < 0
+        if top_k:  # one token has all the probability
+            np.testing.assert_allclose(r.behavior_logp, np.zeros(len(r.tokens)), atol=1e-5)
+        else:
+            np.testing.assert_array_equal(r.behavior_logp, r.logp)
+
+
 def test_ignore_stop_gives_forced_lengths(llama):
     cfg, params = llama
     lens = [5, 17, 9, 1, 30, 2, 8, 8, 11]
@@ -71,7 +83,8 @@ def test_a_stop_string_truncates_after_the_token_that_completes_it(llama):
     end = free[0].text.index(stop) + 3
     assert rollouts[0].finish == "stop"
     assert rollouts[0].tokens.tolist() == free[0].tokens[:end].tolist()
-    assert rollouts[0].logp.tolist() == free[0].logp[:end].tolist()
+    for name in ("logp", "behavior_logp"):
+        assert getattr(rollouts[0], name).tolist() == getattr(free[0], name)[:end].tolist()
     assert engine.n_unfinished == 0
 
 

@@ -109,7 +109,7 @@ class Scripted(Engine):
             if finish:
                 del self.left[slot]
             logp = -np.array(tokens, np.float32) / 100
-            generated.append(Generated(slot, np.array(tokens, np.int32), logp, finish))
+            generated.append(Generated(slot, np.array(tokens, np.int32), logp, logp - 1, finish))
         return generated
 
     def free(self, slot):
@@ -167,6 +167,9 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
     np.testing.assert_allclose(
         rollout.logp, np.where(rollout.loss_mask, -rollout.tokens / 100, 0), rtol=1e-6
     )
+    np.testing.assert_allclose(
+        rollout.behavior_logp, np.where(rollout.loss_mask, rollout.logp - 1, 0), rtol=1e-6
+    )
     assert rollout.finish == "stop" and rollout.n_loss_tokens == 5
     assert dataclasses.asdict(rollout.episode) == {
         "prompt_messages": ({"role": "user", "content": "hi"},),
@@ -185,6 +188,9 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
     np.testing.assert_array_equal(micro.batch.mask[0], want)
     np.testing.assert_array_equal(
         micro.batch.targets[0][want > 0], [*ids(renderer, "ab"), EOS, *ids(renderer, "d"), EOS]
+    )
+    np.testing.assert_allclose(
+        micro.batch.behavior_logp, micro.batch.rollout_logp - micro.batch.mask, rtol=1e-6
     )
     assert micro.batch.response_len[0, 0] == 5
 

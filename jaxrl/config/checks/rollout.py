@@ -29,19 +29,15 @@ def training_sampling_errors(run: RunConfig) -> list[str]:
 
 
 def rollout_warnings(run: RunConfig) -> list[str]:
-    """Truncated sampling, which biases the importance ratio."""
-    sampling = run.rollout.sampling
-    truncates = {
-        "top_k": sampling.top_k > 0,
-        "top_p": sampling.top_p < 1,
-        "min_p": sampling.min_p > 0,
-    }
+    """Truncated sampling that the update treats as on-policy."""
+    algorithm, filters = run.algorithm, run.rollout.sampling.filters
+    if not filters or algorithm.correction != "none" or algorithm.old_logp == "rollout":
+        return []
+    shown = " and ".join(f"rollout.sampling.{name}={value}" for name, value in filters.items())
     return [
-        f"rollout.sampling.{name}={getattr(sampling, name)} truncates the sampling distribution, "
-        "but the update scores tokens under the full one: the importance ratio is biased (see "
-        "mismatch/kl); leave it off for training"
-        for name, is_on in truncates.items()
-        if is_on
+        f"{shown} truncates the sampling distribution, but algorithm.correction='none' treats the "
+        "samples as those of the full one: the gradient is biased; leave it off for training, or "
+        "set algorithm.correction='token_tis'"
     ]
 
 

@@ -31,6 +31,12 @@ class SamplingConfig:
         ge=0,
     )
 
+    @property
+    def filters(self) -> dict[str, int | float]:
+        """The keys that truncate the distribution, with their values."""
+        filters = {"top_k": (self.top_k, 0), "top_p": (self.top_p, 1), "min_p": (self.min_p, 0)}
+        return {name: value for name, (value, off) in filters.items() if value != off}
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
