@@ -1,26 +1,28 @@
-"""Runs untrusted Python programs, each in a confined process (rewards/sandbox/jail.py)."""
+"""Runs untrusted Python programs, each in confined processes (rewards/sandbox/process.py)."""
 
 import dataclasses
 import json
 import os
-import platform
-import secrets
 import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from jaxrl.rewards.sandbox import jail
+from jaxrl.rewards.sandbox import jail, process
+from jaxrl.rewards.sandbox.folder import temporary_folder
+from jaxrl.rewards.sandbox.remote import NotPlainData
 
 _MIB = 1 << 20
 _START_S = 1.0  # interpreter startup, in addition to the program's time
 # Not inherited. Threads of numerical libraries would take address space and cores.
 _ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _ENV |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ROOT = str(Path(__file__).parents[3])  # the folder of the package jaxrl
+_MAIN = f"import sys; sys.path.append({_ROOT!r}); from {process.__name__} import main; "
+_MAIN += "sys.path.pop(); main(*map(int, sys.argv[1:]))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,10 @@ class Limits:
 class Outcome:
     """How a program ended, and its output."""
 
-    end: str  # "ok", "error" (exception, exit status or limit), "timeout", "output" (too much)
-    output: str = ""  # standard output; for a call its result as JSON
+    # "ok", "wrong" (an assert failed), "error" (exception, exit status or limit), "timeout",
+    # "output" (too much)
+    end: str
+    output: str = ""  # standard output; for a call what the process gave as JSON of its result
 
 
 def run(
@@ -48,54 +52,66 @@ def run(
     test: str | None = None,
     call: dict[str, Any] | None = None,
     limits: Limits,
+    unsafe: bool = False,
 ) -> Outcome:
-    """Runs a program, then `test` in its namespace or one `call` of its functions.
+    """Runs a program, then `test` on its names or one `call` of its functions.
 
     `call` is {"name", "arguments"}: a function of the program or a method of its class Solution.
-    A test has passed, and a call has returned, only if the process reports it with a secret that
-    the program does not get. Raises OSError if this machine cannot confine a process.
+    A test runs in a separate process. It can use the names of the program, and `_program`, its
+    module; what it calls there returns plain data (rewards/sandbox/remote.py).
+
+    Raises OSError if this machine cannot confine a process (without `unsafe`, if it has no
+    Landlock), and NotPlainData if the test passes an object to the program that is not plain data.
     """
-    if sys.platform != "linux" or platform.machine() not in jail.MACHINES:
-        raise OSError(
-            f"programs cannot be confined on {sys.platform} {platform.machine()}; use the code "
-            f"reward on Linux with {' or '.join(jail.MACHINES)}"
-        )
-    secret = secrets.token_hex(16)
-    job = {
-        "program": program,
-        "test": test,
-        "call": call,
-        "secret": secret,
-        "limits": {
-            "cpu_s": int(limits.wall_s) + 1,
-            "memory_bytes": limits.memory_mib * _MIB,
-            "file_bytes": limits.file_mib * _MIB,
-        },
+    if reason := jail.problem() or (not unsafe and jail.weakness()):
+        raise OSError(reason)
+    limited = {
+        "cpu_s": int(limits.wall_s) + 1,
+        "memory_bytes": limits.memory_mib * _MIB,
+        "file_bytes": limits.file_mib * _MIB,
+        "unsafe": unsafe,
     }
-    with tempfile.TemporaryDirectory(prefix="jaxrl-code-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "work").mkdir()
-        (folder / "job.json").write_text(json.dumps(job))
-        (folder / "stdin").write_text(stdin)
-        with open(folder / "stdin") as stdin_file:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", "-X", "utf8", jail.__file__, str(folder / "job.json")],
-                cwd=folder / "work",
-                env=_ENV | {"HOME": str(folder / "work"), "TMPDIR": str(folder / "work")},
-                stdin=stdin_file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        try:
-            outcome = _read(process, limits)
-        finally:
-            process.kill()  # it can have no children
-            process.wait()
-    if outcome.end != "ok" or (test is None and call is None):
+    with temporary_folder("work", "test") as folder:
+        job = {"program": program, "call": call, "limits": limited}
+        job["test_folder"] = str(folder / "test")
+        texts = [json.dumps(job)] + ([] if test is None else [test])
+        outcome = _run(folder / "work", stdin, texts, limits)
+    if test is None or outcome.end != "ok":
         return outcome
-    if not outcome.output.startswith(secret):  # it ended before the test did
-        return Outcome("error")
-    return Outcome("ok", outcome.output.removeprefix(secret))
+    result = json.loads(outcome.output or '{"end": "error"}')
+    if result["end"] == "unsupported":
+        raise NotPlainData(result["reason"])
+    return Outcome(result["end"])
+
+
+def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
+    """Starts process.py with a descriptor for each text and waits for its end."""
+    files = [_memory_file(text) for text in (stdin, *texts)]
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-B", "-X", "utf8", "-c", _MAIN, *map(str, files[1:])],
+        cwd=folder,
+        env=_ENV | {"HOME": str(folder), "TMPDIR": str(folder)},
+        stdin=files[0],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=files[1:],
+    )
+    try:
+        for fd in files:
+            os.close(fd)
+        return _read(child, limits)
+    finally:
+        child.kill()  # a process that it forked then gets SIGKILL from the kernel
+        child.wait()
+
+
+def _memory_file(text: str) -> int:
+    """A descriptor from which the text can be read; it has no name that a program could open."""
+    fd = os.memfd_create("jaxrl-code")
+    with os.fdopen(os.dup(fd), "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _read(process: subprocess.Popen, limits: Limits) -> Outcome:

@@ -41,13 +41,18 @@ def by_source(
     extra_info: dict[str, Any] | None = None,
     *,
     timeout_s: float,
+    unsafe: bool = False,
 ) -> float | dict[str, float]:
     """The reward of the first table entry that is a prefix of `data_source`.
 
-    Raises ValueError if there is none.
+    `unsafe` is the option of the reward `code`. Raises ValueError if there is no entry.
     """
     if data_source.startswith(_CODE_PREFIXES):
-        return code(data_source, solution_str, ground_truth, extra_info, timeout_s=timeout_s)
+        return code(
+            *(data_source, solution_str, ground_truth, extra_info),
+            timeout_s=timeout_s,
+            unsafe=unsafe,
+        )
     for prefix, reward in _BY_PREFIX.items():
         if data_source.startswith(prefix):
             return reward(data_source, solution_str, ground_truth, extra_info)

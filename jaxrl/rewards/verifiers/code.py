@@ -1,4 +1,4 @@
-"""Runs the program in the response against the task's tests, each in a sandbox process.
+"""Runs the program in the response against the task's tests, in sandbox processes.
 
 The ground truth is JSON, in the forms of the common datasets:
 
@@ -11,19 +11,27 @@ The ground truth is JSON, in the forms of the common datasets:
   {"test_list": ["assert ..."], ...}      MBPP; "test_imports" (list) and "test_setup_code" are run
                                           before each assert
   ["assert ...", ...]                     plain asserts
+
+Tests that are code run in a separate process and see only the data that the program's functions
+return (rewards/sandbox/remote.py).
 """
 
+import ast
 import dataclasses
 import itertools
 import json
+import logging
 import re
 import time
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from jaxrl.rewards.sandbox.runner import Limits, Outcome, run
+from jaxrl.rewards.sandbox import jail
+from jaxrl.rewards.sandbox.remote import PROGRAM, NotPlainData
+from jaxrl.rewards.sandbox.runner import Limits, run
 
+log = logging.getLogger(__name__)
 _FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _FAILURES = ("no_code", "error", "timeout", "output", "wrong")
 _MARGIN_S = 1.0  # reserved within the time limit to return the result
@@ -40,6 +48,25 @@ class Test:
     expected: Any = None
     call: dict[str, Any] | None = None
     code: str | None = None  # passes if it does not raise
+    setup: str = ""  # code before it
+    setup_in_program: str = ""  # in its place, if the setup makes objects that are not plain data
+
+
+def check_machine(*, unsafe: bool = False) -> None:
+    """Raises ValueError if this machine cannot confine programs. Call it before the run starts.
+
+    With `unsafe`, a machine without Landlock only causes a warning.
+    """
+    if reason := jail.problem():
+        raise ValueError(reason)
+    reason = jail.weakness()
+    if reason and not unsafe:
+        raise ValueError(
+            f"{reason}; run on a kernel that has it, or set the option code?unsafe=true if you "
+            "trust the programs that the model writes"
+        )
+    if reason:
+        log.warning("code?unsafe=true: %s", reason)
 
 
 def code(
@@ -53,13 +80,15 @@ def code(
     test_s: float = 4.0,
     memory_mib: int = 1024,
     max_tests: int = 0,
+    unsafe: bool = False,
 ) -> dict[str, float]:
     """1 if the last code block after </think> passes all tests, else 0.
 
     `fraction` gives the share of passed tests instead; without it, the first failure ends the run.
     Each test has `test_s` seconds, all together have `timeout_s`; tests not reached have failed.
-    `max_tests` runs only the first tests (0 = all). The result also has a 1 for each kind of
-    failure that occurred: no_code, error, timeout, output (over 4 MiB), wrong.
+    `max_tests` runs only the first tests (0 = all). `unsafe` permits a kernel without Landlock.
+    The result also has a 1 for each kind of failure that occurred: no_code, error, timeout, output
+    (over 4 MiB), wrong. Raises NotPlainData if a test passes to the program what is not plain data.
     """
     prefix, tests = read_tests(ground_truth)
     tests = tests[:max_tests] if max_tests else tests
@@ -71,7 +100,7 @@ def code(
     for test in tests:
         left_s = end - time.monotonic()
         limits = Limits(wall_s=max(0.1, min(test_s, left_s)), memory_mib=memory_mib)
-        failure = "timeout" if left_s <= 0 else run_test(prefix + program, test, limits)
+        failure = "timeout" if left_s <= 0 else run_test(prefix + program, test, limits, unsafe)
         if failure:
             failures[failure] = 1.0
         passed += not failure
@@ -87,19 +116,34 @@ def last_block(response: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def run_test(program: str, test: Test, limits: Limits) -> str:
+def run_test(program: str, test: Test, limits: Limits, unsafe: bool = False) -> str:
     """The kind of failure, "" if the program passes the test."""
-    outcome = run(program, stdin=test.stdin, test=test.code, call=test.call, limits=limits)
+    if test.code is not None:
+        return _run_code(program, test, limits, unsafe)
+    outcome = run(program, stdin=test.stdin, call=test.call, limits=limits, unsafe=unsafe)
     if outcome.end != "ok":
         return outcome.end
-    return "" if test.code is not None or _as_expected(outcome, test) else "wrong"
-
-
-def _as_expected(outcome: Outcome, test: Test) -> bool:
     if test.call is None:
-        return same_output(outcome.output, test.expected)
-    result = json.loads(outcome.output)
-    return result == test.expected or [result] == test.expected  # APPS wraps some results
+        return "" if same_output(outcome.output, test.expected) else "wrong"
+    try:
+        result = json.loads(outcome.output)
+        # APPS wraps some results
+        return "" if result == test.expected or [result] == test.expected else "wrong"
+    except (ValueError, RecursionError):  # the program changed what writes its result
+        return "error"
+
+
+def _run_code(program: str, test: Test, limits: Limits, unsafe: bool) -> str:
+    """Runs the setup with the test if possible, where the program cannot change it."""
+    code = f"{test.setup}\n{test.code}"
+    try:
+        end = run(program, test=code, limits=limits, unsafe=unsafe).end
+    except NotPlainData:
+        if not test.setup:
+            raise
+        program = f"{program}\n{test.setup_in_program}"
+        end = run(program, test=test.code, limits=limits, unsafe=unsafe).end
+    return "" if end == "ok" else end
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -136,14 +180,16 @@ def read_tests(ground_truth: str) -> tuple[str, list[Test]]:
             tests = [_call(name, i, o) if name else _stdin(i, o) for i, o in pairs]
         case {"test": str(test), "entry_point": str(name)}:
             prefix = truth.get("prompt", "") + "\n"
-            tests = [Test(code=f"{test}\ncheck({name})")]
+            setup = prefix if _is_complete(prefix) else ""
+            tests = [Test(code=f"{test}\ncheck({PROGRAM}.{name})", setup=setup)]
         case {"test_list": [*asserts]}:
             before = [*truth.get("test_imports", []), truth.get("test_setup_code", "")]
-            tests = [_code(line, before) for line in asserts]
+            setup = "\n".join(before)
+            tests = [Test(code=line, setup=setup, setup_in_program=setup) for line in asserts]
         case [{"input": _, "output": _}, *_]:
             tests = [_livecodebench(case) for case in truth]
         case [str(), *_]:
-            tests = [_code(line, ()) for line in truth]
+            tests = [Test(code=line) for line in truth]
     if not tests:
         found = list(truth) if isinstance(truth, dict) else type(truth).__name__
         raise ValueError(
@@ -162,8 +208,13 @@ def _call(name: str, arguments: Sequence[Any], expected: Any) -> Test:
     return Test(call={"name": name, "arguments": arguments}, expected=expected)
 
 
-def _code(line: str, before: Sequence[str]) -> Test:
-    return Test(code="\n".join([*before, line]))
+def _is_complete(prompt: str) -> bool:
+    """Whether a prompt is code by itself: with a docstring as the function's body, for example."""
+    try:
+        ast.parse(prompt)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _livecodebench(case: dict[str, Any]) -> Test:

@@ -65,7 +65,7 @@ CALLS = {
 @pytest.mark.parametrize("tests", CALLS.values(), ids=CALLS)
 def test_a_function_is_scored_by_its_results(tests):
     assert code(block("def add(a, b):\n    return a + b"), json.dumps(tests))["score"] == 1.0
-    assert code(block("def add(a, b):\n    return a - b"), json.dumps(tests))["score"] == 0.0
+    assert failures(code(block("def add(a, b):\n    return a - b"), json.dumps(tests))) == {"wrong"}
     assert failures(code(block("def mul(a, b): pass"), json.dumps(tests))) == {"error"}
 
 
@@ -150,6 +150,18 @@ CHEATS = {
         "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()"
     ),
     "returns what is no JSON": "def add(a, b): return {1, 2, 3}",
+    "patches json to write no JSON": (
+        "import json\njson.dumps = lambda *a: '{'\ndef add(a, b): return 0"
+    ),
+    "patches json to write nested lists": (
+        "import json\njson.dumps = lambda *a: '[' * 100000\ndef add(a, b): return 0"
+    ),
+    "patches json to write a long number": (
+        "import json\njson.dumps = lambda *a: '9' * 100000\ndef add(a, b): return 0"
+    ),
+    "patches json to raise": "import json\njson.dumps = None\ndef add(a, b): return 3",
+    "patches json to exit": "import json, os\njson.dumps = lambda *a: os._exit(0)\n"
+    "def add(a, b): return 3",
     "prints the result": "def add(a, b): print(3); import os; os._exit(0)",
 }
 
@@ -157,7 +169,8 @@ CHEATS = {
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
 def test_a_call_counts_only_if_it_returns_the_value(program):
     tests = json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
-    assert code(block(program), tests)["score"] == 0.0
+    found = code(block(program), tests)
+    assert found["score"] == 0.0 and failures(found) <= {"wrong", "error"}
 
 
 def test_all_tests_together_respect_the_time_limit_of_the_call():

@@ -1,0 +1,100 @@
+"""The process that runs an untrusted program; runner.py starts it as main(JOB, TEST).
+
+JOB and TEST are file descriptors of JSON and text. The process confines itself before the program
+runs. With a test it is two processes: the program is in one, the test in the other, and neither
+can reach the other except through two pipes of data (rewards/sandbox/remote.py).
+"""
+
+import json
+import os
+import sys
+import types
+
+from jaxrl.rewards.sandbox.jail import confine
+from jaxrl.rewards.sandbox.remote import NotPlainData, ProgramEnded, RemoteProgram, serve
+
+
+def main(job_fd: int, test_fd: int | None = None) -> None:
+    """Runs the job; the standard output is then the program's, or the result as JSON.
+
+    For a call it is what the function returned; for a test {"end", "reason"}.
+    """
+    sys.argv = ["program.py"]
+    if test_fd is not None:
+        return _fork(job_fd, test_fd)
+    job = _read(job_fd)
+    if job["call"] is None:
+        confine(**job["limits"], parent=os.getppid())
+        _run(job["program"], "__main__")
+        return None
+    result = os.fdopen(_take_output(), "w")
+    confine(**job["limits"], parent=os.getppid())
+    module = _run(job["program"], "program")
+    owner = module.Solution() if hasattr(module, "Solution") else module
+    answer = getattr(owner, job["call"]["name"])(*job["call"]["arguments"])
+    result.write(json.dumps(answer))
+    result.flush()
+    os._exit(0)  # without the program's exit handlers
+
+
+def _fork(job_fd: int, test_fd: int) -> None:
+    """Runs the test in this process and the program in a child, which never has the test's text."""
+    job, parent = _read(job_fd), os.getpid()
+    output = _take_output()
+    (request, ask), (answer, reply) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        for fd in (test_fd, output, ask, answer):
+            os.close(fd)
+        confine(**job["limits"], parent=parent)
+        module = _run(job["program"], "program")
+        serve(module, os.fdopen(request), os.fdopen(reply, "w"))
+        os._exit(0)
+    for fd in (request, reply):
+        os.close(fd)
+    with os.fdopen(test_fd) as file:
+        test = file.read()
+    os.chdir(job["test_folder"])
+    os.environ |= {"HOME": job["test_folder"], "TMPDIR": job["test_folder"]}
+    confine(**job["limits"], parent=os.getppid())
+    program = RemoteProgram(child, os.fdopen(ask, "w"), os.fdopen(answer))
+    with os.fdopen(output, "w") as report:
+        json.dump(_run_test(test, program), report)
+    os._exit(0)  # the kernel then ends the child
+
+
+def _run_test(test: str, program: RemoteProgram) -> dict[str, str]:
+    """How the test ended: "ok", "wrong" (an assert failed), "error", "timeout" or "unsupported"."""
+    try:
+        exec(compile(test, "test.py", "exec"), program.namespace(test))
+    except AssertionError:
+        return {"end": "wrong"}
+    except ProgramEnded as ended:
+        return {"end": ended.end}
+    except NotPlainData as error:
+        return {"end": "unsupported", "reason": str(error)}
+    except BaseException:  # of the test, or raised by the program in it
+        return {"end": "error"}
+    return {"end": "ok"}
+
+
+def _run(program: str, name: str) -> types.ModuleType:
+    """Runs the program as a module of this name."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(program, "program.py", "exec"), module.__dict__)
+    return module
+
+
+def _take_output() -> int:
+    """A descriptor of the standard output, which is the null device from then on."""
+    output = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    return output
+
+
+def _read(fd: int) -> dict:
+    with os.fdopen(fd) as file:
+        return json.load(file)
