@@ -27,6 +27,9 @@ BUILT_IN = {
     "reasoning_gym": "jaxrl.rewards.verifiers.reasoning_gym:reasoning_gym",
     "remote": "jaxrl.rewards.verifiers.remote:remote",
 }
+# Called once in the training process, before the workers start, with the options of the reward that
+# it declares. Raises ValueError if the reward cannot run on this machine.
+START_CHECKS = {"code": "jaxrl.rewards.verifiers.code:check_machine"}
 # The rendered prompt, and prompt plus response, both with special tokens.
 TEXT_ARGUMENTS = ("prompt_str", "query_str")
 OPTIONAL_ARGUMENTS = (*TEXT_ARGUMENTS, "timeout_s")  # timeout_s: seconds that the call may take
@@ -47,6 +50,16 @@ class CallSignature(NamedTuple):
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names, with its options bound. Raises ValueError."""
     return load_plugin(spec, built_in=BUILT_IN, key=KEY, reserved=POOL_OPTIONS)
+
+
+def check_start(spec: str) -> None:
+    """Raises ValueError if this machine cannot run the built-in reward that `spec` names."""
+    path = START_CHECKS.get(spec.partition("?")[0])
+    if path is None:
+        return
+    check = load_plugin(path, built_in={}, key=KEY)
+    declared = inspect.signature(check).parameters
+    check(**{name: value for name, value in options(spec).items() if name in declared})
 
 
 def metric_names(specs: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.functions import TEXT_ARGUMENTS, CallSignature, metric_names, pool_option
+from jaxrl.rewards.functions import (
+    TEXT_ARGUMENTS,
+    CallSignature,
+    check_start,
+    metric_names,
+    pool_option,
+)
 from jaxrl.rewards.worker import Result
 from jaxrl.types import Episode, Reward, Rollout
 from jaxrl.workers.process import START_TIMEOUT_S, start_process
@@ -70,7 +76,8 @@ class RewardPool:
     """The reward functions of a run. Use as a context manager, or call close().
 
     The constructor starts the workers and returns once all have imported the functions. It raises
-    ValueError for an unknown name, a module that cannot be imported, or a wrong number of weights.
+    ValueError for an unknown name, a module that cannot be imported, a wrong number of weights, or
+    a reward that cannot run on this machine.
     `decode` turns tokens into text with special tokens, for functions that declare TEXT_ARGUMENTS.
     Not thread-safe.
     """
@@ -83,6 +90,8 @@ class RewardPool:
                 f"{len(cfg.functions)} reward functions and {len(cfg.weights)} weights; set "
                 "reward.weights to one number per function, or to () for 1.0 each"
             )
+        for function in cfg.functions:
+            check_start(function)
         self._cfg = cfg
         self._decode = decode
         self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
