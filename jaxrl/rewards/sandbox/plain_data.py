@@ -28,9 +28,9 @@ def encode(value: object, refer: Callable[[object], Json]) -> Json:
         return [encode(item, refer) for item in value]
     if isinstance(value, dict):
         return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in value.items()]}
-    for name, kind in _SEQUENCES.items():
-        if isinstance(value, kind):
-            return {name: [encode(item, refer) for item in value]}
+    if isinstance(value, tuple | set | frozenset):
+        name = next(name for name, kind in _SEQUENCES.items() if isinstance(value, kind))
+        return {name: [encode(item, refer) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):

@@ -75,6 +75,7 @@ def serve(module: ModuleType, requests: io.TextIOWrapper, replies: io.TextIOWrap
         arguments, keywords = (
             decode(item, lambda d: objects[int(str(d["object"]))]) for item in data
         )
+        assert isinstance(arguments, tuple) and isinstance(keywords, dict)
         try:
             reply = [encode(_OPERATIONS[operation](*arguments, **keywords), refer)]
         except Exception as error:
@@ -168,13 +169,15 @@ class RemoteObject:
         )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _incomparable
-    __hash__ = None
-    __call__ = _forward("call")
-    __getattr__, __setattr__ = _forward("getattr"), _forward("setattr")
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as for any type with __eq__ alone
+    __call__, __getattr__ = _forward("call"), _forward("getattr")
     __getitem__, __setitem__ = _forward("getitem"), _forward("setitem")
     __iter__, __next__, __len__ = _forward("iter"), _forward("next"), _forward("len")
     __bool__, __int__, __float__ = _forward("bool"), _forward("int"), _forward("float")
-    __str__, __repr__ = _forward("str"), _forward("repr")
+    # Python checks what these return, so their types need not say it.
+    __setattr__ = _forward("setattr")  # pyright: ignore[reportAssignmentType]
+    __str__ = _forward("str")  # pyright: ignore[reportAssignmentType]
+    __repr__ = _forward("repr")  # pyright: ignore[reportAssignmentType]
 
 
 def _refer(value: object) -> Json:
