@@ -18,7 +18,7 @@ from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
-from jaxrl.config.checks.run import model_errors, run_errors
+from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.schema import build, to_dict
 
@@ -57,7 +57,7 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
         errors.append("data.val is empty; set files, folders or a task such as 'task:addition'")
     if run.reward_model.path:
         errors += reward_model_length_errors(run)
-    errors += [*model_errors(run), *reward_errors(run), *rollout_errors(run)]
+    errors += [*folder_errors(run), *model_errors(run), *reward_errors(run), *rollout_errors(run)]
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
     return dataclasses.replace(run, algorithm=AlgorithmConfig(), critic=CriticConfig())
 

@@ -33,8 +33,17 @@ def to_json(run: RunConfig) -> str:
 
 
 def from_json(text: str) -> RunConfig:
-    """The run that `to_json` wrote. Raises ValueError if the keys have changed since."""
-    run, errors = build(RunConfig, json.loads(text))
+    """The run that `to_json` wrote. Raises ValueError if it is damaged or keys have changed."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"config.json of the run folder is not JSON ({error}); restore it, or remove it to "
+            "resume without comparing the configs"
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError("config.json of the run folder is not an object; restore or remove it")
+    run, errors = build(RunConfig, values)
     if errors:
         raise ValueError(
             "config.json was written by another version of jaxrl; set config.run_dir to a new "

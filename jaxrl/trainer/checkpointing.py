@@ -17,6 +17,7 @@ from sharding import hosts
 
 def save(core: Core) -> None:
     """Starts an asynchronous checkpoint of all state that the next step depends on."""
+    core.check_lock()
     host = {
         "step": core.step,
         "iterator": core.position,

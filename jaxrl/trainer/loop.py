@@ -47,6 +47,8 @@ def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:
         done = train(cfg)
     except USER_ERRORS as error:
         print_error(error)
+        if not isinstance(error, hosts.AgreedError):
+            hosts.exit_immediately(1)  # other processes may be waiting for this one
         return 1
     hosts.barrier()
     return 0 if done else 130

@@ -24,6 +24,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.shaping import RewardScale
 from jaxrl.types import Prompt, TrainState
@@ -53,6 +54,7 @@ class Core:
     progress: Progress
     watch: CompileWatch
     stop: StopFlag
+    lock: FolderLock | None  # on the run folder; None except in the main process
     state: TrainState  # the only reference: an update donates it
     coefs: Coefficients  # KL and entropy coefficients of the next step
     reward_scale: RewardScale  # running moments of all rewards
@@ -93,8 +95,14 @@ class Core:
         if self.step_restartable:
             self.stop.check()
 
+    def check_lock(self) -> None:
+        """Raises FolderLockError if another process took over the run folder."""
+        if self.lock is not None:
+            self.lock.check()
+
     def end_step(self, metrics: dict[str, float]) -> None:
         """Increments the step counter and logs the metrics."""
+        self.check_lock()
         self.step, self.position, self.step_restartable = self.step + 1, self.iterator.state(), True
         self.logger.metrics(self.step, metrics | self.take_seconds())
         self.progress.steps(self.step, self.total_steps)

@@ -7,7 +7,21 @@ from jaxrl.config.keys import DistributedConfig, RunConfig
 
 def run_errors(run: RunConfig) -> list[str]:
     """One line per broken rule of a training run, with the values and what to set instead."""
-    return [*_data_errors(run), *_checkpoint_errors(run), *_process_errors(run.distributed)]
+    return [
+        *folder_errors(run),
+        *_data_errors(run),
+        *_checkpoint_errors(run),
+        *_process_errors(run.distributed),
+    ]
+
+
+def folder_errors(run: RunConfig) -> list[str]:
+    if "://" not in run.run_dir:
+        return []
+    return [
+        f"run_dir={run.run_dir!r} is a URL; set a folder of a local or shared disk, such as the "
+        "folder where the bucket is mounted"
+    ]
 
 
 def model_errors(run: RunConfig) -> list[str]:

@@ -83,6 +83,7 @@ def build_core(
         progress=session.progress,
         watch=session.watch,
         stop=session.stop,
+        lock=session.lock,
         state=state,
         coefs=Coefficients(**host["coefs"]) if host else initial_coefficients(cfg),
         reward_scale=RewardScale(**host.get("reward_scale", {})),

@@ -17,9 +17,11 @@ from jaxrl.planner.check import check_plan, device_memory, plan_line
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.runtime.compile_watch import CompileWatch
+from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.runtime.multihost import check_all_joined, join
 from jaxrl.runtime.signals import StopFlag, stop_on_signals
+from jaxrl.trainer.setup.folder import hold_folder
 from jaxrl.trainer.setup.models import Models
 from sharding import check_host_memory, hosts, make_mesh
 
@@ -31,6 +33,7 @@ class Session:
     stop: StopFlag
     progress: Progress
     watch: CompileWatch
+    lock: FolderLock | None  # on the run folder; None except in the main process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +45,16 @@ class Policy:
 
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
-    """Joins the process group and starts signal handling and progress output."""
+    """Joins the process group, locks the run folder, starts signal handling and progress output."""
     set_compilation_cache(cfg)
     join(cfg)
-    stop = stack.enter_context(stop_on_signals())
     progress = stack.enter_context(Progress())
+    lock = stack.enter_context(hold_folder(cfg, progress))
+    stop = stack.enter_context(stop_on_signals())
     watch = CompileWatch(progress.compiled)
     stack.callback(watch.detach)
     progress.status(f"run folder {cfg.run_path}")
-    return Session(stop, progress, watch)
+    return Session(stop, progress, watch, lock)
 
 
 def open_devices(

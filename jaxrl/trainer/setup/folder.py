@@ -1,9 +1,14 @@
-"""The run folder: creates or reuses it, and compares its config with that of an earlier run."""
+"""The run folder: creates, locks or reuses it, and compares its config with an earlier run's."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import config_hash, differences, from_json, to_json
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from sharding import hosts
 
 
@@ -24,8 +29,39 @@ def read_run_config(folder: Path) -> RunConfig | None:
         ) from error
 
 
+@contextlib.contextmanager
+def hold_folder(cfg: RunConfig, progress: Progress) -> Iterator[FolderLock | None]:
+    """Creates cfg.run_path and holds its lock for the block. Only the main process locks.
+
+    All processes raise ValueError if the folder cannot be created or another run holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = None
+        with hosts.raise_together():
+            if hosts.is_main_process():
+                make_folder(cfg.run_path)
+                lock = stack.enter_context(lock_folder(cfg.run_path, progress))
+        yield lock
+
+
+def make_folder(folder: Path) -> None:
+    """Creates the folder. Raises ValueError if that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if path.exists())
+        raise ValueError(
+            f"config.run_dir is {folder}, but {file} is a file; set config.run_dir to a folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be created: {error.strerror}; set config.run_dir to a "
+            "folder you can write to"
+        ) from error
+
+
 def open_folder(cfg: RunConfig) -> None:
-    """Creates cfg.run_path and writes config.json. Other processes check that the file exists.
+    """Writes config.json into the run folder. Other processes check that the file exists.
 
     Raises ValueError if the folder has checkpoints of a run whose results this config would change.
     """
@@ -45,5 +81,6 @@ def open_folder(cfg: RunConfig) -> None:
                 f"{'; '.join(differences(old, cfg))}. Set config.run_dir to another folder, or "
                 "undo the changes to resume"
             )
-    cfg.run_path.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(cfg))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(to_json(cfg))
+    os.replace(temporary, path)

@@ -1,0 +1,103 @@
+"""Tests of jaxrl/trainer/setup/folder.py: the run folder is created, locked and not damaged."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import resolve
+from jaxrl.dpo import train as train_dpo
+from jaxrl.io.tracking.json_lines import read_lines
+from jaxrl.io.tracking.progress import Progress
+from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder
+from jaxrl.sft import train as train_sft
+from jaxrl.train import train
+from jaxrl.trainer.setup.folder import make_folder, open_folder
+from tests.trainer.offline.test_offline import offline
+from tests.trainer.test_train import finish_process, start_process, wait_for_step
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "file/runs/run"])
+def test_a_run_dir_that_is_a_file_is_one_message(tiny_config, tmp_path, name):
+    (tmp_path / "file").write_text("content")
+    tiny_config.run_dir = str(tmp_path / name)
+    with pytest.raises(ValueError, match=r"run_dir is .*, but .*/file is a file; set config"):
+        train(resolve(tiny_config))
+    assert (tmp_path / "file").read_text() == "content"
+
+
+def test_a_run_dir_that_is_a_url_is_rejected(tiny_config):
+    tiny_config.run_dir = "gs://bucket/run"
+    with pytest.raises(ValueError, match="run_dir='gs://bucket/run' is a URL"):
+        resolve(tiny_config)
+
+
+def test_a_run_folder_that_cannot_be_created_is_one_message(tmp_path, monkeypatch):
+    def read_only(*args):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", read_only)
+    with pytest.raises(ValueError, match="cannot be created: Read-only file system; set config"):
+        make_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize("program", [train, train_sft, train_dpo])
+def test_a_run_in_a_folder_in_use_changes_nothing(tiny_config, program):
+    folder = Path(tiny_config.run_dir)
+    folder.mkdir()
+    (folder / "config.json").write_text("of the first run")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    if program is not train:
+        offline(tiny_config, tiny_config.data.train)
+    with lock_folder(folder, Progress()):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(FolderLockError, match="is in use by process"):
+            program(resolve(tiny_config))
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_failed_start_releases_the_folder(tiny_config):
+    tiny_config.model.path = "/nowhere"
+    with pytest.raises(ValueError, match="nowhere"):
+        train(resolve(tiny_config))
+    assert not (Path(tiny_config.run_dir) / NAME).exists()
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "a"', "[]"])
+def test_a_damaged_config_file_is_one_message(tiny_config, text):
+    folder = Path(tiny_config.run_dir)
+    (folder / "checkpoints" / "1").mkdir(parents=True)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json of the run folder is not"):
+        open_folder(resolve(tiny_config))
+    assert (folder / "config.json").read_text() == text
+
+
+@pytest.mark.thorough
+def test_two_trainers_in_one_folder(tiny_config, tmp_path):
+    """The second is refused, also with resume; after a kill the next one resumes."""
+    tiny_config.total_steps, tiny_config.checkpoint.every = 40, 1
+    first = start_process(tiny_config, tmp_path)
+    wait_for_step(tiny_config.run_dir, 1, first)
+    for arguments in ((), ("--config.resume=True",)):
+        second = start_process(tiny_config, tmp_path, *arguments)
+        output, _ = second.communicate(timeout=200)
+        assert second.returncode == 1
+        assert f"is in use by process {first.pid} on" in output and "Traceback" not in output
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+    killed_at = max(line["step"] for line in read_lines(Path(tiny_config.run_dir, "metrics.jsonl")))
+    tiny_config.total_steps = killed_at + 1
+    finish_process(tiny_config, tmp_path)
+    steps = [
+        line["step"]
+        for line in read_lines(Path(tiny_config.run_dir, "metrics.jsonl"))
+        if "reward/mean" in line
+    ]
+    assert steps == list(range(1, killed_at + 2))
+    assert first.returncode == -signal.SIGKILL
+    assert not (Path(tiny_config.run_dir) / NAME).exists()
+    assert json.loads((Path(tiny_config.run_dir) / "config.json").read_text())["name"]
