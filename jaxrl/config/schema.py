@@ -99,13 +99,17 @@ def _leaf(name: str) -> str:
 def convert(value: Any, spec: Key) -> Any:
     """`value` in the type of the key. Accepts an int as a float and a list as a tuple.
 
-    Raises ValueError with the key, the value and the expected type for anything else.
+    Raises ValueError with the key, the value and the expected type for anything else, and for an
+    int that is too large for a float.
     """
     element = _element(spec.type)
     if element and isinstance(value, list | tuple) and all(_is(element, v) for v in value):
         return tuple(element(v) for v in value)
     if not element and _is(spec.type, value):
-        return spec.type(value)
+        try:
+            return spec.type(value)
+        except OverflowError:
+            raise ValueError(f"{spec.name}={value!r} is too large for a float") from None
     article = "an" if spec.type_name == "int" else "a"
     hint = " such as ('a', 'b')" if element is str else ""
     raise ValueError(

@@ -3,32 +3,35 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.serve.body import BodyReader, client_disconnected
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.errors import RequestError
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import Json, ResponseFormatter
-from jaxrl.serve.request import GenerationRequest, Limits, parse_chat, parse_completion
+from jaxrl.serve.prompt import Limits
+from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
 
-RETRY_AFTER_S = 1  # Retry-After header of 429 and 503
-MAX_BODY_BYTES = 64 << 20  # of a request
+RETRY = {"Retry-After": "1"}
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # of errors, by status
 
-Parse = Callable[[Any, ChatRenderer, Limits], GenerationRequest]
+Parse = Callable[[bytes, ChatRenderer, Limits], GenerationRequest]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Service:
     renderer: ChatRenderer
     engine: EngineThread
     metrics: ServerMetrics
+    bodies: BodyReader
+    parsers: ThreadPoolExecutor  # parse, render and tokenize requests
     api_key: str  # "" = no key required
     timeout_s: float
     watcher: CheckpointWatcher | None = None  # with --follow
@@ -70,15 +75,13 @@ class Service:
                 Exception: handle_exception,
             },
             lifespan=lifespan,
-            max_body_size=MAX_BODY_BYTES,
         )
 
     def with_key(self, endpoint: Callable[[Request], Awaitable[Response]]):
         """The endpoint, restricted to clients that send the API key."""
 
         async def checked(request: Request) -> Response:
-            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if self.api_key and not hmac.compare_digest(sent.encode(), self.api_key.encode()):
+            if self.api_key and not has_key(request.headers.get("authorization", ""), self.api_key):
                 raise RequestError(
                     401,
                     "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
@@ -96,7 +99,9 @@ class Service:
 
     async def generate(self, http_request: Request, parse: Parse) -> Response:
         """The response of both generation endpoints, in full or as a stream."""
-        request = parse(await json_body(http_request), self.renderer, self.limits)
+        async with self.bodies.read(http_request) as raw:
+            work = functools.partial(parse, raw, self.renderer, self.limits)
+            request = await asyncio.get_running_loop().run_in_executor(self.parsers, work)
         response = ActiveResponse(
             request, self.renderer, self.engine, self.metrics, timeout_s=self.timeout_s
         )
@@ -172,23 +177,13 @@ def event(body: Json) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def json_body(request: Request) -> Any:
-    """The parsed body of a request. Raises RequestError if it is not JSON."""
-    try:
-        raw = await request.body()
-    except ClientDisconnect as error:
-        raise client_disconnected() from error
-    try:
-        body = json.loads(raw)
-        json.dumps(body, ensure_ascii=False).encode()  # fails for half a surrogate pair
-    except ValueError as error:
-        raise RequestError(400, f"the body of the request is not JSON: {error}") from error
-    return body
-
-
-def client_disconnected() -> RequestError:
-    """Never received by the client; 499 is the status that proxies log."""
-    return RequestError(499, "the client disconnected")
+def has_key(authorization: str, key: str) -> bool:
+    """Whether an Authorization header has the scheme Bearer and the key; in constant time."""
+    scheme, _, sent = authorization.partition(" ")
+    # Starlette decodes the bytes of a header as latin-1.
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        sent.strip().encode("latin-1"), key.encode(errors="surrogateescape")
+    )
 
 
 async def while_connected(request: Request, work: Awaitable[None]) -> None:
@@ -211,15 +206,15 @@ async def while_connected(request: Request, work: Awaitable[None]) -> None:
 
 async def handle_request_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status, HEADERS.get(error.status))
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown path, wrong method, body too large."""
+    """Starlette's own errors: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(RequestError(error.status_code, message).body(), error.status_code)
+    body = RequestError(error.status_code, message).body()
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def handle_exception(_: Request, error: Exception) -> Response:

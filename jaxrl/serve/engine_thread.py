@@ -68,7 +68,8 @@ class EngineThread:
         self._keeping_weights: set[GenerationTask] = set()  # generation ended, scoring has not
         self._new_weights: tuple[Callable[[], Tree], int] | None = None
         self._deferred: list[GenerationTask] = []  # until the new weights are loaded
-        self._n_tasks, self._lock = 0, threading.Lock()
+        self._accepted: set[GenerationTask] = set()  # running, queued and not yet submitted
+        self._lock = threading.Lock()  # of the accepted tasks and the end of the thread
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -86,19 +87,19 @@ class EngineThread:
 
         Raises RequestError (429) at the limit of `max_tasks`, (503) if the thread has ended.
         """
-        if not self.alive:
-            raise RequestError(
-                503, "the server is shutting down; send the request to another server"
-            )
         with self._lock:
-            if self._n_tasks + len(tasks) > self.max_tasks:
+            if not self.alive:
+                raise RequestError(
+                    503, "the server is shutting down; send the request to another server"
+                )
+            if (n_tasks := len(self._accepted)) + len(tasks) > self.max_tasks:
                 raise RequestError(
                     429,
-                    f"{self._n_tasks} responses are in progress and the limit is {self.max_tasks}; "
+                    f"{n_tasks} responses are in progress and the limit is {self.max_tasks}; "
                     "try again later",
                     code="overloaded",
                 )
-            self._n_tasks += len(tasks)
+            self._accepted.update(tasks)
         self._commands.put(lambda: self._start_or_defer(tasks))
 
     def cancel(self, task: GenerationTask) -> None:
@@ -132,16 +133,20 @@ class EngineThread:
         self._commands.put(lambda: None)  # wakes the thread if it is idle
 
     def stop(self) -> None:
-        """Ends the thread; running tasks fail with 503."""
+        """Ends the thread; unfinished tasks fail with 503."""
+        self.request_stop()
+        self._thread.join()
+
+    def request_stop(self) -> None:
+        """As `stop`, without waiting for the current dispatch to end."""
         self._stopping = True
         self._commands.put(lambda: None)
-        self._thread.join()
 
     # On the engine's thread
 
     def _run(self) -> None:
-        try:
-            with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self._mesh):
+            try:
                 while not self._stopping:
                     self._metrics.observe(self._engine)
                     if self._new_weights and not self._tasks and not self._keeping_weights:
@@ -149,11 +154,16 @@ class EngineThread:
                     self._run_commands()
                     if self._tasks:
                         self._dispatch()
-        finally:
-            self._stopping = True
-            error = RequestError(503, "the server is shutting down")
-            for task in [*self._tasks.values(), *self._deferred]:
-                task.deliver(error)
+            finally:
+                self._end_tasks()
+
+    def _end_tasks(self) -> None:
+        """Fails all tasks that generate or are queued; tasks that are being scored are finished."""
+        with self._lock:  # no task is accepted from here on
+            self._stopping, unfinished = True, self._accepted - self._keeping_weights
+        for task in unfinished:
+            task.deliver(RequestError(503, "the server is shutting down"))
+        self._run_queued()
 
     def _load_weights(self, place: Callable[[], Tree], step: int) -> None:
         for leaf in jax.tree.leaves(self._params):
@@ -170,6 +180,9 @@ class EngineThread:
         """Runs all queued commands; blocks for one if no task is running."""
         if not self._tasks:
             self._commands.get()()
+        self._run_queued()
+
+    def _run_queued(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
 
@@ -203,7 +216,7 @@ class EngineThread:
         try:
             task.slot = self._engine.submit(task.request)
         except ValueError as error:
-            self._decrement()
+            self._forget(task)
             task.deliver(RequestError(400, str(error)))
         else:
             self._tasks[task.slot] = task
@@ -218,15 +231,15 @@ class EngineThread:
             self._deferred.remove(task)
         else:
             return
-        self._decrement()
+        self._forget(task)
 
     def _end_generation(self, task: GenerationTask) -> None:
         del self._tasks[task.slot]
         if task.keep_weights:
             self._keeping_weights.add(task)
         else:
-            self._decrement()
+            self._forget(task)
 
-    def _decrement(self) -> None:
+    def _forget(self, task: GenerationTask) -> None:
         with self._lock:
-            self._n_tasks -= 1
+            self._accepted.discard(task)

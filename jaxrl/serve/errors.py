@@ -11,12 +11,17 @@ ERROR_TYPES = {
 }
 
 
+MAX_MESSAGE = 1000  # characters: a message may contain values of the request
+
+
 class RequestError(Exception):
     """A request that ends with an HTTP error status; `param` names the offending request field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ):
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + " ..."
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 

@@ -2,29 +2,20 @@
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.serve.body import parse_json
 from jaxrl.serve.errors import RequestError
+from jaxrl.serve.prompt import Limits, check_size, encode_text, too_long
 from jaxrl.serve.request_fields import ChatFields, CompletionFields, Fields, read_fields
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What the server accepts."""
-
-    model_name: str  # the served model name
-    max_model_len: int  # tokens of prompt and response together
-    vocab: int
-    n_stop_ids: int  # stop token ids of a request, in addition to the model's own
-    n_choices: int  # choices of one request
+MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +46,18 @@ class GenerationRequest:
         return sum(map(len, self.prompts))
 
 
-def parse_chat(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
-    """The request of /v1/chat/completions. Raises RequestError if the body is invalid."""
+def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+    """The request of a body of /v1/chat/completions. Raises RequestError if it is invalid."""
+    body = parse_json(raw, max_values=limits.max_values)
     fields, present = read_fields(ChatFields, body, limits.model_name)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(400, "messages must be a non-empty list", param="messages")
+    _check_limits(fields, limits, n_prompts=1)
+    messages = _messages(body.get("messages"), limits)
     try:
-        prompt = renderer.render([_message(m) for m in messages])
+        text = renderer.text(messages)
     except ValueError as error:  # of the template
         raise RequestError(400, str(error), param="messages") from error
+    # the template already contains the special tokens
+    prompt = encode_text(text, renderer, limits, special_tokens=False)
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in present]
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
@@ -81,10 +74,13 @@ def parse_chat(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationR
     )
 
 
-def parse_completion(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
-    """The request of /v1/completions. Raises RequestError if the body is invalid."""
+def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+    """The request of a body of /v1/completions. Raises RequestError if it is invalid."""
+    body = parse_json(raw, max_values=limits.max_values)
     fields, present = read_fields(CompletionFields, body, limits.model_name)
-    prompts = [_tokenize(p, renderer, limits.vocab) for p in _prompts(body.get("prompt"))]
+    texts = _prompts(body.get("prompt"))
+    _check_limits(fields, limits, len(texts))
+    prompts = [_tokenize(text, renderer, limits) for text in texts]
     return _request(
         fields,
         limits,
@@ -112,8 +108,7 @@ def _request(
     n_top: int,
     echo: bool = False,
 ) -> GenerationRequest:
-    """The request of fields that both endpoints share, checked against `limits`."""
-    _check_limits(fields, limits, len(prompts))
+    """The request of fields that both endpoints share."""
     if fields.stream and logprobs and (n_top or echo):
         raise RequestError(
             400,
@@ -167,36 +162,38 @@ def _max_tokens(prompt_len: int, wanted: int | None, max_model_len: int) -> int:
     if prompt_len == 0:
         raise RequestError(400, "the prompt is empty; send at least one token", param="prompt")
     if prompt_len >= max_model_len or (wanted or 0) > max_model_len - prompt_len:
-        response = f" and {wanted} for the response" if wanted else ""
-        raise RequestError(
-            400,
-            f"this model's context is {max_model_len} tokens; the request has {prompt_len} in the "
-            f"prompt{response}; shorten the prompt or lower max_tokens",
-            code="context_length_exceeded",
+        raise too_long(
+            str(prompt_len), max_model_len, f"{wanted} for the response" if wanted else ""
         )
     if wanted == 0:
         raise RequestError(400, "max_tokens is 0; request at least one token", param="max_tokens")
     return max_model_len - prompt_len if wanted is None else wanted
 
 
+def _messages(messages: Any, limits: Limits) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(400, "messages must be a non-empty list", param="messages")
+    if len(messages) > limits.max_model_len:
+        raise too_long(f"{len(messages)} messages", limits.max_model_len)
+    texts = [_message(message) for message in messages]
+    check_size(sum(len(text["content"].encode()) for text in texts), limits)
+    return texts
+
+
 def _message(message: Any) -> dict[str, str]:
     """Role and text of a chat message; text parts are joined."""
     role = content = None
-    if isinstance(message, Mapping):
+    if isinstance(message, dict):
         role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        parts = [
-            p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None
-            for p in content
-        ]
-        content = None if None in parts else "".join(map(str, parts))
-    if not isinstance(role, str) or not isinstance(content, str):
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in (role, *texts)):
         raise RequestError(
             400,
             "a message needs a role and text content; other content is not supported",
             param="messages",
         )
-    return {"role": role, "content": content}
+    return {"role": str(role), "content": "".join(texts)}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -219,15 +216,24 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tokenize(prompt: str | list[int], renderer: ChatRenderer, vocab: int) -> np.ndarray:
-    ids = renderer.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    if ids and not 0 <= min(ids) <= max(ids) < vocab:
-        raise RequestError(400, f"token ids of a prompt must be 0 to {vocab - 1}", param="prompt")
-    return np.array(ids, np.int32)
+def _tokenize(prompt: str | list[int], renderer: ChatRenderer, limits: Limits) -> np.ndarray:
+    if isinstance(prompt, str):
+        return encode_text(prompt, renderer, limits, special_tokens=True)
+    if prompt and not 0 <= min(prompt) <= max(prompt) < limits.vocab:
+        raise RequestError(
+            400, f"token ids of a prompt must be 0 to {limits.vocab - 1}", param="prompt"
+        )
+    return np.array(prompt, np.int32)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         raise RequestError(400, "stop must be a non-empty string or a list of them", param="stop")
+    if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_LEN:
+        raise RequestError(
+            400,
+            f"stop accepts at most {MAX_STOPS} strings of at most {MAX_STOP_LEN} characters",
+            param="stop",
+        )
     return tuple(strings)

@@ -1,25 +1,26 @@
 """Fields of the request bodies: OpenAI's, vLLM's extensions, and those that are not supported."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl.config.schema import build, flatten, key, keys, nearest, to_dict
 from jaxrl.serve.errors import RequestError
 from jaxrl.serve.score import N_TOP
 
+MAX_INT = 2**31 - 1
+MAX_FIELD_LEN = 1024  # characters of a string or items of a list, in fields other than UNTYPED
 # Unsupported fields of OpenAI and vLLM, with the values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": (),
+    "logit_bias": ({},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "response_format": (),
-    "response_format.type": ("text",),
+    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -47,16 +48,18 @@ class Fields:
     """Fields of both endpoints: OpenAI's, then vLLM's."""
 
     model: str = key("", "served model name; '' accepts any")
-    max_tokens: int = key(0, "response tokens; default: the rest of the context (chat) or 16", ge=0)
-    temperature: float = key(1.0, "softmax temperature; 0 = greedy", ge=0)
+    max_tokens: int = key(
+        0, "response tokens; default: the rest of the context (chat) or 16", ge=0, le=MAX_INT
+    )
+    temperature: float = key(1.0, "softmax temperature; 0 = greedy", ge=0, le=100)
     top_p: float = key(
         1.0, "nucleus sampling: the most likely tokens with this total probability", gt=0, le=1
     )
-    n: int = key(1, "choices per prompt", ge=1)
-    seed: int = key(0, "random seed; default: a new one per request")
+    n: int = key(1, "choices per prompt", ge=1, le=MAX_INT)
+    seed: int = key(0, "random seed; default: a new one per request", ge=-(2**63), le=2**63 - 1)
     stream: bool = key(False, "send the response as server-sent events")
     stream_options: StreamOptions = dataclasses.field(default_factory=StreamOptions)
-    top_k: int = key(0, "sample from the k most likely tokens; 0 or -1 = off", ge=-1)
+    top_k: int = key(0, "sample from the k most likely tokens; 0 or -1 = off", ge=-1, le=MAX_INT)
     min_p: float = key(
         0.0,
         "minimum probability of a token, relative to that of the most likely one",
@@ -70,7 +73,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
-    max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0)
+    max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
     logprobs: bool = key(False, "return the logprob of every token")
     top_logprobs: int = key(
         0, "return the logprobs of this many most likely tokens", ge=0, le=N_TOP
@@ -97,20 +100,13 @@ def read_fields[F: Fields](schema: type[F], body: Any, model: str) -> tuple[F, d
     if not isinstance(body, Mapping):
         raise RequestError(400, "the body of the request must be a JSON object")
     known = keys(schema)
-    present = {}
-    for name, value in flatten({k: v for k, v in body.items() if k not in UNTYPED}).items():
-        field = name.split(".")[0]
-        if value is None or field in IGNORED or value in UNSUPPORTED.get(name, ()):
-            continue
-        if field in UNSUPPORTED:
-            raise RequestError(
-                400, f"{field} is not supported by this server; leave it out", param=field
-            )
-        if name not in known:
-            guess = nearest(name, known)
-            hint = f"; did you mean {guess}?" if guess else ""
-            raise RequestError(400, f"unknown field {name}{hint}", param=name)
-        present[name] = value
+    present = {
+        name: value
+        for name, value in _members(body, known).items()
+        if value is not None and not _has_no_effect(name, value)
+    }
+    for name, value in present.items():
+        _check_field(name, value, known)
     fields, errors = build(schema, flatten(to_dict(schema())) | present)
     if errors:
         raise RequestError(400, "; ".join(errors))
@@ -122,3 +118,40 @@ def read_fields[F: Fields](schema: type[F], body: Any, model: str) -> tuple[F, d
             code="model_not_found",
         )
     return fields, present
+
+
+def _members(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """The typed fields of a body; members of an object with typed members have dotted names."""
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    members = {}
+    for name, value in body.items():
+        if name in sections and isinstance(value, Mapping):
+            members |= {f"{name}.{member}": inner for member, inner in value.items()}
+        elif name not in UNTYPED and name not in IGNORED:
+            members[name] = value
+    return members
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    """Whether it is an accepted value of an unsupported field; true is not 1."""
+    return any(
+        value == v and isinstance(value, bool) == isinstance(v, bool)
+        for v in UNSUPPORTED.get(name, ())
+    )
+
+
+def _check_field(name: str, value: Any, known: Iterable[str]) -> None:
+    """Checks that cost little, before any value is converted or printed."""
+    if name in UNSUPPORTED:
+        raise RequestError(400, f"{name} is not supported by this server; leave it out", param=name)
+    if any(other.startswith(f"{name}.") for other in known):
+        raise RequestError(400, f"{name} must be an object", param=name)
+    if name not in known:
+        name = name[:64]
+        guess = nearest(name, known)
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise RequestError(400, f"unknown field {name}{hint}", param=name)
+    if isinstance(value, Mapping):
+        raise RequestError(400, f"{name} must not be an object", param=name)
+    if isinstance(value, str | list) and len(value) > MAX_FIELD_LEN:
+        raise RequestError(400, f"{name} has more than {MAX_FIELD_LEN} items", param=name)

@@ -88,6 +88,7 @@ def test_the_command_line_accepts_the_default_of_every_key():
         ("--config.rollout=3", "rollout is a section; set one of its keys"),
         ("--config.rollout.n=many", "rollout.n='many' is of type str; set an int"),
         ("--config.rollout.n=1.5", "rollout.n=1.5 is of type float; set an int"),
+        (f"--config.learner.lr={'9' * 400}", "99 is too large for a float"),
         ("--config.learner.lr=fast", "learner.lr='fast' is of type str; set a float"),
         ("--config.resume=maybe", "resume='maybe' is of type str; set a bool"),
         ("--config.learner.buckets=a,b", "learner.buckets=('a', 'b')"),

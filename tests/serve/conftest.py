@@ -1,6 +1,7 @@
 """A tiny random model with a tokenizer, in Hugging Face format."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,9 @@ SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=272, max_len=1024)
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    """A Llama with random weights and a byte-level tokenizer; <|im_end|> (id 2) ends a response.
-
-    The weights are scaled up so that the token distributions are far from uniform.
-    """
-    folder = tmp_path_factory.mktemp("served") / "model"
-    with jax.set_mesh(make_mesh()):
-        cfg = DecoderConfig(family="llama", **SHAPE)
-        params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
-        save_model(folder, jax.tree.map(lambda w: w * 4.0 if w.ndim > 1 else w, params))
+def tokenizer_folder(tmp_path_factory):
+    """A byte-level tokenizer with a chat template; <|im_end|> (id 2) ends a response."""
+    folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,3 +40,17 @@ def model_folder(tmp_path_factory):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer_folder):
+    """A Llama with random weights and the tokenizer.
+
+    The weights are scaled up so that the token distributions are far from uniform.
+    """
+    folder = tmp_path_factory.mktemp("served") / "model"
+    with jax.set_mesh(make_mesh()):
+        cfg = DecoderConfig(family="llama", **SHAPE)
+        params = init_params(jax.random.key(1), decoder_specs(cfg), TRAIN, jnp.float32)
+        save_model(folder, jax.tree.map(lambda w: w * 4.0 if w.ndim > 1 else w, params))
+    return shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)

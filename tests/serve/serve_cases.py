@@ -55,7 +55,10 @@ def serving(arguments, *, poll_s=0.05):
     service = open_service(options, run)
     if service.watcher is not None:
         service.watcher._poll_s = poll_s
-    with listener(options.host, options.port) as listening, running(server(service), listening):
+    with (
+        listener(options.host, options.port) as listening,
+        running(server(service, options), listening),
+    ):
         base = url(listening)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0)
         yield SimpleNamespace(service=service, base=base, client=client, run=run, options=options)

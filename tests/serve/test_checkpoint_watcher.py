@@ -194,14 +194,14 @@ def test_deferred_requests_can_be_cancelled_and_count_toward_the_limit(
     wait_until(lambda: followed.service.engine.updating)
     with pytest.raises(openai.APITimeoutError):
         followed.client.completions.create(**BODY, timeout=0.1)
-    wait_until(lambda: followed.service.engine._n_tasks == 1)
+    wait_until(lambda: len(followed.service.engine._accepted) == 1)
     with pytest.raises(openai.RateLimitError), concurrent.futures.ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: followed.client.completions.create(**BODY), range(6)))
     stream.close()
     wait_for_step(followed, step)
     answer = followed.client.completions.create(**BODY, extra_body=IDS)
     assert answer.choices[0].token_ids == expected(step)[0]
-    wait_until(lambda: followed.service.engine._n_tasks == 0)
+    wait_until(lambda: len(followed.service.engine._accepted) == 0)
 
 
 def test_scoring_uses_the_weights_that_generated(followed, run_folder, weights, monkeypatch):

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.serve.__main__ import listener, main, open_service, read, server, url
+from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
@@ -284,7 +284,7 @@ def test_overload_is_rejected_at_once_and_affects_no_other_request(served, held)
 
     with concurrent.futures.ThreadPoolExecutor(MAX_TASKS) as pool:
         answers = pool.map(generate, range(MAX_TASKS))
-        wait_until(lambda: served.service.engine._n_tasks == MAX_TASKS)
+        wait_until(lambda: len(served.service.engine._accepted) == MAX_TASKS)
         with pytest.raises(openai.RateLimitError, match="6 responses are in progress") as refused:
             generate(None)
         assert refused.value.response.headers["retry-after"] == "1"
@@ -295,7 +295,7 @@ def test_overload_is_rejected_at_once_and_affects_no_other_request(served, held)
 
 def test_a_request_ends_at_its_timeout(served, held):
     service = dataclasses.replace(served.service, timeout_s=0.2)
-    web = server(service)
+    web = server(service, served.options)
     web.config.lifespan = "off"  # the engine is already running
     with listener("127.0.0.1", 0) as listening, running(web, listening):
         client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
@@ -425,7 +425,7 @@ def test_all_errors_have_the_openai_format(served):
 
 def test_shutdown_finishes_running_requests(served, model):
     thread = EngineThread(model.engine, model.params, model.mesh, ServerMetrics(), max_tasks=4)
-    web = server(dataclasses.replace(served.service, engine=thread))
+    web = server(dataclasses.replace(served.service, engine=thread), served.options)
     with listener("127.0.0.1", 0) as listening, running(web, listening):
         client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
         stream = client.completions.create(model="tiny", prompt="x", stream=True, seed=1, **LONG)
@@ -458,11 +458,27 @@ def test_the_command_line_reports_errors(model_folder, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_public_server_without_a_key_warns(monkeypatch, caplog):
+def test_a_server_that_other_machines_reach_requires_a_key(monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.serve.__main__.open_model", lambda *_, **__: 1 / 0)
-    public = "--host=0.0.0.0"
-    for options, warned in ([public], True), ([public, "--api-key=k"], False), ([], False):
-        caplog.clear()
-        with pytest.raises(ZeroDivisionError):
-            open_service(*read(["--model=x", *options]))
-        assert ("without an API key" in caplog.text) == warned
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    for host in "0.0.0.0", "", "::":
+        assert main(["--model=x", "--port=0", f"--host={host}"]) == 1
+        assert "other machines can reach" in capsys.readouterr().err
+    for options in ["--host=0.0.0.0", "--api-key=k"], ["--host=0.0.0.0", "--no-api-key"], []:
+        with pytest.raises(ZeroDivisionError):  # allowed to load the model
+            main(["--model=x", "--port=0", *options])
+    for host in "127.0.0.1", "localhost", "::1":
+        with listener(host, 0) as listening:
+            require_key(read(["--model=x"])[0], listening)
+
+
+def test_limits_that_are_too_small_are_errors(capsys):
+    for option, message in {
+        "--max-body-mib=0": "--max-body-mib=0 is too small; set 1 or more",
+        "--read-timeout-s=0": "--read-timeout-s=0.0 is too small",
+        "--max-bodies-mib=7": "--max-bodies-mib must be at least --max-body-mib",
+        "--no-api-key": "--no-api-key contradicts",
+    }.items():
+        with pytest.raises(SystemExit):
+            read(["--model=x", "--api-key=k", option])
+        assert message in capsys.readouterr().err
