@@ -23,7 +23,9 @@ class ConnectionLimits:
     """Number of connections, and time that a client may take."""
 
     n_connections: int = 512
-    read_s: float = 30.0  # from the start of a connection or request to the end of the request's body
+    read_s: float = (
+        30.0  # from the start of a connection or request to the end of the request's body
+    )
     write_s: float = 30.0  # for which sent data may stay unread
 
 
