@@ -1,0 +1,345 @@
+"""Estimators, losses, KL terms and corrections against NumPy ports of verl, OpenRLHF and TRL.
+
+The batch has observation tokens, responses of uneven length and padding; jaxrl packs it into
+several micro-batches, the ports (peers.py) see padded rows. Losses are compared with gradients.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.algorithms.advantages import ADVANTAGES
+from jaxrl.algorithms.aggregation import AGGREGATIONS, aggregate, apply_mask
+from jaxrl.algorithms.kl import KL_ESTIMATORS
+from jaxrl.algorithms.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.preference import dpo, ipo, kto
+from jaxrl.algorithms.rejection import REJECTIONS
+from jaxrl.algorithms.value_loss import value_loss
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.data.packing import gather, pack
+from jaxrl.learner.policy_objective import (
+    importance_weights,
+    kept_tokens,
+    policy_loss,
+    policy_loss_inputs,
+    reference_kl,
+)
+from jaxrl.trainer.advantage import add_advantages
+from jaxrl.trainer.mini_batches import MiniBatch, with_mean_weight
+from jaxrl.types import TrainingSample
+from tests.algorithms import peers
+
+N, T, SAMPLES, LONGEST = 12, 11, 4, 16
+RNG = np.random.default_rng(3)
+LENGTHS = RNG.integers(3, T + 1, N)
+IN_RESPONSE = np.arange(T) < LENGTHS[:, None]
+MASK = (IN_RESPONSE & (RNG.random((N, T)) > 0.25)).astype(float)
+MASK[:, 0] = 1.0
+
+
+def logps(base=None, spread=0.3):
+    """Logprobs around -3, or around others."""
+    around = np.full((N, T), -3.0) if base is None else base
+    return (around + spread * RNG.standard_normal((N, T))).astype(np.float32).astype(float)
+
+
+ROLLOUT = logps()
+OLD = logps(ROLLOUT)
+BATCH = peers.Responses(
+    mask=MASK,
+    logp=logps(OLD),
+    old_logp=OLD,
+    rollout_logp=ROLLOUT,
+    ref_logp=logps(OLD, 0.5),
+    advantages=(RNG.standard_normal((N, 1)) * np.ones((N, T))).astype(np.float32).astype(float),
+    selected=(RNG.random((N, T)) > 0.6).astype(float),
+)
+
+
+def sample(i: int) -> TrainingSample:
+    """Response i after a prompt of 2 to 5 tokens."""
+    inside = IN_RESPONSE[i]
+    return TrainingSample(
+        prompt_tokens=np.arange(2 + i % 4, dtype=np.int32),
+        tokens=np.arange(LENGTHS[i], dtype=np.int32),
+        loss_mask=MASK[i][inside] > 0,
+        rollout_logp=ROLLOUT[i][inside].astype(np.float32),
+        advantages=BATCH.advantages[i][inside].astype(np.float32),
+        selected=BATCH.selected[i][inside] > 0,
+    )
+
+
+PACKED = pack([sample(i) for i in range(N)], shapes=((4, 16),), align=4, n_ranks=1)
+
+
+def placed(rows):
+    """[N, T] values at the tokens of every micro-batch; 50 at prompts and padding."""
+    arrays = []
+    for micro in PACKED:
+        array = np.full(micro.batch.tokens.shape, 50.0, np.float32)
+        for span in micro.spans:
+            values = rows[span.item][: span.length]
+            array[span.row, span.start : span.start + span.length] = values
+        arrays.append(array)
+    return arrays
+
+
+FILLED = [
+    dataclasses.replace(
+        micro,
+        batch=jax.tree.map(jnp.asarray, micro.batch.replace(old_logp=old, ref_logp=ref)),
+    )
+    for micro, old, ref in zip(PACKED, placed(BATCH.old_logp), placed(BATCH.ref_logp), strict=True)
+]
+MICRO_BATCHES = [micro.batch for micro in FILLED]
+
+
+def rows_of(arrays):
+    """Per-token values of the micro-batches as [N, T] rows, 0 outside of the mask."""
+    found = gather([np.asarray(x) for x in arrays], PACKED)
+    padded = [np.pad(x, (0, T - len(x))) for x in found]
+    return np.stack(padded) * MASK
+
+
+def config(**algorithm) -> RunConfig:
+    keys = dict(old_logp="recompute", clip_low=0.2, clip_high=0.28) | algorithm
+    return RunConfig(algorithm=AlgorithmConfig(**keys))
+
+
+def inputs_of(logp, batch, cfg):
+    """Everything that a loss, correction or rejection reads."""
+    masked, rollout = (apply_mask(x, batch.mask) for x in (logp, batch.rollout_logp))
+    return policy_loss_inputs(masked, rollout, batch, cfg)
+
+
+def token_values(function, cfg):
+    """[N, T] values of function(inputs, algorithm) over all micro-batches."""
+    pairs = zip(MICRO_BATCHES, placed(BATCH.logp), strict=True)
+    found = [
+        function(inputs_of(jnp.asarray(logp), batch, cfg), cfg.algorithm) for batch, logp in pairs
+    ]
+    return rows_of(found)
+
+
+def loss_and_gradient(function, cfg, aggregation="token_mean"):
+    """Loss of all micro-batches and its gradient [N, T], for function(inputs, batch, algorithm)."""
+
+    def total(logp, batch):
+        loss = function(inputs_of(logp, batch, cfg), batch, cfg.algorithm)
+        return aggregate(
+            loss, batch.mask, batch.response_len, mode=aggregation, max_response_len=LONGEST
+        )
+
+    sums, weights, grads = 0.0, 0.0, []
+    for batch, logp in zip(MICRO_BATCHES, placed(BATCH.logp), strict=True):
+        (value, weight), grad = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logp), batch)
+        assert not np.asarray(grad)[np.asarray(batch.mask) == 0].any()
+        sums, weights = sums + float(value), weights + float(weight)
+        grads.append(grad)
+    return sums / weights, rows_of(grads) / weights
+
+
+def assert_same(got, peer_loss, aggregation="token_mean"):
+    """`got` is the loss and gradient of peer_loss(logp, sg) -> [N, T]."""
+    reduce = peers.AGGREGATIONS[aggregation]
+
+    def total(logp):
+        return reduce(peer_loss(logp, BATCH.logp), MASK, LONGEST)
+
+    value, grad = got
+    np.testing.assert_allclose(value, total(BATCH.logp), rtol=2e-5, atol=1e-6)
+    want = peers.gradient(total, BATCH.logp)
+    np.testing.assert_allclose(grad, want * MASK, rtol=1e-3, atol=2e-6)
+
+
+def test_the_batch_is_what_it_should_be():
+    assert len(MICRO_BATCHES) > 2
+    assert len(set(LENGTHS.tolist())) > 3
+    observations = IN_RESPONSE & (MASK == 0)
+    assert observations.sum() > 5
+
+
+PAPER = dict(gspo="seq_mean_token_mean", gspo_token="seq_mean_token_mean")
+PAPER |= dict(gmpo="seq_mean_token_mean", sapo="seq_mean_token_mean")
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_and_their_gradients(name):
+    cfg, aggregation = config(policy_loss=name), PAPER.get(name, "token_mean")
+    got = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), cfg, aggregation)
+    peer = peers.POLICY_LOSSES[name]
+    assert_same(got, lambda logp, sg: peer(logp, sg, BATCH, 0.2, 0.28), aggregation)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_aggregations(name):
+    got = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), config(), name)
+    assert_same(got, lambda logp, sg: peers.ppo_clip(logp, sg, BATCH, 0.2, 0.28), name)
+
+
+def test_clamped_log_ratios_are_those_of_verl():
+    """The ports have the clamp of 20, which changes nothing here; at 0.2 gradients vanish."""
+    cfg = config(policy_loss="sapo", log_ratio_clamp=0.2)
+    _, grad = loss_and_gradient(lambda x, batch, a: policy_loss(x, a), cfg)
+    beyond = np.abs(BATCH.logp - BATCH.old_logp) > 0.2
+    np.testing.assert_array_equal(grad[MASK > 0] == 0, beyond[MASK > 0])
+
+
+@pytest.mark.parametrize("name", [n for n in KL_ESTIMATORS if not n.startswith("full")])
+def test_kl_estimators_and_their_gradients(name):
+    got = loss_and_gradient(
+        lambda x, batch, a: reference_kl(x, None, batch, a), config(kl=name, kl_coef=1.0)
+    )
+    assert_same(got, lambda logp, sg: peers.KLS[name](logp, sg, BATCH))
+
+
+D = BATCH.old_logp - BATCH.rollout_logp
+CORRECTIONS = {
+    "verl token": (
+        dict(correction="token_tis", correction_high=1.2),
+        peers.verl_token(D, MASK, 1.2),
+    ),
+    "verl sequence": (
+        dict(correction="seq_tis", correction_high=1.2),
+        peers.verl_sequence(D, MASK, 1.2),
+    ),
+    "TRL token_truncate": (
+        dict(correction="token_tis", correction_floor=0.8, correction_high=1.2),
+        peers.trl("token_truncate", D, MASK, 0.8, 1.2),
+    ),
+    "TRL sequence_truncate": (
+        dict(correction="seq_tis", correction_floor=0.8, correction_high=1.2),
+        peers.trl("sequence_truncate", D, MASK, 0.8, 1.2),
+    ),
+    "TRL token_mask": (
+        dict(correction="icepop", correction_low=0.8, correction_high=1.2),
+        peers.trl("token_mask", D, MASK, 0.8, 1.2),
+    ),
+    "TRL sequence_mask": (
+        dict(correction="seq_icepop", correction_low=0.4, correction_high=2.5),
+        peers.trl("sequence_mask", D, MASK, 0.4, 2.5),
+    ),
+    "OpenRLHF tis": (
+        dict(correction="token_tis", correction_floor=0.8, correction_high=1.2),
+        peers.openrlhf("tis", D, MASK, 0.8, 1.2),
+    ),
+    "OpenRLHF icepop": (
+        dict(correction="icepop", correction_low=0.8, correction_high=1.2),
+        peers.openrlhf("icepop", D, MASK, 0.8, 1.2),
+    ),
+    "OpenRLHF seq-mask-tis": (
+        dict(correction="token_tis", correction_high=1e9)
+        | dict(rejection="seq_mean_k1", rejection_low=0.95, rejection_high=1.05),
+        peers.openrlhf("seq-mask-tis", D, MASK, 0.95, 1.05),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_importance_weights(name):
+    keys, want = CORRECTIONS[name]
+    got = token_values(lambda x, a: importance_weights(x, a) * kept_tokens(x, a), config(**keys))
+    np.testing.assert_allclose(got, want * MASK, rtol=1e-5, atol=1e-7)
+    assert len(np.unique(want[MASK > 0])) > 3, "the bounds do not decide everything"
+
+
+@pytest.mark.parametrize("level, correction", [("token", "token_tis"), ("sequence", "seq_tis")])
+def test_weights_of_mean_one(level, correction):
+    cfg = config(correction=correction, correction_high=1.2, correction_normalize=True)
+    weights = {"token": peers.verl_token, "sequence": peers.verl_sequence}[level](D, MASK, 1.2)
+    mean = with_mean_weight(MiniBatch(FILLED), cfg.algorithm).mean_weight
+    got = token_values(importance_weights, cfg) / mean
+    np.testing.assert_allclose(got, peers.verl_normalized(weights, MASK, level) * MASK, rtol=1e-5)
+
+
+# Thresholds that reject some tokens or responses of this batch, and keep others.
+BOUNDS = dict(token_k1=(0.8, 1.2), seq_sum_k1=(0.6, 1.6), seq_mean_k1=(0.95, 1.05))
+MAXIMA = dict(token_k2=0.02, token_k3=0.02, seq_sum_k2=0.3, seq_sum_k3=0.3, seq_mean_k2=0.04)
+MAXIMA |= dict(seq_mean_k3=0.04, seq_max_k2=0.15, seq_max_k3=0.15)
+
+
+@pytest.mark.parametrize("name", [n for n in REJECTIONS if n != "none"])
+def test_rejections(name):
+    if name in BOUNDS:
+        low, high = BOUNDS[name]
+        keys = dict(rejection_low=low, rejection_high=high)
+        # verl bounds the engine's probability over the trainer's
+        lower, upper = 1 / high, 1 / low
+    else:
+        lower, upper = 0.0, MAXIMA[name]
+        keys = dict(rejection_max=upper)
+    got = token_values(kept_tokens, config(rejection=name, **keys))
+    want = peers.verl_rejection(name, D, MASK, lower, upper) * MASK
+    np.testing.assert_array_equal(got, want)
+    assert 0 < want.sum() < MASK.sum()
+
+
+def test_the_off_policy_mask_of_trl():
+    got = token_values(kept_tokens, config(off_policy_threshold=0.02))
+    want = peers.trl_off_policy_mask(BATCH.logp, BATCH, 0.02) * MASK
+    np.testing.assert_array_equal(got, want)
+    assert 0 < want.sum() < MASK.sum()
+
+
+@pytest.mark.parametrize("kl_in_reward", [False, True])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "distill"])
+def test_advantages(name, kl_in_reward):
+    scores = RNG.integers(0, 3, N).astype(float)
+    scores[:SAMPLES] = 1.0  # a group of equal rewards
+    kl = 0.1 * (BATCH.rollout_logp - BATCH.ref_logp) * MASK * kl_in_reward
+    values = RNG.standard_normal((N, T)).astype(np.float32).astype(float)
+    keys = dict(gamma=0.9, lam=0.8) if name in ("gae", "reinforce_plus_plus") else {}
+    cfg = AlgorithmConfig(advantage=name, **keys)
+    baselines = np.repeat(RNG.random(N // SAMPLES), SAMPLES)
+    samples = [
+        dataclasses.replace(sample(i), values=values[i, : LENGTHS[i]].astype(np.float32))
+        for i in range(N)
+    ]
+    got = add_advantages(
+        samples,
+        scores,
+        cfg,
+        SAMPLES,
+        penalties=[k[:n].astype(np.float32) for k, n in zip(kl, LENGTHS, strict=True)],
+        baselines=baselines,
+    )
+    rewards = -kl
+    for i in range(N):
+        rewards[i, np.flatnonzero(MASK[i])[-1]] += scores[i]
+    port = peers.ADVANTAGES[name]
+    want = port(rewards, MASK, SAMPLES, values=values, baselines=baselines, gamma=0.9, lam=0.8)
+    padded = np.stack([np.pad(s.advantages, (0, T - len(s.tokens))) for s in got])
+    np.testing.assert_allclose(padded, want, rtol=1e-4, atol=1e-5)
+
+
+def test_preference_losses():
+    chosen, rejected = RNG.standard_normal(8), RNG.standard_normal(8)
+    ours = jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32)
+    for smoothing in (0.0, 0.1):
+        want = peers.trl_dpo(chosen, rejected, 0.3, smoothing)
+        got = dpo(*ours, beta=0.3, label_smoothing=smoothing)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    want = peers.trl_ipo(chosen, rejected, 0.3)
+    np.testing.assert_allclose(ipo(*ours, beta=0.3), want, rtol=1e-5, atol=1e-6)
+    got = kto(*ours, beta=0.3, kl=0.2, chosen_weight=1.5, rejected_weight=0.7).mean()
+    want = peers.trl_kto(chosen, rejected, 0.2, 0.3, 1.5, 0.7)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_the_value_loss_of_verl():
+    values, old, returns = (RNG.standard_normal((N, T)).astype(np.float32) for _ in range(3))
+    got = value_loss(*map(jnp.asarray, (values, old, returns)), clip=0.3)
+    want = peers.verl_value_loss(values, old, returns, 0.3)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_every_name_has_a_port():
+    without = {"distill", "full", "full+"}  # no sampled-token counterpart in these projects
+    ours = set(itertools.chain(ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, AGGREGATIONS))
+    ports = itertools.chain(peers.ADVANTAGES, peers.POLICY_LOSSES, peers.KLS, peers.AGGREGATIONS)
+    assert ours - set(ports) == without
+    assert {"none", *BOUNDS, *MAXIMA} == set(REJECTIONS)
