@@ -1,9 +1,9 @@
 """Advantage estimators on host arrays: P prompts with n samples each, or N responses of T tokens.
 
 A response-level estimator gives one number per response, which applies to each of its tokens. A
-token-level estimator (`gae`, `reinforce_plus_plus`, `distill`) gives one number per token. All
-arithmetic is float64: in float32 the mean of equal rewards has a rounding error, which division by
-a small standard deviation would amplify.
+token-level estimator (`gae`, `reinforce_plus_plus`, `distill`, `remax`) gives one number per token.
+All arithmetic is float64: in float32 the mean of equal rewards has a rounding error, which division
+by a small standard deviation would amplify.
 """
 
 import dataclasses
@@ -91,12 +91,21 @@ def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e
     return _float32(np.eye(r.shape[1])[best] * gain[:, None])
 
 
-def remax(rewards: Groups, baselines: Float[np.ndarray, " P"]) -> Groups:
-    """A = r - b with b the reward of the greedy response to the same prompt.
+def remax(
+    task_rewards: Float[np.ndarray, " N"],
+    baselines: Float[np.ndarray, " N"],
+    token_kl_rewards: Tokens,
+    mask: Tokens,
+) -> Tokens:
+    """A_t = r - b + Σ_{s >= t} k_s with b the reward of the greedy response to the same prompt.
 
-    ReMax (https://arxiv.org/abs/2310.10505).
+    ReMax, algorithm 1 (https://arxiv.org/abs/2310.10505). r is the reward without a KL; all samples
+    of a prompt share b. k_s is minus the KL penalty of a token, which is part of the reward-to-go
+    but not of b, as in verl's compute_remax_outcome_advantage. Without a KL in the reward, A is the
+    same at every token.
     """
-    return _float32(rewards.astype(np.float64) - baselines.astype(np.float64)[:, None])
+    gain = task_rewards.astype(np.float64) - baselines.astype(np.float64)
+    return _float32((gain[:, None] + _discounted(token_kl_rewards * mask, 1.0)) * mask)
 
 
 def reinforce_plus_plus_baseline(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
@@ -214,7 +223,9 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": Advantage(
         reinforce_plus_plus_baseline, ("rewards", "lengths"), needs_group=True
     ),
-    "remax": Advantage(remax, ("rewards", "baselines")),
+    "remax": Advantage(
+        remax, ("task_rewards", "baselines", "token_kl_rewards", "mask"), level="token"
+    ),
     "opo": Advantage(opo, ("rewards", "lengths"), needs_group=True),
     "gpg": Advantage(gpg, ("rewards",), needs_group=True),
     "grpo_passk": Advantage(grpo_passk, ("rewards",), ("norm_adv_by_std",), needs_group=True),

@@ -23,8 +23,9 @@ ADVANTAGES = (
     "distill",
 )
 # One advantage per token, from token rewards; all others give a response one advantage.
-TOKEN_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill")
-GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in (*TOKEN_ADVANTAGES, "remax"))
+DISCOUNTED_ADVANTAGES = ("reinforce_plus_plus", "gae", "distill")
+TOKEN_ADVANTAGES = (*DISCOUNTED_ADVANTAGES, "remax")  # remax: equal without a KL in the reward
+GROUP_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in TOKEN_ADVANTAGES)
 POLICY_LOSSES = (
     "ppo_clip",
     "dual_clip",

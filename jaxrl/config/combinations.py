@@ -25,7 +25,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 # Other keys that a name needs, or the values of its paper.
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
-    ("advantage", "remax"): {"rollout.n": 1},
     ("advantage", "distill"): {"algorithm.teacher": "teacher", "algorithm.kl_coef": 1.0},
     ("policy_loss", "gspo"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},
     ("policy_loss", "gspo_token"): {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4},

@@ -6,10 +6,10 @@ table below; jaxrl/config/combinations.py prints the matrix of docs/reference/al
 
 import dataclasses
 
-from jaxrl.config.choices import ADVANTAGES, FULL_KLS, KLS, TOKEN_ADVANTAGES
+from jaxrl.config.choices import ADVANTAGES, DISCOUNTED_ADVANTAGES, FULL_KLS, KLS
 from jaxrl.config.keys import AlgorithmConfig
 
-RESPONSE_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in TOKEN_ADVANTAGES)
+RESPONSE_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in DISCOUNTED_ADVANTAGES)
 
 
 @dataclasses.dataclass(frozen=True)

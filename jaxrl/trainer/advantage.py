@@ -28,7 +28,7 @@ def add_advantages(
       rewards: float64 [len(samples)].
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
         subtract its sum from the reward of the response; token-level ones subtract it per token.
-      baselines: float [len(samples)], reward of the greedy response to the same prompt (ReMax).
+      baselines: float [len(samples)], reward of the greedy response to the prompt (ReMax).
 
     Tokens outside the loss mask get advantage 0. The estimators see the remaining tokens as if
     they were contiguous.
@@ -66,7 +66,7 @@ def estimator_inputs(
     With P prompts, n samples per prompt, N samples in total, and T tokens of the loss mask:
       rewards [P, n]: rewards minus the KL penalties.
       lengths [P, n]: number of tokens of the loss mask.
-      baselines [P].
+      task_rewards, baselines [N]: rewards without KL penalties; greedy rewards.
       mask, values [N, T].
       token_kl_rewards [N, T]: minus the KL penalties.
       token_rewards [N, T]: the same, plus the reward of the response at its last token.
@@ -85,7 +85,7 @@ def estimator_inputs(
 
     def greedy_rewards() -> np.ndarray:
         assert baselines is not None
-        return baselines[::n].astype(np.float32)
+        return baselines.astype(np.float32)
 
     def values() -> np.ndarray:
         result = np.zeros_like(mask)
@@ -96,6 +96,7 @@ def estimator_inputs(
     return {
         "rewards": group_rewards,
         "lengths": lambda: lens.reshape(-1, n),
+        "task_rewards": lambda: rewards.astype(np.float32),
         "baselines": greedy_rewards,
         "token_rewards": lambda: token_rewards(rewards, lens, mask, penalties),
         "token_kl_rewards": lambda: token_rewards(np.zeros(len(lens)), lens, mask, penalties),

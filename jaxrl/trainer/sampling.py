@@ -101,10 +101,14 @@ def collect(run: Run) -> Collected:
 
 
 def greedy_baselines(run: Run, rollouts: list[ScoredRollout]) -> np.ndarray:
-    """Reward of the greedy response to the prompt of each rollout (ReMax), float64 [N]."""
-    greedy, _ = sample(run, [r.rollout.prompt for r in rollouts], greedy=True)
+    """Reward of the greedy response to the prompt of each rollout (ReMax), float64 [N].
+
+    The samples of a prompt are adjacent and share one greedy response.
+    """
+    n = run.core.cfg.rollout.n
+    greedy, _ = sample(run, [r.rollout.prompt for r in rollouts[::n]], greedy=True)
     rewarded = add_overlong_penalty(reward(run, greedy), run.core.cfg)
-    return np.array([r.reward.value for r in rewarded])
+    return np.repeat([r.reward.value for r in rewarded], n)
 
 
 def sample(

@@ -72,8 +72,16 @@ def test_passk_rewards_only_the_gain_of_the_best_response_over_the_second():
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response():
-    got = remax(rewards([1], [0]), np.array([0.25, 1.0], np.float32))
-    np.testing.assert_allclose(got, [[0.75], [-1.0]], rtol=1e-6)
+    kl, mask = rewards([0, 0], [0, 0]), rewards([1, 1], [1, 0])
+    got = remax(np.array([1, 0], np.float32), np.array([0.25, 1.0], np.float32), kl, mask)
+    np.testing.assert_allclose(got, [[0.75, 0.75], [-1.0, 0]], rtol=1e-6)
+
+
+def test_remax_adds_the_kl_rewards_from_each_token_on_but_not_those_of_the_baseline():
+    # r - b = 1 - 0.25; KL rewards -1, -2, -4: -7, -6, -4 from each token on
+    kl, mask = rewards([-1, -2, -4], [-1, -2, -4]), rewards([1, 1, 1], [1, 1, 0])
+    got = remax(np.array([1, 1], np.float32), np.array([0.25, 0.25], np.float32), kl, mask)
+    np.testing.assert_allclose(got, [[-6.25, -5.25, -3.25], [-2.25, -1.25, 0]], rtol=1e-6)
 
 
 def test_reinforce_plus_plus_baseline_whitens_over_all_tokens():

@@ -22,7 +22,17 @@ WRONG = [
     (dict(rollout__n_pages=8), "n_pages=8", "576 tokens", "at least 9"),
     (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
     (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
-    (dict(algorithm__advantage="remax"), "rollout.n=8", "rollout.n=1", "rloo"),
+    (
+        dict(
+            algorithm__advantage="remax",
+            algorithm__kl_coef=0.1,
+            algorithm__kl_in="reward",
+            algorithm__policy_loss="gmpo",
+        ),
+        "policy_loss='gmpo'",
+        "kl_in='loss'",
+        "gspo_token",
+    ),
     (dict(critic__lr=1e-6), "critic.lr=1e-06", "has no critic", "algorithm.advantage='gae'"),
     (dict(critic__shared=True), "critic.shared=True", "has no critic", "omit the critic's"),
     (

@@ -81,12 +81,25 @@ def test_every_estimator_gives_its_hand_calculated_advantages(name):
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response():
-    c = config(advantage="remax")
-    c.rollout.n = 1
-    got = add_advantages(
-        *rewarded([[1], [0]]), resolve(c).algorithm, 1, baselines=np.array([0.25, 0.25])
+    cfg = resolve(config(advantage="remax"))
+    baselines = np.array([0.25, 0.25, 1.0, 1.0])  # one greedy response per prompt
+    got = add_advantages(*rewarded([[1, 0], [1, 3]]), cfg.algorithm, 2, baselines=baselines)
+    assert advantages_of(got) == [0.75, -0.25, 0.0, 2.0]
+
+
+def test_remax_has_the_kl_in_the_reward_as_reward_to_go():
+    cfg = resolve(config(advantage="remax", kl_coef=0.5, kl_in="reward"))
+    minis, _ = make_mini_batches(
+        *rewarded([[1, 0]]),
+        cfg,
+        n_ranks=1,
+        score_old=None,
+        score_ref=constant_scores(-1.5),
+        baselines=np.array([0.25, 0.25]),
     )
-    assert advantages_of(got) == [0.75, -0.25]
+    # k1 = -1 - -1.5 = 0.5 per token, times 0.5: 0.75, 0.5 and 0.25 from each token on
+    got = [s.advantages for s in minis[0].samples]
+    np.testing.assert_allclose(got, [[0, 0.25, 0.5], [-1, -0.75, -0.5]], atol=1e-6)
 
 
 def test_the_kl_penalty_applies_to_the_response_or_to_its_tokens():

@@ -223,8 +223,7 @@ def test_full_kl_and_kl_in_the_reward_are_logged(tiny_config, tmp_path):
 @pytest.mark.thorough
 def test_remax_trains_with_a_greedy_baseline_and_clip_cov_selects_tokens(tiny_config):
     tiny_config.total_steps = 2
-    tiny_config.rollout.n = 1
-    tiny_config.data.prompts_per_step = 8
+    tiny_config.rollout.n, tiny_config.data.prompts_per_step = 2, 4
     tiny_config.algorithm.advantage = "remax"
     tiny_config.algorithm.policy_loss = "clip_cov"
     tiny_config.algorithm.clip_cov_low, tiny_config.algorithm.clip_cov_high = -100.0, 100.0

@@ -1,12 +1,12 @@
 """Rules between the keys of the algorithm, the critic and the teacher."""
 
 from jaxrl.config.choices import (
+    DISCOUNTED_ADVANTAGES,
     FULL_KLS,
     GROUP_ADVANTAGES,
     MASKING_CORRECTIONS,
     QUANTIZED_DTYPES,
     RATIO_REJECTIONS,
-    TOKEN_ADVANTAGES,
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
@@ -94,13 +94,15 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "compare with; set rollout.n to 2 or more, or algorithm.advantage to "
             "'reinforce_plus_plus' or 'remax'"
         )
-    if name == "remax" and n > 1:
+    kl_per_token = algorithm.kl_in == "reward" and algorithm.kl_coef != 0
+    if name == "remax" and kl_per_token and algorithm.policy_loss in ("gspo", "gmpo"):
         errors.append(
-            f"rollout.n={n} with algorithm.advantage='remax': its baseline is one greedy response, "
-            "not the other samples; set rollout.n=1 and more data.prompts_per_step, or "
-            "algorithm.advantage='rloo'"
+            "algorithm.advantage='remax' with algorithm.kl_in='reward' gives each token its own "
+            f"advantage, but algorithm.policy_loss={algorithm.policy_loss!r} has one ratio per "
+            "response and averages them; set algorithm.kl_in='loss', or "
+            "algorithm.policy_loss='gspo_token'"
         )
-    if algorithm.gamma != 1.0 and name not in TOKEN_ADVANTAGES:
+    if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES:
         errors.append(
             f"algorithm.gamma={algorithm.gamma} has no effect with algorithm.advantage={name!r}, "
             "which gives a response one advantage; set algorithm.gamma=1.0, or "
