@@ -36,9 +36,15 @@ class Episode:
     prompt_messages: tuple[Message, ...] = ()  # the messages that reset returned
     completion_messages: tuple[Message, ...] = ()  # assistant turns and observations after them
     n_turns: int = 0  # assistant turns
-    reward: float = 0.0  # sum over the turns
+    # (response tokens up to the end of the turn, reward) of every call of `step`
+    step_rewards: tuple[tuple[int, float], ...] = ()
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # the environment's metrics
     error: str = ""  # why the environment failed; "" if it did not
+
+    @property
+    def reward(self) -> float:
+        """Sum over the turns."""
+        return sum((reward for _, reward in self.step_rewards), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +125,7 @@ class TrainingSample:
     loss_mask: np.ndarray  # bool [response_len], True at tokens that are in the loss
     rollout_logp: np.ndarray | None = None  # float32 [response_len]; None if not sampled
     behavior_logp: np.ndarray | None = None  # float32 [response_len]; None: equal to rollout_logp
+    turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss

@@ -203,8 +203,8 @@ class EpisodeRunner:
             k: episode.counts.get(k, 0.0) + turn.counts.get(k, 0.0)
             for k in episode.counts | turn.counts
         }
-        reward = episode.reward + turn.reward
-        active.episode = dataclasses.replace(episode, reward=reward, counts=counts)
+        rewards = (*episode.step_rewards, (len(active.tokens), turn.reward))
+        active.episode = dataclasses.replace(episode, step_rewards=rewards, counts=counts)
         if turn.done:
             return self._end(active, "stop")
         if episode.n_turns == self.limits.max_turns:

@@ -69,12 +69,18 @@ def estimator_inputs(
       task_rewards, baselines [N]: rewards without KL penalties; greedy rewards.
       mask, values [N, T].
       token_kl_rewards [N, T]: minus the KL penalties.
-      token_rewards [N, T]: the same, plus the reward of the response at its last token.
+      token_rewards [N, T]: the same, plus the rewards: `turn_rewards` of the sample at its tokens,
+        and the rest of the response's reward at its last token.
     """
     lens = np.array([s.n_loss_tokens for s in samples])
     mask = (np.arange(max(lens.max(initial=1), 1)) < lens[:, None]).astype(np.float32)
     if penalties is not None:
         penalties = [p[s.loss_mask] for p, s in zip(penalties, samples, strict=True)]
+
+    turns = [response_field(s, s.turn_rewards)[s.loss_mask] for s in samples]
+    kl_rewards = np.zeros(mask.shape, np.float64)
+    if penalties is not None:
+        kl_rewards[mask > 0] = -np.concatenate(penalties)
 
     def group_rewards() -> np.ndarray:
         result = rewards.astype(np.float32)
@@ -98,22 +104,22 @@ def estimator_inputs(
         "lengths": lambda: lens.reshape(-1, n),
         "task_rewards": lambda: rewards.astype(np.float32),
         "baselines": greedy_rewards,
-        "token_rewards": lambda: token_rewards(rewards, lens, mask, penalties),
-        "token_kl_rewards": lambda: token_rewards(np.zeros(len(lens)), lens, mask, penalties),
+        "token_rewards": lambda: token_rewards(kl_rewards, rewards, turns, mask),
+        "token_kl_rewards": lambda: kl_rewards.astype(np.float32),
         "mask": lambda: mask,
         "values": values,
     }
 
 
 def token_rewards(
-    rewards: np.ndarray, lens: np.ndarray, mask: np.ndarray, penalties: Sequence[np.ndarray] | None
+    kl_rewards: np.ndarray, rewards: np.ndarray, turns: Sequence[np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """float32 [N, T]: minus the penalty at every token, plus the reward at the last token."""
-    result = np.zeros(mask.shape, np.float64)
-    if penalties is not None:
-        result[mask > 0] = -np.concatenate(penalties)
-    nonempty = lens > 0
-    result[nonempty, lens[nonempty] - 1] += rewards[nonempty]
+    """float32 [N, T]: `kl_rewards`, the rewards of turns, and the rest of `rewards` at the last."""
+    result = kl_rewards.copy()
+    result[mask > 0] += np.concatenate(turns)
+    for row, reward, turn in zip(result, rewards, turns, strict=True):
+        if len(turn):
+            row[len(turn) - 1] += reward - turn.sum(dtype=np.float64)
     return result.astype(np.float32)
 
 

@@ -13,7 +13,7 @@ from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.mini_batches import MiniBatch, make_mini_batches, to_sample
 from jaxrl.trainer.run import Core, Run
 from jaxrl.trainer.sampling import Collected, greedy_baselines
-from jaxrl.trainer.shaping import RewardScale, scale_metrics, scaled_rewards
+from jaxrl.trainer.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
 from jaxrl.types import Batch, TrainingSample
 from sharding import to_device
 
@@ -40,7 +40,10 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     raw_rewards = np.array([r.reward.value for r in rollouts])
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
-    samples = [to_sample(r.rollout) for r in rollouts]
+    samples = [
+        dataclasses.replace(to_sample(r.rollout), turn_rewards=turn_rewards(r, scale, cfg.reward))
+        for r in rollouts
+    ]
     if core.value_scorer is not None:
         samples = add_values(core, core.value_scorer, samples)
     with core.timed("adv"), core.no_compile("scoring"):

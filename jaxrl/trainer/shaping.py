@@ -106,6 +106,25 @@ def scaled_rewards(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -
     return rewards
 
 
+def turn_rewards(scored: ScoredRollout, scale: RewardScale, cfg: RewardConfig) -> np.ndarray | None:
+    """The part of the scaled reward that each response token ends a turn with, [response_len].
+
+    It is the environment's reward for the turn, times the weight of the reward function
+    "environment", divided by the standard deviation with reward.normalize. None without such a
+    reward, and for a failed one.
+    """
+    episode, weights = scored.rollout.episode, cfg.weights or (1.0,) * len(cfg.functions)
+    named = zip(cfg.functions, weights, strict=True)
+    weight = sum(w for name, w in named if name.partition("?")[0] == "environment")
+    if episode is None or episode.error or scored.reward.error or not weight:
+        return None
+    factor = weight / scale.std if cfg.normalize else weight
+    found = np.zeros(len(scored.rollout.tokens), np.float32)
+    for end, reward in episode.step_rewards:
+        found[end - 1] += factor * reward
+    return found
+
+
 def scale_metrics(rewards: np.ndarray, scale: RewardScale, cfg: RewardConfig) -> dict[str, float]:
     """Metrics of `scaled_rewards`.
 

@@ -309,8 +309,9 @@ def reinforce_plus_plus_baseline(rewards, mask, n, **_):
 
 
 def remax(rewards, mask, n, *, baselines, **_):
-    """With the reward of the whole response; verl has the KL penalties still to come instead."""
-    return _spread(rewards.sum(1) - baselines, mask)
+    """verl's compute_remax_outcome_advantage: the rewards still to come, without those passed."""
+    returns = np.cumsum((rewards * mask)[:, ::-1], axis=1)[:, ::-1]
+    return (returns - baselines[:, None]) * mask
 
 
 def reinforce_plus_plus(rewards, mask, n, *, gamma, **_):

@@ -232,6 +232,44 @@ def test_observation_tokens_have_no_advantage_and_do_not_change_others(name):
         np.testing.assert_array_equal(s.advantages[s.loss_mask], plain.advantages)
 
 
+def with_turns(sample, turn_rewards):
+    return dataclasses.replace(sample, turn_rewards=np.array(turn_rewards, np.float32))
+
+
+def one_episode():
+    """A reward of 3, of which 2 are for the first turn, which ends with the second loss token."""
+    sample = with_turns(with_observations(samples_of(1, 1)[0], [1, 1, 0, 1]), [0, 2, 0, 0])
+    return dataclasses.replace(sample, values=np.zeros(4, np.float32)), np.array([3.0])
+
+
+def test_gae_has_the_reward_of_a_turn_at_its_end():
+    cfg = resolve(config(advantage="gae", gamma=0.5, lam=0.5))
+    sample, rewards = one_episode()
+    [got] = add_advantages([sample], rewards, cfg.algorithm, 1)
+    # rewards 0, 2, 1, values 0, gamma lambda = 1/4: 1, 2 + 1/4, 2.25 / 4
+    np.testing.assert_allclose(got.returns, [0.5625, 2.25, 0, 1], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_has_the_reward_of_a_turn_at_its_end():
+    cfg = resolve(config(advantage="reinforce_plus_plus", gamma=0.5))
+    sample, rewards = one_episode()
+    [got] = add_advantages([sample], rewards, cfg.algorithm, 1)
+    # returns 1, 2 + 1/2, 2.5 / 2: mean 19/12, squared deviations (16 + 121 + 49) / 144 over 2
+    want = (np.array([1.25, 2.5, 1]) - 19 / 12) / (186 / 144 / 2) ** 0.5
+    np.testing.assert_allclose(got.advantages[got.loss_mask], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n != "reinforce_plus_plus"])
+def test_estimators_of_responses_use_the_sum_over_turns(name):
+    cfg = resolve(config(advantage=name))
+    samples, rewards = episodes()
+    turns = [with_turns(s, np.where(s.loss_mask, 0.5, 0)) for s in samples]
+    got = add_advantages(turns, rewards, cfg.algorithm, 2)
+    want = add_advantages(samples, rewards, cfg.algorithm, 2)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)
+
+
 def test_opo_weights_by_the_number_of_loss_tokens():
     got = add_advantages(*episodes(), resolve(config(advantage="opo")).algorithm, 2)
     # lengths 2 and 1, rewards 3 and 1: the baseline is (2 * 3 + 1) / 3 = 7 / 3

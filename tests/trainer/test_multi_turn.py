@@ -178,8 +178,10 @@ def test_an_episode_has_the_hand_written_tokens_and_masks(echo, renderer):
             {"role": "user", "content": "c"},
             {"role": "assistant", "content": "d"},
         ),
-        "n_turns": 2, "reward": 1.5, "counts": {"calls": 2.0}, "error": "",
+        "n_turns": 2, "step_rewards": ((3, 0.5), (3 + n + 2, 1.0)),
+        "counts": {"calls": 2.0}, "error": "",
     }  # fmt: skip
+    assert rollout.episode.reward == 1.5
     # the packed batch: the mask is 1 exactly if the target is a token of the model
     (micro,) = pack([to_sample(rollout)], shapes=[(1, 128)], align=64, n_ranks=1)
     start = len(prompt) - 1

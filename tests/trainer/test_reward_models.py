@@ -274,7 +274,10 @@ def test_all_messages_of_a_multi_turn_episode_are_scored(tiny_config, tiny_score
     question, reply = message("user", "1 + 2?"), message("user", "No.")
     completion = (message("assistant", "4"), reply, message("assistant", "3"))
     episode = Episode(
-        prompt_messages=(question,), completion_messages=completion, n_turns=2, reward=1.0
+        prompt_messages=(question,),
+        completion_messages=completion,
+        n_turns=2,
+        step_rewards=((1, 0.0), (2, 1.0)),
     )
     broken = dataclasses.replace(episode, error="KeyError: 'x'")
     tiny_config.reward_model.path = str(tiny_scorer)

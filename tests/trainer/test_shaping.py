@@ -16,8 +16,9 @@ from jaxrl.trainer.shaping import (
     solved_prompts,
     split_flat,
     split_groups,
+    turn_rewards,
 )
-from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
+from jaxrl.types import Episode, Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.test_mini_batches import config, rewarded
 
 
@@ -53,6 +54,31 @@ def test_a_prompt_is_solved_if_its_mean_reward_reaches_the_pass_rate():
     groups = split_groups(rollouts_with([[1, 0], [1, 1], [0, 0]]), 2)
     assert solved_prompts(groups, 0.5) == [0, 1]
     assert solved_prompts(groups, 1.0) == [1]
+
+
+def with_episode(steps, *, error="", reward_error=""):
+    """A rollout of six tokens with an episode of these rewards."""
+    [scored] = rollouts_with([[1]], length=6)
+    rollout = dataclasses.replace(scored.rollout, episode=Episode(step_rewards=steps, error=error))
+    return ScoredRollout(rollout, dataclasses.replace(scored.reward, error=reward_error))
+
+
+def test_rewards_of_turns_have_the_weight_and_scale_of_the_whole_reward():
+    cfg = RewardConfig(functions=("math", "environment"), weights=(1.0, 0.5), normalize=True)
+    scale = RewardScale().updated(rewards_of(1.0, 5.0))  # deviation 2
+    got = turn_rewards(with_episode(((2, 4.0), (6, -2.0))), scale, cfg)
+    assert got.tolist() == [0, 1, 0, 0, 0, -0.5]  # 4 * 0.5 / 2, -2 * 0.5 / 2
+    plain = dataclasses.replace(cfg, normalize=False, weights=())
+    assert turn_rewards(with_episode(((2, 4.0),)), scale, plain).tolist() == [0, 4, 0, 0, 0, 0]
+
+
+def test_only_a_valid_reward_of_the_environment_is_split_into_turns():
+    scale, steps = RewardScale(), ((2, 4.0),)
+    environment = RewardConfig(functions=("environment",))
+    assert turn_rewards(with_episode(steps), scale, RewardConfig(functions=("math",))) is None
+    assert turn_rewards(rollouts_with([[1]])[0], scale, environment) is None
+    assert turn_rewards(with_episode(steps, error="died"), scale, environment) is None
+    assert turn_rewards(with_episode(steps, reward_error="hung"), scale, environment) is None
 
 
 def rollouts_of_lengths(lengths):
