@@ -1,9 +1,13 @@
 """Tests of the rewards in jaxrl/rewards/verifiers except code.py and remote.py."""
 
 import functools
+import re
 import sys
+import time
 from decimal import Decimal
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from jaxrl.rewards.verifiers.by_source import by_source
@@ -155,6 +159,51 @@ def test_last_boxed_balances_braces():
     assert last_boxed(r"\boxed{a} \boxed{\frac{1}{b}} }") == r"\frac{1}{b}"
     assert last_boxed(r"\boxed{a} \boxed{b") == "a"
     assert last_boxed("none") is None
+    assert last_boxed(r"\boxed{a \boxed{b}}") == "b"
+    assert last_boxed(r"\boxed{a \boxed{b}") == "b"
+    assert last_boxed(r"\boxed{a {b} \fbox{c") is None
+    assert last_boxed(r"} \fbox{a}") == "a"
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.lists(st.sampled_from([r"\boxed{", r"\fbox{", "{", "}", "x", "\\"])))
+def test_last_boxed_is_the_last_start_whose_brace_is_closed(parts):
+    text = "".join(parts)
+    expected = None
+    for start in re.finditer(r"\\(?:boxed|fbox)\{", text):  # the definition, in quadratic time
+        depth = 1
+        for place in range(start.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                expected = text[start.end() : place]
+                break
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{" * 4000,
+        r"\boxed{" * 150_000,
+        r"\boxed{" * 75_000 + "}" * 75_000,
+        "{" * 1_000_000,
+        r"\frac{" * 200_000,
+        "1+" * 500_000,
+        r"\boxed{" + "1+" * 500_000 + "1}",
+    ],
+    ids=["4,000 boxes", "1 MB of boxes", "nested", "braces", "fractions", "sum", "boxed sum"],
+)
+def test_math_reads_hostile_responses_in_linear_time(response):
+    start = time.process_time()
+    assert math("", response, "5") == 0
+    assert time.process_time() - start < 2  # milliseconds; a quadratic search takes over 10 s
+
+
+def test_math_looks_at_the_end_of_a_long_response():
+    assert math("", r"\boxed{5}" + "x" * 99_000, "5") == 1
+    assert math("", r"\boxed{5}" + " or so." * 20_000, "5") == 0
+    long = "1+" * 2000 + "1"
+    assert math("", rf"\boxed{{{long}}}", long) == 1, "a long answer may be the ground truth"
 
 
 def test_by_source_selects_the_reward_of_the_dataset():
