@@ -2,21 +2,32 @@
 
 import contextlib
 import dataclasses
-import multiprocessing
+import socket
 import subprocess
 import time
-from multiprocessing import reduction
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import KEY, Turn
-from jaxrl.workers.process import START_TIMEOUT_S, start_process
+from jaxrl.environments.messages import read_turn
+from jaxrl.workers.channel import Channel, ProtocolError, wait
+from jaxrl.workers.output import OutputLog, print_line
+from jaxrl.workers.process import (
+    MAX_START_FAILURES,
+    START_TIMEOUT_S,
+    WorkerFailed,
+    WorkerProcess,
+)
+
+_FORK_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 10.0
+_POLL_S = 1.0  # a dead process whose children hold its socket is noticed after this time
 
 
 @dataclasses.dataclass
 class _Episode:
-    connection: Connection
+    channel: Channel
     pid: int
     deadline: float = 0.0  # for the pending result; 0 = none is pending
 
@@ -25,14 +36,19 @@ class EnvironmentPool:
     """Up to cfg.workers episodes at a time. Use as a context manager, or call close().
 
     The constructor returns once the environment is imported. Raises ValueError for an unknown name
-    or a module that cannot be imported. Not thread-safe.
+    or a module that cannot be imported. `write` gets each line that environments print. Not
+    thread-safe.
     """
 
-    def __init__(self, cfg: EnvConfig):
+    def __init__(self, cfg: EnvConfig, *, write: Callable[[str], None] = print_line):
         self._cfg = cfg
+        self._output = OutputLog(write)
         self._episodes: dict[int, _Episode] = {}
         self._last_id = 0
-        self._server, self._process = self._start_server()
+        try:
+            self._server = self._start_server()
+        except WorkerFailed as error:
+            raise ValueError(str(error)) from error
 
     def __enter__(self) -> "EnvironmentPool":
         return self
@@ -43,14 +59,12 @@ class EnvironmentPool:
     def close(self) -> None:
         """Ends all episodes and every process."""
         for episode in self._episodes.values():
-            episode.connection.close()
+            episode.channel.close()
         self._episodes.clear()
-        self._server.close()  # the fork server then ends the episodes and itself
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._server.channel.close()  # the fork server then ends the episodes and itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.process.wait(timeout=_CLOSE_TIMEOUT_S)
+        self._server.kill()
 
     @property
     def n_free(self) -> int:
@@ -58,18 +72,19 @@ class EnvironmentPool:
         return self._cfg.workers - len(self._episodes)
 
     def start(self, prompt: dict[str, Any]) -> int:
-        """Starts an episode and calls its `reset` with `prompt`. Returns the episode's id."""
-        ours, theirs = multiprocessing.Pipe()
-        try:
-            pid = self._fork(theirs)
-        except (EOFError, OSError):  # the fork server was killed, with or without its episodes
-            self._server.close()
-            self._process.wait()
-            self._server, self._process = self._start_server()
-            pid = self._fork(theirs)
-        theirs.close()
+        """Starts an episode and calls its `reset` with `prompt`. Returns the episode's id.
+
+        Raises ChildProcessError if the fork server has ended and cannot be started again.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = self._fork(theirs)
+            except BaseException:
+                ours.close()
+                raise
         self._last_id += 1
-        self._episodes[self._last_id] = _Episode(ours, pid)
+        self._episodes[self._last_id] = _Episode(Channel(ours), pid)
         self._send(self._last_id, prompt)
         return self._last_id
 
@@ -82,14 +97,13 @@ class EnvironmentPool:
 
         An episode that raised, died or exceeded its time limit is ended; its result has the error.
         """
-        pending = {e.connection: number for number, e in self._episodes.items() if e.deadline}
+        pending = {e.channel: number for number, e in self._episodes.items() if e.deadline}
         if not pending:
             return []
         due = min(self._episodes[number].deadline for number in pending.values())
-        ready = wait(list(pending), timeout=max(0.0, min(timeout_s, due - time.monotonic())))
-        results = [
-            (n, self._receive(n)) for connection, n in pending.items() if connection in ready
-        ]
+        ready = wait(pending, min(timeout_s, due - time.monotonic()))
+        found = [(pending[channel], self._receive(pending[channel])) for channel in ready]
+        results = [(number, turn) for number, turn in found if turn is not None]
         now = time.monotonic()
         late = [n for n, e in self._episodes.items() if 0 < e.deadline < now]
         error = f"no answer within {self._cfg.timeout_s:g} s (env.timeout_s)"
@@ -104,48 +118,99 @@ class EnvironmentPool:
         episode = self._episodes.pop(number, None)
         if episode is None:
             return
-        episode.connection.close()
-        with contextlib.suppress(OSError):  # without the fork server its episodes end themselves
-            self._server.send(("end", episode.pid))
+        episode.channel.close()
+        # without the fork server its episodes end themselves
+        self._server.channel.send(("end", episode.pid))
 
     def _send(self, number: int, argument: Any) -> None:
         episode = self._episodes[number]
         episode.deadline = time.monotonic() + self._cfg.timeout_s
-        with contextlib.suppress(OSError):  # it died; collect reports it
-            episode.connection.send(argument)
+        episode.channel.send(argument)
 
-    def _receive(self, number: int) -> Turn:
+    def _receive(self, number: int) -> Turn | None:
+        """The result of an episode; None if it has not arrived completely."""
         episode = self._episodes[number]
-        episode.deadline = 0.0
         try:
-            return episode.connection.recv()
-        except (EOFError, OSError):
-            return Turn(error="the environment's process died")
+            message = episode.channel.receive()
+            turn = None if message is None else read_turn(message)
+        except EOFError:
+            turn = Turn(error="the environment's process died")
+        except ProtocolError as error:
+            turn = Turn(error=f"user code wrote to the environment's socket: {error}")
+        if turn is not None:
+            episode.deadline = 0.0
+        return turn
 
-    def _fork(self, theirs: Connection) -> int:
-        """Has the fork server start an episode on the socket `theirs`. Returns its process id."""
-        self._server.send(("start",))
-        reduction.send_handle(self._server, theirs.fileno(), self._process.pid)
-        return self._server.recv()
+    def _fork(self, theirs: socket.socket) -> int:
+        """Has the fork server start an episode on the socket `theirs`. Returns its process id.
 
-    def _start_server(self) -> tuple[Connection, subprocess.Popen]:
-        ours, process = start_process("jaxrl.environments.worker")
-        ours.send((self._cfg.name, self._cfg.timeout_s))
+        Replaces a fork server that was killed, with or without its episodes, or hangs.
+        """
+        reason = ""
+        for _ in range(MAX_START_FAILURES):
+            try:
+                if reason:
+                    self._server = self._start_server()
+                return self._request_fork(theirs)
+            except WorkerFailed as error:
+                reason = str(error)
+                self._server.kill()
+        raise ChildProcessError(
+            f"the process that starts episodes failed {MAX_START_FAILURES} times in a row "
+            f"({reason}); look for changed files and for memory or process limits, then resume "
+            "the run"
+        )
+
+    def _request_fork(self, theirs: socket.socket) -> int:
+        channel = self._server.channel
         try:
-            report = (
-                ours.recv()
-                if ours.poll(START_TIMEOUT_S)
-                else f"{KEY} {self._cfg.name!r}: the import took over {START_TIMEOUT_S:g} s; do "
-                "less at import"
-            )
-        except (EOFError, OSError):
-            report = (
-                f"{KEY} {self._cfg.name!r} ended the process that imports it; remove calls that "
-                "exit at import"
-            )
-        if report != "ready":
-            ours.close()
-            process.kill()
-            process.wait()
-            raise ValueError(report)
-        return ours, process
+            channel.send(("start",))
+            channel.send_socket(theirs)
+            match _reply(self._server, _FORK_TIMEOUT_S):
+                case {"pid": int(pid)}:
+                    return pid
+                case other:
+                    raise WorkerFailed(f"it sent {other!r:.80}")
+        except (EOFError, OSError, ProtocolError) as error:
+            raise WorkerFailed(f"{type(error).__name__} {error}".strip()) from error
+
+    def _start_server(self) -> WorkerProcess:
+        """Starts the fork server. Raises WorkerFailed if the environment cannot be imported."""
+        server = WorkerProcess("jaxrl.environments.worker", "environment", self._output)
+        server.channel.send((self._cfg.name, self._cfg.timeout_s))
+        try:
+            report = _reply(server, START_TIMEOUT_S)
+        except TimeoutError:
+            report = {"error": f"the import took over {START_TIMEOUT_S:g} s; do less at import"}
+        except EOFError:
+            status = server.reap()
+            report = {
+                "error": f"the process that imports it ended with status {status}; remove calls "
+                "that exit at import"
+            }
+        except ProtocolError as error:
+            report = {"error": f"its import wrote to the worker's socket: {error}"}
+        match report:
+            case {"ready": True}:
+                return server
+            case {"error": str(error)}:
+                server.kill()
+                raise WorkerFailed(error if KEY in error else f"{KEY} {self._cfg.name!r}: {error}")
+            case other:
+                server.kill()
+                raise WorkerFailed(f"{KEY} {self._cfg.name!r}: its import sent {other!r:.80}")
+
+
+def _reply(server: WorkerProcess, timeout_s: float) -> Any:
+    """The fork server's next message.
+
+    Raises EOFError if it ends, TimeoutError, or ProtocolError for anything but a message.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (message := server.channel.receive()) is None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        if not wait([server.channel], min(left_s, _POLL_S)) and server.ended:
+            raise EOFError
+    return message

@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any, SupportsFloat
 
 from jaxrl.environments.api import (
@@ -23,42 +21,44 @@ from jaxrl.environments.api import (
     Message,
     Turn,
 )
+from jaxrl.environments.messages import write_turn
+from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.plugins import load_plugin
 from jaxrl.workers.process import connect, error_text, time_limit
 
 
 def main(fd: int) -> None:
-    """Loads the environment, reports "ready" or the error, then starts and ends episodes.
+    """Loads the environment, reports {"ready"} or {"error"}, then starts and ends episodes.
 
-    ("start",), followed by the episode's socket, is answered with a process id. ("end", id) kills
-    that process and its children. Returns when the parent closes the socket.
+    ("start",), followed by the episode's socket, is answered with {"pid"}. ("end", pid) kills that
+    process and its children. Returns when the parent closes the socket.
     """
-    connection = connect(fd)
+    channel = connect(fd)
     running: set[int] = set()
     try:
-        name, timeout_s = connection.recv()
+        name, timeout_s = channel.receive()
         try:
             factory = load_plugin(name, built_in=BUILT_IN, key=KEY)
             check_factory(factory, name)
         except BaseException as error:
-            connection.send(str(error) or type(error).__name__)
+            channel.send({"error": str(error) or type(error).__name__})
             return
         sys.stdout.flush()  # otherwise every episode would print the buffered output
-        connection.send("ready")
+        channel.send({"ready": True})
         while True:
-            verb, *arguments = connection.recv()
+            verb, *arguments = channel.receive()
             if verb == "end":
                 if arguments[0] in running:  # else a fork server before this one started it
                     running.remove(arguments[0])
                     kill(arguments[0])
                 continue
-            episode = Connection(reduction.recv_handle(connection))
+            episode = WorkerChannel(channel.receive_socket())
             if (pid := os.fork()) == 0:
-                connection.close()
+                channel.close()
                 run_episode(episode, factory, timeout_s)
             episode.close()
             running.add(pid)
-            connection.send(pid)
+            channel.send({"pid": pid})
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
     finally:
@@ -88,24 +88,32 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def run_episode(connection: Connection, factory: EnvironmentFactory, timeout_s: float) -> None:
+def run_episode(channel: WorkerChannel, factory: EnvironmentFactory, timeout_s: float) -> None:
     """Answers reset and steps of one episode until the socket closes, then ends the process."""
     os.setsid()
     environment = None
     try:
         while True:
-            argument = connection.recv()
+            argument = channel.receive()
             with time_limit(timeout_s):
                 if environment is None:
                     environment, turn = start_episode(factory, argument)
                 else:
                     turn = step_episode(environment, argument)
-            connection.send(turn)
+            answer(channel, turn)
     except (EOFError, OSError):
         pass
     finally:
         sys.stdout.flush()
         os._exit(0)
+
+
+def answer(channel: WorkerChannel, turn: Turn) -> None:
+    """Sends the turn, or an error if it is too long."""
+    try:
+        channel.send(write_turn(turn))
+    except ValueError as error:
+        channel.send(write_turn(Turn(error=error_text(error))))
 
 
 def start_episode(

@@ -7,41 +7,45 @@ killed at any time. Whatever a function does, at worst this process ends.
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 from jaxrl.rewards.functions import RewardFunction, call_signature, load_reward
+from jaxrl.rewards.messages import Result
+from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.process import connect, error_text, time_limit
-
-
-class Result(NamedTuple):
-    """The result of a function for one response: a finite score, or an error."""
-
-    score: float
-    parts: dict[str, float]  # further numbers that the function returned
-    error: str  # why there is no score; "" if there is one
 
 
 def main(fd: int) -> None:
     """Loads the functions, reports their signatures or the error, then answers calls.
 
-    Returns when the parent closes the socket.
+    Returns when the parent closes the socket. rewards/messages.py has the messages.
     """
-    connection = connect(fd)
+    channel = connect(fd)
     try:
-        specs, limits_s = connection.recv()
+        specs, limits_s = channel.receive()
         try:
             functions = [load_reward(spec) for spec in specs]
         except BaseException as error:
-            connection.send(str(error) or type(error).__name__)
+            channel.send({"error": str(error) or type(error).__name__})
             return
-        connection.send([call_signature(function) for function in functions])
+        channel.send({"signatures": [call_signature(function) for function in functions]})
         while True:
-            for index, n, arguments in connection.recv():
+            calls = channel.receive()
+            channel.send({"begin": calls[0][0]})
+            for number, index, n, arguments in calls:
                 with time_limit(limits_s[index]):
                     results = call(functions[index], arguments, n)
-                connection.send([tuple(result) for result in results])
+                answer(channel, number, results)
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
+
+
+def answer(channel: WorkerChannel, number: int, results: Sequence[Result]) -> None:
+    """Sends the results of a call; an error for each if together they are too long."""
+    try:
+        channel.send({"end": number, "results": results})
+    except ValueError as error:
+        channel.send({"end": number, "results": [_failed(error)] * len(results)})
 
 
 def call(function: RewardFunction, arguments: dict[str, Any], n: int | None) -> list[Result]:

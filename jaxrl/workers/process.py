@@ -1,18 +1,23 @@
 """Worker processes: user code (rewards, environments) runs outside the training process.
 
-`start_process` is for the parent. `connect`, `time_limit` and `error_text` are for the worker.
+`WorkerProcess` is for the parent. `connect`, `time_limit` and `error_text` are for the worker.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+
+from jaxrl.workers.channel import Channel, WorkerChannel
+from jaxrl.workers.output import OutputLog
 
 START_TIMEOUT_S = 120.0  # covers the imports of the user's code
+MAX_START_FAILURES = 3  # in a row
+_REAP_S = 1.0  # a process that closed its socket usually ends within this time
 _GRACE_S = 5.0  # added in the worker: the parent's limit fires first, unless the parent is gone
 _MAX_ERROR_CHARS = 500
 _ENV = {
@@ -23,29 +28,69 @@ _ENV = {
 }
 
 
-def start_process(module: str) -> tuple[Connection, subprocess.Popen]:
-    """Runs `python -m module FD`. Returns the parent's end of the socket FD, and the process.
+class WorkerFailed(Exception):
+    """A worker died, hangs or broke the protocol; the message is the reason. It is replaced."""
 
-    The process leads its own session, so Ctrl-C reaches the parent only.
+
+class WorkerProcess:
+    """A process that runs `python -m module FD`, and the trainer's end of its socket FD.
+
+    It leads its own session, so Ctrl-C reaches the parent only and it has no terminal. `output`
+    shows what it prints.
     """
-    parent_end, worker_end = multiprocessing.Pipe()
-    # -P: the worker sees exactly the parent's import path, with no entry for its working folder
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(worker_end.fileno())],
-        env=os.environ | _ENV | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[worker_end.fileno()],
-        start_new_session=True,
-    )
-    worker_end.close()
-    return parent_end, process
+
+    def __init__(self, module: str, name: str, output: OutputLog):
+        ours, theirs = socket.socketpair()
+        # -P: the worker sees exactly the parent's import path, with no entry for its working folder
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                env=os.environ | _ENV | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None  # it is a pipe
+        output.follow(self.process.stdout, name)
+        self.channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended. A process that it started may still hold its socket."""
+        if self.process.returncode is not None:
+            return True
+        # WNOWAIT: the process id, which is also that of its group, is not reused before kill()
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+
+    def kill(self) -> int:
+        """Kills the process and its children; returns its exit status."""
+        if self.process.returncode is None:
+            self.channel.close()
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a process group
+        return self.process.wait()
+
+    def reap(self) -> int:
+        """kill() for a process that closed its socket: waits briefly for its real exit status."""
+        deadline = time.monotonic() + _REAP_S
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.kill()
 
 
-def connect(fd: int) -> Connection:
+def connect(fd: int) -> WorkerChannel:
     """The worker's end of the socket. Also ignores Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return Connection(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore
+    return WorkerChannel(socket.socket(fileno=fd))
 
 
 @contextlib.contextmanager
@@ -61,4 +106,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def error_text(error: BaseException) -> str:
     """Type and message of an exception, shortened for logs."""
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+    try:
+        message = str(error)
+    except Exception:  # the user's class
+        message = "its message cannot be shown"
+    return f"{type(error).__name__}: {message}"[:_MAX_ERROR_CHARS]

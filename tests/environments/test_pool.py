@@ -1,5 +1,9 @@
-"""Tests of jaxrl/environments: pool.py, worker.py and api.py."""
+"""Tests of jaxrl/environments: pool.py, worker.py, messages.py and api.py."""
 
+import contextlib
+import os
+import random
+import signal
 import time
 from pathlib import Path
 
@@ -7,13 +11,33 @@ import pytest
 
 from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import Turn
+from jaxrl.environments.messages import read_turn, write_turn
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.workers.channel import ProtocolError
 
 HAZARDS = """
+import json
 import os
+import pickle
+import stat
+import struct
 import subprocess
 import sys
 import time
+
+
+def _frame(data):
+    return struct.pack(">Q", len(data)) + data
+
+
+TURN = {"messages": [], "reward": 1.0, "done": True, "counts": {}, "error": ""}
+GARBAGE = {
+    "write text": b"hello, trainer",
+    "write a pickle": _frame(pickle.dumps([1])),
+    "write a list": _frame(b"[1]"),
+    "write a reward": _frame(json.dumps(TURN | {"reward": float("inf")}).encode()),
+    "write messages": _frame(json.dumps(TURN | {"messages": ["text"]}).encode()),
+}
 
 
 class Obey:
@@ -39,6 +63,17 @@ class Obey:
             sys.exit("bye")
         if completion == "hang in C":
             9 ** 9 ** 9
+        if completion in GARBAGE:
+            fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
+            for fd in fds:
+                if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, GARBAGE[completion])
+        if completion == "print":
+            print("\x1b[1mthinking")
+        if completion == "surrogate":
+            return chr(0xDCFF), 0.0, False
+        if completion == "long":
+            return "x" * (17 << 20), 0.0, False
         if completion == "spawn":
             child = subprocess.Popen(["sleep", "1000"])
             return f"{os.getpid()} {child.pid}", 0.0, False
@@ -64,6 +99,12 @@ FAILURES = {
     "observation": "TypeError: step returned 5",
     "counts": "counts {'calls': inf}",
     "two": "return (observation, reward, done)",
+    "long": "16777216 are allowed; return less",
+    "write text": "user code wrote to the environment's socket: b'hello, trainer",
+    "write a pickle": "is not JSON",
+    "write a list": "[1] is no turn",
+    "write a reward": "is no turn",
+    "write messages": "'text' is no message",
 }
 
 
@@ -77,7 +118,7 @@ def hazards(tmp_path_factory):
 @pytest.fixture
 def pool(hazards):
     with EnvironmentPool(
-        EnvConfig(name=f"{hazards}:Obey?first=yo", timeout_s=1.0, workers=16)
+        EnvConfig(name=f"{hazards}:Obey?first=yo", timeout_s=1.0, workers=32)
     ) as pool:
         yield pool
 
@@ -123,7 +164,7 @@ def test_a_failure_ends_only_its_episode(pool):
             assert turn.messages == [{"role": "user", "content": "fine 1"}] and not turn.error
         else:
             assert FAILURES[text] in turn.error
-    assert pool.n_free == 16 - 1
+    assert pool.n_free == 32 - 1
 
 
 def test_failures_in_reset_end_the_episode(pool):
@@ -151,12 +192,100 @@ def test_an_ended_episode_leaves_no_process_and_episodes_do_not_import_jax(pool)
 
 def test_a_killed_fork_server_is_replaced(pool):
     (old,) = start_episodes(pool, 1)
-    pool._process.kill()
-    pool._process.wait()
+    pool._server.process.kill()
+    pool._server.process.wait()
     (new,) = start_episodes(pool, 1)
     pool.end(old)
     pool.step(new, "go")
     assert results(pool, 1)[new].messages
+
+
+def test_a_fork_server_that_stops_is_replaced(pool, monkeypatch):
+    monkeypatch.setattr("jaxrl.environments.pool._FORK_TIMEOUT_S", 0.5)
+    os.kill(pool._server.pid, signal.SIGSTOP)
+    (number,) = start_episodes(pool, 1)
+    pool.step(number, "go")
+    assert results(pool, 1)[number].messages
+
+
+def test_a_fork_server_that_cannot_be_started_again_is_an_error_with_advice(tmp_path):
+    path = tmp_path / "changing.py"
+    path.write_text("class Env:\n    def reset(self, prompt): ...\n")
+    with EnvironmentPool(EnvConfig(name=f"{path}:Env")) as pool:
+        path.write_text("raise ImportError('has changed')")
+        pool._server.process.kill()
+        with pytest.raises(ChildProcessError, match=r"3 times in a row .*has changed.* resume"):
+            pool.start(prompt())
+
+
+@pytest.mark.parametrize("n_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_end_only_their_episodes(hazards, n_kills):
+    """Kills episodes that run, that wait for the model, and the fork server."""
+    generator = random.Random(0)
+    n_killed, n_failed, killed = 0, 0, set()
+    with EnvironmentPool(EnvConfig(name=f"{hazards}:Obey?first=yo", workers=8)) as pool:
+        turns = {}  # episode: turns done
+        while n_killed < n_kills:
+            while pool.n_free:
+                turns[pool.start(prompt())] = 0
+            victim = generator.choice([*turns, 0]) if generator.random() < 0.3 else None
+            if victim is not None and victim not in killed:
+                pid = pool._episodes[victim].pid if victim else pool._server.pid
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed |= {victim} - {0}
+                n_killed += 1
+            for number, turn in pool.collect(1.0):
+                if turn.error:
+                    assert number in killed and turn.error == "the environment's process died"
+                    n_failed += 1
+                    del turns[number]
+                    continue
+                if turns[number]:
+                    assert turn.messages == [{"role": "user", "content": f"go {turns[number]}"}]
+                turns[number] += 1
+                pool.step(number, "go")
+    assert n_failed <= n_kills
+    print(f"{n_kills} kills, {n_failed} episodes failed")
+
+
+def test_output_is_shown_with_its_origin(hazards):
+    lines = []
+    config = EnvConfig(name=f"{hazards}:Obey?first=yo")
+    with EnvironmentPool(config, write=lines.append) as pool:
+        (number,) = start_episodes(pool, 1)
+        pool.step(number, "print")
+        assert results(pool, 1)[number].messages
+    wait_until(lambda: lines)
+    assert lines == ["environment: thinking"]
+
+
+def test_text_that_utf_8_cannot_express_is_replaced(pool):
+    (number,) = start_episodes(pool, 1)
+    pool.step(number, "surrogate")
+    assert results(pool, 1)[number].messages == [{"role": "user", "content": "?"}]
+
+
+def test_turns_are_validated():
+    turn = Turn([{"role": "user", "content": "é"}], 1.0, False, {"calls": 1.0})
+    assert read_turn(write_turn(turn)) == turn
+    for change in (
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"messages": "text"},
+        {"reward": 1},
+        {"reward": float("nan")},
+        {"done": 1},
+        {"counts": {"calls": "x"}},
+        {"counts": {"calls": float("inf")}},
+        {"counts": []},
+        {"error": None},
+    ):
+        with pytest.raises(ProtocolError):
+            read_turn(write_turn(turn) | change)
+    for value in (None, [], "text", {}):
+        with pytest.raises(ProtocolError):
+            read_turn(value)
 
 
 def test_close_ends_every_process(hazards):
@@ -164,7 +293,7 @@ def test_close_ends_every_process(hazards):
         (number,) = start_episodes(pool, 1)
         pool.step(number, "spawn")
         pids = [int(pid) for pid in results(pool, 1)[number].messages[0]["content"].split()]
-        pids.append(pool._process.pid)
+        pids.append(pool._server.pid)
     wait_until_gone(pids)
 
 
@@ -177,9 +306,13 @@ def is_alive(pid):
 
 
 def wait_until_gone(pids):
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def wait_until(condition):
     deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"still alive: {pids}"
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -190,7 +323,7 @@ def test_import_and_option_errors_are_raised_at_startup(hazards, tmp_path):
         "calculate": r"env\.name has the unknown name 'calculate'; set it to one of calculator",
         f"{hazards}:Obeys": "has no function or class 'Obeys'; set one that it has: Obey",
         "nowhere.module:Env": r"cannot be imported \(ModuleNotFoundError",
-        f"{broken}:Env": "ended the process that imports it",
+        f"{broken}:Env": "the process that imports it ended with status 4",
         "calculator?call=1": r"cannot be created \(TypeError.*'call'.*change its options",
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -249,9 +249,9 @@ def test_a_timeout_kills_the_processes_that_the_function_started(pool_of, tmp_pa
 
 def test_close_leaves_no_process(pool_of):
     pool = pool_of(":obey", workers=2, timeout_s=0.3)
-    before = [w.process for w in pool._workers]
+    before = [w.process.process for w in pool._runner._workers]
     pool.score([rollout("sleep")])
-    after = [w.process for w in pool._workers]
+    after = [w.process.process for w in pool._runner._workers]
     pool.close()
     for process in {*before, *after}:
         assert process.returncode is not None  # it was waited for, so it is no zombie
@@ -285,7 +285,7 @@ def start_parent(hazards, action):
         sys.path.insert(0, {os.getcwd()!r})
         from tests.rewards.test_pool import RewardConfig, RewardPool, rollout
         pool = RewardPool(RewardConfig(functions=({hazards + ":obey"!r},)))
-        print(*(w.process.pid for w in pool._workers), flush=True)
+        print(*(w.process.pid for w in pool._runner._workers), flush=True)
         {action}
         pool.score([rollout("sleep"), rollout("fine")])
     """

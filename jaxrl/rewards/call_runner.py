@@ -1,0 +1,261 @@
+"""Runs calls of reward functions in worker processes and replaces the workers that fail.
+
+A worker gets several calls at a time and answers them one by one. It reports that it begins, so
+only the call that was running when a worker failed becomes an error; its other calls go to the next
+free worker. A spare worker is started when a call has taken half of its time limit: if the call
+times out, the replacement has already imported the functions.
+"""
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxrl.config.keys import RewardConfig
+from jaxrl.rewards.functions import CallSignature
+from jaxrl.rewards.messages import Result, read_results, read_signatures
+from jaxrl.workers.channel import ProtocolError, wait
+from jaxrl.workers.output import OutputLog
+from jaxrl.workers.process import (
+    MAX_START_FAILURES,
+    START_TIMEOUT_S,
+    WorkerFailed,
+    WorkerProcess,
+)
+
+_MAX_BATCH = 64  # calls per message
+_WORKERS_PER_SPARE = 4
+_POLL_S = 1.0  # between checks for processes that ended while their children hold the socket
+_RETRY_S = 10.0  # pause before further starts if workers fail to start but others still run
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of one function, for one response or a batch."""
+
+    items: tuple[int, ...]  # indices of the responses
+    function: int
+    n: int | None  # batch size; None if the function takes one response
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A process and its unanswered calls, numbered."""
+
+    process: WorkerProcess
+    deadline: float  # of its start, then of its first call
+    late_at: float = 0.0  # when the first call has taken half its time
+    ready: bool = False
+    running: bool = False  # it has begun the first call
+    calls: collections.deque[tuple[int, Call]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+
+    @property
+    def is_next(self) -> int:
+        """The number of its first call; -1 if it has none."""
+        return self.calls[0][0] if self.calls else -1
+
+
+class CallRunner:
+    """cfg.workers processes that run calls, and spares. Not thread-safe.
+
+    The constructor returns once all workers have imported the functions. It raises ValueError if
+    one cannot.
+    """
+
+    def __init__(self, cfg: RewardConfig, limits_s: Sequence[float], output: OutputLog):
+        self.signatures: list[CallSignature] = []  # of the functions
+        self._cfg, self._limits_s, self._output = cfg, limits_s, output
+        self._workers: list[_Worker] = []
+        self._queue: collections.deque[Call] = collections.deque()
+        self._results: dict[tuple[int, int], Result] = {}  # by response and function
+        self._numbers = itertools.count()  # of calls
+        self._n_started = 0
+        self._n_lost = 0  # workers in a row that failed before they began a call
+        self._no_start_before = 0.0
+        self._had_timeout = False
+        try:
+            self._start_missing()
+            while not all(worker.ready for worker in self._workers):
+                quiet = not self._wait()
+                for worker in self._workers:
+                    self._receive(worker, check_ended=quiet)
+        except WorkerFailed as error:
+            self.close()
+            raise ValueError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kills all workers and waits for them."""
+        while self._workers:
+            self._workers.pop().process.kill()
+
+    def run(self, calls: Iterable[Call]) -> dict[tuple[int, int], Result]:
+        """One result per response and function: a score, or why there is none.
+
+        Raises ChildProcessError if no worker is left and none can be started.
+        """
+        self._queue, self._results = collections.deque(calls), {}
+        n_results = sum(len(call.items) for call in self._queue)
+        n_calls = max(1, min(_MAX_BATCH, len(self._queue) // (4 * self._cfg.workers)))
+        try:
+            self._replace_failed(check_ended=True)  # since the last run
+            while len(self._results) < n_results:
+                self._start_missing()
+                self._send_calls(n_calls)
+                quiet = not self._wait()
+                self._replace_failed(check_ended=quiet)
+        except BaseException:  # Ctrl-C: running calls must not answer a later run()
+            self.close()
+            raise
+        return self._results
+
+    def _start_missing(self) -> None:
+        """Starts workers up to the configured number plus spares for late calls."""
+        now = time.monotonic()
+        if not self._cfg.functions or now < self._no_start_before:
+            return
+        n_late = sum(worker.running and now > worker.late_at for worker in self._workers)
+        most = -(-self._cfg.workers // _WORKERS_PER_SPARE)
+        n_spares = min(max(n_late, self._had_timeout), most)
+        while len(self._workers) < self._cfg.workers + n_spares:
+            self._n_started += 1
+            name = f"reward worker {self._n_started}"
+            process = WorkerProcess("jaxrl.rewards.worker", name, self._output)
+            process.channel.send((self._cfg.functions, self._limits_s))
+            self._workers.append(_Worker(process, time.monotonic() + START_TIMEOUT_S))
+
+    def _send_calls(self, n_calls: int) -> None:
+        """Gives calls to free workers, unless the configured number of workers is busy."""
+        n_free = self._cfg.workers - sum(bool(worker.calls) for worker in self._workers)
+        free = [worker for worker in self._workers if worker.ready and not worker.calls]
+        for worker in free[:n_free]:
+            if not self._queue:
+                return
+            n = n_calls if self._queue[0].n is None else 1  # one batch per worker
+            calls = [self._queue.popleft() for _ in range(min(n, len(self._queue)))]
+            worker.calls.extend((next(self._numbers), call) for call in calls)
+            worker.process.channel.send(
+                [(number, call.function, call.n, call.arguments) for number, call in worker.calls]
+            )
+            self._set_deadline(worker)
+
+    def _set_deadline(self, worker: _Worker) -> None:
+        """Sets the deadline of the worker's first call."""
+        if worker.calls:
+            limit_s = self._limits_s[worker.calls[0][1].function]
+            worker.deadline = time.monotonic() + limit_s
+            worker.late_at = worker.deadline - limit_s / 2
+
+    def _wait(self) -> bool:
+        """Blocks until a worker has sent something or is late, at most _POLL_S.
+
+        Returns whether a worker has sent something.
+        """
+        now = time.monotonic()
+        due = [now + _POLL_S]
+        for worker in self._workers:
+            if worker.calls or not worker.ready:
+                due.append(worker.late_at if now < worker.late_at else worker.deadline)
+        channels = [worker.process.channel for worker in self._workers]
+        return bool(wait(channels, min(due) - now))
+
+    def _replace_failed(self, *, check_ended: bool) -> None:
+        for worker in tuple(self._workers):
+            try:
+                self._receive(worker, check_ended=check_ended)
+            except WorkerFailed as error:
+                self._drop(worker, str(error))
+
+    def _receive(self, worker: _Worker, *, check_ended: bool) -> None:
+        """Handles what a worker has sent. Raises WorkerFailed if it must be replaced.
+
+        A worker that ended has closed its socket, unless processes that it started hold it open:
+        `check_ended` looks at the process itself.
+        """
+        try:
+            ended = check_ended and worker.process.ended  # before the last messages are read
+            self._handle_all(worker)
+            if ended:
+                raise EOFError
+        except EOFError:
+            status = worker.process.reap()
+            raise WorkerFailed(
+                f"the worker process died with status {status}"
+                if worker.ready
+                else f"a reward worker died at startup with status {status}; check the function's "
+                "module"
+            ) from None
+        except ProtocolError as error:
+            raise WorkerFailed(f"user code wrote to the worker's socket: {error}") from None
+        if (worker.calls or not worker.ready) and time.monotonic() > worker.deadline:
+            raise WorkerFailed(self._late(worker))
+
+    def _late(self, worker: _Worker) -> str:
+        if not worker.ready:
+            return (
+                f"importing the reward functions took over {START_TIMEOUT_S:g} s; do less at import"
+            )
+        self._had_timeout = True
+        limit_s = self._limits_s[worker.calls[0][1].function]
+        return f"no answer within {limit_s:g} s (reward.timeout_s or the option timeout_s)"
+
+    def _handle_all(self, worker: _Worker) -> None:
+        while (message := worker.process.channel.receive()) is not None:
+            self._handle(worker, message)
+
+    def _handle(self, worker: _Worker, message: Any) -> None:
+        match message:
+            case {"end": int(number), "results": [*values]} if (
+                worker.running and number == worker.is_next
+            ):
+                _, call = worker.calls[0]
+                results = read_results(values, len(call.items))
+                for item, result in zip(call.items, results, strict=True):
+                    self._results[item, call.function] = result
+                worker.calls.popleft()
+                worker.running = bool(worker.calls)
+                self._set_deadline(worker)
+            case {"begin": int(number)} if not worker.running and number == worker.is_next:
+                worker.running, self._n_lost = True, 0
+                self._set_deadline(worker)
+            case {"signatures": [*values]} if not worker.ready:
+                self.signatures = read_signatures(values, len(self._cfg.functions))
+                worker.ready = True
+            case {"error": str(error)} if not worker.ready:
+                raise WorkerFailed(error)
+            case _:
+                raise ProtocolError(f"unexpected {message!r:.80}")
+
+    def _drop(self, worker: _Worker, error: str) -> None:
+        """Ends a worker: its running call fails, the calls after it return to the queue."""
+        worker.process.kill()
+        self._workers.remove(worker)
+        if worker.running:
+            _, call = worker.calls.popleft()
+            for item in call.items:
+                self._results[item, call.function] = Result(0.0, {}, error)
+        elif worker.calls or not worker.ready:
+            self._lost(error)
+        self._queue.extendleft(call for _, call in reversed(worker.calls))
+
+    def _lost(self, error: str) -> None:
+        """Counts a worker that failed before it began a call.
+
+        Raises ChildProcessError after several in a row if no worker is left.
+        """
+        self._n_lost += 1
+        if self._n_lost < MAX_START_FAILURES:
+            return
+        if not any(worker.ready for worker in self._workers):
+            raise ChildProcessError(
+                f"reward workers could not be started {self._n_lost} times in a row ({error}); "
+                "look for changed files and for memory or process limits, then resume the run"
+            )
+        self._no_start_before = time.monotonic() + _RETRY_S
