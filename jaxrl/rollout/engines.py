@@ -63,6 +63,7 @@ class Engines:
         check = self.stop.check_local if per_process else self.stop.check
         rollouts, metrics = [], {}
         with (
+            hosts.raise_together(),
             # On one process only: the check in `_gather` raises it on every process.
             contextlib.suppress(*[Interrupted] if per_process else []),
             self.progress.phase(name, total=len(mine) * n) as bar,

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 from jaxrl.data.tokenizer import padding_id
+from jaxrl.io.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.trainer.run import Core
+from jaxrl.trainer.update import NonFiniteError
 from jaxrl.types import TrainState
 from sharding import hosts
 
@@ -39,11 +41,27 @@ def saved_state(core: Core) -> TrainState:
     return dataclasses.replace(core.state, ref=ref, critic=critic)
 
 
-def report_interrupted(core: Core, signal: object) -> None:
+def save_after_error(core: Core, error: Exception) -> None:
+    """Saves the last complete step of a run that ends with `error`, such as lost reward workers.
+
+    The state is intact until the first update of a step. A save needs all processes, so with
+    several it happens only for errors that all of them raise. If it fails too, that is reported.
+    """
+    agreed = hosts.n_processes() == 1 or isinstance(error, hosts.AgreedError | NonFiniteError)
+    if not core.step_restartable or not agreed or isinstance(error, CheckpointError):
+        return
+    try:
+        save(core)
+        report_saved(core, "the run stops with an error")
+    except Exception as failure:
+        core.progress.status(f"the last complete step could not be saved: {one_line(failure)}")
+
+
+def report_saved(core: Core, reason: str) -> None:
     """Waits for the checkpoint and prints the command that resumes the run."""
     core.checkpoints.wait()
     core.progress.status(
-        f"{signal}: saved after step {core.step} of {core.total_steps}. To resume:\n"
+        f"{reason}: saved after step {core.step} of {core.total_steps}. To resume:\n"
         f"  {resume_command()}"
     )
     if hosts.is_main_process():

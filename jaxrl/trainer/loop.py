@@ -7,7 +7,7 @@ from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.checkpointing import finish, report_interrupted, save
+from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error
 from jaxrl.trainer.run import HasCore
 from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
@@ -18,7 +18,10 @@ USER_ERRORS = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteEr
 def run_to_end[R: HasCore](
     run: R, train_step: Callable[[R], None], validate: Callable[[R], None]
 ) -> bool:
-    """Runs all remaining steps. Returns False if the run was interrupted and its state saved."""
+    """Runs all remaining steps. Returns False if the run was interrupted and its state saved.
+
+    If a step or a validation raises, the last complete step is saved before the error leaves here.
+    """
     core = run.core
     try:
         while True:
@@ -31,11 +34,10 @@ def run_to_end[R: HasCore](
             train_step(run)
     except Interrupted as signal:
         save(core)
-        report_interrupted(core, signal)
+        report_saved(core, str(signal))
         return False
-    except NonFiniteError:
-        if core.step_restartable:
-            save(core)
+    except Exception as error:
+        save_after_error(core, error)
         raise
     finish(core)
     return True
