@@ -39,6 +39,7 @@ from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
+from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.run import sampling_seed
 from jaxrl.trainer.sampling import score
 from jaxrl.trainer.setup.folder import read_run_config
@@ -93,7 +94,8 @@ def base_config(model: str) -> ConfigDict:
 def evaluate(cfg: RunConfig) -> bool:
     """Samples and rewards the prompts of data.val, and writes the statistics and the samples.
 
-    Returns False if it was interrupted. Then it writes no file.
+    Returns False if it was interrupted. Then it writes no file. Raises RewardsFailed, after writing
+    the files, if too many rewards failed.
     """
     start = time.monotonic()
     try:
@@ -118,6 +120,7 @@ def evaluate(cfg: RunConfig) -> bool:
                 write(cfg.run_path, summary, scored)
                 print(table(summary))
                 engines.progress.status(f"summary.json and samples.jsonl in {cfg.run_path}")
+            RewardErrors(cfg.reward.max_error_fraction).check(scored, "evaluation")
     except Interrupted as signal:
         print(f"{signal}: no results were written", file=sys.stderr)
         return False

@@ -22,6 +22,7 @@ FREE_ON_RESUME = (
     "score",
     "ref",
     "critic.mesh",
+    "reward.max_error_fraction",
     "reward_model.mesh",
 )
 # Also free if the learning rate does not decay towards the end.

@@ -26,6 +26,7 @@ from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.shaping import RewardScale
 from jaxrl.types import Prompt, TrainState
 
@@ -154,6 +155,7 @@ class Run:
 
     core: Core
     rewards: RewardPool
+    reward_errors: RewardErrors
     reward_model: RewardModel | None
     engines: Engines
 

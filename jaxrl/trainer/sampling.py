@@ -107,7 +107,9 @@ def greedy_baselines(run: Run, rollouts: list[ScoredRollout]) -> np.ndarray:
     """
     n = run.core.cfg.rollout.n
     greedy, _ = sample(run, [r.rollout.prompt for r in rollouts[::n]], greedy=True)
-    rewarded = add_overlong_penalty(reward(run, greedy), run.core.cfg)
+    scored = reward(run, greedy)
+    run.reward_errors.check(scored, f"greedy baseline of step {run.core.step + 1}")
+    rewarded = add_overlong_penalty(scored, run.core.cfg)
     return np.repeat([r.reward.value for r in rewarded], n)
 
 
@@ -169,7 +171,8 @@ def score(
     Each process runs the reward functions for its share of the rollouts. The reward model runs on
     all processes together.
     """
-    share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
+    with hosts.raise_together():
+        share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
     stop.check()
     rewards = hosts.gather_items(share)
     if reward_model is not None:

@@ -12,11 +12,13 @@ from jaxrl.trainer.update import refresh_reference, update, update_critic
 def train_step(run: Run) -> None:
     """One step on the next prompts.
 
-    Raises Interrupted only before the first update, so the step can be repeated from its start.
+    Raises Interrupted and RewardsFailed only before the first update, so the step can be repeated
+    from its start.
     """
     core, cfg = run.core, run.core.cfg
     with core.timed("step"):
         collected = collect(run)  # sample and reward
+        run.reward_errors.check(collected.sampled, f"step {core.step + 1}")
         experience = make_experience(run, collected)  # values, advantages, logprobs, packing
         mini_batches = experience.mini_batches
         metrics = collected.metrics() | experience.metrics
@@ -37,10 +39,14 @@ def train_step(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Samples and rewards the validation prompts with the current weights, and logs val/*."""
+    """Samples and rewards the validation prompts with the current weights, and logs val/*.
+
+    Raises RewardsFailed.
+    """
     core = run.core
     rollouts, _ = sample(run, list(core.val), validation=True)
     scored = reward(run, rollouts, validation=True)
+    run.reward_errors.check(scored, f"validation after step {core.step}")
     core.validated_at, core.val_metrics = core.step, validation_metrics(scored, core.cfg.eval)
     core.logger.metrics(core.step, core.val_metrics | core.take_seconds())
     core.logger.samples(core.step, sample_records(scored, kind="val"))

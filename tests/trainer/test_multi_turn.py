@@ -391,7 +391,7 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
     env_config.total_steps = 1
     env_config.env.name = f"{path}:Bad"
     env_config.data.val = ()
-    env_config.reward.error_value = -1.0
+    env_config.reward.error_value, env_config.reward.max_error_fraction = -1.0, 1.0
     assert train(resolve(env_config))
     (line,) = [line for line in metrics(env_config.run_dir) if "env/failures" in line]
     # truncated episodes never reach the environment

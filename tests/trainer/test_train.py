@@ -383,7 +383,7 @@ def test_a_nonfinite_loss_stops_the_run_and_saves_the_batch(tiny_config):
 
 
 @pytest.mark.thorough
-def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, tmp_path):
+def test_a_reward_that_raises_is_counted(tiny_config, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
         "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -391,6 +391,7 @@ def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(tiny_config, 
     )
     tiny_config.total_steps = 1
     tiny_config.reward.functions = (f"{path}:reward",)
+    tiny_config.reward.max_error_fraction = 1.0
     assert train(resolve(tiny_config))
     (line,) = [line for line in metrics(tiny_config.run_dir) if "reward/errors" in line]
     assert line["reward/errors"] == 16.0

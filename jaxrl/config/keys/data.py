@@ -92,6 +92,13 @@ class RewardConfig:
     error_value: float = key(
         0.0, "Reward of a response whose function raised, timed out or returned no finite number"
     )
+    max_error_fraction: float = key(
+        0.5,
+        "The run is saved and stops with an error if the reward function or the environment fails "
+        "for a larger fraction of the responses of a step or validation; 1 = never",
+        ge=0,
+        le=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

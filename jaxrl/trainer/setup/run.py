@@ -21,6 +21,7 @@ from jaxrl.trainer.offline.objective import (
     validate,
     with_objective,
 )
+from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.setup.core import build_core
 from jaxrl.trainer.setup.data import load_data, load_val, make_iterator
@@ -67,7 +68,13 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             has_reference=needs_ref(cfg),
         )
         engines = make_engines(cfg, rollout, models, policy, session, environments)
-        run = Run(core=core, rewards=rewards, reward_model=reward_model, engines=engines)
+        run = Run(
+            core=core,
+            rewards=rewards,
+            reward_errors=RewardErrors(cfg.reward.max_error_fraction),
+            reward_model=reward_model,
+            engines=engines,
+        )
         if not core.done:
             warm_up(run)
         yield run
