@@ -22,7 +22,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _FIRST_USER = 1 << 30  # plus the process id: a user id that no account and no other jail has
 _MAX_THREADS = 64
 _MAX_FILES = 64
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 8, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAP_DAC_READ_SEARCH = 1 << 2
 
@@ -49,9 +50,17 @@ def weakness() -> str:
     )
 
 
-def confine(*, cpu_s: int, memory_bytes: int, file_bytes: int, parent: int, unsafe: bool) -> None:
-    """Confines this process irreversibly to its working folder. It ends with process `parent`.
+def adopt_orphans() -> None:
+    """Makes this process the parent of processes that its children leave, so that it can wait."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
+
+def confine(
+    *, cpu_s: int, memory_bytes: int, file_bytes: int, parent: int | None, unsafe: bool
+) -> None:
+    """Confines this process irreversibly to its working folder.
+
+    With `parent`, its process id, this process ends when the parent does.
     Raises OSError if the kernel refuses a part; without Landlock unless `unsafe`.
     """
     folder = os.getcwd()
@@ -62,9 +71,10 @@ def confine(*, cpu_s: int, memory_bytes: int, file_bytes: int, parent: int, unsa
     _keep_capabilities(capabilities)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would reset it
-    if os.getppid() != parent:
-        os._exit(1)
+    if parent is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user would reset it
+        if os.getppid() != parent:
+            os._exit(1)
     if landlock.version() > 0:
         allowed = dict.fromkeys((*_READABLE, sys.prefix, sys.base_prefix), landlock.READ)
         allowed |= dict.fromkeys(_DEVICES, landlock.USE_DEVICE)

@@ -11,7 +11,7 @@ import sys
 import types
 
 from jaxrl.rewards.sandbox.jail import confine
-from jaxrl.rewards.sandbox.remote import NotPlainData, ProgramEnded, RemoteProgram, serve
+from jaxrl.rewards.sandbox.remote import NotPlainData, RemoteProgram, serve
 
 
 def main(job_fd: int, test_fd: int | None = None) -> None:
@@ -24,11 +24,11 @@ def main(job_fd: int, test_fd: int | None = None) -> None:
         return _fork(job_fd, test_fd)
     job = _read(job_fd)
     if job["call"] is None:
-        confine(**job["limits"], parent=os.getppid())
+        confine(**job["limits"], parent=job["parent"])
         _run(job["program"], "__main__")
         return None
     result = os.fdopen(_take_output(), "w")
-    confine(**job["limits"], parent=os.getppid())
+    confine(**job["limits"], parent=job["parent"])
     module = _run(job["program"], "program")
     owner = module.Solution() if hasattr(module, "Solution") else module
     answer = getattr(owner, job["call"]["name"])(*job["call"]["arguments"])
@@ -38,42 +38,46 @@ def main(job_fd: int, test_fd: int | None = None) -> None:
 
 
 def _fork(job_fd: int, test_fd: int) -> None:
-    """Runs the test in this process and the program in a child, which never has the test's text."""
-    job, parent = _read(job_fd), os.getpid()
+    """Runs the program in this process and the test in a child.
+
+    The program is in the process that the runner started, because the kernel ends that one with the
+    runner. It never has the test's text: only the child reads it.
+    """
+    job = _read(job_fd)
     output = _take_output()
     (request, ask), (answer, reply) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        for fd in (test_fd, output, ask, answer):
+    if os.fork() == 0:
+        for fd in (request, reply):
             os.close(fd)
-        confine(**job["limits"], parent=parent)
-        module = _run(job["program"], "program")
-        serve(module, os.fdopen(request), os.fdopen(reply, "w"))
+        _report(job, test_fd, RemoteProgram(os.fdopen(ask, "w"), os.fdopen(answer)), output)
         os._exit(0)
-    for fd in (request, reply):
+    for fd in (test_fd, output, ask, answer):
         os.close(fd)
+    confine(**job["limits"], parent=job["parent"])
+    serve(_run(job["program"], "program"), os.fdopen(request), os.fdopen(reply, "w"))
+    os._exit(0)
+
+
+def _report(job: dict, test_fd: int, program: RemoteProgram, output: int) -> None:
+    """Runs the test and writes how it ended."""
     with os.fdopen(test_fd) as file:
         test = file.read()
     os.chdir(job["test_folder"])
     os.environ |= {"HOME": job["test_folder"], "TMPDIR": job["test_folder"]}
-    confine(**job["limits"], parent=os.getppid())
-    program = RemoteProgram(child, os.fdopen(ask, "w"), os.fdopen(answer))
+    confine(**job["limits"], parent=None)
     with os.fdopen(output, "w") as report:
         json.dump(_run_test(test, program), report)
-    os._exit(0)  # the kernel then ends the child
 
 
 def _run_test(test: str, program: RemoteProgram) -> dict[str, str]:
-    """How the test ended: "ok", "wrong" (an assert failed), "error", "timeout" or "unsupported"."""
+    """How the test ended: "ok", "wrong" (an assert failed), "error" or "unsupported"."""
     try:
         exec(compile(test, "test.py", "exec"), program.namespace(test))
     except AssertionError:
         return {"end": "wrong"}
-    except ProgramEnded as ended:
-        return {"end": ended.end}
     except NotPlainData as error:
         return {"end": "unsupported", "reason": str(error)}
-    except BaseException:  # of the test, or raised by the program in it
+    except BaseException:  # of the test, or of the program, or the program has ended
         return {"end": "error"}
     return {"end": "ok"}
 

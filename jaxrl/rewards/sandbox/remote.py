@@ -14,8 +14,6 @@ import importlib
 import io
 import json
 import operator
-import os
-import signal
 import symtable
 import sys
 from collections.abc import Callable
@@ -55,10 +53,6 @@ class NotPlainData(TypeError):
 class ProgramEnded(BaseException):
     """The program's process ended before it answered. Not an error that a test may expect."""
 
-    def __init__(self, end: str):
-        super().__init__(end)
-        self.end = end  # "error" or "timeout" (its CPU time)
-
 
 def serve(module: ModuleType, requests: io.TextIOWrapper, replies: io.TextIOWrapper) -> None:
     """Answers requests about the module's objects, one JSON line each, until `requests` ends."""
@@ -85,10 +79,10 @@ def serve(module: ModuleType, requests: io.TextIOWrapper, replies: io.TextIOWrap
 
 
 class RemoteProgram:
-    """The program in the process `pid`, which runs `serve` at the other end of two pipes."""
+    """The program in a process that runs `serve` at the other end of two pipes."""
 
-    def __init__(self, pid: int, requests: io.TextIOWrapper, replies: io.TextIOWrapper):
-        self._pid, self._requests, self._replies = pid, requests, replies
+    def __init__(self, requests: io.TextIOWrapper, replies: io.TextIOWrapper):
+        self._requests, self._replies = requests, replies
         self.module = RemoteObject(self, 0, "module")
 
     def namespace(self, test: str) -> dict[str, object]:
@@ -122,7 +116,7 @@ class RemoteProgram:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise ProgramEnded(self._end())
+            raise ProgramEnded
         match json.loads(line):
             case [value]:
                 return decode(value, self._resolve)
@@ -135,10 +129,6 @@ class RemoteProgram:
             case {"object": int(index), "type": str(kind)}:
                 return RemoteObject(self, index, kind)
         raise ValueError("the program's process sent no plain data")
-
-    def _end(self) -> str:
-        _, status = os.waitpid(self._pid, 0)
-        return "timeout" if os.waitstatus_to_exitcode(status) == -signal.SIGXCPU else "error"
 
 
 def _forward(operation: str) -> Callable[..., object]:

@@ -1,5 +1,6 @@
 """Runs untrusted Python programs, each in confined processes (rewards/sandbox/process.py)."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,8 +22,9 @@ _START_S = 1.0  # interpreter startup, in addition to the program's time
 _ENV = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _ENV |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _ROOT = str(Path(__file__).parents[3])  # the folder of the package jaxrl
-_MAIN = f"import sys; sys.path.append({_ROOT!r}); from {process.__name__} import main; "
-_MAIN += "sys.path.pop(); main(*map(int, sys.argv[1:]))"
+# The package of this process, without its folder on the program's import path
+_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); import jaxrl; sys.path.pop(0); "
+_MAIN += f"from {process.__name__} import main; main(*map(int, sys.argv[1:]))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ def run(
         "unsafe": unsafe,
     }
     with temporary_folder("work", "test") as folder:
-        job = {"program": program, "call": call, "limits": limited}
+        job = {"program": program, "call": call, "limits": limited, "parent": os.getpid()}
         job["test_folder"] = str(folder / "test")
         texts = [json.dumps(job)] + ([] if test is None else [test])
         outcome = _run(folder / "work", stdin, texts, limits)
@@ -85,8 +87,10 @@ def run(
 
 
 def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
-    """Starts process.py with a descriptor for each text and waits for its end."""
+    """Starts process.py with a descriptor for each text and waits for the end of its processes."""
+    jail.adopt_orphans()
     files = [_memory_file(text) for text in (stdin, *texts)]
+    deadline = time.monotonic() + _START_S + limits.wall_s
     child = subprocess.Popen(
         [sys.executable, "-I", "-B", "-X", "utf8", "-c", _MAIN, *map(str, files[1:])],
         cwd=folder,
@@ -95,14 +99,37 @@ def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         pass_fds=files[1:],
+        process_group=0,
     )
+    has_test = len(texts) > 1
     try:
         for fd in files:
             os.close(fd)
-        return _read(child, limits)
+        outcome = _read(child, deadline, limits)
+        if outcome.end == "ok" and not has_test:  # after a test, the program has nothing to do
+            try:
+                child.wait(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                outcome = Outcome("timeout")
     finally:
-        child.kill()  # a process that it forked then gets SIGKILL from the kernel
-        child.wait()
+        statuses = _end(child)
+    if outcome.end == "ok" and -signal.SIGXCPU in statuses:
+        return Outcome("timeout")
+    if outcome.end == "ok" and not has_test and any(statuses):
+        return Outcome("error", outcome.output)
+    return outcome
+
+
+def _end(child: subprocess.Popen) -> list[int]:
+    """Kills the child and the process that it may have forked; returns their exit statuses."""
+    if child.returncode is None:
+        os.killpg(child.pid, signal.SIGKILL)  # none of them can leave this group
+    statuses = [child.wait()]
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            _, status = os.waitpid(-child.pid, 0)
+            statuses.append(os.waitstatus_to_exitcode(status))
+    return statuses
 
 
 def _memory_file(text: str) -> int:
@@ -114,29 +141,20 @@ def _memory_file(text: str) -> int:
     return fd
 
 
-def _read(process: subprocess.Popen, limits: Limits) -> Outcome:
-    """Waits for the end of the process, within the limits of time and output."""
-    assert process.stdout is not None
-    deadline = time.monotonic() + _START_S + limits.wall_s
+def _read(child: subprocess.Popen, deadline: float, limits: Limits) -> Outcome:
+    """Reads the output until its end, within the limits of time and size."""
+    assert child.stdout is not None
     parts: list[bytes] = []
     left = limits.output_mib * _MIB
-    with process.stdout, selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ)
+    with child.stdout, selectors.DefaultSelector() as ready:
+        ready.register(child.stdout, selectors.EVENT_READ)
         while True:
             if not ready.select(timeout=max(0.0, deadline - time.monotonic())):
                 return Outcome("timeout")
-            part = os.read(process.stdout.fileno(), 1 << 16)
+            part = os.read(child.stdout.fileno(), 1 << 16)
             if not part:
-                break
+                return Outcome("ok", b"".join(parts).decode(errors="replace"))
             parts.append(part)
             left -= len(part)
             if left < 0:
                 return Outcome("output")
-    try:
-        status = process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return Outcome("timeout")
-    if status == -signal.SIGXCPU:
-        return Outcome("timeout")
-    text = b"".join(parts).decode(errors="replace")
-    return Outcome("ok" if status == 0 else "error", text)

@@ -4,9 +4,18 @@ Escapes: tests/rewards/sandbox/test_hostile.py. Hostile programs with time and m
 tests/rewards/verifiers/test_code.py.
 """
 
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
 import pytest
 
-from jaxrl.rewards.sandbox import landlock
+from jaxrl.rewards.sandbox import landlock, runner
 from jaxrl.rewards.sandbox.runner import Limits, run
 
 
@@ -96,3 +105,49 @@ def test_a_failed_assert_differs_from_an_exception():
         "wrong",
         "error",
     ]
+
+
+SLEEPS = "import time\ntime.sleep(100)\n"
+HANGS = "def f():\n    while True: pass\n"
+
+
+def processes_with(text):
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += [path] * (text.encode() in path.read_bytes())
+    return found
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """A text in the command line of all sandbox processes of a test."""
+    text = uuid.uuid4().hex
+    monkeypatch.setattr(runner, "_MAIN", f"mark = {text!r}; {runner._MAIN}")
+    return text
+
+
+@pytest.mark.parametrize("program, test", [(SLEEPS, None), (HANGS, "f()"), (SLEEPS, "f()")])
+def test_no_process_remains(mark, program, test):
+    assert run(program, test=test, limits=Limits(wall_s=0.2)).end == "timeout"
+    assert not processes_with(mark)
+
+
+def test_the_processes_end_with_the_one_that_started_them(mark, tmp_path):
+    script = (
+        "from jaxrl.rewards.sandbox import runner\n"
+        f"runner._MAIN = {runner._MAIN!r}\n"
+        f"runner.run({HANGS!r}, test='f()', limits=runner.Limits(wall_s=100))"
+    )
+    env = os.environ | {"TMPDIR": str(tmp_path)}  # its folder remains
+    starter = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, env=env)
+    end = time.monotonic() + 30
+    while len(processes_with(mark)) < 3 and time.monotonic() < end:  # starter, test, program
+        time.sleep(0.05)
+    assert len(processes_with(mark)) == 3
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
+    end = time.monotonic() + 10
+    while processes_with(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not processes_with(mark)
