@@ -51,7 +51,7 @@ class Host:
         """A host:port of this host that is free now."""
         node_ip = importlib.import_module("ray.util").get_node_ip_address()
         with socket.socket() as s:
-            s.bind(("", 0))
+            s.bind((node_ip, 0))
             return f"{node_ip}:{s.getsockname()[1]}"
 
     def run(self, arguments: list[str]) -> Iterator[str | int]:

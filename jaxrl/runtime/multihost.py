@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import socket
@@ -71,6 +72,7 @@ def _initialize(distributed: DistributedConfig) -> None:
             local_device_ids=None if explicit else slurm_devices(os.environ),
             # cluster detection would select devices even if all processes are given explicitly
             cluster_detection_method="deactivate" if explicit else None,
+            coordinator_bind_address=coordinator_bind_address(distributed, os.environ),
             initialization_timeout=distributed.start_timeout_s,
             heartbeat_timeout_seconds=distributed.heartbeat_timeout_s,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
@@ -82,6 +84,26 @@ def _initialize(distributed: DistributedConfig) -> None:
             "config.distributed.coordinator, num_processes and process_id, the first two alike on "
             "all hosts, or distributed.start='off' for a run of one process"
         ) from error
+
+
+def coordinator_bind_address(distributed: DistributedConfig, env: Mapping[str, str]) -> str | None:
+    """The address at which process 0 listens; None leaves the choice to JAX.
+
+    JAX listens on all interfaces, without authentication. A coordinator that is given as an IP
+    address of this machine, or as localhost, needs that interface only.
+    """
+    coordinator = distributed.coordinator or env.get("JAX_COORDINATOR_ADDRESS", "")
+    host, _, port = coordinator.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    if "JAX_COORDINATOR_BIND_ADDRESS" in env:
+        return None
+    try:
+        is_v6 = ipaddress.ip_address(host).version == 6
+        with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):  # a name, or an address of another machine or of a gateway
+        return None
+    return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
 
 
 def check_all_joined() -> None:
