@@ -1,5 +1,6 @@
 """Reads rows from parquet, JSONL, JSON and arrow files, Hugging Face dataset folders and globs."""
 
+import contextlib
 import glob
 import json
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrl.data.json_object import read_object
+
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
+_SAVE_AGAIN = "save the dataset again"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
@@ -22,13 +26,10 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises FileNotFoundError if there is no such file, ValueError if it cannot be read.
     """
+    readers = {".parquet": _parquet, ".arrow": _arrow, ".jsonl": _jsonl, ".json": _json}
     for path in find_files(source):
-        reader = {".parquet": _parquet, ".arrow": _arrow, ".jsonl": _jsonl, ".json": _json}
-        try:
-            for number, row in enumerate(reader[path.suffix](path), start=1):
-                yield f"{path}:{number}", row
-        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read as {path.suffix} ({error})") from error
+        for number, row in enumerate(readers[path.suffix](path), start=1):
+            yield f"{path}:{number}", row
 
 
 def find_files(source: str) -> list[Path]:
@@ -57,12 +58,15 @@ def find_files(source: str) -> list[Path]:
 
 
 def _folder_files(folder: Path, split: str) -> list[Path]:
-    if (folder / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return _folder_files(folder / _choose_split(folder, splits, split), "")
-    if (folder / "state.json").is_file():  # Dataset.save_to_disk
-        shards = json.loads((folder / "state.json").read_text())["_data_files"]
-        return [folder / shard["filename"] for shard in shards]
+    if (index := folder / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk
+        splits = read_object(index, _SAVE_AGAIN).get("splits")
+        names = _file_names(splits, index)
+        return _folder_files(folder / _choose_split(folder, names, split), "")
+    if (index := folder / "state.json").is_file():  # Dataset.save_to_disk
+        shards = read_object(index, _SAVE_AGAIN).get("_data_files")
+        shards = shards if isinstance(shards, list) else [shards]
+        names = [shard.get("filename") if isinstance(shard, dict) else shard for shard in shards]
+        return [folder / name for name in _file_names(names, index)]
 
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".parquet", ".jsonl", ".arrow")]
     if not files:
@@ -94,43 +98,78 @@ def _split_of(file: Path) -> str:
     return next((name for name in names if name in _SPLITS), names[0])
 
 
+def _file_names(names: Any, index: Path) -> list[str]:
+    """The names, if they are a list of files or folders next to `index`."""
+    names = names if isinstance(names, list) and names else [names]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(
+                f"{index} names {repr(name)[:80]}, which is not a file of its folder; {_SAVE_AGAIN}"
+            )
+    return names
+
+
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(path) as file:
+    with _named_errors(path), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
             yield from batch.to_pylist()
 
 
 def _arrow(path: Path) -> Iterator[dict[str, Any]]:
     """Reads the stream format, which `datasets` writes, and the file format."""
-    with pa.memory_map(str(path)) as mapped:
+    with _named_errors(path), pa.memory_map(str(path)) as mapped:
         try:
             batches = iter(pa.ipc.open_stream(mapped))
         except pa.ArrowInvalid:
             file = pa.ipc.open_file(mapped)
             batches = (file.get_batch(i) for i in range(file.num_record_batches))
         for batch in batches:
+            batch.validate(full=True)  # offsets of a damaged file could point outside of it
             yield from batch.to_pylist()
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
+    with (
+        _named_errors(path, (UnicodeDecodeError,)),
+        path.open(encoding="utf-8", newline="\n") as lines,
+    ):
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _object(line, f"{path}:{number}")
+                row = _parse(line, f"{path}:{number}", "write one object per line")
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"{path}:{number} is not a JSON object; write one object per line"
+                    )
+                yield row
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} is not a list of objects; write one, or JSONL")
-    yield from rows
+    with _named_errors(path, (UnicodeDecodeError,)):
+        rows = _parse(path.read_text(encoding="utf-8"), str(path), "write a list of objects")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path} is not a list of objects; write one, or JSONL")
+        yield from rows
 
 
-def _object(line: str, place: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _named_errors(path: Path, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turns errors of a reader into ValueErrors with the file's name."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON ({error}); write one object per line") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is not a JSON object; write one object per line")
-    return row
+        yield
+    except kinds as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as {path.suffix} ({reason})") from error
+
+
+def _parse(text: str, place: str, advice: str) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is valid JSON, but not text
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply; {advice}") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} has text that is not Unicode ({error.reason})") from error
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON ({error}); {advice}") from error
+    return value
