@@ -60,3 +60,28 @@ def test_a_conversation_that_the_template_rejects_is_reported_by_its_roles(token
     path.write_text("{{ raise_exception('only one turn') }}")
     with pytest.raises(ValueError, match=r"roles \['user'\] \(only one turn\)"):
         ChatRenderer(tokenizer, template=str(path)).render([USER])
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{{ raise_exception.__globals__['jinja2'] }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(content='x') }}",
+        "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{% import os %}",
+        "{{ '%s'.format.__self__.__class__.__init__.__globals__ }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages).x }}",
+        "{{ (1).__class__('9' * 5000) }}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_hostile_template_is_an_error(hostile, tokenizer, tmp_path):
+    (tmp_path / "hostile.jinja").write_text(hostile)
+    renderer = ChatRenderer(tokenizer, template=str(tmp_path / "hostile.jinja"))
+    with pytest.raises(ValueError, match="the chat template rejects a conversation"):
+        renderer.text([USER])
