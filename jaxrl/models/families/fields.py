@@ -69,7 +69,7 @@ def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
     Raises ValueError for scalings other than "default", "linear" and "llama3".
     """
     parameters = c.get("rope_parameters") or {}
-    parameters = parameters.get(kind, {}) if {LOCAL, GLOBAL} & parameters.keys() else parameters
+    parameters = (parameters.get(kind) or {}) if {LOCAL, GLOBAL} & parameters.keys() else parameters
     theta = parameters.get("rope_theta", c.get("rope_theta", theta))
     scaling = parameters or c.get("rope_scaling") or {}
     if scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -133,3 +133,33 @@ def test_a_missing_key_is_named():
 def test_the_layer_layout_is_not_part_of_the_file():
     cfg = config_from_hf(LLAMA)
     assert config_to_hf(cfg) == config_to_hf(dataclasses.replace(cfg, stacked=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": "6"},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 128},  # more than features
+        {"num_key_value_heads": 3},
+        {"hidden_size": None},
+        {"rms_norm_eps": float("nan")},
+        {"rope_theta": [1]},
+        {"rope_scaling": "linear"},
+        {"rope_parameters": {"rope_type": "linear", "factor": None}},
+        {"tie_word_embeddings": "yes"},
+        {"layer_types": ["full_attention", 3]},
+        {"text_config": [1]},
+    ],
+    ids=str,
+)
+def test_entries_of_another_type_or_size_are_errors(change):
+    with pytest.raises(ValueError, match="use the model's own config.json"):
+        config_from_hf(LLAMA | change)
+
+
+def test_null_rope_parameters_of_a_layer_type_mean_the_default():
+    config = golden_config("gemma3")
+    config["rope_parameters"] = {"full_attention": None}
+    assert config_from_hf(config).rope == Rope(theta=1_000_000.0)

@@ -66,7 +66,7 @@ ROPE_KEYS = ("rope_type", "rope_theta", "factor", "low_freq_factor", "full_atten
 
 @fuzz(
     25,
-    3000,
+    1500,
     name=st.sampled_from(sorted(CONFIGS)),
     family=st.none() | st.sampled_from(sorted(FAMILIES)),
     new=replaced(tuple(KEYS)),
