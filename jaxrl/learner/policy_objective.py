@@ -17,10 +17,11 @@ from jaxrl.algorithms.importance import CORRECTIONS, logp_diff, rollout_kl
 from jaxrl.algorithms.kl import KL_ESTIMATORS, k3
 from jaxrl.algorithms.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.rejection import REJECTIONS, off_policy_sequences
+from jaxrl.algorithms.segment import segment_sum
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.learner.requirements import kl_in_loss, ratio_source
+from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.moe import RouterLoad
@@ -115,7 +116,7 @@ def token_loss_sums(
     whole mini-batch. Without `coefs` the two coefficients are those of the config. Tokens of a row
     must be in sequence order.
     """
-    algo, mask = cfg.algorithm, batch.mask
+    algo, mask, measured = cfg.algorithm, batch.mask, measured_tokens(batch, cfg)
     coefs = Coefs(algo.kl_coef, algo.entropy_coef) if coefs is None else coefs
     # Masked once here, so that no value at a masked token can overflow below.
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
@@ -126,24 +127,37 @@ def token_loss_sums(
         correction = importance_weights(inputs, algo)
         weights = correction / coefs.mean_weight * kept_tokens(inputs, algo)
         policy = policy * weights
-        means |= weight_means(correction, weights, mask, algo)
+        means |= weight_means(correction, weights, measured, algo)
     loss = policy
     if kl_in_loss(algo):
         kl = reference_kl(inputs, exact_kl, batch, algo)
         loss = loss + coefs.kl * clamp(kl, algo.kl_clamp)
-        means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), mask)
-        means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), mask)
+        means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), measured)
+        means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), measured)
     if algo.has_entropy:
         loss = loss - coefs.entropy * entropy
 
     loss_sum, weight = aggregate_tokens(loss, batch, cfg)
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
-    means["loss/entropy"] = masked_mean(entropy, mask)
-    ratio_means, ratio_maxima = ratio_metrics(inputs, algo)
-    gap_means, gap_maxima = mismatch_metrics(start_logp(logp, batch, cfg), batch)
+    means["loss/entropy"] = masked_mean(entropy, measured)
+    ratio_means, ratio_maxima = ratio_metrics(inputs, measured, algo)
+    gap_means, gap_maxima = mismatch_metrics(
+        start_logp(logp, batch, cfg), batch.rollout_logp, measured
+    )
     means |= ratio_means | gap_means
     sums = LossSums(losses, weight, means, ratio_maxima | gap_maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
+
+
+def measured_tokens(batch: Batch, cfg: RunConfig) -> Float[Array, "B T"]:
+    """1 at the tokens that metrics are averaged over: those of responses with a gradient.
+
+    So the metrics do not depend on `algorithm.drop_flat_groups`, which leaves the others out.
+    """
+    if needs_every_response(cfg) or cfg.algorithm.drop_flat_groups:
+        return batch.mask
+    has_advantage = apply_mask((batch.advantages != 0).astype(jnp.float32), batch.mask)
+    return batch.mask * (segment_sum(has_advantage, batch.segments) > 0)
 
 
 def policy_loss_inputs(
@@ -205,10 +219,10 @@ def start_logp(logp: Float[Array, "B T"], batch: Batch, cfg: RunConfig) -> Float
 
 
 def ratio_metrics(
-    inputs: dict[str, Array], cfg: AlgorithmConfig
+    inputs: dict[str, Array], mask: Float[Array, "B T"], cfg: AlgorithmConfig
 ) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
-    """(means, maxima) of the importance ratio."""
-    logp, old_logp, mask = inputs["logp"], inputs["old_logp"], inputs["mask"]
+    """(means, maxima) of the importance ratio over the tokens of `mask`."""
+    logp, old_logp = inputs["logp"], inputs["old_logp"]
     means = {
         "loss/clip_fraction": masked_mean(clipped_tokens(inputs, cfg), mask),
         "loss/clamped_fraction": masked_mean(outside(logp - old_logp, cfg.log_ratio_clamp), mask),
@@ -218,14 +232,13 @@ def ratio_metrics(
 
 
 def mismatch_metrics(
-    logp: Float[Array, "B T"], batch: Batch
+    logp: Float[Array, "B T"], rollout_logp: Float[Array, "B T"], mask: Float[Array, "B T"]
 ) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
     """(means, maxima) of the mismatch between the trainer's `logp` and the engine's.
 
     Both are without sampling filters, so that the mismatch has only numerical causes.
     """
-    mask = batch.mask
-    logp, rollout_logp = apply_mask(logp, mask), apply_mask(batch.rollout_logp, mask)
+    logp, rollout_logp = apply_mask(logp, mask), apply_mask(rollout_logp, mask)
     difference = logp_diff(logp, rollout_logp)
     means = {
         "mismatch/logp_diff_mean": masked_mean(difference, mask),

@@ -38,6 +38,12 @@ def kl_in_loss(cfg: AlgorithmConfig) -> bool:
     return cfg.kl_coef != 0.0 and cfg.kl_in == "loss"
 
 
+def needs_every_response(cfg: RunConfig) -> bool:
+    """Whether responses with advantages of 0 have a gradient, from another term of the loss."""
+    in_loss = cfg.algorithm.has_entropy or kl_in_loss(cfg.algorithm) or cfg.critic.shared
+    return in_loss or cfg.learner.router_aux_coef != 0.0
+
+
 def full_kl_in_loss(cfg: RunConfig) -> bool:
     """Whether the loss runs the reference model itself, for the KL over the whole vocabulary.
 

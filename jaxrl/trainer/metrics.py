@@ -24,10 +24,19 @@ def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         "reward/errors": float(sum(bool(r.reward.error) for r in rollouts)),
         **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
+        "rollout/entropy": sampling_entropy(sampled),
         "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
         "rollout/prompt_len": float(np.mean([len(r.prompt.tokens) for r in sampled])),
         "rollout/truncated_fraction": float(np.mean([r.finish == "length" for r in sampled])),
     }
+
+
+def sampling_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Mean of -log p of the sampled tokens, an unbiased estimate of the sampling entropy, nats."""
+    logps = [r.logp if r.behavior_logp is None else r.behavior_logp for r in rollouts]
+    n_tokens = max(sum(r.n_loss_tokens for r in rollouts), 1)
+    pairs = zip(logps, rollouts, strict=True)
+    return -float(sum(logp[r.loss_mask].sum(dtype=np.float64) for logp, r in pairs) / n_tokens)
 
 
 def part_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from jaxrl.algorithms.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import Packed, gather, pack_samples, padding_fraction, response_field
-from jaxrl.learner.requirements import kl_in_loss
+from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
 
@@ -206,12 +206,10 @@ def split_idle(
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
     """(samples with a gradient, samples without a gradient).
 
-    A sample with zero advantages has no gradient unless the loss has a KL, entropy, router or value
-    term. This concerns groups with equal rewards.
+    A sample with zero advantages has no gradient unless the loss has another term for it. This
+    concerns groups with equal rewards.
     """
-    algo = cfg.algorithm
-    always = algo.has_entropy or kl_in_loss(algo) or cfg.learner.router_aux_coef != 0.0
-    always |= cfg.critic.shared or not algo.drop_flat_groups
+    always = needs_every_response(cfg) or not cfg.algorithm.drop_flat_groups
 
     def has_gradient(s: TrainingSample) -> bool:
         return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))

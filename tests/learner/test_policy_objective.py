@@ -84,7 +84,7 @@ def loss_and_gradient(cfg, packing, mesh_sizes, coefs=None, samples=ROLLOUTS):
         @functools.partial(jax.jit, compiler_options=compiler_options(QUICK_COMPILE, "cpu"))
         def both(logp, batch):
             def total(logp):
-                return token_loss_sums(logp, logp * 0, None, batch, coefs, cfg=cfg)
+                return token_loss_sums(logp, -logp, None, batch, coefs, cfg=cfg)
 
             (_, sums), grad = jax.value_and_grad(total, has_aux=True)(logp)
             return sums, grad
@@ -207,6 +207,17 @@ def test_the_mismatch_is_that_of_the_policy_at_the_start_of_the_step():
     np.testing.assert_allclose(means["mismatch/kl"], (np.exp(d) - 1 - d).mean(), rtol=1e-4)
 
 
+def test_leaving_flat_groups_out_changes_no_metric():
+    n = len(ROLLOUTS) // 2
+    flat = [dataclasses.replace(r, advantages=0 * r.advantages) for r in ROLLOUTS[n:]]
+    means = []
+    for drop, samples in ((True, ROLLOUTS[:n]), (False, ROLLOUTS[:n] + flat)):
+        cfg = run_config(old_logp="recompute", drop_flat_groups=drop)
+        means.append(loss_and_gradient(cfg, *LAYOUTS["one micro-batch"], samples=samples)[2])
+    assert means[0]["loss/entropy"] > 0 and 0 < means[0]["loss/clip_fraction"] < 1
+    assert means[0] == pytest.approx(means[1], rel=1e-5)
+
+
 def test_an_importance_weight_has_no_gradient():
     """On policy, old_logp is the current logprob; the weight must stop its gradient."""
     cfg = run_config(correction="token_tis", correction_high=9.0, old_logp="auto")
@@ -270,7 +281,7 @@ def test_a_kl_with_a_plus_has_its_value_and_the_gradient_of_k2(name):
         batch = jax.tree.map(jnp.asarray, batch.replace(old_logp=old, ref_logp=old))
 
         def total(logp, batch=batch, cfg=cfg):
-            return token_loss_sums(logp, logp * 0, None, batch, cfg=cfg)
+            return token_loss_sums(logp, -logp, None, batch, cfg=cfg)
 
         (_, sums), grad = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logp))
         found[kl] = float(sums.means["loss/kl"][0]), np.asarray(grad)

@@ -13,7 +13,7 @@ from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import CHIPS, chip_of
 from jaxrl.trainer import metrics
 from jaxrl.trainer.run import Core
-from jaxrl.types import TrainState
+from jaxrl.types import Prompt, Rollout, TrainState
 from tests.trainer.test_mini_batches import config, samples_of
 
 MODEL = DecoderConfig("llama", L=1, D=16, N=2, K=2, H=8, F=32, V=64)
@@ -69,3 +69,13 @@ def test_mfu_counts_all_devices_and_epochs(monkeypatch):
 def test_chips_are_found_by_their_device_kind(kind, chip):
     assert chip_of(kind) == CHIPS[chip]
     assert chip_of("cpu") is None
+
+
+def test_the_sampling_entropy_is_over_all_tokens_that_the_policy_sampled():
+    prompt, tokens = Prompt(0, (), np.array([5], np.int32), ""), np.array([3, 4, 5], np.int32)
+    logp = np.array([-1.0, -9.0, -2.0], np.float32)  # the second token is an observation
+    mask = np.array([True, False, True])
+    plain = Rollout(prompt, 0, tokens, logp, mask, 0, "stop")
+    filtered = Rollout(prompt, 1, tokens, logp, mask, 0, "stop", behavior_logp=logp + 0.5)
+    # (1 + 2 + 0.5 + 1.5) / 4
+    assert metrics.sampling_entropy([plain, filtered]) == 1.25

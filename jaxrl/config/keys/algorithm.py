@@ -202,7 +202,7 @@ class AlgorithmConfig:
     drop_flat_groups: bool = key(
         True,
         "Leave groups whose rewards are all equal out of the update if they have no gradient: "
-        "neither a KL term nor an entropy bonus",
+        "neither a KL term nor an entropy bonus; saves their computation and changes no metric",
     )
 
     @property
