@@ -50,6 +50,7 @@ KL_PLACES = ("loss", "reward")
 CORRECTIONS = ("none", "token_tis", "seq_tis", "icepop", "seq_icepop")
 MASKING_CORRECTIONS = ("icepop", "seq_icepop")  # weight 0 outside of two bounds
 # verl's names: what is summed up over a response, and the KL estimate of a token
+REJECTION_SCOPES = ("all", "policy_loss")
 RATIO_REJECTIONS = ("token_k1", "seq_sum_k1", "seq_mean_k1")  # with two bounds of a ratio
 REJECTIONS = (
     "none",

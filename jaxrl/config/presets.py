@@ -56,6 +56,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Keys]] = {
             rejection="seq_mean_k1",
             rejection_low=0.5,
             rejection_high=5.0,
+            rejection_scope="policy_loss",
         ),
     },
 }

@@ -122,12 +122,16 @@ def token_loss_sums(
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
     behavior_logp = apply_mask(batch.behavior_logp, mask)
     inputs = policy_loss_inputs(logp, behavior_logp, batch, cfg)
-    policy, means = policy_loss(inputs, algo), {}
+    means, maxima = mismatch_metrics(start_logp(logp, batch, cfg), batch.rollout_logp, measured)
+    weights = jnp.ones_like(logp)
     if algo.has_correction:
-        correction = importance_weights(inputs, algo)
-        weights = correction / coefs.mean_weight * kept_tokens(inputs, algo)
-        policy = policy * weights
+        correction, accepted = importance_weights(inputs, algo), accepted_tokens(inputs, algo)
+        weights = correction / coefs.mean_weight * accepted * on_policy_tokens(inputs, algo)
         means |= weight_means(correction, weights, measured, algo)
+        if algo.removes_rejected:
+            batch, measured = without_rejected(batch, accepted), measured * accepted
+            inputs["mask"] = batch.mask
+    policy = policy_loss(inputs, algo) * weights
     loss = policy
     if kl_in_loss(algo):
         kl = reference_kl(inputs, exact_kl, batch, algo)
@@ -141,11 +145,7 @@ def token_loss_sums(
     losses = {"loss/total": loss_sum, "loss/policy": aggregate_tokens(policy, batch, cfg)[0]}
     means["loss/entropy"] = masked_mean(entropy, measured)
     ratio_means, ratio_maxima = ratio_metrics(inputs, measured, algo)
-    gap_means, gap_maxima = mismatch_metrics(
-        start_logp(logp, batch, cfg), batch.rollout_logp, measured
-    )
-    means |= ratio_means | gap_means
-    sums = LossSums(losses, weight, means, ratio_maxima | gap_maxima, None)
+    sums = LossSums(losses, weight, means | ratio_means, maxima | ratio_maxima, None)
     return loss_sum, jax.lax.stop_gradient(sums)
 
 
@@ -253,19 +253,32 @@ def importance_weights(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[
     return jax.lax.stop_gradient(apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg))
 
 
-def kept_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
-    """1 at the tokens that the rejection and the off-policy mask keep, 0 elsewhere."""
+def accepted_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """0 at the tokens that the configured rejection masks, 1 elsewhere."""
     row = lookup(REJECTIONS, cfg.rejection, "algorithm.rejection")
-    kept = apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg)
-    if cfg.off_policy_threshold:
-        kept *= off_policy_sequences(
-            inputs["drift"],
-            inputs["advantages"],
-            inputs["mask"],
-            inputs["segments"],
-            off_policy_threshold=cfg.off_policy_threshold,
-        )
+    return jax.lax.stop_gradient(apply(row, inputs | {"log_ratio": inputs["mismatch"]}, cfg))
+
+
+def on_policy_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Array, "B T"]:
+    """0 at the tokens that the off-policy sequence mask removes, 1 elsewhere."""
+    if not cfg.off_policy_threshold:
+        return jnp.ones_like(inputs["mask"])
+    kept = off_policy_sequences(
+        inputs["drift"],
+        inputs["advantages"],
+        inputs["mask"],
+        inputs["segments"],
+        off_policy_threshold=cfg.off_policy_threshold,
+    )
     return jax.lax.stop_gradient(kept)
+
+
+def without_rejected(batch: Batch, accepted: Float[Array, "B T"]) -> Batch:
+    """The batch with the mask, and the lengths of responses, of its accepted tokens."""
+    mask = batch.mask * accepted
+    return batch.replace(
+        mask=mask, response_len=jnp.maximum(segment_sum(mask, batch.segments), 1.0)
+    )
 
 
 def weight_means(

@@ -39,9 +39,14 @@ def kl_in_loss(cfg: AlgorithmConfig) -> bool:
 
 
 def needs_every_response(cfg: RunConfig) -> bool:
-    """Whether responses with advantages of 0 have a gradient, from another term of the loss."""
-    in_loss = cfg.algorithm.has_entropy or kl_in_loss(cfg.algorithm) or cfg.critic.shared
-    return in_loss or cfg.learner.router_aux_coef != 0.0
+    """Whether an update needs responses with advantages of 0.
+
+    KL, entropy, load-balancing and value terms give them a gradient. If rejected tokens leave the
+    denominator, only the update knows which do.
+    """
+    algo = cfg.algorithm
+    in_loss = algo.has_entropy or kl_in_loss(algo) or cfg.critic.shared
+    return in_loss or algo.removes_rejected or cfg.learner.router_aux_coef != 0.0
 
 
 def full_kl_in_loss(cfg: RunConfig) -> bool:

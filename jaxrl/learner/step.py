@@ -252,6 +252,7 @@ class Update:
     def _apply(self, state: TrainState, total: GradSums, extra_weight):
         sums = total.sums
         weight = sums.weight + extra_weight
+        weight = jnp.where(weight > 0, weight, 1.0)  # 0 if every token is rejected
         norm = optax.tree.norm(total.grads) / weight
         factor = clip_factor(norm, self._optimizer.clip_norm) / weight
         grads = jax.tree.map(lambda g: g * factor, total.grads)

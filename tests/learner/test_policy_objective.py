@@ -207,6 +207,35 @@ def test_the_mismatch_is_that_of_the_policy_at_the_start_of_the_step():
     np.testing.assert_allclose(means["mismatch/kl"], (np.exp(d) - 1 - d).mean(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("scope", ["all", "policy_loss"])
+def test_rejected_tokens_leave_all_terms_or_the_policy_loss_alone(scope, aggregation):
+    bounds = dict(rejection_low=0.9, rejection_high=1.15, rejection_scope=scope)
+    cfg = run_config(
+        policy_loss="policy_gradient",
+        old_logp="recompute",
+        aggregation=aggregation,
+        rejection="token_k1",
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        **bounds,
+    )
+    got, _, means = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"])
+    sums, weight, kls, n_kept = 0.0, 0, [], 0
+    for r, logp, old in zip(ROLLOUTS, LOGPS, OLDS, strict=True):
+        ratio = np.exp(old - r.rollout_logp)
+        accepted = (ratio >= 0.9) & (ratio <= 1.15)
+        counted = accepted if scope == "all" else np.ones(len(logp), bool)
+        kl = np.expm1(old - logp) - (old - logp)  # the reference is the old policy
+        loss = accepted * -r.advantages * logp + counted * (0.1 * kl + 0.01 * logp)  # entropy -logp
+        n, kls, n_kept = counted.sum(), [*kls, kl[counted]], n_kept + accepted.sum()
+        sums += loss.sum() if aggregation == "token_mean" else loss.sum() / max(n, 1)
+        weight += n if aggregation == "token_mean" else n > 0
+    assert 0 < n_kept < sum(len(logp) for logp in LOGPS)
+    np.testing.assert_allclose(got, sums / weight, rtol=1e-5)
+    np.testing.assert_allclose(means["loss/kl"], np.concatenate(kls).mean(), rtol=1e-5)
+
+
 def test_leaving_flat_groups_out_changes_no_metric():
     n = len(ROLLOUTS) // 2
     flat = [dataclasses.replace(r, advantages=0 * r.advantages) for r in ROLLOUTS[n:]]

@@ -129,8 +129,11 @@ def test_a_group_of_equal_rewards_is_not_trained_on_but_counted():
     assert sum(p.batch.mask.sum() for p in minis[0].packed) == 6
 
 
-@pytest.mark.parametrize("algorithm", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}])
-def test_no_sample_is_idle_if_entropy_or_kl_gives_every_token_a_gradient(algorithm):
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "loss"}, {"rejection": "seq_mean_k1"}],
+)
+def test_no_sample_is_idle_if_another_term_than_the_advantage_needs_it(algorithm):
     cfg = resolve(config(**algorithm))
     active, idle = split_idle(samples_of(1), cfg)
     assert len(active) == 2 and not idle

@@ -10,6 +10,7 @@ from jaxrl.config.choices import (
     KLS,
     OLD_LOGPS,
     POLICY_LOSSES,
+    REJECTION_SCOPES,
     REJECTIONS,
 )
 from jaxrl.config.schema import key
@@ -165,6 +166,12 @@ class AlgorithmConfig:
     rejection_max: float = key(
         0.01, "Rejections by k2 or k3: maximum value (of the token; sum, mean, maximum)", gt=0
     )
+    rejection_scope: str = key(
+        "all",
+        "What rejected tokens leave. all = policy loss, KL and entropy terms, and the denominator "
+        "of the loss (verl); policy_loss = only the policy loss",
+        choices=REJECTION_SCOPES,
+    )
     off_policy_threshold: float = key(
         0.0,
         "Mask tokens with a negative advantage in responses whose mean log(engine / current "
@@ -209,6 +216,11 @@ class AlgorithmConfig:
     def has_entropy(self) -> bool:
         """Whether the loss has an entropy term."""
         return self.entropy_coef != 0.0 or self.entropy_target > 0.0
+
+    @property
+    def removes_rejected(self) -> bool:
+        """Whether rejected tokens leave all terms of the loss and its denominator."""
+        return self.rejection != "none" and self.rejection_scope == "all"
 
     @property
     def kl_estimator(self) -> str:
