@@ -14,7 +14,7 @@ from flax import struct
 Tree = Any  # a pytree of arrays, specs, shardings, ...
 Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or a result of tree_map
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]  # role, content; tool_calls, name, tool_call_id as in OpenAI's API
 
 
 @dataclasses.dataclass(frozen=True)

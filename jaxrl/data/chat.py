@@ -1,15 +1,21 @@
 """The chat template: messages to tokens and back."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl.types import Message
+
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
 _BATCH = 1024  # conversations tokenized in one call
+
+Tools = Sequence[dict[str, Any]]  # OpenAI's schemas of the functions that the model may call
 
 
 class ChatRenderer:
@@ -27,24 +33,29 @@ class ChatRenderer:
         self.system_prompt = system_prompt
         self.template = _read_template(template) if template else _checkpoint_template(tokenizer)
 
-    def render(self, messages: Sequence[dict[str, str]]) -> Int32[np.ndarray, " prompt_len"]:
+    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, " prompt_len"]:
         """Tokens of a conversation, including the generation prompt."""
         return self.render_all([messages])[0]
 
     def render_all(
-        self, conversations: Sequence[Sequence[dict[str, str]]]
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tools] | None = None
     ) -> list[Int32[np.ndarray, " _"]]:
-        """render() for many conversations; each tokenizer call has a batch and uses all cores."""
+        """render() for many conversations; each tokenizer call has a batch and uses all cores.
+
+        `tools` are those that each conversation offers to the model.
+        """
+        tools = [()] * len(conversations) if tools is None else tools
+        pairs = list(zip(conversations, tools, strict=True))
         rendered = []
-        for first in range(0, len(conversations), _BATCH):
-            texts = [self.text(c) for c in conversations[first : first + _BATCH]]
+        for first in range(0, len(pairs), _BATCH):
+            texts = [self.text(c, tools=t) for c, t in pairs[first : first + _BATCH]]
             # the template already contains the special tokens
             ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             rendered += [np.array(row, np.int32) for row in ids]
         return rendered
 
     def render_reply(
-        self, messages: Sequence[dict[str, str]], *, stop: Sequence[int], ended: bool
+        self, messages: Sequence[Message], *, stop: Sequence[int], ended: bool
     ) -> Int32[np.ndarray, " n"]:
         """Tokens between two turns of the model.
 
@@ -66,7 +77,7 @@ class ChatRenderer:
         return tokens[ends[0] + 1 :] if ended else tokens
 
     def render_turns(
-        self, messages: Sequence[dict[str, str]], stop: Sequence[int]
+        self, messages: Sequence[Message], stop: Sequence[int], tools: Tools = ()
     ) -> list[tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]]:
         """(tokens, loss mask) of a finished conversation; the mask is True on assistant tokens.
 
@@ -75,27 +86,45 @@ class ChatRenderer:
         without its reasoning. In that case each turn becomes a separate sequence, after the prompt
         that the model would see.
 
-        Raises ValueError if the template does not end a turn with one of the `stop` tokens, or does
-        not continue the generation prompt with the turn.
+        Raises ValueError if the template does not end a turn with one of the `stop` tokens, does
+        not continue the generation prompt with the turn, or leaves out tool calls.
         """
         turns = [
-            self._turn(messages, i) for i, m in enumerate(messages) if m["role"] == "assistant"
+            self._turn(messages, i, tools)
+            for i, m in enumerate(messages)
+            if m["role"] == "assistant"
         ]
-        full = self.text(messages, generation_prompt=False)
+        full = self.text(messages, generation_prompt=False, tools=tools)
         if all(full.startswith(done) for _, done in turns):
             return [self._with_mask(full, [(len(head), len(done)) for head, done in turns], stop)]
         return [self._with_mask(done, [(len(head), len(done))], stop) for head, done in turns]
 
-    def _turn(self, messages: Sequence[dict[str, str]], i: int) -> tuple[str, str]:
-        """The text up to the generation prompt of turn i, and the text including the turn."""
-        head = self.text(messages[:i])
-        done = self.text(messages[: i + 1], generation_prompt=False)
-        if not done.startswith(head):
+    def _turn(self, messages: Sequence[Message], i: int, tools: Tools) -> tuple[str, str]:
+        """The text before turn i that is not learned, and the text including the turn.
+
+        The first is the text up to the generation prompt. Some generation prompts open the
+        reasoning of the turn, such as "<think>", while the template renders finished turns without
+        it. A turn with reasoning then continues the generation prompt, as the model would; a turn
+        without reasoning follows the part of the generation prompt that the template renders.
+        """
+        head = self.text(messages[:i], tools=tools)
+        done = self.text(messages[: i + 1], generation_prompt=False, tools=tools)
+        if done.startswith(head):
+            return head, done
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(head, done, strict=False))
+        shared = "".join(a for a, _ in pairs)
+        opening, content = head[len(shared) :].strip(), messages[i]["content"].strip()
+        before = self.text(messages[:i], generation_prompt=False, tools=tools)
+        if not opening or not head.startswith(before) or len(shared) <= len(before):
             raise ValueError(
                 f"the chat template does not render turn {i} as a continuation of its generation "
                 "prompt; set data.chat_template to a template that does"
             )
-        return head, done
+        if not content.startswith(opening):
+            return shared, done
+        bare = [*messages[:i], {"role": "assistant", "content": _PLACEHOLDER}]
+        end = self.text(bare, generation_prompt=False, tools=tools).rpartition(_PLACEHOLDER)[2]
+        return head, head + content.removeprefix(opening).lstrip() + end
 
     def _with_mask(
         self, text: str, turns: Sequence[tuple[int, int]], stop: Sequence[int]
@@ -118,10 +147,13 @@ class ChatRenderer:
         length = int(np.flatnonzero(mask)[-1]) + 1
         return tokens[:length], mask[:length]
 
-    def text(self, messages: Sequence[dict[str, str]], *, generation_prompt: bool = True) -> str:
+    def text(
+        self, messages: Sequence[Message], *, generation_prompt: bool = True, tools: Tools = ()
+    ) -> str:
         """The rendered conversation before tokenization.
 
         `generation_prompt` adds the header of the assistant turn that the model is to generate.
+        Raises ValueError if the template rejects the conversation, or leaves out tools or calls.
         """
         messages = list(messages)
         if self.system_prompt and not any(m["role"] == "system" for m in messages):
@@ -129,6 +161,7 @@ class ChatRenderer:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
+                tools=list(tools) or None,
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -140,6 +173,7 @@ class ChatRenderer:
                 f"the chat template rejects a conversation with the roles {roles} ({reason}); "
                 "change the data or set data.chat_template"
             ) from error
+        check_rendered_tools(str(text), messages, tools)
         return str(text)
 
     def decode(
@@ -148,6 +182,20 @@ class ChatRenderer:
         """The text of tokens, by default without special tokens."""
         ids = np.asarray(tokens).tolist()
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def check_rendered_tools(text: str, messages: Sequence[Message], tools: Tools) -> None:
+    """Raises ValueError if the template has left out a tool or a tool call."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for what, functions in (("tools", tools), ("tool calls", calls)):
+        for function in functions:
+            name = function["function"]["name"]
+            if name not in text:
+                raise ValueError(
+                    f"the chat template leaves out {what} ({name!r} is not in the rendered text), "
+                    "so the model would not see them; set data.chat_template to one that renders "
+                    "them, or remove them from the data"
+                )
 
 
 def _read_template(template: str) -> str:

@@ -2,7 +2,8 @@
 
 A row of any file type has one of these forms; other columns are ignored.
 
-  messages       a list of {role, content}; the assistant turns are learned
+  messages       a list of {role, content}; the assistant turns are learned, with their tool_calls
+  tools          optional: the tools that the chat template offers to the model
   prompt | question | problem | instruction    a string or a list of messages, together with
   response | completion | output | answer      a string: the assistant's answer
 """
@@ -16,16 +17,17 @@ import numpy as np
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.prompts import as_messages, columns, source_of
+from jaxrl.data.messages import as_messages, check_text_only, tools_of
+from jaxrl.data.prompts import columns, source_of
 from jaxrl.data.tables import read_rows
-from jaxrl.types import Demonstration, TrainingSample
+from jaxrl.types import Demonstration, Message, TrainingSample
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 ANSWER_COLUMNS = ("response", "completion", "output", "answer")
 
 logger = logging.getLogger(__name__)
 
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[Message, ...]
 
 
 def load_demonstrations(
@@ -47,7 +49,7 @@ def load_demonstrations(
     rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
     for number, (place, row) in enumerate(rows):
         messages = conversation(row, place)
-        for tokens, loss_mask in renderer.render_turns(messages, stop):
+        for tokens, loss_mask in renderer.render_turns(messages, stop, tools_of(row, place)):
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
                     dropped += 1
@@ -106,6 +108,7 @@ def conversation(row: dict[str, Any], place: str) -> Messages:
 
     Raises ValueError with the place if the columns or the assistant turns are missing.
     """
+    check_text_only(row, place)
     if row.get("messages") is not None:
         messages = as_messages(row["messages"], "messages", place)
         if not any(m["role"] == "assistant" for m in messages):

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat import ChatRenderer, Tools
 from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, check_kept, demonstration
-from jaxrl.data.prompts import as_messages, columns, source_of
+from jaxrl.data.messages import as_messages, check_text_only, tools_of
+from jaxrl.data.prompts import columns, source_of
 from jaxrl.data.tables import read_rows
 from jaxrl.types import Demonstration
 
@@ -54,7 +55,7 @@ def load_pairs(
     for number, (place, row) in enumerate(rows):
         source = source_of(row)
         chosen, rejected = (
-            _answer(number, messages, source, renderer, stop)
+            _answer(number, messages, source, renderer, stop, tools_of(row, place))
             for messages in conversations(row, place)
         )
         n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in (chosen, rejected))
@@ -80,6 +81,7 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
     Raises ValueError with the place if the columns are missing, an answer is not an assistant turn,
     or both are equal.
     """
+    check_text_only(row, place)
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ValueError(
             f"{place} has the columns {columns(row)}; required are chosen and rejected, as "
@@ -122,9 +124,14 @@ def _with_prompt(prompt: Messages, value: Any, side: str, place: str) -> Message
 
 
 def _answer(
-    number: int, messages: Messages, source: str, renderer: ChatRenderer, stop: Sequence[int]
+    number: int,
+    messages: Messages,
+    source: str,
+    renderer: ChatRenderer,
+    stop: Sequence[int],
+    tools: Tools,
 ) -> Demonstration:
-    tokens, loss_mask = renderer.render_turns(messages, stop)[-1]
+    tokens, loss_mask = renderer.render_turns(messages, stop, tools)[-1]
     last_turn = np.zeros_like(loss_mask)
     last_turn[np.flatnonzero(~loss_mask)[-1] + 1 :] = True
     return demonstration(number, tokens, last_turn, source=source)

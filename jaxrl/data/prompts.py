@@ -9,8 +9,9 @@ verl's schema                                   plain
   ability       optional                          data_source, ability, extra_info: optional
   extra_info    optional, passed to the reward
 
-Both may be mixed (question + reward_model, prompt + answer). An answer that is not a string becomes
-JSON. A source may also be a task in jaxrl/data/tasks.py.
+Both may be mixed (question + reward_model, prompt + answer). The column `tools` has the tools that
+the chat template offers to the model (jaxrl/data/messages.py). An answer that is not a string
+becomes JSON. A source may also be a task in jaxrl/data/tasks.py.
 """
 
 import dataclasses
@@ -24,9 +25,10 @@ import numpy as np
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.messages import as_messages, check_text_only, tools_of
 from jaxrl.data.tables import read_rows
 from jaxrl.data.tasks import make_questions
-from jaxrl.types import Prompt
+from jaxrl.types import Message, Prompt
 
 _PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 _TASK_PREFIXES = ("task:", "reasoning_gym:")
@@ -39,10 +41,11 @@ logger = logging.getLogger(__name__)
 class _Example:
     """A parsed row, before the chat template."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     answer: str
     source: str
     extra: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def load_prompts(
@@ -59,7 +62,9 @@ def load_prompts(
     dropped: list[int] = []  # lengths
     rows = enumerate(itertools.chain.from_iterable(_examples(source) for source in sources))
     for chunk in itertools.batched(rows, _CHUNK):
-        rendered = renderer.render_all([example.messages for _, example in chunk])
+        rendered = renderer.render_all(
+            [example.messages for _, example in chunk], [example.tools for _, example in chunk]
+        )
         for (row, example), tokens in zip(chunk, rendered, strict=True):
             if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
                 dropped.append(len(tokens))
@@ -101,36 +106,16 @@ def _examples(source: str) -> Iterator[_Example]:
             answer=_answer(row, place),
             source=source_of(row),
             extra=_extra(row),
+            tools=tools_of(row, place),
         )
 
 
-def _messages(row: dict[str, Any], place: str) -> tuple[dict[str, str], ...]:
+def _messages(row: dict[str, Any], place: str) -> tuple[Message, ...]:
+    check_text_only(row, place)
     column = next((name for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise ValueError(_missing(row, place))
     return as_messages(row[column], column, place)
-
-
-def as_messages(value: Any, column: str, place: str) -> tuple[dict[str, str], ...]:
-    """The messages in a column: a list of messages, or a string, which is one user message.
-
-    Raises ValueError with the place for anything else.
-    """
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-        raise ValueError(
-            f"{place}: {column} is neither a string nor a list of messages "
-            f"{{role, content}} with text contents, but {_shortened(value)}; jaxrl trains on text "
-            "only"
-        )
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
 
 
 def _answer(row: dict[str, Any], place: str) -> str:
@@ -199,8 +184,3 @@ def _no_prompts(sources: Sequence[str], dropped: list[int], data: DataConfig) ->
         f"all {len(dropped)} prompts of {names} are longer than data.max_prompt_len = "
         f"{data.max_prompt_len} tokens (the shortest has {min(dropped)}); raise it"
     )
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

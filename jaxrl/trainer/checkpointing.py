@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from jaxrl.data.tokenizer import padding_id
+from jaxrl.data.tokenizer import padding_id, stop_ids
 from jaxrl.io.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged
 from jaxrl.models.decoder import Decoder, with_heads
@@ -102,8 +102,15 @@ def export(core: Core) -> None:
 
 
 def save_language_model(core: Core, target: Path, params: Decoder, source: Path) -> None:
-    """Writes a causal language model."""
-    save_model(target, params, source=source)
+    """Writes a causal language model with the chat template and the stop tokens of the run."""
+    stop = {*stop_ids(source, core.renderer.tokenizer), *core.cfg.rollout.sampling.stop_token_ids}
+    save_model(
+        target,
+        params,
+        source=source,
+        generation_config={"eos_token_id": sorted(stop) if len(stop) > 1 else min(stop)},
+        chat_template=chat_template(core),
+    )
 
 
 def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> None:
@@ -112,9 +119,12 @@ def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> 
     transformers uses the padding token to find the last token of a row.
     """
     ids = {"pad_token_id": padding_id(source, core.renderer.tokenizer)}
-    save_model(target, params, source=source, config=ids)
-    if core.cfg.data.chat_template and hosts.is_main_process():
-        (target / "chat_template.jinja").write_text(core.renderer.template)
+    save_model(target, params, source=source, config=ids, chat_template=chat_template(core))
+
+
+def chat_template(core: Core) -> str:
+    """The run's chat template; "" if it is the model's."""
+    return core.renderer.template if core.cfg.data.chat_template else ""
 
 
 def resume_command() -> str:

@@ -47,6 +47,76 @@ def test_the_prompt_of_an_answer_is_what_the_model_sees_in_training(renderer, tm
     assert one.loss_mask.all() and one.n_loss_tokens == len(one.tokens)
 
 
+# As DeepSeek-R1-Distill's: the generation prompt opens the reasoning, finished turns lose it.
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}<A>"
+    "{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "learned", "before"),
+    [
+        ("<think>\n1 and 2</think>3", "1 and 2</think>3<|im_end|>", "<U>1 + 2?<A><think>\n"),
+        ("3", "3<|im_end|>", "<U>1 + 2?<A>"),
+    ],
+)
+def test_a_turn_continues_a_generation_prompt_that_opens_its_reasoning(
+    tokenizer, tmp_path, content, learned, before
+):
+    (tmp_path / "r1.jinja").write_text(R1)
+    renderer = ChatRenderer(tokenizer, template=str(tmp_path / "r1.jinja"))
+    answer = {"role": "assistant", "content": content}
+    [(tokens, mask)] = renderer.render_turns([QUESTION, answer], STOP)
+    assert renderer.decode(tokens[mask], skip_special=False) == learned
+    assert renderer.decode(tokens[~mask], skip_special=False) == before
+
+
+# As Hermes' and Qwen's: tools in the system turn, calls and results in tags.
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>"
+    "\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL_ROW = {
+    "messages": [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "c1"},
+        ANSWER,
+    ],
+    "tools": json.dumps([TOOL]),
+}
+
+
+def test_tool_calls_are_learned_and_tools_and_results_are_read(tokenizer, tmp_path):
+    (tmp_path / "hermes.jinja").write_text(HERMES)
+    renderer = ChatRenderer(tokenizer, template=str(tmp_path / "hermes.jinja"))
+    [one] = load(tmp_path, renderer, TOOL_ROW)
+    learned = renderer.decode(one.tokens[one.loss_mask], skip_special=False)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    assert learned == f"{call}It is 3.<|im_end|>"
+    prompt = renderer.decode(one.prompt_tokens, skip_special=False)
+    assert prompt.startswith("<|im_start|>system\n{") and '"name": "add"' in prompt
+    assert "<|im_start|>tool\n3<|im_end|>" in renderer.decode(one.tokens, skip_special=False)
+
+
+def test_a_template_without_tool_calls_and_malformed_ones_are_errors(renderer, tmp_path):
+    with pytest.raises(ValueError, match=r"leaves out tools .'add' is not in the rendered text"):
+        load(tmp_path, renderer, TOOL_ROW)
+    with pytest.raises(ValueError, match=r"leaves out tool calls .'add'"):
+        load(tmp_path, renderer, TOOL_ROW | {"tools": None})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: tools is 'add', not a list"):
+        load(tmp_path, renderer, TOOL_ROW | {"tools": "add"})
+    bad = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the tool call .* is not of the form"):
+        load(tmp_path, renderer, {"messages": [QUESTION, bad]})
+
+
 def test_turns_that_the_template_rewrites_become_separate_sequences(tokenizer, tmp_path):
     """Like Qwen3's, this template drops reasoning from all answers except the last."""
     path = tmp_path / "t.jinja"

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/prompts.py and jaxrl/data/tables.py."""
+"""Tests of jaxrl/data/prompts.py, jaxrl/data/messages.py and jaxrl/data/tables.py."""
 
 import json
 
@@ -145,6 +145,21 @@ def test_image_prompts_are_rejected(load, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "x"}]
     with pytest.raises(ValueError, match=r"a\.jsonl:1: prompt is neither .* text only"):
         load(write_jsonl(tmp_path / "a.jsonl", rows))
+
+
+@pytest.mark.parametrize("column", ["images", "video"])
+def test_a_row_with_media_is_rejected_and_empty_columns_are_not(load, tmp_path, column):
+    rows = qa("a") + [row | {column: ["x.png"]} for row in qa("b")]
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2 has a value in the column {column}, and"):
+        load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert len(load(write_jsonl(tmp_path / "b.jsonl", [qa("a")[0] | {column: []}]))) == 1
+
+
+def test_text_parts_of_a_message_are_joined(load, tmp_path):
+    parts = [{"type": "text", "text": text} for text in ("1 + ", "2?")]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "answer": "3"}]
+    [prompt] = load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert prompt.messages == ({"role": "user", "content": "1 + 2?"},)
 
 
 def test_empty_data_is_an_error(load, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
+from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.update import NonFiniteError
@@ -130,11 +131,22 @@ def test_a_mixture_of_experts_trains_with_expert_parallelism(tiny_config, tiny_e
     assert (before[router] != after[router]).any()
 
 
-def test_the_export_has_the_trained_weights(tiny_config, tiny_model):
+def test_the_export_has_the_trained_weights_and_the_template_and_stop_tokens_of_the_run(
+    tiny_config, tiny_model
+):
+    tiny_config.rollout.sampling.stop_token_ids = (7,)
     assert train(resolve(tiny_config))
     before = load_file(tiny_model / "model.safetensors")
     after = weights(tiny_config.run_dir)
     assert any((before[name] != after[name]).any() for name in before)
+    # transformers renders and stops as the run did, though the model's own template differs
+    folder = Path(tiny_config.run_dir) / "hf"
+    messages = [{"role": "user", "content": "1 + 1?"}]
+    text = load_tokenizer(folder).apply_chat_template(messages, tokenize=False)
+    assert text == "<|im_start|>user\n1 + 1?<|im_end|>\n"
+    generation = json.loads((folder / "generation_config.json").read_text())
+    stop = stop_ids(tiny_model, load_tokenizer(tiny_model))
+    assert set(np.atleast_1d(generation["eos_token_id"])) == {*stop, 7}
 
 
 @pytest.mark.thorough

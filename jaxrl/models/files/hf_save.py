@@ -55,14 +55,17 @@ def save_model(
     source: str | Path | None = None,
     dtype: DTypeLike | None = None,
     config: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    chat_template: str = "",
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
 
     `source` is the folder that the model was loaded from: its tokenizer files are copied and its
-    config.json is kept, except for the entries of `config`. `dtype` None keeps the parameters'
-    dtypes. A model in `target` is replaced. In a multi-host run every process calls this and the
-    first one writes.
+    config.json and generation_config.json are kept, except for the entries of `config` and
+    `generation_config`. `chat_template` replaces the tokenizer's, unless it is "". `dtype` None
+    keeps the parameters' dtypes. A model in `target` is replaced. In a multi-host run every process
+    calls this and the first one writes.
     """
     tensors = sorted(param_tensors(params, dtype), key=lambda tensor: natural_sort_key(tensor.name))
     if not hosts.is_main_process():
@@ -72,6 +75,11 @@ def save_model(
     source = None if source is None else Path(source)
     with atomic_folder(Path(target)) as folder:
         write_folder(folder, params.cfg, tensors, source, max_shard_bytes, config or {})
+        if generation_config:
+            path = folder / "generation_config.json"
+            write_json(path, read_object(path, ADVICE) | dict(generation_config))
+        if chat_template:
+            (folder / "chat_template.jinja").write_text(chat_template)
 
 
 def convert_model(
