@@ -105,10 +105,13 @@ def _json(text: str) -> Any:
 def joined_text(parts: list[Any]) -> str | None:
     """The text of a list of content parts; None if one of them is not text."""
     texts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        part["text"]
         for part in parts
+        if isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
     ]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return "".join(texts) if len(texts) == len(parts) else None
 
 
 def check_text_only(row: Mapping[str, Any], place: str) -> None:
