@@ -1,11 +1,14 @@
 """Mini-batches of a step: advantages, filters, token selection, packing and logprobs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algorithms.aggregation import SumAndWeight, apply_mask
 from jaxrl.algorithms.covariance import covariances
 from jaxrl.algorithms.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.kl import KL_ESTIMATORS
@@ -243,18 +246,16 @@ def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
     It is over all micro-batches, so that the update does not depend on the packing; rejected tokens
     count, idle samples do not.
     """
-    row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
-    total, count = 0.0, 0.0
-    for packed in mini.packed:
-        batch = packed.batch
-        mask = jnp.asarray(batch.mask)
-        inputs = {
-            "log_ratio": jnp.where(mask > 0, batch.old_logp - batch.behavior_logp, 0.0),
-            "mask": mask,
-            "segments": jnp.asarray(batch.segments),
-        }
-        weights, response_len = apply(row, inputs, cfg), jnp.asarray(batch.response_len)
-        found, n = mean_weight(weights, mask, response_len, level=row.level)
-        total, count = total + float(found), count + float(n)
+    sums = [[float(x) for x in _weight_sums(packed.batch, cfg)] for packed in mini.packed]
+    total, count = sum(s for s, _ in sums), sum(n for _, n in sums)
     mean = total / max(count, 1.0)
     return dataclasses.replace(mini, mean_weight=mean if mean > 1e-8 else 1.0)
+
+
+# One program per shape: without jit, every call would compile the scan over a response.
+@functools.partial(jax.jit, static_argnames="cfg")
+def _weight_sums(batch: Batch, cfg: AlgorithmConfig) -> SumAndWeight:
+    row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
+    log_ratio = apply_mask(batch.old_logp - batch.rollout_logp, batch.mask)
+    inputs = {"log_ratio": log_ratio, "mask": batch.mask, "segments": batch.segments}
+    return mean_weight(apply(row, inputs, cfg), batch.mask, batch.response_len, level=row.level)

@@ -267,7 +267,8 @@ def test_adaptive_coefficients_dynamic_sampling_and_curriculum_resume_bitwise(
     algorithm.entropy_coef, algorithm.entropy_target = 0.01, 8.0
     algorithm.clip_low = algorithm.clip_high = 0.01
     algorithm.aggregation = "seq_mean_token_mean"
-    algorithm.correction, algorithm.rejection = "token_tis", "seq_mean_k1"
+    algorithm.correction, algorithm.rejection = "seq_tis", "seq_mean_k1"
+    algorithm.correction_normalize, algorithm.off_policy_threshold = True, 0.5
     assert train(resolve(tiny_config))
     uninterrupted = tiny_config.run_dir
     tiny_config.run_dir = str(tmp_path / "resumed")

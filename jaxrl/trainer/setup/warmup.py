@@ -3,7 +3,7 @@
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
-from jaxrl.trainer.mini_batches import token_kl
+from jaxrl.trainer.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, Tree
 from sharding import to_device
@@ -62,6 +62,8 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
                     core.ref_scorer.logps(to_device(core.ref_params), [batch])
                 if core.cfg.algorithm.kl_in == "reward":
                     token_kl(batch, batch.ref_logp, core.cfg.algorithm)
+            if core.cfg.algorithm.correction_normalize:
+                with_mean_weight(MiniBatch([Packed(batch, spans=())]), core.cfg.algorithm)
             compile_update(core, batch)
     core.progress.steps(core.step, core.total_steps)
 
