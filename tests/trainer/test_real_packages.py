@@ -12,6 +12,11 @@ import pytest
 from tests.runtime.hosts.process_group import write_config
 
 ROOT = Path(__file__).parents[2]
+# A random model solves nothing; this reward differs between its samples.
+LETTERS = """
+def share(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(c.isalpha() for c in solution_str) / 8
+"""
 EXTRAS = ("wandb", "mlflow", "reasoning-gym")
 
 
@@ -53,8 +58,8 @@ def test_a_run_logs_to_wandb_and_mlflow_and_learns_from_reasoning_gym(
     tiny_config.log.project = "a-project"
     tiny_config.data.train = ("reasoning_gym:chain_sum?size=16&min_terms=2&max_terms=2",)
     tiny_config.data.val = ("reasoning_gym:spell_backward?size=4&seed=1",)
-    # a random model solves nothing; the other reward differs between samples
-    tiny_config.reward.functions = ("reasoning_gym", *tiny_config.reward.functions)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    tiny_config.reward.functions = ("reasoning_gym", f"{tmp_path}/letters.py:share")
     tiny_config.total_steps = 2
     train(python, tiny_config, tmp_path)
     tiny_config.total_steps = 3  # resumes both trackers' runs

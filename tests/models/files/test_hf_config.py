@@ -155,7 +155,7 @@ def test_the_layer_layout_is_not_part_of_the_file():
     ids=str,
 )
 def test_entries_of_another_type_or_size_are_errors(change):
-    with pytest.raises(ValueError, match="use the model's own config.json"):
+    with pytest.raises(ValueError, match=r"use the model's own config\.json"):
         config_from_hf(LLAMA | change)
 
 
