@@ -139,13 +139,13 @@ def entry[T: (int, float, str, list)](
 ) -> T:
     """A metadata entry of the given type; an entry without `default` is required."""
     value = metadata.get(key, default)
-    if type(value) is not kind:
-        found = "no entry" if value is None else f"{type(value).__name__} {repr(value)[:80]} as"
-        raise ValueError(
-            f"{path} has {found} {key}, expected {kind.__name__}; use the safetensors version of "
-            "this model"
-        )
-    return value
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    found = "no entry" if value is None else f"{type(value).__name__} {repr(value)[:80]} as"
+    raise ValueError(
+        f"{path} has {found} {key}, expected {kind.__name__}; use the safetensors version of "
+        "this model"
+    )
 
 
 def dequantized(file: GgufFile, tensor: GgufTensor) -> np.ndarray:

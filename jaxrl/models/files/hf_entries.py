@@ -93,7 +93,8 @@ def check_entries(config: Mapping[str, Any], depth: int = 3) -> None:
                 raise wrong(key, value, f"an integer from {low} to {high}")
         elif key in NUMBERS:
             low, high = NUMBERS[key]
-            if type(value) not in (int, float) or not low <= value <= high:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not low <= value <= high:
                 raise wrong(key, value, f"a number from {low:g} to {high:g}")
         elif key in FLAGS and type(value) is not bool:
             raise wrong(key, value, "true or false")
