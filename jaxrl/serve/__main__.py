@@ -6,6 +6,7 @@ Options and endpoints: docs/how_to/serving.md and --help.
 
 import argparse
 import functools
+import gc
 import ipaddress
 import logging
 import os
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         with listener(options.host, options.port) as listening:
             require_key(options, listening)
             web = server(open_service(options, run), options)
+            gc.freeze()  # a full collection of jax's objects would stop all threads
             print(f"serving {options.name} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
             web.run(sockets=[listening])
     except (ValueError, OSError, CheckpointError) as error:

@@ -1,7 +1,7 @@
 """The server, through OpenAI's client, compared with direct calls of the engine.
 
-Tests of jaxrl/serve: __main__.py, app.py, engine_thread.py, errors.py, metrics.py, model.py,
-openai_format.py, request.py, request_fields.py, response.py and score.py.
+Tests of jaxrl/serve: __main__.py, app.py, engine_thread.py, metrics.py, model.py,
+openai_format.py, options.py, response.py and score.py.
 """
 
 import concurrent.futures
@@ -21,6 +21,7 @@ from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
+from jaxrl.serve.request import parse_completion
 from tests.serve.serve_cases import KEY, arguments, direct, metric, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -334,6 +335,41 @@ def test_the_model_endpoints_require_the_api_key(served):
     assert httpx.get(f"{served.base}/metrics").status_code == 200
 
 
+def test_an_api_key_is_sent_as_bearer_and_may_have_any_characters(served):
+    service = dataclasses.replace(served.service, api_key="schlüssel ключ")
+    key = service.api_key.encode()
+    statuses = {b"Bearer " + key: 200, b"bearer  " + key: 200}
+    statuses |= {key: 401, b"Basic " + key: 401, b"Bearer": 401, b"Bearer \xff": 401, b"": 401}
+    statuses |= {b"Bearer " + service.api_key.encode("utf-16"): 400}  # null bytes are not HTTP
+    web = server(service, served.options)
+    web.config.lifespan = "off"  # the engine is already running
+    with listener("127.0.0.1", 0) as listening, running(web, listening):
+        for header, status in statuses.items():
+            with socket.create_connection(listening.getsockname()) as client:
+                lines = b"GET /v1/models HTTP/1.1", b"Host: x", b"Authorization: " + header
+                client.sendall(b"\r\n".join([*lines, b"", b""]))
+                assert int(client.recv(4096).split()[1]) == status, header
+
+
+def test_the_server_answers_while_a_request_is_parsed(served, monkeypatch):
+    parsing, gate = threading.Event(), threading.Event()
+
+    def wait_then_parse(*args):
+        parsing.set()
+        assert gate.wait(30)
+        return parse_completion(*args)
+
+    monkeypatch.setattr("jaxrl.serve.app.parse_completion", wait_then_parse)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = dict(model="tiny", prompt="The", max_tokens=1)
+        answer = pool.submit(served.client.completions.create, **body)
+        assert parsing.wait(30)
+        assert httpx.get(f"{served.base}/health").json() == {"status": "ok"}
+        assert not answer.done()
+        gate.set()
+        assert answer.result().choices
+
+
 def test_the_model_has_its_name_and_context_length(served):
     (listed,) = served.client.models.list().data
     assert listed.id == "tiny" and listed.max_model_len == 1024
@@ -407,6 +443,7 @@ def test_unsupported_fields_without_effect_are_accepted(served):
     )
 
 
+LARGE = b"[" * (9 << 20)
 HALF = r'{"prompt": "half a pair: \ud800"}'
 
 
@@ -418,6 +455,8 @@ def test_all_errors_have_the_openai_format(served):
         (httpx.post(f"{served.base}/v1/completions", content="{", headers=headers), 400),
         (httpx.post(f"{served.base}/v1/completions", content=HALF, headers=headers), 400),
         (httpx.post(f"{served.base}/v1/completions", json=[], headers=headers), 400),
+        (httpx.post(f"{served.base}/v1/completions", content=LARGE, headers=headers), 413),
+        (httpx.post(f"{served.base}/v1/completions", content=iter([LARGE]), headers=headers), 413),
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
