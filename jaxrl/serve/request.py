@@ -186,14 +186,20 @@ def _message(message: Any) -> dict[str, str]:
     if isinstance(message, dict):
         role, content = message.get("role"), message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in (role, *texts)):
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    if len(texts) < len(parts) or not isinstance(role, str):
         raise RequestError(
             400,
             "a message needs a role and text content; other content is not supported",
             param="messages",
         )
-    return {"role": str(role), "content": "".join(texts)}
+    return {"role": role, "content": "".join(texts)}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
