@@ -44,7 +44,7 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
                 [packed.batch for packed in mini.packed],
                 ref_params=ref_params,
                 extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
-                coefs=core.coefs.loss_coefs().replace(mean_weight=mini.mean_weight),
+                coefs=dataclasses.replace(core.coefs.loss_coefs(), mean_weight=mini.mean_weight),
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:

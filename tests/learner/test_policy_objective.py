@@ -279,10 +279,11 @@ def test_with_the_engines_logprobs_as_old_ones_weights_and_masks_follow_the_curr
 
 
 def test_weights_are_divided_by_their_mean_over_the_mini_batch():
-    cfg = run_config(correction="token_tis", correction_normalize=True)
-    one = LAYOUTS["one micro-batch"]
-    loss, grads, _ = loss_and_gradient(cfg, *one, Coefs(kl=0.0, entropy=0.0))
-    half, halves, _ = loss_and_gradient(cfg, *one, Coefs(kl=0.0, entropy=0.0, mean_weight=2.0))
+    loss, grads, _ = numbers("token_tis", "one micro-batch")
+    keys = dict(aggregation="seq_mean_token_mean", correction_normalize=True)
+    cfg = run_config(**keys, **CORRECTIONS["token_tis"])
+    halved = Coefs(kl=0.0, entropy=0.0, mean_weight=2.0)
+    half, halves, _ = loss_and_gradient(cfg, *LAYOUTS["one micro-batch"], halved)
     np.testing.assert_allclose(half, loss / 2, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b / 2, rtol=1e-6), halves, grads)
 
