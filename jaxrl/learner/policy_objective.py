@@ -1,5 +1,7 @@
 """Objective of one packed micro-batch from the logprobs and values of its targets."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -276,9 +278,8 @@ def on_policy_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Ar
 def without_rejected(batch: Batch, accepted: Float[Array, "B T"]) -> Batch:
     """The batch with the mask, and the lengths of responses, of its accepted tokens."""
     mask = batch.mask * accepted
-    return batch.replace(
-        mask=mask, response_len=jnp.maximum(segment_sum(mask, batch.segments), 1.0)
-    )
+    response_len = jnp.maximum(segment_sum(mask, batch.segments), 1.0)
+    return dataclasses.replace(batch, mask=mask, response_len=response_len)
 
 
 def weight_means(

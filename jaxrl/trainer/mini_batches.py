@@ -256,6 +256,6 @@ def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
 @functools.partial(jax.jit, static_argnames="cfg")
 def _weight_sums(batch: Batch, cfg: AlgorithmConfig) -> SumAndWeight:
     row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
-    log_ratio = apply_mask(batch.old_logp - batch.rollout_logp, batch.mask)
+    log_ratio = apply_mask(batch.old_logp - batch.behavior_logp, batch.mask)
     inputs = {"log_ratio": log_ratio, "mask": batch.mask, "segments": batch.segments}
     return mean_weight(apply(row, inputs, cfg), batch.mask, batch.response_len, level=row.level)

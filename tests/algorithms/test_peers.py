@@ -22,8 +22,9 @@ from jaxrl.algorithms.value_loss import value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import (
+    accepted_tokens,
     importance_weights,
-    kept_tokens,
+    on_policy_tokens,
     policy_loss,
     policy_loss_inputs,
     reference_kl,
@@ -112,8 +113,8 @@ def config(**algorithm) -> RunConfig:
 
 def inputs_of(logp, batch, cfg):
     """Everything that a loss, correction or rejection reads."""
-    masked, rollout = (apply_mask(x, batch.mask) for x in (logp, batch.rollout_logp))
-    return policy_loss_inputs(masked, rollout, batch, cfg)
+    masked, behavior = (apply_mask(x, batch.mask) for x in (logp, batch.behavior_logp))
+    return policy_loss_inputs(masked, behavior, batch, cfg)
 
 
 def token_values(function, cfg):
@@ -242,7 +243,9 @@ CORRECTIONS = {
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_importance_weights(name):
     keys, want = CORRECTIONS[name]
-    got = token_values(lambda x, a: importance_weights(x, a) * kept_tokens(x, a), config(**keys))
+    got = token_values(
+        lambda x, a: importance_weights(x, a) * accepted_tokens(x, a), config(**keys)
+    )
     np.testing.assert_allclose(got, want * MASK, rtol=1e-5, atol=1e-7)
     assert len(np.unique(want[MASK > 0])) > 3, "the bounds do not decide everything"
 
@@ -272,14 +275,14 @@ def test_rejections(name):
     else:
         lower, upper = 0.0, MAXIMA[name]
         keys = dict(rejection_max=upper)
-    got = token_values(kept_tokens, config(rejection=name, **keys))
+    got = token_values(accepted_tokens, config(rejection=name, **keys))
     want = peers.verl_rejection(name, D, MASK, lower, upper) * MASK
     np.testing.assert_array_equal(got, want)
     assert 0 < want.sum() < MASK.sum()
 
 
 def test_the_off_policy_mask_of_trl():
-    got = token_values(kept_tokens, config(off_policy_threshold=0.02))
+    got = token_values(on_policy_tokens, config(off_policy_threshold=0.02))
     want = peers.trl_off_policy_mask(BATCH.logp, BATCH, 0.02) * MASK
     np.testing.assert_array_equal(got, want)
     assert 0 < want.sum() < MASK.sum()

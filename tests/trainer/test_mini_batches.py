@@ -325,16 +325,18 @@ def test_the_mean_weight_is_over_all_micro_batches(token_budget):
 
     def old_logps(batches):
         ratio = np.log(np.where(np.arange(64) % 2, 2.0, 0.5)).astype(np.float32)
-        return [b.rollout_logp + np.resize(ratio, b.tokens.shape) for b in batches]
+        return [b.behavior_logp + np.resize(ratio, b.tokens.shape) for b in batches]
 
+    samples, rewards = rewarded([[1, 0], [0, 1]])  # sampled under filters, which raise logprobs
+    filtered = [dataclasses.replace(s, behavior_logp=np.full(3, -0.5, np.float32)) for s in samples]
     minis, _ = make_mini_batches(
-        *rewarded([[1, 0], [0, 1]]), cfg, n_ranks=1, score_old=old_logps, score_ref=None
+        filtered, rewards, cfg, n_ranks=1, score_old=old_logps, score_ref=None
     )
     [mini] = minis
     assert len(mini.packed) == (4 if token_budget == 64 else 1)
     masks = np.concatenate([p.batch.mask.ravel() for p in mini.packed]) > 0
     ratio = np.concatenate(
-        [np.exp(p.batch.old_logp - p.batch.rollout_logp).ravel() for p in mini.packed]
+        [np.exp(p.batch.old_logp - p.batch.behavior_logp).ravel() for p in mini.packed]
     )
     want = np.minimum(ratio[masks], 1.5).mean()
     assert want != 1
