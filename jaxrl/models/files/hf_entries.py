@@ -5,7 +5,7 @@ from building millions of layers, before the weights show that it is wrong.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxrl.models.config import DecoderConfig
 
@@ -93,8 +93,7 @@ def check_entries(config: Mapping[str, Any], depth: int = 3) -> None:
                 raise wrong(key, value, f"an integer from {low} to {high}")
         elif key in NUMBERS:
             low, high = NUMBERS[key]
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not low <= value <= high:
+            if not is_number(value) or not low <= value <= high:
                 raise wrong(key, value, f"a number from {low:g} to {high:g}")
         elif key in FLAGS and type(value) is not bool:
             raise wrong(key, value, "true or false")
@@ -102,6 +101,10 @@ def check_entries(config: Mapping[str, Any], depth: int = 3) -> None:
             raise wrong(key, value, "a string")
         elif key in LISTS and not is_list_of(LISTS[key], value):
             raise wrong(key, value, f"a list of {LISTS[key].__name__}")
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
 
 
 def is_list_of(kind: type, value: Any) -> bool:
