@@ -1,8 +1,11 @@
 """Tests of jaxrl/trainer/setup/folder.py: the run folder is created, locked and not damaged."""
 
+import contextlib
+import itertools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,11 @@ from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder
 from jaxrl.sft import train as train_sft
 from jaxrl.train import train
 from jaxrl.trainer.setup.folder import make_folder, open_folder
+from tests.io.checkpoint.test_faults import tmpfs
 from tests.trainer.offline.test_offline import offline
 from tests.trainer.test_train import finish_process, start_process, wait_for_step
+
+__all__ = ["tmpfs"]
 
 
 @pytest.mark.parametrize("name", ["file", "file/run", "file/runs/run"])
@@ -101,3 +107,28 @@ def test_two_trainers_in_one_folder(tiny_config, tmp_path):
     assert first.returncode == -signal.SIGKILL
     assert not (Path(tiny_config.run_dir) / NAME).exists()
     assert json.loads((Path(tiny_config.run_dir) / "config.json").read_text())["name"]
+
+
+@pytest.mark.thorough
+def test_a_run_whose_disk_has_no_inodes_left_ends_with_one_message(tiny_config, tmp_path, tmpfs):
+    folder = tmpfs("size=64m,nr_inodes=200")
+    tiny_config.total_steps, tiny_config.checkpoint.every = 40, 1
+    tiny_config.run_dir = str(folder / "run")
+    process = start_process(tiny_config, tmp_path)
+    wait_for_step(tiny_config.run_dir, 3, process)
+    with contextlib.suppress(OSError):
+        for i in itertools.count():
+            (folder / str(i)).touch()
+    full_at = time.monotonic()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert time.monotonic() - full_at < 60
+    assert "No space left on device" in output and "is intact" in output
+    assert "Traceback" not in output
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    names = os.listdir(Path(tiny_config.run_dir) / "checkpoints")
+    saved = max(int(name) for name in names if name.isdigit())
+    tiny_config.total_steps = saved + 1
+    finish_process(tiny_config, tmp_path, "--config.resume=True")

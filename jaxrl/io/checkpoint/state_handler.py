@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import future
 
 from jaxrl.io.checkpoint.checksums import write_checksums
 from sharding import hosts
@@ -20,13 +21,11 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     def __init__(self) -> None:
         super().__init__(use_compression=False)
 
-    async def async_save(
-        self, directory: epath.Path, args: "StateSave"
-    ) -> Sequence[ocp.future.Future]:
+    async def async_save(self, directory: epath.Path, args: "StateSave") -> Sequence[future.Future]:
         """Starts the write; the returned future also covers the checksums."""
         arrays = await super().async_save(directory, args=args) or []
         own = directory / f"ocdbt.process_{hosts.process_id()}"
-        return [ocp.future.ChainedFuture(arrays, functools.partial(write_checksums, own))]
+        return [future.ChainedFuture(arrays, functools.partial(write_checksums, own))]
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
