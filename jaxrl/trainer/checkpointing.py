@@ -11,6 +11,7 @@ from jaxrl.learner.state import averaged
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
+from jaxrl.runtime.folder_lock import FolderLockError
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.update import NonFiniteError
 from jaxrl.types import TrainState
@@ -48,7 +49,8 @@ def save_after_error(core: Core, error: Exception) -> None:
     several it happens only for errors that all of them raise. If it fails too, that is reported.
     """
     agreed = hosts.n_processes() == 1 or isinstance(error, hosts.AgreedError | NonFiniteError)
-    if not core.step_restartable or not agreed or isinstance(error, CheckpointError):
+    cannot_save = isinstance(error, CheckpointError | FolderLockError)
+    if not core.step_restartable or not agreed or cannot_save:
         return
     try:
         save(core)

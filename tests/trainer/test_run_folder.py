@@ -84,7 +84,7 @@ def test_a_damaged_config_file_is_one_message(tiny_config, text):
 @pytest.mark.thorough
 def test_two_trainers_in_one_folder(tiny_config, tmp_path):
     """The second is refused, also with resume; after a kill the next one resumes."""
-    tiny_config.total_steps, tiny_config.checkpoint.every = 40, 1
+    tiny_config.total_steps, tiny_config.checkpoint.every = 10_000, 1
     first = start_process(tiny_config, tmp_path)
     wait_for_step(tiny_config.run_dir, 1, first)
     for arguments in ((), ("--config.resume=True",)):

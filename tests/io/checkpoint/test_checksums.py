@@ -119,11 +119,11 @@ def test_damage_is_detected_or_without_effect(saved, tmp_path_factory, index, ki
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, **SETTINGS)
+@settings(max_examples=1000, **SETTINGS)
 @given(**CASES)
-def test_damage_is_detected_or_without_effect_2000(saved, tmp_path_factory, index, kind, seed):
+def test_damage_is_detected_or_without_effect_1000(saved, tmp_path_factory, index, kind, seed):
     names = files_of(saved, 2)
-    copy = tmp_path_factory.getbasetemp() / "damaged_2000"
+    copy = tmp_path_factory.getbasetemp() / "damaged_1000"
     check_damage(saved, copy, names[index % len(names)], kind, seed)
 
 

@@ -219,6 +219,10 @@ def kill_saves(folder: Path, n_kills: int) -> int:
                 assert_bitwise_equal(state, numbers(step, n=24, shape=shape))
                 assert host == {"step": step}
             checkpointer.close()
+    checkpointer = Checkpointer(folder, CheckpointConfig(keep=1))
+    checkpointer.save(latest + 1, numbers(latest + 1), {})
+    checkpointer.close()
+    assert os.listdir(folder) == [str(latest + 1)]  # what the killed saves left is removed
     return n_incomplete
 
 
