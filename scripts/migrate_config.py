@@ -149,7 +149,7 @@ IMPLIED = (
     r"actor_rollout_ref\.rollout\.(data_parallel_size|update_weights.*|cudagraph.*|multi_stage.*)",
     r"actor_rollout_ref\.(hybrid_engine|nccl_timeout)", r"actor_rollout_ref\.rollout\.trace\..*",
     r"actor_rollout_ref\.rollout\.(ignore_eos|over_sample_rate|skip_.*|calculate_log_probs)",
-    r"critic\.(enable|rollout_n|ppo_mini_batch_size|loss_agg_mode|grad_clip)",
+    r"critic\.(enable|rollout_n|ppo_mini_batch_size|grad_clip)",
     r"actor_rollout_ref\.actor\.rollout_n", r"critic\.model\.(tokenizer_path|enable_grad.*)",
     r"reward_model\.(model\.input_tokenizer|reward_manager|launch_reward_fn_async|strategy|sandbox_fusion\..*)",
     r"reward(_model)?\.(num_workers|reward_manager\..*)", r"algorithm\.filter_groups\.metric",
@@ -267,6 +267,9 @@ def loss(found: Migration) -> None:
             found.config["algorithm.kl_cov_coef"] = kl_cov_coef
     mode = found.get(ACTOR + "loss_agg_mode", "token-mean")
     found.config["algorithm.aggregation"] = mode.replace("-", "_")
+    critic_mode = found.get("critic.loss_agg_mode", mode)  # an interpolation of the actor's
+    if critic_mode != mode and not critic_mode.startswith("${"):
+        found.config["critic.aggregation"] = critic_mode.replace("-", "_")
     # verl trains on groups of equal rewards too: their tokens count in the mean.
     found.config["algorithm.drop_flat_groups"] = False
     if found.given.get(ACTOR + "clip_ratio") is not None and not found.given.get(

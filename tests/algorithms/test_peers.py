@@ -28,6 +28,7 @@ from jaxrl.learner.policy_objective import (
     policy_loss,
     policy_loss_inputs,
     reference_kl,
+    token_loss_sums,
 )
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.mini_batches import MiniBatch, with_mean_weight
@@ -279,6 +280,22 @@ def test_rejections(name):
     want = peers.verl_rejection(name, D, MASK, lower, upper) * MASK
     np.testing.assert_array_equal(got, want)
     assert 0 < want.sum() < MASK.sum()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_tokens_that_verl_rejects_leave_every_term_and_the_denominator(aggregation):
+    keys = dict(aggregation=aggregation, correction="token_tis", kl="k3", kl_coef=0.5)
+    cfg = config(rejection="token_k2", rejection_max=0.02, **keys)
+    sums, weight = 0.0, 0.0
+    for batch, logp in zip(MICRO_BATCHES, placed(BATCH.logp), strict=True):
+        loss, found = token_loss_sums(jnp.asarray(logp), jnp.zeros_like(logp), None, batch, cfg=cfg)
+        sums, weight = sums + float(loss), weight + float(found.weight)
+    mask = MASK * peers.verl_rejection("token_k2", D, MASK, 0.0, 0.02)
+    per_token = peers.ppo_clip(BATCH.logp, BATCH.logp, BATCH, 0.2, 0.28) * peers.verl_token(D, MASK)
+    per_token += 0.5 * peers.KLS["k3"](BATCH.logp, BATCH.logp, BATCH)
+    some = mask.sum(1) > 0  # a response without tokens is not counted
+    want = peers.AGGREGATIONS[aggregation](per_token[some], mask[some], LONGEST)
+    np.testing.assert_allclose(sums / weight, want, rtol=1e-5)
 
 
 def test_the_off_policy_mask_of_trl():

@@ -127,6 +127,14 @@ def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
     assert found.config["algorithm.rejection_max"] == 0.02
 
 
+def test_a_critic_keeps_its_own_aggregation():
+    given = {"algorithm.adv_estimator": "gae", "critic.loss_agg_mode": "seq-mean-token-sum"}
+    assert migrate(given).config["critic.aggregation"] == "seq_mean_token_sum"
+    assert "critic.aggregation" not in migrate(given | {"algorithm.adv_estimator": "grpo"}).config
+    given["critic.loss_agg_mode"] = "${actor_rollout_ref.actor.loss_agg_mode}"
+    assert "critic.aggregation" not in migrate(given).config
+
+
 def test_keys_without_a_counterpart_are_listed(capsys):
     main([str(FOLDER / "remax.yaml"), "trainer.logger=swanlab", "data.sampler.class_name=Mine"])
     listed = capsys.readouterr().err
