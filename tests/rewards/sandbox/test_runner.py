@@ -15,8 +15,12 @@ import uuid
 
 import pytest
 
-from jaxrl.rewards.sandbox import landlock, runner
+from jaxrl.rewards.sandbox import jail, landlock, runner
 from jaxrl.rewards.sandbox.runner import Limits, run
+
+pytestmark = pytest.mark.skipif(
+    bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
+)
 
 
 def output(program, **options):
@@ -78,15 +82,38 @@ def test_the_number_of_threads_is_limited():
     program = """
 import threading, time
 threading.stack_size(32768)
-threads = []
+n_started = 0
 try:
-    while len(threads) < 2000:
-        threads.append(threading.Thread(target=time.sleep, args=(1,), daemon=True))
-        threads[-1].start()
-except RuntimeError:
-    print(len(threads), flush=True)
+    while n_started < 4000:
+        threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+        n_started += 1
+finally:
+    print(n_started, flush=True)
+    os._exit(0)
 """
-    assert 32 <= int(output(program)) <= 65
+    with open("/proc/loadavg") as file:
+        n_threads = int(file.read().split()[3].partition("/")[2])
+    # where neither a separate user nor a user namespace is possible, others' threads count too
+    assert 32 <= int(output("import os\n" + program)) <= 64 + 2 * n_threads
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a separate user")
+def test_a_program_of_root_runs_as_a_user_without_capabilities_to_write():
+    program = """
+import os, threading, time
+threading.stack_size(32768)
+found = [os.getuid(), os.getgid(), os.getgroups()]
+try:
+    while True: threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+except RuntimeError:
+    print(found, threading.active_count(), flush=True)
+    os._exit(0)
+"""
+    users = {output(program) for _ in range(2)}
+    assert len(users) == 2  # one for each program
+    for user in users:
+        (uid, gid, groups), n_threads = eval(user.replace("] ", "], "))
+        assert uid == gid > 1 << 30 and groups == [] and n_threads <= 64
 
 
 def test_without_landlock_no_program_runs_unless_it_is_marked_unsafe(monkeypatch):
@@ -127,7 +154,11 @@ def mark(monkeypatch):
     return text
 
 
-@pytest.mark.parametrize("program, test", [(SLEEPS, None), (HANGS, "f()"), (SLEEPS, "f()")])
+@pytest.mark.parametrize(
+    "program, test",
+    [(SLEEPS, None), (HANGS, "f()"), (SLEEPS, "f()")],
+    ids=["a program sleeps", "a call hangs", "an import sleeps"],
+)
 def test_no_process_remains(mark, program, test):
     assert run(program, test=test, limits=Limits(wall_s=0.2)).end == "timeout"
     assert not processes_with(mark)

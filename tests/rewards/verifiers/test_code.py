@@ -6,8 +6,13 @@ import time
 
 import pytest
 
+from jaxrl.rewards.sandbox import jail
 from jaxrl.rewards.verifiers.code import code as code_reward
 from jaxrl.rewards.verifiers.code import last_block, same_output
+
+pytestmark = pytest.mark.skipif(
+    bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
+)
 
 code = functools.partial(code_reward, "", timeout_s=20.0, test_s=0.5)
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
