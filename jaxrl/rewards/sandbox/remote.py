@@ -158,9 +158,15 @@ class RemoteObject:
             "bytes, lists, tuples, sets and dicts"
         )
 
+    def __getattr__(self, name: str) -> object:
+        # Libraries read special attributes, such as numpy's addresses of arrays, and trust them.
+        if name.startswith("__"):
+            raise AttributeError(f"{name} of an object of the program")
+        return self._program.request("getattr", self, name)
+
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _incomparable
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # as for any type with __eq__ alone
-    __call__, __getattr__ = _forward("call"), _forward("getattr")
+    __call__ = _forward("call")
     __getitem__, __setitem__ = _forward("getitem"), _forward("setitem")
     __iter__, __next__, __len__ = _forward("iter"), _forward("next"), _forward("len")
     __bool__, __int__, __float__ = _forward("bool"), _forward("int"), _forward("float")

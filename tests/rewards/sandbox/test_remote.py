@@ -171,6 +171,10 @@ WORKING = {
         PAIR + "def total(pair): return pair.a + pair.b",
         ["p = Pair(1, 2)\np.b = 5\nassert total(p) == 6"],
     ),
+    "no special attributes of the program's objects": (
+        "class Array:\n    __array_interface__ = {}\n    size = 3\ndef f(x): return Array()",
+        ["assert f(0).size == 3 and not hasattr(f(0), '__array_interface__')"],
+    ),
     "functions that return functions": (
         "def adder(a): return lambda b: a + b",
         ["assert adder(1)(2) == 3"],
