@@ -169,6 +169,8 @@ class EnvironmentPool:
             match _reply(self._server, _FORK_TIMEOUT_S):
                 case {"pid": int(pid)}:
                     return pid
+                case {"error": str(error)}:
+                    raise WorkerFailed(error)
                 case other:
                     raise WorkerFailed(f"it sent {other!r:.80}")
         except (EOFError, OSError, ProtocolError) as error:

@@ -30,8 +30,8 @@ from jaxrl.workers.process import connect, error_text, time_limit
 def main(fd: int) -> None:
     """Loads the environment, reports {"ready"} or {"error"}, then starts and ends episodes.
 
-    ("start",), followed by the episode's socket, is answered with {"pid"}. ("end", pid) kills that
-    process and its children. Returns when the parent closes the socket.
+    ("start",), followed by the episode's socket, is answered with {"pid"} or {"error"}.
+    ("end", pid) kills that process and its children. Returns when the parent closes the socket.
     """
     channel = connect(fd)
     running: set[int] = set()
@@ -53,7 +53,13 @@ def main(fd: int) -> None:
                     kill(arguments[0])
                 continue
             episode = WorkerChannel(channel.receive_socket())
-            if (pid := os.fork()) == 0:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                episode.close()
+                channel.send({"error": f"an episode's process cannot be started: {error}"})
+                continue
+            if pid == 0:
                 channel.close()
                 run_episode(episode, factory, timeout_s)
             episode.close()

@@ -79,8 +79,8 @@ class CallRunner:
         self._no_start_before = 0.0
         self._had_timeout = False
         try:
-            self._start_missing()
-            while not all(worker.ready for worker in self._workers):
+            while not self._all_ready:
+                self._start_missing()
                 quiet = not self._wait()
                 for worker in self._workers:
                     self._receive(worker, check_ended=quiet)
@@ -116,6 +116,12 @@ class CallRunner:
             raise
         return self._results
 
+    @property
+    def _all_ready(self) -> bool:
+        """Whether all workers that the system started have imported the functions."""
+        ready = [worker.ready for worker in self._workers]
+        return all(ready) and (bool(ready) or not self._cfg.functions)
+
     def _start_missing(self) -> None:
         """Starts workers up to the configured number plus spares for late calls."""
         now = time.monotonic()
@@ -127,7 +133,11 @@ class CallRunner:
         while len(self._workers) < self._cfg.workers + n_spares:
             self._n_started += 1
             name = f"reward worker {self._n_started}"
-            process = WorkerProcess("jaxrl.rewards.worker", name, self._output)
+            try:
+                process = WorkerProcess("jaxrl.rewards.worker", name, self._output)
+            except WorkerFailed as error:
+                self._lost(str(error))
+                return
             process.channel.send((self._cfg.functions, self._limits_s))
             self._workers.append(_Worker(process, time.monotonic() + START_TIMEOUT_S))
 

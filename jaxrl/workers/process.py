@@ -36,26 +36,34 @@ class WorkerProcess:
     """A process that runs `python -m module FD`, and the trainer's end of its socket FD.
 
     It leads its own session, so Ctrl-C reaches the parent only and it has no terminal. `output`
-    shows what it prints.
+    shows what it prints. The constructor raises WorkerFailed if the system starts no process.
     """
 
     def __init__(self, module: str, name: str, output: OutputLog):
         ours, theirs = socket.socketpair()
         # -P: the worker sees exactly the parent's import path, with no entry for its working folder
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                env=os.environ | _ENV | {"PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None  # it is a pipe
-        output.follow(self.process.stdout, name)
         self.channel = Channel(ours)
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                    env=os.environ | _ENV | {"PYTHONPATH": path},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.channel.close()
+                raise WorkerFailed(f"the process cannot be started: {error}") from error
+        assert self.process.stdout is not None  # it is a pipe
+        try:
+            output.follow(self.process.stdout, name)
+        except RuntimeError as error:  # no further thread
+            self.kill()
+            raise WorkerFailed(f"the output cannot be read: {error}") from error
 
     @property
     def pid(self) -> int:

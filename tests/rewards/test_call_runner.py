@@ -194,6 +194,22 @@ def test_calls_are_served_by_the_workers_that_are_left(functions):
             assert values(pool, ["a", "bb"] * 20) == [1, 2] * 20
 
 
+def test_a_system_that_starts_no_process_is_an_error_once_no_worker_is_left(functions, monkeypatch):
+    def fail(*args, **kwargs):
+        raise BlockingIOError("no process for you")
+
+    with functions.pool("length", workers=2) as pool:
+        monkeypatch.setattr("jaxrl.workers.process.subprocess.Popen", fail)
+        kill(workers(pool)[0])
+        assert values(pool, ["a", "bb"] * 20) == [1, 2] * 20
+        pool._runner._no_start_before = 0.0
+        kill(workers(pool)[0])
+        with pytest.raises(ChildProcessError, match="no process for you"):
+            pool.score([rollout("a")])
+    with pytest.raises(ChildProcessError, match="no process for you"):
+        functions.pool("length", workers=2)
+
+
 @pytest.mark.parametrize("n_kills", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_cost_only_the_running_calls(functions, n_kills):
     generator = random.Random(0)
