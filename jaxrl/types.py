@@ -97,6 +97,12 @@ class ScoredRollout:
     rollout: Rollout
     reward: Reward
 
+    @property
+    def error(self) -> str:
+        """Why the reward or the environment failed; "" if neither did."""
+        episode = self.rollout.episode
+        return self.reward.error or ("" if episode is None else episode.error)
+
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
@@ -131,6 +137,7 @@ class TrainingSample:
     returns: np.ndarray | None = None  # float32 [response_len], targets of the value loss
     selected: np.ndarray | None = None  # bool [response_len], tokens that clip_cov, kl_cov select
     truncated: bool = False  # cut off at the token limit
+    group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages
     sample: int = 0  # index in the prompt's group, for error messages
 

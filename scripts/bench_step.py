@@ -200,7 +200,7 @@ class Trainer:
             return [np.asarray(self.score(self.reference, self.update.put(b))[0]) for b in batches]
 
         mini_batches, self.packing = make_mini_batches(
-            [to_sample(r) for r in rollouts],
+            [to_sample(r, group=j // self.cfg.rollout.n) for j, r in enumerate(rollouts)],
             rewards,
             self.cfg,
             n_ranks=1,

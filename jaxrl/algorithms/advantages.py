@@ -4,6 +4,9 @@ A response-level estimator gives one number per response, which applies to each 
 token-level estimator (`gae`, `reinforce_plus_plus`, `distill`, `remax`) gives one number per token.
 All arithmetic is float64: in float32 the mean of equal rewards has a rounding error, which division
 by a small standard deviation would amplify.
+
+Groups may have fewer than n samples: a missing one is NaN in `rewards`. It is in no statistic, and
+its result has no meaning.
 """
 
 import dataclasses
@@ -42,8 +45,8 @@ def rloo(rewards: Groups) -> Groups:
 
     RLOO (https://arxiv.org/abs/2402.14740). Raises ValueError for groups of one sample.
     """
-    n = rewards.shape[1]
-    return _float32(_centred("rloo", rewards)[1] * n / max(n - 1, 1))
+    n = _counts(rewards)
+    return _float32(_centred("rloo", rewards)[1] * n / np.maximum(n - 1, 1))
 
 
 def opo(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
@@ -54,11 +57,12 @@ def opo(rewards: Groups, lengths: Int[np.ndarray, "P n"]) -> Groups:
     sample.
     """
     _check_groups("opo", rewards)
-    r, weights = rewards.astype(np.float64), np.maximum(lengths, 1).astype(np.float64)
-    # Relative to the group's first reward, so that equal rewards cancel exactly for any weights.
-    relative = r - r[:, :1]
-    baseline = (weights * relative).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
-    return _float32(relative - baseline)
+    r = rewards.astype(np.float64)
+    weights = np.where(np.isnan(r), 0.0, np.maximum(lengths, 1))
+    # Relative to the group's lowest reward, so that equal rewards cancel exactly for any weights.
+    relative = r - np.nanmin(r, axis=1, keepdims=True)
+    weighted = np.nansum(weights * relative, axis=1, keepdims=True)
+    return _float32(relative - weighted / weights.sum(axis=1, keepdims=True))
 
 
 def gpg(rewards: Groups) -> Groups:
@@ -69,7 +73,7 @@ def gpg(rewards: Groups) -> Groups:
     one sample.
     """
     r, centred = _centred("gpg", rewards)
-    n_differ = int((r.min(axis=1) != r.max(axis=1)).sum())
+    n_differ = int((np.nanmin(r, axis=1) != np.nanmax(r, axis=1)).sum())
     return _float32(centred * len(r) / max(n_differ, 1))
 
 
@@ -83,8 +87,8 @@ def grpo_passk(rewards: Groups, *, norm_adv_by_std: bool = True, eps: float = 1e
     """
     _check_groups("grpo_passk", rewards)
     r = rewards.astype(np.float64)
-    best = r.argmax(axis=1)
-    ordered = np.sort(r, axis=1)
+    best = np.nanargmax(r, axis=1)
+    ordered = np.sort(np.where(np.isnan(r), -np.inf, r), axis=1)
     gain = ordered[:, -1] - ordered[:, -2]
     if norm_adv_by_std:
         gain = gain / (_std(r)[:, 0] + eps)
@@ -115,7 +119,8 @@ def reinforce_plus_plus_baseline(rewards: Groups, lengths: Int[np.ndarray, "P n"
     sample.
     """
     _, centred = _centred("reinforce_plus_plus_baseline", rewards)
-    return _float32(_whiten(centred, lengths.astype(np.float64)))
+    missing = np.isnan(centred)
+    return _float32(_whiten(np.where(missing, 0, centred), np.where(missing, 0, lengths)))
 
 
 def reinforce_plus_plus(token_rewards: Tokens, mask: Tokens, *, gamma: float) -> Tokens:
@@ -183,15 +188,19 @@ def _discounted(x: np.ndarray, factor: float) -> np.ndarray:
 def _centred(name: str, rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     _check_groups(name, rewards)
     r = rewards.astype(np.float64)
-    return r, r - r.mean(axis=1, keepdims=True)
+    return r, r - np.nanmean(r, axis=1, keepdims=True)
 
 
 def _std(r: np.ndarray) -> np.ndarray:
-    return r.std(axis=1, ddof=1, keepdims=True)
+    return np.nanstd(r, axis=1, ddof=1, keepdims=True)
+
+
+def _counts(rewards: np.ndarray) -> np.ndarray:
+    return (~np.isnan(rewards)).sum(axis=1, keepdims=True)
 
 
 def _check_groups(name: str, rewards: np.ndarray) -> None:
-    if rewards.shape[1] < 2:
+    if (_counts(rewards) < 2).any():
         raise ValueError(
             f"{name} compares the samples of a prompt, but there is 1; set config.rollout.n >= 2"
         )

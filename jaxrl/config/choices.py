@@ -8,6 +8,7 @@ LAYERS = ("auto", "list", "stacked")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "mosaic_gpu", "mosaic_tpu")
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
+ON_ERRORS = ("exclude", "value")
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (
     "grpo",

@@ -6,6 +6,7 @@ device work.
 """
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.preference import preference_errors
-from jaxrl.config.checks.rewards import reward_errors
+from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
@@ -40,7 +41,8 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
     run, errors = build(RunConfig, values)
     errors += validate(run) + mesh_errors(run.mesh, n_devices)
     raise_errors(errors + sharding_errors(run, n_devices))
-    for line in (*mesh_warnings(run), *rollout_warnings(run), *algorithm_warnings(run)):
+    checks = (mesh_warnings, rollout_warnings, algorithm_warnings, reward_warnings)
+    for line in itertools.chain.from_iterable(check(run) for check in checks):
         warnings.warn(line, stacklevel=2)
     return run
 

@@ -66,7 +66,8 @@ def offline_charts(record: Record) -> list[Chart]:
 def rl_charts(record: Record) -> list[Chart]:
     """Charts of a run with rollouts."""
     rewards = [name for name in record.series if name.startswith("reward/")]
-    parts = [n for n in rewards if n not in ("reward/mean", "reward/std", "reward/errors")]
+    others = ("reward/mean", "reward/std", "reward/errors", "reward/dropped_groups")
+    parts = [name for name in rewards if name not in others]
     parts = parts if len(parts) > 1 else []  # one function is the reward itself
     per_source = [n for n in record.series if n.startswith("val/") and n.count("/") == 2]
     per_source = [n for n in per_source if n.endswith("/reward")]

@@ -16,7 +16,6 @@ def add_advantages(
     samples: Sequence[TrainingSample],
     rewards: np.ndarray,
     cfg: AlgorithmConfig,
-    n: int,
     *,
     penalties: Sequence[np.ndarray] | None = None,
     baselines: np.ndarray | None = None,
@@ -24,7 +23,7 @@ def add_advantages(
     """Fills `advantages`; with a critic, also `returns`.
 
     Args:
-      samples: the `n` samples of each prompt are adjacent. With a critic, they have `values`.
+      samples: at least one. With a critic, they have `values`. Groups may differ in size.
       rewards: float64 [len(samples)].
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
         subtract its sum from the reward of the response; token-level ones subtract it per token.
@@ -34,11 +33,12 @@ def add_advantages(
     they were contiguous.
     """
     row = lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage")
-    inputs = estimator_inputs(samples, rewards, n, penalties, baselines)
+    places = places_in_groups(samples)
+    inputs = estimator_inputs(samples, rewards, places, penalties, baselines)
     result = apply(row, {name: inputs[name]() for name in row.inputs}, cfg)
 
     def fields(result: np.ndarray) -> list[np.ndarray]:
-        rows = result if row.level == "token" else result.reshape(-1, 1)
+        rows = result if row.level == "token" else result[places][:, None]
         return [_scatter(x, s.loss_mask) for x, s in zip(rows, samples, strict=True)]
 
     if not row.needs_critic:
@@ -54,18 +54,25 @@ def add_advantages(
     ]
 
 
+def places_in_groups(samples: Sequence[TrainingSample]) -> tuple[np.ndarray, np.ndarray]:
+    """(group, index within the group) of each sample, int [N]: places in an array [P, n]."""
+    groups = np.array([s.group for s in samples])
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    return group, np.arange(len(samples)) - first[group]
+
+
 def estimator_inputs(
     samples: Sequence[TrainingSample],
     rewards: np.ndarray,
-    n: int,
+    places: tuple[np.ndarray, np.ndarray],
     penalties: Sequence[np.ndarray] | None,
     baselines: np.ndarray | None,
 ) -> dict[str, Callable[[], np.ndarray]]:
     """Functions that compute the inputs that a row of `ADVANTAGES` can name.
 
-    With P prompts, n samples per prompt, N samples in total, and T tokens of the loss mask:
-      rewards [P, n]: rewards minus the KL penalties.
-      lengths [P, n]: number of tokens of the loss mask.
+    With P prompts, at most n samples per prompt, N samples in total, and T tokens of the loss mask:
+      rewards [P, n]: rewards minus the KL penalties; NaN in a group of fewer than n samples.
+      lengths [P, n]: number of tokens of the loss mask; 0 there.
       task_rewards, baselines [N]: rewards without KL penalties; greedy rewards.
       mask, values [N, T].
       token_kl_rewards [N, T]: minus the KL penalties.
@@ -82,12 +89,17 @@ def estimator_inputs(
     if penalties is not None:
         kl_rewards[mask > 0] = -np.concatenate(penalties)
 
+    def grid(x: np.ndarray, missing: float | int) -> np.ndarray:
+        found = np.full([int(index.max()) + 1 for index in places], missing, x.dtype)
+        found[places] = x
+        return found
+
     def group_rewards() -> np.ndarray:
         result = rewards.astype(np.float32)
         if penalties is not None:
             charged = result - np.array([float(p.sum()) for p in penalties])
             result = charged.astype(np.float32)
-        return result.reshape(-1, n)
+        return grid(result, np.nan)
 
     def greedy_rewards() -> np.ndarray:
         assert baselines is not None
@@ -101,7 +113,7 @@ def estimator_inputs(
 
     return {
         "rewards": group_rewards,
-        "lengths": lambda: lens.reshape(-1, n),
+        "lengths": lambda: grid(lens, 0),
         "task_rewards": lambda: rewards.astype(np.float32),
         "baselines": greedy_rewards,
         "token_rewards": lambda: token_rewards(kl_rewards, rewards, turns, mask),

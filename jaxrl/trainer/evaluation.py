@@ -34,7 +34,7 @@ def statistics(rollouts: Sequence[ScoredRollout], cfg: EvalConfig) -> dict[str, 
         **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
         "response_len": float(np.mean([len(r.rollout.tokens) for r in rollouts])),
         "truncated_fraction": float(np.mean([r.rollout.finish == "length" for r in rollouts])),
-        "errors": float(sum(bool(r.reward.error) for r in rollouts)),
+        "errors": float(sum(bool(r.error) for r in rollouts)),
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
     }
 

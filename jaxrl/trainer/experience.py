@@ -5,6 +5,8 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+import rich
+from rich.text import Text
 
 from jaxrl.data.packing import gather, pack_samples
 from jaxrl.learner.critic import ValueScorer
@@ -12,10 +14,10 @@ from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.mini_batches import MiniBatch, make_mini_batches, to_sample
 from jaxrl.trainer.run import Core, Run
-from jaxrl.trainer.sampling import Collected, greedy_baselines
+from jaxrl.trainer.sampling import Collected, with_baselines
 from jaxrl.trainer.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
-from jaxrl.types import Batch, TrainingSample
-from sharding import to_device
+from jaxrl.types import Batch, ScoredRollout, TrainingSample
+from sharding import hosts, to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,23 +33,36 @@ class Experience:
 def make_experience(run: Run, collected: Collected) -> Experience:
     """Scales the rewards, computes values and advantages, packs, and scores the packed batches.
 
-    It computes only what the algorithm needs (learner/requirements.py).
+    It computes only what the algorithm needs (learner/requirements.py). A step without a valid
+    group has no mini-batches.
     """
     core, cfg = run.core, run.core.cfg
-    rollouts = collected.chosen()
-    baselines = greedy_baselines(run, rollouts) if cfg.algorithm.advantage == "remax" else None
-    scale = core.reward_scale.updated([r.reward for r in collected.sampled])
+    groups, baselines, n_failed = collected.chosen(), None, collected.n_failed
+    if cfg.algorithm.advantage == "remax":
+        n_groups = len(list(filter(None, groups)))
+        groups, baselines = with_baselines(run, groups)
+        n_failed += n_groups - len(list(filter(None, groups)))
+    scale = core.reward_scale.updated(collected.sampled)
+    metrics = reward_metrics(collected.sampled, cfg.reward)
+    metrics["reward/dropped_groups"] = float(n_failed)
+    rollouts = [r for group in groups for r in group]
+    if not rollouts:
+        warn_no_update(core.step + 1, collected.sampled)
+        return Experience([], 0, scale, metrics)
+
     raw_rewards = np.array([r.reward.value for r in rollouts])
+    metrics |= scale_metrics(raw_rewards, scale, cfg.reward)
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
     samples = [
-        dataclasses.replace(to_sample(r.rollout), turn_rewards=turn_rewards(r, scale, cfg.reward))
-        for r in rollouts
+        to_sample(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
+        for i, group in enumerate(groups)
+        for r in group
     ]
     if core.value_scorer is not None:
         samples = add_values(core, core.value_scorer, samples)
     with core.timed("adv"), core.no_compile("scoring"):
-        mini_batches, metrics = make_mini_batches(
+        mini_batches, more_metrics = make_mini_batches(
             samples,
             scaled_rewards(raw_rewards, scale, cfg.reward),
             cfg,
@@ -58,8 +73,18 @@ def make_experience(run: Run, collected: Collected) -> Experience:
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
         )
-    rewards = reward_metrics(collected.sampled) | scale_metrics(raw_rewards, scale, cfg.reward)
-    return Experience(mini_batches, len(rollouts), scale, rewards | metrics)
+    return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
+
+
+def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:
+    """Prints that no group of the step has enough valid samples."""
+    n_failed = sum(bool(r.error) for r in rollouts)
+    text = (
+        f"warning: step {step}: no update, because no prompt has enough valid rewards: "
+        f"{n_failed} of {len(rollouts)} responses failed. See the errors in samples.jsonl"
+    )
+    if hosts.is_main_process():
+        rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)
 
 
 def add_values(

@@ -7,22 +7,28 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl.config.keys import RewardConfig
 from jaxrl.data.packing import Packed, sequence_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import chip_of
 from jaxrl.trainer.run import Core
-from jaxrl.types import Reward, Rollout, ScoredRollout
+from jaxrl.trainer.shaping import valid_samples
+from jaxrl.types import Rollout, ScoredRollout
 
 
-def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """reward/*, env/* and the lengths of the rollouts of a step."""
-    rewards = np.array([r.reward.value for r in rollouts])
-    sampled = [r.rollout for r in rollouts]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/errors": float(sum(bool(r.reward.error) for r in rollouts)),
-        **{f"reward/{name}": mean for name, mean in part_means(rollouts).items()},
+def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict[str, float]:
+    """reward/*, env/* and the lengths of the rollouts of a step.
+
+    Means and deviations of rewards are over valid rewards; absent if there are none.
+    """
+    valid = valid_samples(rollouts, cfg)
+    sampled, means = [r.rollout for r in rollouts], {}
+    if valid:
+        rewards = np.array([r.reward.value for r in valid])
+        means = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    return means | {
+        "reward/errors": float(sum(bool(r.error) for r in rollouts)),
+        **{f"reward/{name}": mean for name, mean in part_means(valid).items()},
         **{f"env/{name}": value for name, value in episode_means(rollouts).items()},
         "rollout/entropy": sampling_entropy(sampled),
         "rollout/response_len": float(np.mean([len(r.tokens) for r in sampled])),
@@ -71,11 +77,11 @@ def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 def sample_records(rollouts: Sequence[ScoredRollout], *, kind: str) -> list[dict[str, Any]]:
     """JSON-serializable records for samples.jsonl and the report, one per rollout."""
-    return [_sample_record(r.rollout, r.reward, kind) for r in rollouts]
+    return [_sample_record(r, kind) for r in rollouts]
 
 
-def _sample_record(rollout: Rollout, reward: Reward, kind: str) -> dict[str, Any]:
-    prompt = rollout.prompt
+def _sample_record(scored: ScoredRollout, kind: str) -> dict[str, Any]:
+    rollout, prompt = scored.rollout, scored.rollout.prompt
     return {
         "kind": kind,
         "prompt_id": prompt.id,
@@ -84,9 +90,9 @@ def _sample_record(rollout: Rollout, reward: Reward, kind: str) -> dict[str, Any
         "prompt": (rollout.prompt_messages or prompt.messages)[-1]["content"],
         "completion": rollout.text,
         "answer": prompt.answer,
-        "reward": reward.value,
+        "reward": scored.reward.value,
         "finish": rollout.finish,
-        "error": reward.error,
+        "error": scored.error,
     }
 
 

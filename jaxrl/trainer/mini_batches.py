@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,7 +34,9 @@ class MiniBatch:
     mean_weight: float = 1.0  # of the importance weights, which the loss divides by it
 
 
-def to_sample(rollout: Rollout) -> TrainingSample:
+def to_sample(
+    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
+) -> TrainingSample:
     """The training sample of a rollout, without advantages and values."""
     return TrainingSample(
         prompt_tokens=rollout.prompt.tokens,
@@ -41,7 +44,9 @@ def to_sample(rollout: Rollout) -> TrainingSample:
         loss_mask=rollout.loss_mask,
         rollout_logp=rollout.logp,
         behavior_logp=rollout.behavior_logp,
+        turn_rewards=turn_rewards,
         truncated=rollout.finish == "length",
+        group=group,
         prompt_id=rollout.prompt.id,
         sample=rollout.sample,
     )
@@ -62,7 +67,7 @@ def make_mini_batches(
     """Mini-batches of `learner.mini_batch_prompts` prompts each, in the order of the samples.
 
     Args:
-      samples: the samples of each prompt are adjacent; with a critic, they have `values`.
+      samples: at least one, by group; with a critic, they have `values`.
       rewards: float64 [len(samples)], after scaling.
       score_old, score_ref: score all packed batches at once, before the first update. None if the
         algorithm does not need them (learner/requirements.py).
@@ -83,7 +88,7 @@ def make_mini_batches(
         penalties = [coef * k for k in kl]
         score_ref = None
     samples = add_advantages(
-        samples, rewards, cfg.algorithm, cfg.rollout.n, penalties=penalties, baselines=baselines
+        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
@@ -98,12 +103,16 @@ def make_mini_batches(
 def split_mini_batches(
     samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
 ) -> list[MiniBatch]:
-    """Filters samples, selects tokens and packs, separately for each mini-batch."""
-    size = (cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step) * cfg.rollout.n
+    """Filters samples, selects tokens and packs, separately for each mini-batch.
+
+    Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
+    missing; a mini-batch without samples is left out.
+    """
+    size = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
     mini_batches = []
-    for start in range(0, len(samples), size):
-        mini = drop_overlong(samples[start : start + size], cfg)
-        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, start]))
+    for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
+        mini = drop_overlong(list(members), cfg)
+        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
         active, idle = split_idle(mini, cfg)
         mini_batches.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
     return mini_batches

@@ -32,7 +32,7 @@ class RewardErrors:
         Args:
           where: for the message, as in "step 3".
         """
-        errors = [error for error in map(error_of, rollouts) if error]
+        errors = [r.error for r in rollouts if r.error]
         new = [error for error in errors if kind_of(error) not in self._kinds]
         if new and len(self._kinds) < MAX_WARNINGS:
             text = (
@@ -54,14 +54,8 @@ class RewardErrors:
                 f"config.reward.max_error_fraction={self.max_fraction:g} allows. First error: "
                 f"{printable(errors[0], MAX_CHARS)}. Correct the reward function, the environment "
                 "or the data, then resume the run; or set config.reward.max_error_fraction=1.0 to "
-                "train on with config.reward.error_value"
+                "train on the other responses (see config.reward.on_error)"
             )
-
-
-def error_of(scored: ScoredRollout) -> str:
-    """Why the reward function or the environment of a response failed; "" if neither did."""
-    episode = scored.rollout.episode
-    return scored.reward.error or (episode.error if episode is not None else "")
 
 
 def kind_of(error: str) -> str:

@@ -16,6 +16,8 @@ from jaxrl.trainer.shaping import (
     solved_prompts,
     split_flat,
     split_groups,
+    valid_groups,
+    valid_samples,
 )
 from jaxrl.types import Prompt, Rollout, ScoredRollout
 from sharding import hosts
@@ -27,20 +29,28 @@ class Collected:
 
     cfg: RunConfig
     sampled: list[ScoredRollout] = dataclasses.field(default_factory=list)  # all, with penalties
-    kept: list[Group] = dataclasses.field(default_factory=list)  # without overlong penalties
+    # Groups without failed samples and overlong penalties; empty if too few samples are left.
+    kept: list[Group] = dataclasses.field(default_factory=list)
     dropped: list[Group] = dataclasses.field(default_factory=list)  # by dynamic sampling
+    n_failed: int = 0  # groups with too few valid samples
     engine_metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)  # per batch
     n_solved: int = 0  # solved prompts that the iterator skips from now on
 
-    def add(self, groups: list[Group], engine_metrics: dict[str, float]) -> None:
-        """Adds one batch of groups. Dynamic sampling ignores the overlong penalty."""
+    def add(
+        self, sampled: list[ScoredRollout], groups: list[Group], engine_metrics: dict[str, float]
+    ) -> None:
+        """Adds one batch of rollouts and its valid groups.
+
+        Dynamic sampling ignores the overlong penalty, and replaces groups with too few samples.
+        """
         algo = self.cfg.algorithm
         kept, dropped = groups, []
         if algo.dynamic_sampling:
-            kept, dropped = split_flat(groups, algo.dynamic_sampling_range)
+            kept, dropped = split_flat(list(filter(None, groups)), algo.dynamic_sampling_range)
         self.kept += kept
         self.dropped += dropped
-        self.sampled += add_overlong_penalty([r for group in groups for r in group], self.cfg)
+        self.n_failed += sum(not group for group in groups)
+        self.sampled += add_overlong_penalty(sampled, self.cfg)
         self.engine_metrics.append(engine_metrics)
 
     @property
@@ -54,10 +64,10 @@ class Collected:
         rollouts = [scored.rollout for scored in self.sampled]
         return sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
 
-    def chosen(self) -> list[ScoredRollout]:
-        """The rollouts to train on. If too few groups are kept, dropped groups fill the step."""
+    def chosen(self) -> list[Group]:
+        """The groups to train on. If too few groups are kept, dropped groups fill the step."""
         groups = [*self.kept, *self.dropped][: self.cfg.data.prompts_per_step]
-        return add_overlong_penalty([r for group in groups for r in group], self.cfg)
+        return [add_overlong_penalty(group, self.cfg) for group in groups]
 
     def metrics(self) -> dict[str, float]:
         """rollout/* and data/solved. Seconds are summed over batches, other metrics averaged."""
@@ -72,7 +82,7 @@ class Collected:
         if self.cfg.data.skip_solved:
             metrics["data/solved"] = float(self.n_solved)
         if self.cfg.algorithm.dynamic_sampling:
-            n_groups = len(self.dropped) + len(self.kept)
+            n_groups = max(len(self.dropped) + len(self.kept), 1)
             metrics["rollout/batches"] = float(len(self.engine_metrics))
             metrics["rollout/flat_fraction"] = len(self.dropped) / n_groups
         return metrics
@@ -84,33 +94,42 @@ def collect(run: Run) -> Collected:
     Dynamic sampling (algorithm.dynamic_sampling; DAPO, section 3.2, https://arxiv.org/abs/2503.14476)
     drops groups whose rewards are all equal or whose mean reward is outside dynamic_sampling_range.
     It samples further batches until the step is full, at most dynamic_sampling_batches in total.
+    Samples whose reward or environment failed leave their group (reward.on_error).
     """
     cfg = run.core.cfg
     n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
     collected = Collected(cfg)
     for draw in range(n_batches):
         rollouts, engine_metrics = sample(run, next(run.core.iterator), draw=draw)
-        groups = split_groups(reward(run, rollouts), cfg.rollout.n)
+        sampled = reward(run, rollouts)
+        groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
         if cfg.data.skip_solved:
             run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
             collected.n_solved = run.core.iterator.n_solved
-        collected.add(groups, engine_metrics)
+        collected.add(sampled, groups, engine_metrics)
         if collected.full:
             break
     return collected
 
 
-def greedy_baselines(run: Run, rollouts: list[ScoredRollout]) -> np.ndarray:
-    """Reward of the greedy response to the prompt of each rollout (ReMax), float64 [N].
+def with_baselines(run: Run, groups: list[Group]) -> tuple[list[Group], np.ndarray]:
+    """(groups, reward of the greedy response to the prompt of each sample, float64 [N]); ReMax.
 
-    The samples of a prompt are adjacent and share one greedy response.
+    The samples of a prompt share one greedy response. If its reward failed, they have no baseline
+    and the group is empty, except with reward.on_error="value".
     """
-    n = run.core.cfg.rollout.n
-    greedy, _ = sample(run, [r.rollout.prompt for r in rollouts[::n]], greedy=True)
+    cfg = run.core.cfg
+    prompts = [group[0].rollout.prompt for group in groups if group]
+    if not prompts:
+        return groups, np.zeros(0)
+    greedy, _ = sample(run, prompts, greedy=True)
     scored = reward(run, greedy)
     run.reward_errors.check(scored, f"greedy baseline of step {run.core.step + 1}")
-    rewarded = add_overlong_penalty(scored, run.core.cfg)
-    return np.repeat([r.reward.value for r in rewarded], n)
+    rewarded = iter(add_overlong_penalty(scored, cfg))
+    valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
+    groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]
+    pairs = zip(groups, valid, strict=True)
+    return groups, np.array([one[0].reward.value for group, one in pairs for _ in group])
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Reward shaping: flat groups, overlong penalty, reward normalization and clipping."""
+"""Reward shaping: failed samples, flat groups, overlong penalty, normalization and clipping."""
 
 import dataclasses
 import math
@@ -6,16 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import soft_overlong
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.types import Reward, ScoredRollout
 
-Group = list[ScoredRollout]  # all samples of one prompt
+Group = list[ScoredRollout]  # samples of one prompt
 
 
 def split_groups(rollouts: Sequence[ScoredRollout], n: int) -> list[Group]:
     """Splits the rollouts into groups of `n` adjacent samples, one group per prompt."""
     return [list(rollouts[i : i + n]) for i in range(0, len(rollouts), n)]
+
+
+def valid_samples(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> Group:
+    """The rollouts whose reward counts.
+
+    With reward.on_error="exclude" these are the ones without an error of the reward or the
+    environment, with "value" all.
+    """
+    return [r for r in rollouts if cfg.on_error == "value" or not r.error]
+
+
+def valid_groups(groups: Sequence[Group], cfg: RunConfig) -> list[Group]:
+    """The valid samples of each group; none if they are too few for the estimator (1 or 2)."""
+    needed = 2 if ADVANTAGES[cfg.algorithm.advantage].needs_group else 1
+    valid = [valid_samples(group, cfg.reward) for group in groups]
+    return [group if len(group) >= needed else [] for group in valid]
 
 
 def split_flat(
@@ -29,8 +46,9 @@ def split_flat(
 
     def has_signal(group: Group) -> bool:
         rewards = [r.reward.value for r in group]
-        inside = not mean_range or bool(mean_range[0] < np.mean(rewards) < mean_range[1])
-        return inside and len(set(rewards)) > 1
+        if len(set(rewards)) < 2:
+            return False
+        return not mean_range or bool(mean_range[0] < np.mean(rewards) < mean_range[1])
 
     signal = [has_signal(group) for group in groups]
     kept = [group for group, yes in zip(groups, signal, strict=True) if yes]
@@ -42,7 +60,7 @@ def solved_prompts(groups: Sequence[Group], pass_rate: float) -> list[int]:
     return [
         group[0].rollout.prompt.id
         for group in groups
-        if np.mean([r.reward.value for r in group]) >= pass_rate
+        if group and np.mean([r.reward.value for r in group]) >= pass_rate
     ]
 
 
@@ -51,7 +69,7 @@ def add_overlong_penalty(rollouts: Sequence[ScoredRollout], cfg: RunConfig) -> l
     if not cfg.reward.overlong_buffer:
         return list(rollouts)
     penalties = cfg.reward.overlong_penalty * soft_overlong(
-        np.array([len(r.rollout.tokens) for r in rollouts]),
+        np.array([len(r.rollout.tokens) for r in rollouts], np.int64),
         max_len=cfg.data.max_response_len,
         buffer_len=cfg.reward.overlong_buffer,
     )
@@ -74,13 +92,13 @@ class RewardScale:
     mean: float = 0.0
     squares: float = 0.0  # sum of (reward - mean)²
 
-    def updated(self, rewards: Sequence[Reward]) -> "RewardScale":
-        """The moments including the rewards of a step; rewards with an error are ignored.
+    def updated(self, rollouts: Sequence[ScoredRollout]) -> "RewardScale":
+        """The moments including the rewards of a step, without those of failed samples.
 
         Combines both sets by Chan, Golub and LeVeque (1979), eq. 2.1:
         M = M_a + M_b + δ² n_a n_b / n.
         """
-        new = np.array([r.value for r in rewards if not r.error], np.float64)
+        new = np.array([r.reward.value for r in rollouts if not r.error], np.float64)
         if not len(new):
             return self
         n, delta = self.n + len(new), float(new.mean()) - self.mean
@@ -116,7 +134,7 @@ def turn_rewards(scored: ScoredRollout, scale: RewardScale, cfg: RewardConfig) -
     episode, weights = scored.rollout.episode, cfg.weights or (1.0,) * len(cfg.functions)
     named = zip(cfg.functions, weights, strict=True)
     weight = sum(w for name, w in named if name.partition("?")[0] == "environment")
-    if episode is None or episode.error or scored.reward.error or not weight:
+    if episode is None or scored.error or not weight:
         return None
     factor = weight / scale.std if cfg.normalize else weight
     found = np.zeros(len(scored.rollout.tokens), np.float32)

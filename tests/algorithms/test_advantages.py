@@ -189,6 +189,31 @@ def test_groups_are_independent(name):
     np.testing.assert_array_equal(both[:1], GROUPS[name](rewards([0, 1, 2, 2])))
 
 
+MISSING = float("nan")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_missing_sample_changes_no_advantage_of_the_others(name):
+    full = rewards([0.1, 5, 2], [1, 3, 3], [0.1, 0.1, 0.1])
+    holes = rewards([0.1, 5, MISSING, 2], [MISSING, 1, 3, 3], [0.1, 0.1, 0.1, MISSING])
+    there = ~np.isnan(holes)
+    lengths = lens([1, 2, 9, 3], [9, 3, 2, 1], [2, 2, 2, 9])
+    with_lengths = {"opo": opo, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline}
+    if name in with_lengths:
+        got = with_lengths[name](holes, lengths)[there]
+        want = with_lengths[name](full, lengths[there].reshape(3, 3))
+    else:
+        got, want = GROUPS[name](holes)[there], GROUPS[name](full)
+    np.testing.assert_allclose(got.reshape(3, 3), want, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(got == 0, want.reshape(-1) == 0)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_with_one_sample_left_is_an_error(name):
+    with pytest.raises(ValueError, match=f"{name} compares"):
+        GROUPS[name](rewards([1, 0, 2], [2, MISSING, MISSING]))
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_of_one_is_an_error_that_says_what_to_set(name):
     with pytest.raises(ValueError, match=rf"{name} compares.*rollout\.n >= 2"):

@@ -72,6 +72,7 @@ def sample(i: int) -> TrainingSample:
         rollout_logp=ROLLOUT[i][inside].astype(np.float32),
         advantages=BATCH.advantages[i][inside].astype(np.float32),
         selected=BATCH.selected[i][inside] > 0,
+        group=i // SAMPLES,
     )
 
 
@@ -323,7 +324,6 @@ def test_advantages(name, kl_in_reward):
         samples,
         scores,
         cfg,
-        SAMPLES,
         penalties=[k[:n].astype(np.float32) for k, n in zip(kl, LENGTHS, strict=True)],
         baselines=baselines,
     )

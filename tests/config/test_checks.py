@@ -268,6 +268,13 @@ def test_losses_with_settings_far_from_their_papers_warn(case):
         resolve(runnable(**changes))
 
 
+def test_a_value_of_failed_rewards_that_training_does_not_use_warns(recwarn):
+    with pytest.warns(UserWarning, match=r"error_value=-1\.0 is not trained on.*on_error='value'"):
+        resolve(runnable(reward__error_value=-1.0))
+    resolve(runnable(reward__error_value=-1.0, reward__on_error="value"))
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("key", ["dtype", "kv_dtype"])
 def test_a_quantized_rollout_without_correction_warns(key, recwarn):
     quantized = {f"rollout__{key}": "int8"}

@@ -21,6 +21,7 @@ def samples_of(n_prompts, n=2, n_tokens=3):
             tokens=np.full(n_tokens, 7, np.int32),
             loss_mask=np.ones(n_tokens, bool),
             rollout_logp=np.full(n_tokens, -1.0, np.float32),
+            group=p,
             prompt_id=p,
             sample=s,
         )
@@ -54,7 +55,7 @@ def advantages_of(samples):
 
 def test_advantages_are_relative_to_the_samples_of_the_same_prompt():
     cfg = resolve(config(norm_adv_by_std=False))
-    got = add_advantages(*rewarded([[1, 0], [3, 3]]), cfg.algorithm, 2)
+    got = add_advantages(*rewarded([[1, 0], [3, 3]]), cfg.algorithm)
     assert advantages_of(got) == [0.5, -0.5, 0.0, 0.0]
 
 
@@ -76,14 +77,14 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_estimator_gives_its_hand_calculated_advantages(name):
     cfg = resolve(config(advantage=name))
-    got = add_advantages(*rewarded([[3, 1], [2, 2]]), cfg.algorithm, 2)
+    got = add_advantages(*rewarded([[3, 1], [2, 2]]), cfg.algorithm)
     np.testing.assert_allclose(advantages_of(got), EXPECTED[name], atol=1e-5)
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response():
     cfg = resolve(config(advantage="remax"))
     baselines = np.array([0.25, 0.25, 1.0, 1.0])  # one greedy response per prompt
-    got = add_advantages(*rewarded([[1, 0], [1, 3]]), cfg.algorithm, 2, baselines=baselines)
+    got = add_advantages(*rewarded([[1, 0], [1, 3]]), cfg.algorithm, baselines=baselines)
     assert advantages_of(got) == [0.75, -0.25, 0.0, 2.0]
 
 
@@ -106,10 +107,10 @@ def test_the_kl_penalty_applies_to_the_response_or_to_its_tokens():
     some, kl = rewarded([[1, 1]]), [np.full(3, 0.1), np.full(3, 0.2)]
     cfg = resolve(config(advantage="dr_grpo"))
     # 1 - 0.3 and 1 - 0.6, mean 0.55
-    got = add_advantages(*some, cfg.algorithm, 2, penalties=kl)
+    got = add_advantages(*some, cfg.algorithm, penalties=kl)
     np.testing.assert_allclose(advantages_of(got), [0.15, -0.15], atol=1e-6)
     cfg = resolve(config(advantage="reinforce_plus_plus"))
-    got = add_advantages(*some, cfg.algorithm, 2, penalties=kl)
+    got = add_advantages(*some, cfg.algorithm, penalties=kl)
     # 1 minus the penalties from each token on: .7 .8 .9 and .4 .6 .8
     # mean .7, squared deviations .01 + .04 + .09 + .01 + .01
     returns = np.array([[0.7, 0.8, 0.9], [0.4, 0.6, 0.8]])
@@ -219,7 +220,7 @@ def episodes():
 def test_observation_tokens_have_no_advantage_and_do_not_change_others(name):
     cfg = resolve(config(advantage=name))
     samples, rewards = episodes()
-    got = add_advantages(samples, rewards, cfg.algorithm, 2)
+    got = add_advantages(samples, rewards, cfg.algorithm)
     alone = [
         dataclasses.replace(
             s,
@@ -229,7 +230,7 @@ def test_observation_tokens_have_no_advantage_and_do_not_change_others(name):
         )
         for s in samples
     ]
-    want = add_advantages(alone, rewards, cfg.algorithm, 2)
+    want = add_advantages(alone, rewards, cfg.algorithm)
     for s, plain in zip(got, want, strict=True):
         assert not s.advantages[~s.loss_mask].any()
         np.testing.assert_array_equal(s.advantages[s.loss_mask], plain.advantages)
@@ -248,7 +249,7 @@ def one_episode():
 def test_gae_has_the_reward_of_a_turn_at_its_end():
     cfg = resolve(config(advantage="gae", gamma=0.5, lam=0.5))
     sample, rewards = one_episode()
-    [got] = add_advantages([sample], rewards, cfg.algorithm, 1)
+    [got] = add_advantages([sample], rewards, cfg.algorithm)
     # rewards 0, 2, 1, values 0, gamma lambda = 1/4: 1, 2 + 1/4, 2.25 / 4
     np.testing.assert_allclose(got.returns, [0.5625, 2.25, 0, 1], rtol=1e-6)
 
@@ -256,7 +257,7 @@ def test_gae_has_the_reward_of_a_turn_at_its_end():
 def test_reinforce_plus_plus_has_the_reward_of_a_turn_at_its_end():
     cfg = resolve(config(advantage="reinforce_plus_plus", gamma=0.5))
     sample, rewards = one_episode()
-    [got] = add_advantages([sample], rewards, cfg.algorithm, 1)
+    [got] = add_advantages([sample], rewards, cfg.algorithm)
     # returns 1, 2 + 1/2, 2.5 / 2: mean 19/12, squared deviations (16 + 121 + 49) / 144 over 2
     want = (np.array([1.25, 2.5, 1]) - 19 / 12) / (186 / 144 / 2) ** 0.5
     np.testing.assert_allclose(got.advantages[got.loss_mask], want, rtol=1e-5)
@@ -267,14 +268,14 @@ def test_estimators_of_responses_use_the_sum_over_turns(name):
     cfg = resolve(config(advantage=name))
     samples, rewards = episodes()
     turns = [with_turns(s, np.where(s.loss_mask, 0.5, 0)) for s in samples]
-    got = add_advantages(turns, rewards, cfg.algorithm, 2)
-    want = add_advantages(samples, rewards, cfg.algorithm, 2)
+    got = add_advantages(turns, rewards, cfg.algorithm)
+    want = add_advantages(samples, rewards, cfg.algorithm)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one.advantages, other.advantages)
 
 
 def test_opo_weights_by_the_number_of_loss_tokens():
-    got = add_advantages(*episodes(), resolve(config(advantage="opo")).algorithm, 2)
+    got = add_advantages(*episodes(), resolve(config(advantage="opo")).algorithm)
     # lengths 2 and 1, rewards 3 and 1: the baseline is (2 * 3 + 1) / 3 = 7 / 3
     np.testing.assert_allclose(got[0].advantages, [2 / 3, 0, 0, 2 / 3], atol=1e-6)
     np.testing.assert_allclose(got[1].advantages, [0, -4 / 3], atol=1e-6)
@@ -303,7 +304,7 @@ def test_covariance_selection_ignores_observation_tokens(loss):
             old_logp="recompute",
         )
     )
-    some = add_advantages(*episodes(), cfg.algorithm, 2)
+    some = add_advantages(*episodes(), cfg.algorithm)
     for r in select_tokens(some, cfg.algorithm, np.random.default_rng(0)):
         np.testing.assert_array_equal(r.selected, r.loss_mask)
 
@@ -312,7 +313,7 @@ def test_a_response_without_loss_tokens_is_idle_for_every_loss():
     some = [with_observations(s, []) for s in samples_of(2)]
     cfg = resolve(config(kl_coef=0.1))
     rewards = np.array([1.0, 0.0, 1.0, 0.0])
-    active, idle = split_idle(add_advantages(some, rewards, cfg.algorithm, 2), cfg)
+    active, idle = split_idle(add_advantages(some, rewards, cfg.algorithm), cfg)
     assert not active and len(idle) == 4
 
 

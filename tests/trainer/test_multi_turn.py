@@ -48,6 +48,28 @@ class Echo:
         return "c", 1.0 if completion == "d" else 0.5, completion == "d", {"calls": 1}
 
 
+class Missing:
+    """Fails in every reset."""
+
+    def reset(self, prompt):
+        raise FileNotFoundError("no such level")
+
+    def step(self, completion):
+        return "", 0.0, True
+
+
+class Flaky:
+    """Fails in reset for a third of the prompts and in step for half of the completions."""
+
+    def reset(self, prompt):
+        return [{"role": "user", "content": "x" * 999}] if prompt["seed"] % 3 == 0 else None
+
+    def step(self, completion):
+        if len(completion) % 2:
+            raise RuntimeError("an odd number of characters")
+        return "", len(completion) / 8, True
+
+
 class Letters:
     """Three turns; each rewards the share of letters in the completion."""
 
@@ -392,11 +414,38 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
     env_config.env.name = f"{path}:Bad"
     env_config.data.val = ()
     env_config.reward.error_value, env_config.reward.max_error_fraction = -1.0, 1.0
+    env_config.reward.on_error = "value"
     assert train(resolve(env_config))
     (line,) = [line for line in metrics(env_config.run_dir) if "env/failures" in line]
     # truncated episodes never reach the environment
     assert 0 < line["env/failures"] == line["reward/errors"] <= 16
     assert line["reward/mean"] == pytest.approx(-line["env/failures"] / 16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["Flaky", "Missing"])
+def test_a_run_trains_on_the_episodes_that_did_not_fail(env_config, name):
+    """With a critic, a KL in the reward and two updates per step."""
+    env_config.env.name = env_config.env.name.replace("Letters", name)
+    env_config.data.val, env_config.reward.max_error_fraction = (), 1.0
+    env_config.algorithm.advantage, env_config.algorithm.lam = "gae", 0.9
+    env_config.algorithm.kl_in, env_config.algorithm.kl_coef = "reward", 0.1
+    env_config.learner.mini_batch_prompts = 2
+    assert train(resolve(env_config))
+    lines = [line for line in metrics(env_config.run_dir) if "reward/errors" in line]
+    text = Path(env_config.run_dir, "samples.jsonl").read_text()
+    samples = [json.loads(line) for line in text.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        step = [s for s in samples if s["step"] == line["step"]]
+        valid = [s["reward"] for s in step if not s["error"]]
+        assert line["reward/errors"] == len(step) - len(valid) > 0
+        assert np.isfinite([v for v in line.values() if isinstance(v, float)]).all()
+        if name == "Missing":
+            assert line["perf/n_updates"] == 0 and "reward/mean" not in line and not valid
+        else:
+            assert line["perf/n_updates"] > 0 and line["critic/grad_norm"] > 0
+            assert line["reward/mean"] == pytest.approx(np.mean(valid), abs=1e-6)
 
 
 def test_an_engine_spanning_processes_rejects_environments(env_config, monkeypatch):

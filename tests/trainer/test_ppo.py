@@ -64,7 +64,7 @@ def test_returns_and_advantages_of_random_episodes_follow_the_definition_of_gae(
     rewards = rng.standard_normal(len(rollouts))
     penalties = [rng.standard_normal(len(r.tokens)).astype(np.float32) for r in rollouts]
     cfg = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam)
-    got = add_advantages(rollouts, rewards, cfg, 1, penalties=penalties)
+    got = add_advantages(rollouts, rewards, cfg, penalties=penalties)
     slow = [
         defined_returns(r, reward, p, gamma, lam)
         for r, reward, p in zip(rollouts, rewards, penalties, strict=True)

@@ -35,7 +35,8 @@ def test_the_run_stops_when_more_than_the_fraction_failed():
         "step 3: the rewards of 2 of 3 responses failed, more than "
         "config.reward.max_error_fraction=0.5 allows. First error: KeyError: 'x'. Correct the "
         "reward function, the environment or the data, then resume the run; or set "
-        "config.reward.max_error_fraction=1.0 to train on with config.reward.error_value"
+        "config.reward.max_error_fraction=1.0 to train on the other responses (see "
+        "config.reward.on_error)"
     )
     with pytest.raises(RewardsFailed, match=re.escape(message)):
         errors.check(scored("KeyError: 'x'", "", "timeout"), "step 3")

@@ -17,6 +17,7 @@ from jaxrl.trainer.shaping import (
     split_flat,
     split_groups,
     turn_rewards,
+    valid_groups,
 )
 from jaxrl.types import Episode, Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.test_mini_batches import config, rewarded
@@ -50,10 +51,37 @@ def test_groups_outside_the_mean_range_are_dropped():
     assert ids(kept) == [0] and ids(dropped) == [1, 2, 3]
 
 
+def test_failed_samples_leave_their_group_and_too_small_a_group_is_empty():
+    groups = [
+        [*rewards_of(1.0, 0.0), *rewards_of(9.0, error="f: KeyError: 'x'")],
+        [*rewards_of(1.0), with_episode((), error="the process died")],
+        rewards_of(1.0, 1.0, error="hung"),
+    ]
+    got = valid_groups(groups, resolve(config()))
+    assert [[r.reward.value for r in group] for group in got] == [[1.0, 0.0], [], []]
+    got = valid_groups(groups, resolve(config(advantage="reinforce_plus_plus")))
+    assert [[r.reward.value for r in group] for group in got] == [[1.0, 0.0], [1.0], []]
+    c = config()
+    c.reward.on_error = "value"
+    assert valid_groups(groups, resolve(c)) == groups
+
+
+def test_empty_groups_are_flat_and_not_solved():
+    assert split_flat([[]], mean_range=(0.1, 0.9)) == ([], [[]])
+    assert solved_prompts([[], rewards_of(1.0)], 1.0) == [0]
+
+
 def test_a_prompt_is_solved_if_its_mean_reward_reaches_the_pass_rate():
     groups = split_groups(rollouts_with([[1, 0], [1, 1], [0, 0]]), 2)
     assert solved_prompts(groups, 0.5) == [0, 1]
     assert solved_prompts(groups, 1.0) == [1]
+
+
+def rewards_of(*values, error=""):
+    """One rollout per reward."""
+    scored = rollouts_with([values])
+    failed = [dataclasses.replace(r, reward=Reward(r.reward.value, error=error)) for r in scored]
+    return failed if error else scored
 
 
 def with_episode(steps, *, error="", reward_error=""):
@@ -108,10 +136,6 @@ def test_overlong_filtering_masks_truncated_responses_but_keeps_them_in_the_base
     # the baseline of the first group is still the mean of both
     advantages = np.concatenate([b.advantages[b.mask > 0] for b in batches])
     np.testing.assert_allclose(np.sort(advantages), [-0.5] * 3 + [0.5] * 6)
-
-
-def rewards_of(*values, error=""):
-    return [Reward(value, error=error) for value in values]
 
 
 def test_moments_updated_per_step_equal_those_of_all_rewards():

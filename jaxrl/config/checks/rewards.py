@@ -10,6 +10,18 @@ def reward_errors(run: RunConfig) -> list[str]:
     return [*_function_errors(run), *_model_errors(run)]
 
 
+def reward_warnings(run: RunConfig) -> list[str]:
+    """A value of failed rewards that training does not use."""
+    reward = run.reward
+    if reward.error_value == 0 or reward.on_error == "value":
+        return []
+    return [
+        f"reward.error_value={reward.error_value} is not trained on with "
+        "reward.on_error='exclude', which leaves failed responses out; set "
+        "reward.on_error='value', or omit reward.error_value"
+    ]
+
+
 def _function_errors(run: RunConfig) -> list[str]:
     errors, reward = [], run.reward
     if reward.weights and len(reward.weights) != len(reward.functions):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.config.choices import TRUNCATIONS
+from jaxrl.config.choices import ON_ERRORS, TRUNCATIONS
 from jaxrl.config.keys.devices import RoleConfig
 from jaxrl.config.schema import key
 
@@ -89,8 +89,16 @@ class RewardConfig:
         "Reward subtracted from a response of data.max_response_len tokens, with overlong_buffer",
         ge=0,
     )
+    on_error: str = key(
+        "exclude",
+        "Training on a response whose reward function or environment failed: exclude = it leaves "
+        "its group, the statistics and the update; value = its reward is error_value",
+        choices=ON_ERRORS,
+    )
     error_value: float = key(
-        0.0, "Reward of a response whose function raised, timed out or returned no finite number"
+        0.0,
+        "Reward of a response whose function raised, timed out or returned no finite number, in "
+        "validation and with on_error=value",
     )
     max_error_fraction: float = key(
         0.5,

@@ -106,7 +106,8 @@ class ConsoleLogger:
         pass
 
     def _step_line(self, step: int, values: dict[str, float]) -> None:
-        columns = RL_COLUMNS if "reward/mean" in values else OFFLINE_COLUMNS
+        rewarded = values.keys() & {"reward/mean", "reward/errors"}
+        columns = RL_COLUMNS if rewarded else OFFLINE_COLUMNS
         count = f"{step}/{self.total_steps}" if self.total_steps else str(step)
         if self._n_lines % HEADER_EVERY == 0:
             titles = "".join(f"{title:>{width}}" for title, _, width, _ in columns)
