@@ -50,7 +50,7 @@ def example(chosen: dict[str, str]) -> RunConfig:
     for key, name in chosen.items():
         for rule in PRECONDITIONS.get(key, {}).get(name, ()):
             algorithm.setdefault(rule.key, rule.values[0])
-    settings = {f"algorithm.{key}": value for key, value in algorithm.items()}
+    settings: dict[str, Any] = {f"algorithm.{key}": value for key, value in algorithm.items()}
     if chosen.keys() & {"kl", "kl_in"}:
         settings["algorithm.kl_coef"] = 0.1
     for choice in chosen.items():
