@@ -23,6 +23,7 @@ FREE_ON_RESUME = (
     "ref",
     "critic.mesh",
     "reward.max_error_fraction",
+    "reward.workers",
     "reward_model.mesh",
 )
 # Also free if the learning rate does not decay towards the end.
