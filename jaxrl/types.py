@@ -48,6 +48,14 @@ class Episode:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenSets:
+    """One set of token ids per position; an empty set means all tokens."""
+
+    counts: np.ndarray  # int64 [n], ids of each position
+    ids: np.ndarray  # int32 [counts.sum()], of the first position first
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     """One sampled completion of a prompt, as generation returns it."""
 
@@ -62,6 +70,7 @@ class Rollout:
     # float32 [response_len], of the distribution that the tokens were sampled from: with top_k,
     # top_p and min_p; None: equal to `logp`
     behavior_logp: np.ndarray | None = None
+    support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
     episode: Episode | None = None  # None if the prompt was answered without an environment
 
     @property
@@ -131,6 +140,7 @@ class TrainingSample:
     loss_mask: np.ndarray  # bool [response_len], True at tokens that are in the loss
     rollout_logp: np.ndarray | None = None  # float32 [response_len]; None if not sampled
     behavior_logp: np.ndarray | None = None  # float32 [response_len]; None: equal to rollout_logp
+    support: TokenSets | None = None  # tokens that ratios are restricted to; None: all
     turn_rewards: np.ndarray | None = None  # float32 [response_len], at the ends of turns
     values: np.ndarray | None = None  # float32 [response_len], the critic's before the step
     advantages: np.ndarray | None = None  # float32 [response_len]
@@ -167,6 +177,9 @@ class Batch:
     behavior_logp: Array  # float32 [B, T], from the engine, with them: sampled from it
     old_logp: Array  # float32 [B, T], of the policy at the start of the step
     ref_logp: Array  # float32 [B, T], of the reference policy
+    # The tokens that ratios are restricted to: data.support.PackedSets on the host, bitsets
+    # uint32 [B, T, W] on the device; None: all
+    support: Any = None
 
 
 @struct.dataclass

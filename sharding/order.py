@@ -29,14 +29,14 @@ def zigzag(n_tokens: int, n_shards: int) -> Int[np.ndarray, " T"]:
     return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
 
 
-def mesh_order(rows: Shaped[np.ndarray, "B T"], rules: Rules) -> Shaped[np.ndarray, "B T"]:
+def mesh_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.ndarray, "B T ..."]:
     """Rows in the token order of the current mesh."""
     if not rules.ring:
         return rows
     return rows[:, zigzag(rows.shape[1], rules.n_shards("time"))]
 
 
-def row_order(rows: Shaped[np.ndarray, "B T"], rules: Rules) -> Shaped[np.ndarray, "B T"]:
+def row_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.ndarray, "B T ..."]:
     """The inverse of `mesh_order`."""
     if not rules.ring:
         return rows

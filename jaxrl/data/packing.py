@@ -32,6 +32,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxrl.config.keys import LearnerConfig
+from jaxrl.data.support import pack_sets
 from jaxrl.types import Batch, TrainingSample
 
 
@@ -323,6 +324,8 @@ def _fill(samples, plan: _Plan, row, start, prompt_len, response_len, n_ranks: i
             )
             for i in np.flatnonzero(micro_of == micro)
         )
+        located = [(samples[s.item].support, int(s.row * T + s.start)) for s in spans]
+        batch = dataclasses.replace(batch, support=pack_sets(located))
         packed.append(Packed(batch=batch, spans=spans))
     return packed
 

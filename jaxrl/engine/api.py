@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.types import Tree
+from jaxrl.types import TokenSets, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Generated:
     # float32 [n_new], of the distribution that the tokens were sampled from, see engine/sampling.py
     behavior_logp: np.ndarray
     finish: str  # "stop" | "length" | "" while the sequence is unfinished
+    support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from jaxrl import types
+from jaxrl.data.support import n_words
 from jaxrl.engine.sampling import (
     N_COLUMNS,
     SamplingParams,
@@ -37,6 +38,28 @@ class DecodeBatch:
     page_table: types.Array  # int32 [B, C]
     sampling: SamplingParams
     history: types.Array = None  # int32 [B, S], all tokens so far; None without speculation
+
+
+@struct.dataclass
+class DispatchOutput:
+    """Sampled tokens of one dispatch, on the device."""
+
+    columns: types.Array  # int32 [3, B, S], the tokens and the bits of their logprobs
+    support: types.Array = None  # uint32 [S, B, W], see `Sample.support`
+
+    @classmethod
+    def empty(cls, B: int, S: int, *, n_vocab: int) -> "DispatchOutput":
+        """No tokens; with supports if `n_vocab` is positive."""
+        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if n_vocab else None
+        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support)
+
+    def at_step(self, step: Int[Array, ""], new: "DispatchOutput") -> "DispatchOutput":
+        """The output with the tokens of one step written to column `step`."""
+        columns = jax.lax.dynamic_update_slice(self.columns, new.columns, (0, 0, step))
+        support = self.support
+        if support is not None:
+            support = jax.lax.dynamic_update_slice(support, new.support, (step, 0, 0))
+        return DispatchOutput(columns, support)
 
 
 def decode_loop_condition(
@@ -68,11 +91,12 @@ def decode_steps(
     rules: Rules,
     implementation: str | None,
     max_steps: int,
-) -> tuple[KVCache, Int[Array, "3 B S"]]:
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
     """Up to `n_steps` decode steps of one replica.
 
-    Returns the cache and, for every step, the sampled token (-1 once the sequence has ended) and
-    the bits of its float32 logprobs (`Sample.columns`).
+    Returns the cache and, for every step, the sampled token (-1 once the sequence has ended), the
+    bits of its float32 logprobs, and its support with `keep_support`.
     """
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
@@ -90,8 +114,10 @@ def decode_steps(
             rules=rules,
             implementation=implementation,
         )
-        sampled, token = sample_tokens(params, hidden, keys, position, batch.sampling, rules)
-        out = jax.lax.dynamic_update_slice(out, sampled[:, :, None], (0, 0, step))
+        new, token = sample_tokens(
+            params, hidden, keys, position, batch.sampling, rules, keep_support=keep_support
+        )
+        out = out.at_step(step, new)
         ended = (remaining <= 1) | jnp.any(token[:, None] == batch.stop_ids, axis=1)
         position = jnp.where(active & ~ended, position + 1, -1)
         return step + 1, cache, position, token, remaining - 1, out
@@ -102,7 +128,7 @@ def decode_steps(
         batch.position,
         batch.token,
         batch.remaining,
-        jnp.full((N_COLUMNS, B, max_steps), -1, jnp.int32),
+        DispatchOutput.empty(B, max_steps, n_vocab=params.cfg.V if keep_support else 0),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
     _, cache, _, _, _, out = jax.lax.while_loop(condition, one_step, start)
@@ -116,16 +142,20 @@ def sample_tokens(
     position: Int[Array, "B"],
     sampling: SamplingParams,
     rules: Rules,
-) -> tuple[Int[Array, "3 B"], Int[Array, "B"]]:
+    *,
+    keep_support: bool,
+) -> tuple[DispatchOutput, Int[Array, "B"]]:
     """Samples the token after each `position`.
 
-    Returns the output columns (`Sample.columns`, with the token -1 in padding rows), and the token
-    as sampled.
+    Returns the output of one step, with the token -1 in padding rows, and the token as sampled.
     """
     logits = params.logits(hidden, rules)[:, 0]
-    sampled = sample_sharded(logits, uniforms(keys, position + 1), sampling, rules=rules)
+    uniform = uniforms(keys, position + 1)
+    sampled = sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
     token = jnp.where(position >= 0, sampled.token, -1)
-    return sampled.replace(token=token).columns(), sampled.token
+    columns = dataclasses.replace(sampled, token=token).columns()[:, :, None]
+    support = None if sampled.support is None else sampled.support[None]
+    return DispatchOutput(columns, support), sampled.token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +165,7 @@ class DecodeOutput:
     tokens: np.ndarray  # int32 [B, n], without gaps, then -1
     logp: np.ndarray  # float32 [B, n]
     behavior_logp: np.ndarray  # float32 [B, n]
+    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
     n_steps: int  # forward passes
     n_draft_tokens: int = 0
     n_accepted_tokens: int = 0
@@ -144,15 +175,26 @@ class DecodeOutput:
         return int((self.tokens >= 0).sum())
 
 
-def read_decode_output(out: np.ndarray, *, speculative: bool = False) -> DecodeOutput:
-    """Reads the array that `decode_steps` or, if `speculative`, `speculative_steps` returned."""
+def read_decode_output(
+    output: DispatchOutput, *, filtered: bool, speculative: bool = False
+) -> DecodeOutput:
+    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
+
+    The supports are copied only if a sequence of the dispatch is `filtered`.
+    """
+    out = np.asarray(output.columns)
+    support = np.asarray(output.support) if filtered and output.support is not None else None
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(*_columns(out[..., :n_steps]), n_steps)
+        return DecodeOutput(*_columns(out[..., :n_steps]), support, n_steps)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
     n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
     return DecodeOutput(
-        *_columns(columns), int(n_passes.max()), int(n_draft_tokens.sum()), n_accepted_tokens
+        *_columns(columns),
+        support,
+        int(n_passes.max()),
+        int(n_draft_tokens.sum()),
+        n_accepted_tokens,
     )
 
 

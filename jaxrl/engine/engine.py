@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
+from jaxrl.data.support import from_bits, unrestricted
 from jaxrl.engine.api import EngineStats, Generated, Prefix, Request
 from jaxrl.engine.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
 from jaxrl.engine.decode_loop import DecodeOutput
@@ -18,7 +19,7 @@ from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import PageCopy, Plan, PrefillChunk, Scheduler, Sequence
 from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
-from jaxrl.types import Tree
+from jaxrl.types import TokenSets, Tree
 from sharding import Rules
 
 
@@ -40,15 +41,18 @@ class PagedEngine:
         max_len: int,
         eos_ids: tuple[int, ...] = (),
         implementation: str | None = None,
+        keep_support: bool = False,
     ):
         """`max_len` limits prompt plus response, `dtype` is the model's compute dtype.
 
-        `eos_ids` end a response in addition to the stop_token_ids of each request. Raises
-        ValueError for invalid limits.
+        `eos_ids` end a response in addition to the stop_token_ids of each request. `keep_support`
+        returns the tokens that sampling filters keep, for one bit per token of the vocabulary and
+        sampled token on the device. Raises ValueError for invalid limits.
         """
         _check(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
+        self.keep_support = keep_support
         self.pool = KVPoolSpec(cfg, rollout.page_len, page_dtype(rollout.kv_dtype, dtype), rules)
         self.shapes = dispatch_shapes(rollout, max_len)
         self.runner = ModelRunner(
@@ -57,6 +61,7 @@ class PagedEngine:
             rollout,
             eos_ids=self.eos_ids,
             implementation=implementation,
+            keep_support=keep_support,
             n_pages=lambda: self.scheduler.pool.n_pages,
             on_failure=self.release,
         )
@@ -226,9 +231,20 @@ class PagedEngine:
             if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
                 finish = "stop"
             slot = self.scheduler.advance(r, seq, new.tolist(), finish)
-            logps = [a[row, :n_new].copy() for a in (output.logp, output.behavior_logp)]
-            generated.append(Generated(slot, new, *logps, finish))
+            logp, behavior_logp = (a[row, :n_new] for a in (output.logp, output.behavior_logp))
+            support = self._support(output, row, n_new)
+            generated.append(
+                Generated(slot, new, logp.copy(), behavior_logp.copy(), finish, support)
+            )
         return generated
+
+    def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets | None:
+        """The tokens that the filters kept at the new tokens of a row."""
+        if not self.keep_support:
+            return None
+        if output.support is None:
+            return unrestricted(n_new)
+        return from_bits(output.support[:n_new, row])
 
     def _count(self, seqs: list[list[Sequence]], output: DecodeOutput) -> None:
         self._stats.add_dispatch(

@@ -41,6 +41,7 @@ class ModelRunner:
         *,
         eos_ids: tuple[int, ...],
         implementation: str | None,
+        keep_support: bool,
         n_pages: Callable[[], int],
         on_failure: Callable[[], None],
     ):
@@ -59,6 +60,7 @@ class ModelRunner:
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
         self._eos_ids, self._implementation = eos_ids, implementation
+        self._keep_support = keep_support
         self._n_pages, self._on_failure = n_pages, on_failure
 
     @property
@@ -106,9 +108,9 @@ class ModelRunner:
                 batch,
                 rules=self.pool.rules,
                 implementation=self._implementation,
+                keep_support=self._keep_support,
             )
-            out = np.asarray(out)
-        return read_decode_output(out)
+            return read_decode_output(out, filtered=_filtered(seqs))
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -140,9 +142,10 @@ class ModelRunner:
                 implementation=self._implementation,
                 max_steps=self.max_steps,
                 speculation=self.speculation,
+                keep_support=self._keep_support,
             )
-            out = np.asarray(out)
-        return read_decode_output(out, speculative=self.speculation is not None)
+            speculative = self.speculation is not None
+            return read_decode_output(out, filtered=_filtered(seqs), speculative=speculative)
 
     def lower(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """Lowers the largest program of a kind: prefill, mixed, copy_pages or decode.
@@ -165,7 +168,13 @@ class ModelRunner:
         batch = self.decode_batch([], self.shapes.decode_buckets[-1])
         if kind == "mixed":
             return programs.mixed.lower(
-                params, cache, *rows, batch, rules=rules, implementation=implementation
+                params,
+                cache,
+                *rows,
+                batch,
+                rules=rules,
+                implementation=implementation,
+                keep_support=self._keep_support,
             )
         return programs.decode.lower(
             params,
@@ -177,6 +186,7 @@ class ModelRunner:
             implementation=implementation,
             max_steps=self.max_steps,
             speculation=self.speculation,
+            keep_support=self._keep_support,
         )
 
     def decode_batch(self, seqs: list[list[Sequence]], bucket: int) -> DecodeBatch:
@@ -201,3 +211,8 @@ class ModelRunner:
             raise
         finally:
             self.device_s += time.perf_counter() - start
+
+
+def _filtered(seqs: list[list[Sequence]]) -> bool:
+    """Whether a sequence samples from a truncated distribution."""
+    return any(seq.request.sampling.filters for own in seqs for seq in own)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Int
 
-from jaxrl.engine.decode_loop import DecodeBatch, decode_steps, sample_tokens
+from jaxrl.engine.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
 from jaxrl.engine.sampling import row_keys
 from jaxrl.engine.speculative import SpeculationConfig, speculative_steps
 from jaxrl.models.cache import KVCache
@@ -84,7 +84,11 @@ def prefill(
     return run(params, cache, tokens, positions, page_table)
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+@functools.partial(
+    jax.jit,
+    static_argnames=("rules", "implementation", "keep_support"),
+    donate_argnames="cache",
+)
 def mixed(
     params: Decoder,
     cache: KVCache,
@@ -95,7 +99,8 @@ def mixed(
     *,
     rules: Rules,
     implementation: str | None,
-) -> tuple[KVCache, Int[Array, "3 B 1"]]:
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
     def mixed_one(
@@ -115,8 +120,16 @@ def mixed(
             implementation=implementation,
         )
         keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
-        sampled, _ = sample_tokens(params, hidden, keys, batch.position, batch.sampling, local)
-        return cache, sampled[:, :, None]
+        out, _ = sample_tokens(
+            params,
+            hidden,
+            keys,
+            batch.position,
+            batch.sampling,
+            local,
+            keep_support=keep_support,
+        )
+        return cache, out
 
     run = per_replica(
         mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=4, returns_output=True
@@ -152,7 +165,7 @@ def copy_pages(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("rules", "implementation", "max_steps", "speculation"),
+    static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
     donate_argnames="cache",
 )
 def decode(
@@ -166,7 +179,8 @@ def decode(
     implementation: str | None,
     max_steps: int,
     speculation: SpeculationConfig | None = None,
-) -> tuple[KVCache, Int[Array, "3 B S"]]:
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
     """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
 
     Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
@@ -184,6 +198,7 @@ def decode(
                 rules=rules,
                 implementation=implementation,
                 max_steps=max_steps,
+                keep_support=keep_support,
             )
         return speculative_steps(
             params,
@@ -195,6 +210,7 @@ def decode(
             implementation=implementation,
             max_steps=max_steps,
             config=speculation,
+            keep_support=keep_support,
         )
 
     run = per_replica(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, UInt, UInt32
 
 from jaxrl import types
 from jaxrl.kernels.bits import materialize, row_sum
@@ -28,6 +28,7 @@ class Sample:
     token: types.Array  # int32 [B]
     logp: types.Array  # float32 [B], of softmax(logits / temperature), without filters
     behavior_logp: types.Array  # float32 [B], of the distribution that the token was sampled from
+    support: types.Array = None  # uint32 [B, W], bits of the kept tokens; no bits without a filter
 
     def columns(self) -> Int[Array, "3 B"]:
         """The token and the bits of its two logprobs."""
@@ -65,7 +66,11 @@ def uniforms(keys: Key[Array, "B"], positions: Int[Array, "B"]) -> Float[Array, 
 
 
 def sample(
-    logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, "B"],
+    params: SamplingParams,
+    *,
+    keep_support: bool = False,
 ) -> Sample:
     """Next tokens and their logprobs.
 
@@ -76,7 +81,8 @@ def sample(
     `logp` is of softmax(logits / temperature), which the trainer computes for the token too, so
     that the gap between the two is purely numerical. `behavior_logp` is of the same distribution
     restricted to the kept tokens: logp - log Z with their probability Z. It equals `logp` bit by
-    bit in rows without a filter. Both have temperature 1 in greedy rows.
+    bit in rows without a filter. Both have temperature 1 in greedy rows. `keep_support` returns the
+    kept tokens.
     """
     greedy = params.temperature <= 0
     scaled = materialize(logits / jnp.where(greedy, 1.0, params.temperature)[:, None])
@@ -109,7 +115,11 @@ def sample(
     if shared is not None:  # padding adds 0, but changes the summation order on CPU
         in_row = in_row[:, : logits.shape[1]]
     logp = token_logp(chosen, top, in_row)
-    return Sample(token, logp, logp - log_mass)
+    support = None
+    if keep_support:
+        kept = filtered[:, None] & (weights() >= cutoff[:, None, None]).reshape(len(top), -1)
+        support = _pack_bits(kept[:, : logits.shape[1]])
+    return Sample(token, logp, logp - log_mass, support)
 
 
 def _log_kept_mass(
@@ -119,6 +129,13 @@ def _log_kept_mass(
     in_rows = len(cutoff), -1
     kept = row_sum(_keep_from(cutoff, weights).reshape(in_rows))
     return jnp.log(kept) - jnp.log(row_sum(weights.reshape(in_rows)))
+
+
+def _pack_bits(bits: Bool[Array, "B V"]) -> UInt32[Array, "B W"]:
+    """Bit i of word w is element 32 w + i (data/support.py)."""
+    padded = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 32)))
+    words = padded.reshape(len(bits), -1, 32).astype(jnp.uint32)
+    return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def _inverse_cdf(
@@ -212,7 +229,12 @@ def _largest_cutoff(holds: Callable[[jax.Array], jax.Array], n_rows: int) -> Flo
 
 
 def sample_sharded(
-    logits: Float[Array, "B V"], uniform: Float[Array, "B"], params: SamplingParams, *, rules: Rules
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, "B"],
+    params: SamplingParams,
+    *,
+    rules: Rules,
+    keep_support: bool = False,
 ) -> Sample:
     """`sample` with the rows sharded over the devices that hold shards of the vocabulary.
 
@@ -224,6 +246,11 @@ def sample_sharded(
         axes = ()  # not divisible: every device samples all rows
     by_row = jax.P(axes or None)
     shard_rows = functools.partial(jax.reshard, out_shardings=by_row)
-    local = jax.shard_map(sample, in_specs=by_row, out_specs=by_row, check_vma=False)
+    local = jax.shard_map(
+        functools.partial(sample, keep_support=keep_support),
+        in_specs=by_row,
+        out_specs=by_row,
+        check_vma=False,
+    )
     sampled = local(shard_rows(logits), shard_rows(uniform), jax.tree.map(shard_rows, params))
     return jax.tree.map(lambda a: jax.reshard(a, jax.P()), sampled)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxrl.engine.decode_loop import DecodeBatch, decode_loop_condition
-from jaxrl.engine.sampling import N_COLUMNS, row_keys, sample_sharded, uniforms
+from jaxrl.engine.decode_loop import DecodeBatch, DispatchOutput, decode_loop_condition
+from jaxrl.engine.sampling import N_COLUMNS, Sample, row_keys, sample_sharded, uniforms
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -70,7 +70,8 @@ def speculative_steps(
     implementation: str | None,
     max_steps: int,
     config: SpeculationConfig,
-) -> tuple[KVCache, Int[Array, "3 B S"]]:
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
     """Up to `max_steps` forward passes of one replica and `n_tokens` tokens per sequence.
 
     The output has, for every row, the sampled tokens and the bits of their logprobs without gaps,
@@ -106,15 +107,14 @@ def speculative_steps(
         )
         logits = params.logits(hidden, rules)[:, 0]
         uniform = uniforms(keys, positions.reshape(-1) + 1)
-        sampled = sample_sharded(logits, uniform, sampling, rules=rules)
+        sampled = sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
         token = sampled.token.reshape(B, W)
 
         stops = jnp.any(token[:, :, None] == batch.stop_ids[:, None], axis=2)
         counted = _counted(token, drafts, live, active, stops)
         n_new = jnp.sum(counted, axis=1)
         column = jnp.where(counted, n_sampled[:, None] + ahead, OUT_OF_RANGE)
-        columns = sampled.columns().reshape(N_COLUMNS, B, W)
-        out = out.at[:, row, column].set(columns, mode="drop")
+        out = _write(out, sampled, row, column)
         place = jnp.where(counted, positions + 1, OUT_OF_RANGE)
         history = history.at[row, place].set(token, mode="drop")
         counts = counts.at[:2].add(jnp.stack([active, jnp.sum(live, axis=1)]).astype(jnp.int32))
@@ -130,12 +130,26 @@ def speculative_steps(
         jnp.minimum(batch.remaining, n_tokens),
         batch.history,
         jnp.zeros(B, jnp.int32),
-        jnp.full((N_COLUMNS, B, max_steps * W), -1, jnp.int32),
+        DispatchOutput.empty(B, max_steps * W, n_vocab=params.cfg.V if keep_support else 0),
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
     _, cache, *_, out, counts = jax.lax.while_loop(condition, one_pass, start)
-    return cache, jnp.concatenate([out, counts[:, :, None]], axis=2)
+    columns = jnp.concatenate([out.columns, counts[:, :, None]], axis=2)
+    return cache, dataclasses.replace(out, columns=columns)
+
+
+def _write(
+    out: DispatchOutput, new: Sample, row: Int[Array, "B 1"], column: Int[Array, "B W"]
+) -> DispatchOutput:
+    """The output with the tokens of one pass at (row, column), out of range ones dropped."""
+    columns = new.columns().reshape(N_COLUMNS, *column.shape)
+    columns = out.columns.at[:, row, column].set(columns, mode="drop")
+    support = out.support
+    if support is not None:
+        bits = new.support.reshape(*column.shape, -1)
+        support = support.at[column, row].set(bits, mode="drop")
+    return DispatchOutput(columns, support)
 
 
 def _counted(token, drafts, live, active, stops):

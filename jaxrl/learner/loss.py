@@ -1,13 +1,14 @@
 """Loss of a packed micro-batch under a model: runs the model, then the objective of its targets."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
+from jaxrl.kernels.logprob import TokenScores, token_scores
 from jaxrl.learner.policy_objective import (
     Coefs,
     LossSums,
@@ -28,9 +29,15 @@ DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take
 def score_tokens(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(logp, entropy) of the targets under the policy at the sampling temperature."""
+    """(logp, entropy) of the targets under the policy at the sampling temperature.
+
+    The logprob is that of the policy restricted to the supports of the batch, if it has them.
+    """
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
-    return logprob_entropy(hidden, params.unembed, batch.targets, **_head(params, cfg, rules))
+    head = _head(params, cfg, rules)
+    scores = token_scores(hidden, params.unembed, batch.targets, support=batch.support, **head)
+    restricted = batch.support is not None
+    return scores.logp - scores.log_mass if restricted else scores.logp, scores.entropy
 
 
 def count_tokens(
@@ -87,10 +94,18 @@ def policy_loss_sums(
     hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
     scores = _score_targets(params, ref_params, hidden, batch, cfg=cfg, rules=rules)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
-    (logp, entropy, exact_kl), values, batch = jax.tree.map(
-        lambda rows: unshuffle(rows, rules), (scores, values, batch)
+    restricted = batch.support is not None
+    per_token = scores, values, dataclasses.replace(batch, support=None)
+    scores, values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), per_token)
+    loss, sums = token_loss_sums(
+        scores.logp,
+        scores.entropy,
+        scores.kl if full_kl_in_loss(cfg) else None,
+        batch,
+        coefs,
+        cfg=cfg,
+        log_mass=scores.log_mass if restricted else None,
     )
-    loss, sums = token_loss_sums(logp, entropy, exact_kl, batch, coefs, cfg=cfg)
     if values is not None:
         value, extra = value_sums(values, batch, cfg=cfg)
         loss = loss + cfg.critic.loss_coef * value
@@ -123,24 +138,24 @@ def hidden_states(
 
 def _score_targets(
     params: Decoder, ref_params: Decoder | None, hidden, batch: Batch, *, cfg, rules
-):
-    """(logp, entropy, exact KL or None), each [B, T]."""
-    head = _head(params, cfg, rules)
+) -> TokenScores:
+    """The scores of the targets, with the exact KL if the loss has it."""
+    score = functools.partial(
+        token_scores,
+        hidden,
+        params.unembed,
+        batch.targets,
+        support=batch.support,
+        **_head(params, cfg, rules),
+    )
     if not full_kl_in_loss(cfg):
-        return *logprob_entropy(hidden, params.unembed, batch.targets, **head), None
+        return score()
     if ref_params is None:
         raise ValueError(
             f"config.algorithm.kl = {cfg.algorithm.kl!r} needs the reference model; pass ref_params"
         )
     ref_hidden, _ = hidden_states(ref_params, batch, cfg=cfg, rules=rules, remat="none")
-    return logprob_entropy_kl(
-        hidden,
-        params.unembed,
-        jax.lax.stop_gradient(ref_hidden),
-        ref_params.unembed,
-        batch.targets,
-        **head,
-    )
+    return score(ref=(ref_hidden, ref_params.unembed))
 
 
 def logprob_chunk(cfg: RunConfig) -> int:

@@ -111,20 +111,25 @@ def token_loss_sums(
     coefs: Coefs | None = None,
     *,
     cfg: RunConfig,
+    log_mass: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
     """L = policy loss + kl_coef KL(policy | reference) - entropy_coef entropy, and its metrics.
 
     L is summed over tokens by `algorithm.aggregation`; the caller divides it by the weight of the
     whole mini-batch. Without `coefs` the two coefficients are those of the config. Tokens of a row
-    must be in sequence order.
+    must be in sequence order. With `log_mass` = log Σ π over the support of the sampling
+    distribution, ratios and corrections are of the policy restricted to it: log π - log_mass. The
+    KL and the entropy are of π itself.
     """
     algo, mask, measured = cfg.algorithm, batch.mask, measured_tokens(batch, cfg)
     coefs = Coefs(algo.kl_coef, algo.entropy_coef) if coefs is None else coefs
     # Masked once here, so that no value at a masked token can overflow below.
     logp, entropy = apply_mask(logp, mask), apply_mask(entropy, mask)
     behavior_logp = apply_mask(batch.behavior_logp, mask)
-    inputs = policy_loss_inputs(logp, behavior_logp, batch, cfg)
-    means, maxima = mismatch_metrics(start_logp(logp, batch, cfg), batch.rollout_logp, measured)
+    ratio_logp = logp if log_mass is None else logp - apply_mask(log_mass, mask)
+    inputs = policy_loss_inputs(ratio_logp, behavior_logp, batch, cfg)
+    sampled_logp = batch.rollout_logp if log_mass is None else behavior_logp
+    means, maxima = mismatch_metrics(start_logp(ratio_logp, batch, cfg), sampled_logp, measured)
     weights = jnp.ones_like(logp)
     if algo.has_correction:
         correction, accepted = importance_weights(inputs, algo), accepted_tokens(inputs, algo)
@@ -136,7 +141,7 @@ def token_loss_sums(
     policy = policy_loss(inputs, algo) * weights
     loss = policy
     if kl_in_loss(algo):
-        kl = reference_kl(inputs, exact_kl, batch, algo)
+        kl = reference_kl(logp, inputs, exact_kl, batch, algo)
         loss = loss + coefs.kl * clamp(kl, algo.kl_clamp)
         means["loss/kl"] = masked_mean(clamp(kl, algo.kl_clamp), measured)
         means["loss/kl_clamped_fraction"] = masked_mean(outside(kl, algo.kl_clamp), measured)
@@ -238,7 +243,8 @@ def mismatch_metrics(
 ) -> tuple[dict[str, SumAndWeight], dict[str, Float[Array, ""]]]:
     """(means, maxima) of the mismatch between the trainer's `logp` and the engine's.
 
-    Both are without sampling filters, so that the mismatch has only numerical causes.
+    Both are without sampling filters, or both are restricted to the same support, so that the
+    mismatch has only numerical causes.
     """
     logp, rollout_logp = apply_mask(logp, mask), apply_mask(rollout_logp, mask)
     difference = logp_diff(logp, rollout_logp)
@@ -303,6 +309,7 @@ def weight_means(
 
 
 def reference_kl(
+    logp: Float[Array, "B T"],
     inputs: dict[str, Array],
     exact_kl: Float[Array, "B T"] | None,
     batch: Batch,
@@ -310,7 +317,11 @@ def reference_kl(
 ) -> Float[Array, "B T"]:
     """The configured KL(policy | reference) of every token, not clamped."""
     ref_logp = apply_mask(batch.ref_logp, batch.mask)
-    inputs = inputs | {"ref_logp": ref_logp, "log_ratio": log_ratio(inputs, cfg)}
+    inputs = inputs | {
+        "logp": logp,
+        "ref_logp": ref_logp,
+        "log_ratio": log_ratio(inputs, cfg),
+    }
     if exact_kl is not None:
         inputs["exact_kl"] = apply_mask(exact_kl, batch.mask)
     return apply(lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl"), inputs, cfg)

@@ -1,6 +1,7 @@
 """Compiled scoring and updates of the learner."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from flax import struct
 
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import empty_batch
+from jaxrl.data.support import join_packed, to_bits
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.loss import (
     count_tokens,
@@ -42,12 +44,14 @@ class GradSums:
     sums: LossSums
 
 
-def put_batch(batch: Batch, rules: Rules) -> Batch:
+def put_batch(batch: Batch, rules: Rules, n_vocab: int = 0) -> Batch:
     """Puts a host batch onto the mesh, rows sharded over the data-parallel axes.
 
     Tokens are in the order of the rules (zig-zag for ring attention). Every process passes the
-    whole batch.
+    whole batch. The supports become bitsets of `n_vocab` ids, or are left out if it is 0.
     """
+    support = to_bits(batch.support, batch.tokens.shape, n_vocab) if n_vocab else None
+    batch = dataclasses.replace(batch, support=support)
     ordered = jax.tree.map(lambda rows: mesh_order(rows, rules), batch)
     return tree.put_batch(ordered, rules.spec("batch", "time"))
 
@@ -77,8 +81,9 @@ def make_values(cfg: RunConfig, rules: Rules) -> Callable:
 class Scorer:
     """Computes logprobs in the layout of a role (score or ref)."""
 
-    def __init__(self, cfg: RunConfig, layout: Layout):
-        self.layout = layout
+    def __init__(self, cfg: RunConfig, layout: Layout, *, restricted: bool = False):
+        """`restricted`: under the supports of the batches."""
+        self.layout, self.restricted = layout, restricted
         self.score = make_score(cfg, layout.rules)
         self._n_joined = micro_batches_per_call(cfg, layout)
 
@@ -98,17 +103,27 @@ class Scorer:
         for i, batch in enumerate(batches):
             by_shape[batch.tokens.shape].append(i)
         found: dict[int, np.ndarray] = {}
+        n_vocab = params.cfg.V if self.restricted else 0
         for shape, indices in by_shape.items():
             for start in range(0, len(indices), self._n_joined):
                 group = indices[start : start + self._n_joined]
                 padding = [empty_batch(*shape)] * (self._n_joined - len(group))
                 parts = [*(batches[i] for i in group), *padding]
-                joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+                joined = join_batches(parts)
                 on_batch()
-                logp = self.score(params, put_batch(joined, self.layout.rules))[0]
+                logp = self.score(params, put_batch(joined, self.layout.rules, n_vocab))[0]
                 rows = take_tokens(logp, self.layout.rules)
                 found |= dict(zip(group, np.split(rows, self._n_joined), strict=False))
         return [found[i] for i in range(len(batches))]
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Host batches of one shape as one batch, with the rows of the first one first."""
+    supports = [part.support for part in parts]
+    plain = [dataclasses.replace(part, support=None) for part in parts]
+    joined = jax.tree.map(lambda *rows: np.concatenate(rows), *plain)
+    support = join_packed(supports, size=parts[0].tokens.size)
+    return dataclasses.replace(joined, support=support)
 
 
 def micro_batches_per_call(cfg: RunConfig, layout: Layout) -> int:
@@ -146,6 +161,7 @@ class Update:
         self._loss = functools.partial(loss, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
+        self._restricts = cfg.algorithm.keep_sampling_mask
         self.put = functools.partial(put_batch, rules=rules)
         # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)
@@ -177,10 +193,17 @@ class Update:
         (learner/router.py).
         """
         total = self.zeros(state.params)
+        restricts = self._restricts and "vocab" in state.params.cfg.heads
+        n_vocab = state.params.cfg.V if restricts else 0
         balance = self.balance(state.params, batches, extra_weight)
         for i, batch in enumerate(batches):
             total = self.accumulate(
-                state.params, ref_params, total, self.put(batch), balance, self._arrays(coefs)
+                state.params,
+                ref_params,
+                total,
+                self.put(batch, n_vocab=n_vocab),
+                balance,
+                self._arrays(coefs),
             )
             if on_micro_batch is not None:
                 jax.block_until_ready(total.sums.weight)

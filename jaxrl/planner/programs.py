@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
+from jaxrl.data.support import to_bits
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, role_layout, rollout_layout, training_rules
 from jaxrl.learner.critic import (
@@ -181,7 +182,8 @@ def _add_update(
     if full_kl_in_loss(cfg):
         ref = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
     make = make_update if "vocab" in state.params.cfg.heads else make_value_update
-    update, batch = make(cfg, optimizer, rules), abstract_batch(cfg, rules, mesh)
+    n_vocab = decoder.V if cfg.algorithm.keep_sampling_mask else 0
+    update, batch = make(cfg, optimizer, rules), abstract_batch(cfg, rules, mesh, n_vocab=n_vocab)
     lowered = functools.cache(lambda: update.lower(state, batch, ref))
     if cfg.learner.router_aux_coef:  # counts the tokens per expert
         table.add("count", lambda: lowered()["count"], "params")
@@ -251,7 +253,10 @@ def _add_scoring(
         resident["ref"] = bytes_per_device(weights)
     for name, counted in {"score": "score_aliased", "reference": "ref"}.items():
         if needed[name]:
-            lower = functools.partial(_lower_score, cfg, decoders[name], layouts[name], mesh)
+            restricted = name == "score" and cfg.algorithm.keep_sampling_mask
+            lower = functools.partial(
+                _lower_score, cfg, decoders[name], layouts[name], mesh, restricted=restricted
+            )
             table.add(name, lower, counted)
 
 
@@ -273,6 +278,7 @@ def _with_engine(
         dtype=layout.dtype,
         max_len=cfg.data.max_len,
         implementation=None if implementation == "auto" else implementation,
+        keep_support=cfg.algorithm.keep_sampling_mask,
     )
     weights = layout.abstract_weights(programs.decoder, mesh)
     aliased, copied = layout.weight_bytes(params)
@@ -320,24 +326,43 @@ def _lower_values(scorer: ValueScorer, params: Tree) -> jax.stages.Lowered:
 
 
 def _lower_score(
-    cfg: RunConfig, decoder: DecoderConfig, layout: Layout, mesh: jax.sharding.Mesh
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    layout: Layout,
+    mesh: jax.sharding.Mesh,
+    *,
+    restricted: bool,
 ) -> jax.stages.Lowered:
     params, score = layout.abstract_weights(decoder, mesh), make_score(cfg, layout.rules)
     n_ranks = training_rules(cfg).n_shards("batch") * micro_batches_per_call(cfg, layout)
     with layout.on_mesh():
         role_mesh = jax.sharding.get_mesh()
-        return score.lower(params, abstract_batch(cfg, layout.rules, role_mesh, n_ranks))
+        n_vocab = decoder.V if restricted else 0
+        batch = abstract_batch(cfg, layout.rules, role_mesh, n_ranks, n_vocab=n_vocab)
+        return score.lower(params, batch)
 
 
 def abstract_batch(
-    cfg: RunConfig, rules: Rules, mesh: jax.sharding.Mesh, n_ranks: int | None = None
+    cfg: RunConfig,
+    rules: Rules,
+    mesh: jax.sharding.Mesh,
+    n_ranks: int | None = None,
+    *,
+    n_vocab: int = 0,
 ) -> Batch:
-    """The run's largest micro-batch, for `n_ranks` data-parallel ranks (default: the mesh's)."""
+    """The run's largest micro-batch, for `n_ranks` data-parallel ranks (default: the mesh's).
+
+    With bitsets of the supports if `n_vocab` is not 0.
+    """
     rows, row_len = cfg.learner.shapes[-1]
     n_ranks = n_ranks or math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
     sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
 
     def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows * n_ranks, row_len), a.dtype, sharding=sharding)
+        shape = (rows * n_ranks, row_len, *a.shape[2:])
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
 
-    return jax.tree.map(abstract, empty_batch(1, row_len))
+    batch = empty_batch(1, row_len)
+    if n_vocab:
+        batch = dataclasses.replace(batch, support=to_bits(None, (1, row_len), n_vocab))
+    return jax.tree.map(abstract, batch)

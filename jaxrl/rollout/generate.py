@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
+from jaxrl.data.support import join
 from jaxrl.engine.api import Engine, EngineStats, Generated, Request
-from jaxrl.types import Prompt, Rollout, Tree
+from jaxrl.types import Prompt, Rollout, TokenSets, Tree
 
 Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
 # (tokens generated, responses finished, responses in total)
@@ -25,6 +26,7 @@ class Response:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     behavior_logp: list[float] = dataclasses.field(default_factory=list)
+    support: list[TokenSets] = dataclasses.field(default_factory=list)  # per dispatch
     finish: str = ""
 
 
@@ -111,6 +113,7 @@ def _rollout(response: Response, version: int, decode: Decode) -> Rollout:
         tokens=tokens,
         logp=np.array(response.logp, np.float32),
         behavior_logp=np.array(response.behavior_logp, np.float32),
+        support=join(response.support, len(tokens)) if response.support else None,
         loss_mask=np.ones(len(tokens), bool),
         version=version,
         finish=response.finish,
@@ -126,6 +129,8 @@ def append_generated(
     response.tokens += generated.tokens.tolist()
     response.logp += generated.logp.tolist()
     response.behavior_logp += generated.behavior_logp.tolist()
+    if generated.support is not None:
+        response.support.append(generated.support)
     response.finish = generated.finish
     end = stop_string_end(response.tokens, n_old, stop, decode) if stop else None
     if end is not None:

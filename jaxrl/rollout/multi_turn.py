@@ -16,11 +16,12 @@ import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
-from jaxrl.types import Episode, Prompt, Rollout, Tree
+from jaxrl.types import Episode, Prompt, Rollout, TokenSets, Tree
 
 POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two calls of on_progress
 
@@ -43,6 +44,7 @@ class ActiveEpisode:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     behavior_logp: list[float] = dataclasses.field(default_factory=list)
+    support: list[TokenSets] = dataclasses.field(default_factory=list)  # per turn or observation
     loss_mask: list[bool] = dataclasses.field(default_factory=list)
     episode: Episode = dataclasses.field(default_factory=Episode)
     finish: str = ""
@@ -52,12 +54,15 @@ class ActiveEpisode:
         self.tokens += response.tokens
         self.logp += response.logp
         self.behavior_logp += response.behavior_logp
-        self.loss_mask += [True] * len(response.tokens)
+        n = len(response.tokens)
+        self.support.append(join(response.support, n) if response.support else unrestricted(n))
+        self.loss_mask += [True] * n
 
     def append_observation(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
         self.logp += [0.0] * len(tokens)
         self.behavior_logp += [0.0] * len(tokens)
+        self.support.append(unrestricted(len(tokens)))
         self.loss_mask += [False] * len(tokens)
 
     def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
@@ -68,6 +73,7 @@ class ActiveEpisode:
             tokens=tokens,
             logp=np.array(self.logp, np.float32),
             behavior_logp=np.array(self.behavior_logp, np.float32),
+            support=join(self.support, len(tokens)),
             loss_mask=np.array(self.loss_mask, bool),
             version=version,
             finish=self.finish,

@@ -45,6 +45,7 @@ def to_sample(
         rollout_logp=rollout.logp,
         behavior_logp=rollout.behavior_logp,
         turn_rewards=turn_rewards,
+        support=rollout.support,
         truncated=rollout.finish == "length",
         group=group,
         prompt_id=rollout.prompt.id,

@@ -124,11 +124,12 @@ def check_finite(
     if not metrics["optim/nonfinite"]:
         return
     path = folder / f"nonfinite_step_{step}.npz"
-    arrays = {
-        f"{i}/{field.name}": np.asarray(getattr(packed.batch, field.name))
-        for i, packed in enumerate(micro_batches)
-        for field in dataclasses.fields(packed.batch)
-    }
+    arrays = {}
+    for i, packed in enumerate(micro_batches):
+        fields = vars(packed.batch) | {"support": None}
+        if packed.batch.support is not None:
+            fields |= {f"support_{name}": ids for name, ids in vars(packed.batch.support).items()}
+        arrays |= {f"{i}/{name}": np.asarray(x) for name, x in fields.items() if x is not None}
     if hosts.is_main_process():
         np.savez_compressed(path, allow_pickle=False, **arrays)
     wrong = [name for name, value in metrics.items() if not np.isfinite(value)]

@@ -246,7 +246,12 @@ def test_truncated_sampling_in_training_warns():
 
 
 @pytest.mark.parametrize(
-    "how", [dict(algorithm__correction="token_tis"), dict(algorithm__old_logp="rollout")]
+    "how",
+    [
+        dict(algorithm__correction="token_tis"),
+        dict(algorithm__old_logp="rollout"),
+        dict(algorithm__keep_sampling_mask=True),
+    ],
 )
 def test_truncated_sampling_that_the_update_knows_of_does_not_warn(how):
     with warnings.catch_warnings():

@@ -48,7 +48,9 @@ def test_two_sequences_in_a_row_by_hand():
 def test_batch_fields_have_the_declared_dtypes():
     [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
     integers = {"tokens", "targets", "segments", "positions"}
-    for name, array in vars(packed.batch).items():
+    fields = vars(packed.batch)
+    assert fields.pop("support") is None
+    for name, array in fields.items():
         assert array.dtype == (np.int32 if name in integers else np.float32), name
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl.config.keys import RolloutConfig, SamplingConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.kernels.logprob import logprob_entropy
+from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import decoder_specs, forward_packed
 from jaxrl.models.spec import init_params
@@ -68,6 +68,7 @@ def make_engine(
     rollout: RolloutConfig = SMALL,
     implementation: str | None = None,
     rules: Rules = DECODE,
+    keep_support: bool = False,
     **changes,
 ) -> PagedEngine:
     return PagedEngine(
@@ -78,6 +79,7 @@ def make_engine(
         max_len=256,
         eos_ids=(1,),
         implementation=implementation,
+        keep_support=keep_support,
     )
 
 
@@ -158,7 +160,7 @@ def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: fl
     @jax.jit
     def score(params, tokens, targets, segments, positions):
         hidden = forward_packed(params, tokens, segments, positions, rules=TRAIN)
-        return logprob_entropy(
+        return token_scores(
             hidden,
             params.unembed,
             targets,

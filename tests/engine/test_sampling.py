@@ -1,10 +1,13 @@
 """Tests of sampling.py against a numpy reference and against the exact distribution."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.support import from_bits
 from jaxrl.engine.sampling import SamplingParams, cutoff_weight, row_keys, sample, uniforms
 
 V = 700  # no multiple of the block
@@ -138,6 +141,20 @@ def test_the_logprobs_are_those_without_and_with_the_filters(kw):
         kept = p[kept_reference(logits[b] / 2, **filters)].sum()
         np.testing.assert_allclose(sampled.logp[b], np.log(p[token]), atol=1e-5)
         np.testing.assert_allclose(sampled.behavior_logp[b], np.log(p[token] / kept), atol=1e-5)
+
+
+@pytest.mark.parametrize("kw", [FILTERS[1], FILTERS[-1]], ids=str)
+def test_the_support_has_the_tokens_that_the_filters_keep(kw):
+    logits, filters = random_logits(4), dict(top_k=0, top_p=1.0, min_p=0.0) | kw
+    rows = params(5, **kw)
+    rows = rows.replace(temperature=rows.temperature.at[4].set(0.0))  # greedy: no filter
+    found = jax.jit(functools.partial(sample, keep_support=True))(
+        jnp.asarray(np.concatenate([logits, logits[:1]])), jnp.full(5, 0.4), rows
+    )
+    sets = from_bits(np.asarray(found.support))
+    want = [np.flatnonzero(kept_reference(row, **filters)) for row in logits]
+    np.testing.assert_array_equal(sets.ids, np.concatenate(want))
+    assert sets.counts.tolist() == [*map(len, want), 0]
 
 
 def test_rows_without_a_filter_have_two_bitwise_equal_logprobs():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.logprob import logprob_entropy
+from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs, forward_packed
@@ -98,7 +98,7 @@ def test_logprobs_of_the_update_are_those_of_the_engine(one_device):
 
     def logp(model):
         hidden = forward_packed(model, *row, rules=TRAIN, remat="full")
-        out, _ = logprob_entropy(
+        out, *_ = token_scores(
             hidden, model.unembed, targets, temperature=0.8, chunk=100, rules=TRAIN
         )
         return jnp.sum(out), out

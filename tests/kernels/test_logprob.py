@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.support import PackedSets, from_bits, to_bits
 from jaxrl.kernels import logprob
-from jaxrl.kernels.logprob import logprob_entropy, logprob_entropy_kl
+from jaxrl.kernels.logprob import token_scores
 from jaxrl.kernels.logprob.reference import head_logits, logprob_reference
 from sharding import Rules, make_mesh
 from tests.kernels.engine_logp import engine_logp
@@ -31,6 +32,11 @@ def problem(B=8, T=13, D=32, V=500, E=16, seed=0):
         targets=jax.random.randint(next(keys), (B, T), 0, V),
     )
     return inputs, [normal(B, T) for _ in range(3)]
+
+
+def scores_with_kl(hidden, unembed, targets, ref_hidden, ref_unembed, **k):
+    """(logp, entropy, KL)."""
+    return token_scores(hidden, unembed, targets, ref=(ref_hidden, ref_unembed), **k)[:3]
 
 
 def value_and_grad(fn, inputs, weights):
@@ -69,7 +75,7 @@ def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chun
         return logprob_reference(**k, **({"softcap": None} | kind))
 
     def kernel(**k):
-        return logprob_entropy_kl(
+        return scores_with_kl(
             **k,
             temperature=kind["temperature"],
             logit_softcap=kind.get("softcap"),
@@ -93,9 +99,9 @@ def test_without_a_reference(one_device, with_entropy):
         return logprob_reference(**k, **rest, temperature=1.3, softcap=None)[:2]
 
     def kernel(**k):
-        return logprob_entropy(
-            **k, temperature=1.3, chunk=32, rules=RULES, with_entropy=with_entropy
-        )
+        return token_scores(**k, temperature=1.3, chunk=32, rules=RULES, with_entropy=with_entropy)[
+            :2
+        ]
 
     want, got = (value_and_grad(f, policy, weights) for f in (naive, kernel))
     assert_close(want[0][0], got[0][0])
@@ -103,12 +109,82 @@ def test_without_a_reference(one_device, with_entropy):
     assert_close(want[1], got[1], tol=2e-5)
 
 
+def random_support(targets, V, seed=3):
+    """(bits of 0 to V random ids with the target, the same as bool [B, T, V])."""
+    rng = np.random.default_rng(seed)
+    members = rng.random((*targets.shape, V)) < rng.random((*targets.shape, 1))
+    np.put_along_axis(members, np.asarray(targets)[..., None], True, axis=-1)
+    sets = from_bits(packed_bits(members.reshape(-1, V)))
+    index = np.repeat(np.arange(targets.size), sets.counts)
+    return jnp.asarray(to_bits(PackedSets(index, sets.ids), targets.shape, V)), members
+
+
+def packed_bits(members):
+    """uint32 [n, W] of bool [n, V], with numpy's own packing."""
+    padded = np.pad(members, ((0, 0), (0, -members.shape[1] % 32)))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("V", "chunk", "sizes"),
+    [
+        (500, 7, {}),  # no multiple of a word; vocabulary blocks with a rest
+        pytest.param(1000, 40, {}, marks=pytest.mark.thorough),
+        (500, 9, dict(fsdp=2, tensor=4)),  # shards of 125 ids start inside a word
+    ],
+)
+def test_the_support_mass_and_its_gradient_equal_the_naive_form(monkeypatch, V, chunk, sizes):
+    monkeypatch.setattr(logprob, "GROUPED_CHUNKS", {"cpu": 4})
+    inputs, weights = problem(V=V)
+    support, members = random_support(inputs["targets"], V)
+    policy = {name: inputs[name] for name in ("hidden", "unembed", "targets")}
+
+    def naive(hidden, unembed, targets):
+        logits = head_logits(hidden, unembed, temperature=0.7, softcap=3.0)
+        logp = jax.nn.log_softmax(logits)
+        kept = jax.nn.log_softmax(jnp.where(members, logits, -jnp.inf))
+        pick = lambda x: jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]  # noqa: E731
+        return pick(kept), -jnp.sum(jnp.exp(logp) * logp, -1)
+
+    def kernel(support=support, **k):
+        found = token_scores(
+            **k,
+            support=support,
+            temperature=0.7,
+            logit_softcap=3.0,
+            chunk=chunk,
+            rules=RULES,
+        )
+        return found.logp - found.log_mass, found.entropy
+
+    with jax.set_mesh(make_mesh()):
+        want = value_and_grad(naive, policy, weights[:2])
+    with jax.set_mesh(make_mesh(**sizes)):
+        rows = RULES.spec("batch", "time")
+        specs = dict(hidden=("batch", "time", None), unembed=("vocab", "w_embed"))
+        placed = {
+            k: jax.reshard(x, RULES.spec(*specs.get(k, ("batch", "time"))))
+            for k, x in policy.items()
+        }
+        got = value_and_grad(kernel, placed, [jax.reshard(w, rows) for w in weights[:2]])
+    assert_close(want[0], got[0])
+    assert_close(want[1], got[1], tol=2e-5)
+
+
+def test_a_support_of_all_ids_has_all_the_mass(one_device):
+    inputs, _ = problem()
+    policy = {name: inputs[name] for name in ("hidden", "unembed", "targets")}
+    support = jnp.asarray(to_bits(None, (8, 13), 500))
+    found = token_scores(**policy, support=support, temperature=1.0, chunk=32, rules=RULES)
+    np.testing.assert_array_equal(found.log_mass, 0.0)
+
+
 def test_masked_tokens_give_zeros_and_take_no_gradient(one_device):
     """Also if their hidden states are NaN and if whole chunks are skipped."""
     inputs, weights = problem()
     mask = jax.random.bernoulli(jax.random.key(5), 0.4, (8, 13)).astype(jnp.float32)
     naive = functools.partial(logprob_reference, temperature=0.9, softcap=None)
-    kernel = functools.partial(logprob_entropy_kl, temperature=0.9, chunk=9, rules=RULES, mask=mask)
+    kernel = functools.partial(scores_with_kl, temperature=0.9, chunk=9, rules=RULES, mask=mask)
     want = value_and_grad(naive, inputs, [w * mask for w in weights])
     kept = mask[..., None] > 0
     inputs["hidden"] = jnp.where(kept, inputs["hidden"], jnp.nan)
@@ -120,7 +196,7 @@ def test_masked_tokens_give_zeros_and_take_no_gradient(one_device):
 def test_a_mask_without_tokens_gives_zeros(one_device):
     inputs, weights = problem()
     kernel = functools.partial(
-        logprob_entropy_kl, temperature=1.0, chunk=9, rules=RULES, mask=jnp.zeros((8, 13))
+        scores_with_kl, temperature=1.0, chunk=9, rules=RULES, mask=jnp.zeros((8, 13))
     )
     for a in jax.tree.leaves(value_and_grad(kernel, inputs, weights)):
         assert not np.any(a)
@@ -141,7 +217,7 @@ def test_same_numbers_on_every_mesh(mesh):
     inputs["mask"] = (jnp.arange(8)[:, None] * 2 > jnp.arange(14)).astype(jnp.float32)
 
     def kernel(**k):
-        return logprob_entropy_kl(**k, temperature=0.9, logit_softcap=5.0, chunk=9, rules=rules)
+        return scores_with_kl(**k, temperature=0.9, logit_softcap=5.0, chunk=9, rules=rules)
 
     results = []
     for sizes in ({}, mesh):
@@ -166,7 +242,7 @@ def test_gradients_keep_the_sharding_and_dtype_of_the_weight():
 
         def loss(w):
             return jnp.sum(
-                logprob_entropy(
+                token_scores(
                     inputs["hidden"], w, inputs["targets"], temperature=1.0, chunk=16, rules=rules
                 )[0]
             )
@@ -202,7 +278,7 @@ def test_logprobs_are_bitwise_those_of_the_engine(one_device, V, with_entropy, r
         for i in range(0, n, rows)
     ]
     trainer = jax.jit(
-        lambda h: logprob_entropy(
+        lambda h: token_scores(
             h,
             unembed,
             inputs["targets"],
@@ -221,7 +297,7 @@ def test_temporaries_are_far_below_tokens_by_vocabulary(one_device):
     hidden, unembed, targets = (jax.ShapeDtypeStruct(*s) for s in shapes)
 
     def loss(hidden, unembed, targets):
-        logp, entropy = logprob_entropy(
+        logp, entropy, *_ = token_scores(
             hidden, unembed, targets, temperature=1.0, chunk=chunk, rules=RULES
         )
         return jnp.sum(logp) + jnp.sum(entropy)
@@ -237,4 +313,4 @@ def test_invalid_temperatures_and_chunks_are_rejected(one_device, bad):
     inputs, _ = problem()
     args = inputs["hidden"], inputs["unembed"], inputs["targets"]
     with pytest.raises(ValueError, match="set"):
-        logprob_entropy(*args, **bad, rules=RULES)
+        token_scores(*args, **bad, rules=RULES)

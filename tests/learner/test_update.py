@@ -11,10 +11,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import Coefs
 from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.learner.step import put_batch
 from jaxrl.models.decoder import forward_packed
+from jaxrl.types import TokenSets
 from sharding import copy_tree
 from sharding.rules import TRAIN
 from tests.learner.tiny_policy import (
@@ -192,6 +194,44 @@ def test_on_policy_the_ratio_is_one_and_the_loss_follows_the_score(one_device):
     np.testing.assert_allclose(metrics["mismatch/logp_diff_max"], gap.max(), rtol=1e-5)
     assert metrics["loss/ratio_max"] == 1.0
     assert metrics["loss/clip_fraction"] == metrics["loss/approx_kl"] == 0.0
+
+
+def with_supports(samples, params):
+    """Samples from supports of 8 to 40 random ids, with the logprobs that an engine returns."""
+    rng = np.random.default_rng(4)
+
+    def sets(tokens):
+        ids = [np.union1d(rng.choice(MODEL.V, rng.integers(8, 40)), token) for token in tokens]
+        return TokenSets(np.array([len(i) for i in ids]), np.concatenate(ids).astype(np.int32))
+
+    samples = [dataclasses.replace(s, support=sets(s.tokens)) for s in samples]
+    score = programs(run_config())[2]
+    packed = pack(samples, shapes=((4, 32),), align=8, n_ranks=1)
+    logps = [np.asarray(score(params, put_batch(p.batch, TRAIN, MODEL.V))[0]) for p in packed]
+    pairs = zip(samples, gather(logps, packed), strict=True)
+    return [dataclasses.replace(s, behavior_logp=logp) for s, logp in pairs]
+
+
+def test_a_kept_sampling_mask_gives_a_ratio_of_one_before_the_first_update(one_device):
+    found = {}
+    for keep in (True, False):
+        cfg = run_config(old_logp="rollout", keep_sampling_mask=keep, clip_low=1.0)
+        state = new_state(cfg)
+        samples = with_supports(ROLLOUTS, state.params)
+        for layout in ("one", "several") if keep else ("one",):
+            packing = ONE if layout == "one" else dict(row_len=32, token_budget=64)
+            _, metrics = programs(cfg)[1].update(new_state(cfg), batches(samples, **packing))
+            found[keep, layout] = metrics
+    kept, several, full = found[True, "one"], found[True, "several"], found[False, "one"]
+    assert kept == pytest.approx(several, rel=1e-4, abs=1e-6)
+    tokens = [s.n_loss_tokens for s in ROLLOUTS]
+    want = -np.average([s.advantages[0] for s in ROLLOUTS], weights=tokens)
+    np.testing.assert_allclose(kept["loss/total"], want, rtol=1e-4)
+    np.testing.assert_allclose(kept["loss/ratio_max"], 1.0, rtol=1e-5)
+    assert kept["loss/approx_kl"] < 1e-9 and kept["mismatch/logp_diff_max"] < 1e-5
+    # Without the mask the ratio is the probability of the support.
+    assert full["loss/ratio_max"] < 1.0 and full["loss/approx_kl"] > 0.05
+    np.testing.assert_allclose(kept["loss/entropy"], full["loss/entropy"], rtol=1e-5)
 
 
 def test_updates_raise_the_logprob_of_good_responses_and_lower_that_of_bad_ones(one_device):

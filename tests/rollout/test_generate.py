@@ -63,6 +63,22 @@ def test_rollouts_have_the_logprob_of_the_distribution_that_was_sampled(llama, t
             np.testing.assert_array_equal(r.behavior_logp, r.logp)
 
 
+@pytest.mark.parametrize("spec_tokens", [0, pytest.param(3, marks=pytest.mark.thorough)])
+def test_rollouts_have_the_tokens_that_the_filters_kept(llama, spec_tokens):
+    cfg, params = llama
+    engine = make_engine(cfg, keep_support=True, spec_tokens=spec_tokens)
+    keys = dict(max_tokens=30, ignore_stop=True)
+    free, _ = call(engine, params, sampling=SamplingConfig(top_k=3), **keys)
+    stop = free[0].text[10:13]
+    rollouts, _ = call(engine, params, sampling=SamplingConfig(top_k=3, stop=(stop,)), **keys)
+    assert len(rollouts[0].tokens) == free[0].text.index(stop) + 3
+    for r in rollouts:
+        assert r.support.counts.tolist() == [3] * len(r.tokens)
+        assert (r.support.ids.reshape(-1, 3) == r.tokens[:, None]).any(axis=1).all()
+    greedy, _ = call(engine, params, sampling=SamplingConfig(temperature=0.0, top_k=3))
+    assert all(r.support.counts.tolist() == [0] * len(r.tokens) for r in greedy)
+
+
 def test_ignore_stop_gives_forced_lengths(llama):
     cfg, params = llama
     lens = [5, 17, 9, 1, 30, 2, 8, 8, 11]

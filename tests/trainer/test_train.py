@@ -110,6 +110,24 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
     assert len(read_lines(folder / "samples.jsonl")) == 4 * 16 + 2 * 6
 
 
+@pytest.mark.thorough
+def test_a_kept_sampling_mask_leaves_no_mismatch_and_compiles_nothing_after_warm_up(tiny_config):
+    tiny_config.rollout.sampling.top_k = 20
+    algorithm, learner = tiny_config.algorithm, tiny_config.learner
+    algorithm.keep_sampling_mask, algorithm.kl_coef = True, 0.1
+    algorithm.correction = "token_tis"
+    learner.mini_batch_prompts = tiny_config.data.prompts_per_step // 2  # old logprobs are scored
+    tiny_config.total_steps = 2
+    assert train(resolve(tiny_config))
+    lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert (
+            line["mismatch/logp_diff_max"] < 1e-4 and abs(line["mismatch/weight_mean"] - 1) < 1e-4
+        )
+    assert lines[0]["rollout/entropy"] < np.log(20)  # of the distribution over 20 tokens
+
+
 @pytest.mark.slow
 def test_a_mixture_of_experts_trains_with_expert_parallelism(tiny_config, tiny_experts):
     tiny_config.model.path = str(tiny_experts)

@@ -13,7 +13,7 @@ def rollout_errors(run: RunConfig) -> list[str]:
 
 
 def training_sampling_errors(run: RunConfig) -> list[str]:
-    """Sampling settings that make the samples of a group equal."""
+    """Sampling settings that make the samples of a group equal, or a mask without a filter."""
     errors, sampling = [], run.rollout.sampling
     if sampling.temperature == 0:
         errors.append(
@@ -25,19 +25,26 @@ def training_sampling_errors(run: RunConfig) -> list[str]:
             "rollout.sampling.top_k=1 makes the samples of a group equal, so there is no gradient; "
             "set 0 for the whole vocabulary"
         )
+    if run.algorithm.keep_sampling_mask and not sampling.filters:
+        errors.append(
+            "algorithm.keep_sampling_mask=True keeps the tokens that rollout.sampling.top_k, top_p "
+            "or min_p leave, but none of them is set; set for example rollout.sampling.top_p=0.95, "
+            "or algorithm.keep_sampling_mask=False"
+        )
     return errors
 
 
 def rollout_warnings(run: RunConfig) -> list[str]:
     """Truncated sampling that the update treats as on-policy."""
     algorithm, filters = run.algorithm, run.rollout.sampling.filters
-    if not filters or algorithm.correction != "none" or algorithm.old_logp == "rollout":
+    known = algorithm.correction != "none" or algorithm.old_logp == "rollout"
+    if not filters or known or algorithm.keep_sampling_mask:
         return []
     shown = " and ".join(f"rollout.sampling.{name}={value}" for name, value in filters.items())
     return [
         f"{shown} truncates the sampling distribution, but algorithm.correction='none' treats the "
         "samples as those of the full one: the gradient is biased; leave it off for training, or "
-        "set algorithm.correction='token_tis'"
+        "set algorithm.keep_sampling_mask=True or algorithm.correction='token_tis'"
     ]
 
 

@@ -185,6 +185,11 @@ class AlgorithmConfig:
         "correction_normalize",
         choices=OLD_LOGPS,
     )
+    keep_sampling_mask: bool = key(
+        False,
+        "Restrict the policy in ratios and corrections to the tokens that top_k, top_p and min_p "
+        "kept (DeepSeek-V3.2); a token of a micro-batch takes one bit per token of the vocabulary",
+    )
     dynamic_sampling: bool = key(
         False,
         "DAPO dynamic sampling: drop groups whose rewards are all equal and sample more prompts "

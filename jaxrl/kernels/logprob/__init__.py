@@ -1,32 +1,49 @@
-"""Logprob, entropy and KL of target tokens, computed from hidden states and the unembedding."""
+"""Logprob, entropy, KL and support mass of target tokens from hidden states and unembedding."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
 from sharding import Rules, target_platform
 
-__all__ = ["logprob_entropy", "logprob_entropy_kl", "token_logp"]
+__all__ = ["TokenScores", "token_logp", "token_scores"]
 
 # Chunks of tokens per step of the backward pass. On CPU one chunk is large enough for the matrix
 # products, and larger blocks waste time on more rows without a token.
 GROUPED_CHUNKS = {"cpu": 1}
 
 
-def logprob_entropy(
+class TokenScores(NamedTuple):
+    """Scores of the targets under p = softmax(cap(h Wᵀ) / temperature), float32 [B, T]."""
+
+    logp: Float[Array, "B T"]  # log p(target)
+    entropy: Float[Array, "B T"]  # -Σ p log p
+    kl: Float[Array, "B T"]  # Σ p (log p - log q) with the reference q; 0 without one
+    log_mass: Float[Array, "B T"]  # log Σ p over the support; 0 without one
+
+
+def token_scores(
     hidden: Float[Array, "B T D"],
     unembed: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     *,
+    ref: tuple[Float[Array, "B T E"], Float[Array, "V E"]] | None = None,
+    support: UInt32[Array, "B T W"] | None = None,
     temperature: float,
     logit_softcap: float | None = None,
     chunk: int,
     rules: Rules,
     mask: Float[Array, "B T"] | None = None,
     with_entropy: bool = True,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """log p(targets) and -Σ p log p of p = softmax(cap(h Wᵀ) / temperature), float32.
+) -> TokenScores:
+    """The scores of every target.
+
+    `ref` has the hidden states and the unembedding of the reference, at the same temperature; it
+    gets no gradient. `support` has one bit per id of the vocabulary (data/support.py): logp -
+    log_mass is the logprob under p restricted to these ids.
 
     The logits of `chunk` tokens (per device) exist at one time; the backward pass recomputes them.
     Rows are sharded over the batch axes, the vocabulary over its own axes. dW is summed in float32
@@ -34,41 +51,6 @@ def logprob_entropy(
     nothing; `with_entropy=False` does the same for the entropy. Raises ValueError for a temperature
     or chunk that is not positive.
     """
-    head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=False)
-    hidden, unembed = _reshard(rules, hidden, unembed)
-    targets, keep = _reshard_tokens(rules, targets, mask)
-    with jax.named_scope("logprob"):
-        logp, entropy, _ = chunked_logprob(head, hidden, unembed, targets, keep, ())
-    return logp, entropy
-
-
-def logprob_entropy_kl(
-    hidden: Float[Array, "B T D"],
-    unembed: Float[Array, "V D"],
-    ref_hidden: Float[Array, "B T E"],
-    ref_unembed: Float[Array, "V E"],
-    targets: Int[Array, "B T"],
-    *,
-    temperature: float,
-    logit_softcap: float | None = None,
-    chunk: int,
-    rules: Rules,
-    mask: Float[Array, "B T"] | None = None,
-    with_entropy: bool = True,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """`logprob_entropy` and the exact KL(p | q) = Σ p (log p - log q) over the vocabulary.
-
-    q is the reference's distribution at the same temperature; the reference gets no gradient.
-    """
-    head = _head(temperature, logit_softcap, chunk, rules, with_entropy, with_kl=True)
-    hidden, unembed = _reshard(rules, hidden, unembed)
-    targets, keep = _reshard_tokens(rules, targets, mask)
-    ref = jax.lax.stop_gradient(_reshard(rules, ref_hidden, ref_unembed))
-    with jax.named_scope("logprob"):
-        return chunked_logprob(head, hidden, unembed, targets, keep, ref)
-
-
-def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
     if temperature <= 0:
         raise ValueError(
             f"logprobs need a positive temperature, got {temperature}; set 1.0 to score the model "
@@ -76,8 +58,24 @@ def _head(temperature, softcap, chunk, rules, with_entropy, *, with_kl) -> Head:
         )
     if chunk <= 0:
         raise ValueError(f"the logprob chunk is {chunk} tokens; set it to 1 or more")
-    n_grouped = GROUPED_CHUNKS.get(target_platform(), 4)
-    return Head(temperature, softcap, chunk, rules, with_entropy, with_kl, n_grouped)
+    head = Head(
+        temperature,
+        logit_softcap,
+        chunk,
+        rules,
+        with_entropy,
+        with_kl=ref is not None,
+        with_support=support is not None,
+        n_grouped=GROUPED_CHUNKS.get(target_platform(), 4),
+    )
+    keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
+    targets, keep = (jax.reshard(a, rules.spec("batch", "time")) for a in (targets, keep))
+    hidden, unembed = _reshard(rules, hidden, unembed)
+    supports = () if support is None else (jax.reshard(support, rules.spec("batch", "time", None)),)
+    reference = () if ref is None else jax.lax.stop_gradient(_reshard(rules, *ref))
+    with jax.named_scope("logprob"):
+        scores = chunked_logprob(head, hidden, unembed, targets, keep, reference, supports)
+    return TokenScores(*scores)
 
 
 def _reshard(rules: Rules, hidden, unembed):
@@ -86,9 +84,3 @@ def _reshard(rules: Rules, hidden, unembed):
         jax.reshard(hidden, rules.spec("batch", "time", None)),
         jax.reshard(unembed, rules.spec("vocab", "w_embed")),
     )
-
-
-def _reshard_tokens(rules: Rules, targets, mask):
-    keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
-    spec = rules.spec("batch", "time")
-    return jax.reshard(targets, spec), jax.reshard(keep, spec)

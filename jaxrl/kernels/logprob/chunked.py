@@ -1,4 +1,4 @@
-"""Logprob, entropy and KL of the unembedding without a [tokens, vocab] array.
+"""Logprob, entropy, KL and support mass of the unembedding without a [tokens, vocab] array.
 
 Masked tokens are moved to the end, and the loops stop before them. The forward pass iterates over
 chunks of tokens: a row's softmax is one sum over the vocabulary, as in the engine. The backward
@@ -36,6 +36,7 @@ class Head:
     rules: Rules
     with_entropy: bool
     with_kl: bool
+    with_support: bool
     n_grouped: int = 4  # chunks of tokens per step of the backward pass
 
     def logits(self, x, w):
@@ -49,10 +50,11 @@ class Head:
         return (1.0 - capped * capped) / self.temperature
 
     def specs(self, n_ref: int) -> tuple:
-        """PartitionSpecs of [B, T], hidden, unembed, targets, keep, (ref_hidden, ref_unembed)."""
+        """PartitionSpecs of [B, T], hidden, unembed, targets, keep, reference, support."""
         tokens = self.rules.spec("batch", "time")
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
-        return tokens, rows, weight, tokens, tokens, (rows, weight)[:n_ref]
+        reference, support = (rows, weight)[:n_ref], (rows,) * self.with_support
+        return tokens, rows, weight, tokens, tokens, reference, support
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -88,45 +90,46 @@ def token_logp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_logprob(head: Head, hidden, unembed, targets, keep, ref):
-    """(logp, entropy, kl), each float32 [B, T]; zeros for masked tokens and disabled outputs.
+def chunked_logprob(head: Head, hidden, unembed, targets, keep, ref, support):
+    """(logp, entropy, kl, log_mass), float32 [B, T]; zeros for masked tokens, disabled outputs.
 
-    `ref` is (hidden, unembed) of the reference, or () without one.
+    `ref` is (hidden, unembed) of the reference, or () without one. `support` are bitsets [B, T, W]
+    of the vocabulary (data/support.py) in a tuple, or ().
     """
-    return _forward(head, hidden, unembed, targets, keep, ref)[0]
+    return _forward(head, hidden, unembed, targets, keep, ref, support)[0]
 
 
-def _forward(head: Head, hidden, unembed, targets, keep, ref):
+def _forward(head: Head, hidden, unembed, targets, keep, ref, support):
     tokens, *inputs = head.specs(len(ref))
     local = jax.shard_map(
         functools.partial(_local_forward, head),
         in_specs=tuple(inputs),
-        out_specs=((tokens,) * 3, (tokens,) * 2),
+        out_specs=((tokens,) * 4, (tokens,) * 2),
         check_vma=False,
     )
-    out, norms = local(hidden, unembed, targets, keep, ref)
-    return out, (hidden, unembed, targets, keep, ref, out, norms)
+    out, norms = local(hidden, unembed, targets, keep, ref, support)
+    return out, (hidden, unembed, targets, keep, ref, support, out, norms)
 
 
 def _backward(head: Head, saved, grads):
-    hidden, unembed, targets, keep, ref, out, norms = saved
+    hidden, unembed, targets, keep, ref, support, out, norms = saved
     tokens, *specs = head.specs(len(ref))
     rows, weight = specs[:2]
     local = jax.shard_map(
         functools.partial(_local_backward, head),
-        in_specs=(*specs, (tokens,) * 3, (tokens,) * 2, (tokens,) * 3),
+        in_specs=(*specs, (tokens,) * 4, (tokens,) * 2, (tokens,) * 4),
         out_specs=(rows, weight),
         check_vma=False,
     )
-    dx, dw = local(hidden, unembed, targets, keep, ref, out, norms, tuple(grads))
-    return dx, dw, None, None, jax.tree.map(jnp.zeros_like, ref)
+    dx, dw = local(hidden, unembed, targets, keep, ref, support, out, norms, tuple(grads))
+    return dx, dw, None, None, jax.tree.map(jnp.zeros_like, ref), None
 
 
 chunked_logprob.defvjp(_forward, _backward)
 
 
-def _local_forward(head: Head, x, w, y, keep, ref):
-    """Local tokens, chunk by chunk -> ((logp, entropy, kl), (norm, ref_norm)), all [b, t]."""
+def _local_forward(head: Head, x, w, y, keep, ref, support):
+    """Local tokens, chunk by chunk -> ((logp, entropy, kl, log_mass), (norm, ref_norm)), [b, t]."""
     n = y.size
     c = max(
         math.ceil(n / math.ceil(n / head.chunk)), 2
@@ -138,13 +141,28 @@ def _local_forward(head: Head, x, w, y, keep, ref):
 
     def chunk(i, out):
         x, y, ref_x = (_slice(a, i, c) for a in rows)
-        stats = jnp.stack(_chunk_stats(head, x, y, w, ref_x, ref_w))
+        bits = [kept.block(each, i, c) for each in support]
+        stats = jnp.stack(_chunk_stats(head, x, y, w, ref_x, ref_w, *bits))
         return lax.dynamic_update_slice(out, stats, (0, i * c))
 
-    out = jnp.zeros((5, len(kept.order)), jnp.float32)
+    out = jnp.zeros((6, len(kept.order)), jnp.float32)
     out = lax.fori_loop(0, -(-kept.count // c), chunk, out)
-    logp, entropy, kl, norm, ref_norm = (kept.back(a, keep) for a in out)
-    return (logp, entropy, kl), (norm, ref_norm)
+    logp, entropy, kl, log_mass, norm, ref_norm = (kept.back(a, keep) for a in out)
+    return (logp, entropy, kl, log_mass), (norm, ref_norm)
+
+
+def _members(bits, start, size: int):
+    """bool [c, size]: whether the ids from `start` on are in the supports [c, W]."""
+    bits = jnp.pad(bits, ((0, 0), (0, 2)))  # a slice past the last word would be moved back
+    words = lax.dynamic_slice_in_dim(bits, start // 32, size // 32 + 2, axis=1)
+    each = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    flat = each.reshape(len(bits), -1)
+    return lax.dynamic_slice_in_dim(flat, start % 32, size, axis=1) > 0
+
+
+def _vocab_start(head: Head, v: int):
+    """The first token id of this device's shard of the vocabulary, of `v` ids."""
+    return lax.axis_index(head.vocab_axes) * v if head.vocab_axes else 0
 
 
 @struct.dataclass
@@ -168,6 +186,11 @@ class Kept:
         flat = a.reshape((-1, *a.shape[2:]))
         return flat.at[self.order].get(mode="fill", fill_value=0)
 
+    def block(self, a, i, size: int):
+        """Rows i * size, ... of `rows(a)`, without the others."""
+        flat = a.reshape((-1, *a.shape[2:]))
+        return flat.at[_slice(self.order, i, size)].get(mode="fill", fill_value=0)
+
     def back(self, a, like):
         """[n', ...] -> [b, t, ...], zeros at masked tokens."""
         out = jnp.zeros((like.size, *a.shape[1:]), a.dtype)
@@ -178,13 +201,13 @@ def _slice(a, i, size: int):
     return lax.dynamic_slice_in_dim(a, i * size, size)
 
 
-def _chunk_stats(head: Head, x, y, w, ref_x, ref_w):
+def _chunk_stats(head: Head, x, y, w, ref_x, ref_w, bits=None):
     logits = head.logits(x, w)
     top, total, e = _softmax_parts(head, logits)
     logp = _pick(head, logits, y) - top - jnp.log(total)
     norm = top + jnp.log(total)
     zero = jnp.zeros_like(logp)
-    entropy = kl = ref_norm = zero
+    entropy = kl = log_mass = ref_norm = zero
     if head.with_entropy:
         entropy = jnp.log(total) - _vocab_sum(head, e * (logits - top[:, None])) / total
     if head.with_kl:
@@ -193,7 +216,10 @@ def _chunk_stats(head: Head, x, y, w, ref_x, ref_w):
         ref_norm = ref_top + jnp.log(ref_total)
         gap = (logits - norm[:, None]) - (ref_logits - ref_norm[:, None])
         kl = _vocab_sum(head, e * gap) / total
-    return logp, entropy, kl, norm, ref_norm
+    if bits is not None:
+        members = _members(bits, _vocab_start(head, len(w)), len(w))
+        log_mass = jnp.log(_vocab_sum(head, jnp.where(members, e, 0.0))) - jnp.log(total)
+    return logp, entropy, kl, log_mass, norm, ref_norm
 
 
 def _softmax_parts(head: Head, logits):
@@ -215,37 +241,42 @@ def _pick(head: Head, logits, y):
     v = logits.shape[1]
     if not head.vocab_axes:
         return jnp.take_along_axis(logits, y[:, None], axis=1)[:, 0]
-    local = y - lax.axis_index(head.vocab_axes) * v
+    local = y - _vocab_start(head, v)
     here = (local >= 0) & (local < v)
     chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, v - 1)[:, None], axis=1)[:, 0]
     return lax.psum(jnp.where(here, chosen, 0.0), head.vocab_axes)
 
 
-def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
+def _local_backward(head: Head, x, w, y, keep, ref, support, out, norms, grads):
     """Gradients of hidden and unembed on one device.
 
-    dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl), then dh =
-    dl W and dW = dlᵀ h, in blocks of several chunks of tokens times vocabulary blocks.
+    dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl)
+    + g_mass p (1[support] / mass - 1), then dh = dl W and dW = dlᵀ h, in blocks of several chunks
+    of tokens times vocabulary blocks.
     """
     r = min(head.n_grouped * head.chunk, y.size)
     kept = Kept.of(keep, r)
     ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
     w, ref_w = _gather(head, w), _gather(head, ref_w)
     v, D = w.shape
-    y = y - (lax.axis_index(head.vocab_axes) * v if head.vocab_axes else 0)
+    first = _vocab_start(head, v)
+    y = y - first
     columns = [kept.rows(a)[:, None] for a in (y, *out, *norms, *grads)]
-    rows = [kept.rows(x), *columns, kept.rows(ref_x)]
+    rows = [kept.rows(x), kept.rows(ref_x)]
     size = _block_size(v, r, head.chunk)
     n_blocks, rest = divmod(v, size)
 
     def block_of_tokens(i, carry):
-        part = [_slice(a, i, r) for a in rows]
+        x, ref_x = (_slice(a, i, r) for a in rows)
+        bits = [kept.block(each, i, r) for each in support]
+        part = [_slice(a, i, r) for a in columns]
 
         def add(start, size, dx, dw):
             w_block = lax.dynamic_slice_in_dim(w, start, size)
             ref_block = lax.dynamic_slice_in_dim(ref_w, start, size)
-            d = _logits_gradient(head, part, w_block, ref_block, start)
-            new = _dot(d, part[0], 0, 0)
+            members = [_members(each, first + start, size) for each in bits]
+            d = _logits_gradient(head, x, ref_x, part, w_block, ref_block, start, *members)
+            new = _dot(d, x, 0, 0)
             dw = _add_rows(dw, new, start)
             return dx + _dot(d, w_block, 1, 0), dw
 
@@ -263,9 +294,9 @@ def _local_backward(head: Head, x, w, y, keep, ref, out, norms, grads):
     return kept.back(dx.astype(x.dtype), keep), _scatter(head, dw).astype(w.dtype)
 
 
-def _logits_gradient(head: Head, part, w_block, ref_block, start):
+def _logits_gradient(head: Head, x, ref_x, part, w_block, ref_block, start, members=None):
     """dl [r, size] of one block of tokens and vocabulary, in the dtype of the hidden states."""
-    x, y, _, entropy, kl, norm, ref_norm, g_logp, g_entropy, g_kl, ref_x = part
+    y, _, entropy, kl, log_mass, norm, ref_norm, g_logp, g_entropy, g_kl, g_mass = part
     logits = head.logits(x, w_block)
     logp = logits - norm
     p = jnp.exp(logp)
@@ -274,6 +305,8 @@ def _logits_gradient(head: Head, part, w_block, ref_block, start):
         d -= g_entropy * p * (logp + entropy)
     if head.with_kl:
         d += g_kl * p * (logp - (head.logits(ref_x, ref_block) - ref_norm) - kl)
+    if members is not None:
+        d += g_mass * p * (jnp.where(members, jnp.exp(-log_mass), 0.0) - 1.0)
     return (d * head.logits_slope(logits)).astype(x.dtype)
 
 

@@ -112,11 +112,13 @@ def make_scorers(
     cfg: RunConfig, models: Models, policy: Policy
 ) -> tuple[Scorer, Scorer, DecoderConfig]:
     """(policy scorer, reference scorer, config of the reference model)."""
-    scorer = ref_scorer = Scorer(cfg, role_layout(cfg, "score", policy.decoder, policy.dtype))
+    restricted = cfg.algorithm.keep_sampling_mask
+    layout = role_layout(cfg, "score", policy.decoder, policy.dtype)
+    scorer = ref_scorer = Scorer(cfg, layout, restricted=restricted)
     ref_decoder = policy.decoder
     if cfg.algorithm.teacher:
         teacher = model_config(models.folders.reference)
         ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
-    if cfg.ref != cfg.score or cfg.algorithm.teacher:
+    if cfg.ref != cfg.score or cfg.algorithm.teacher or restricted:
         ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype))
     return scorer, ref_scorer, ref_decoder

@@ -78,6 +78,7 @@ def make_engine(
         max_len=cfg.data.max_len,
         eos_ids=stop_ids(model_folder, renderer.tokenizer),
         implementation=None if name == "auto" else name,
+        keep_support=cfg.algorithm.keep_sampling_mask,
     )
 
 
