@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.resolve import resolve
+from jaxrl.data.packing import sequence_lens
 from jaxrl.learner.coefficients import initial_coefficients
 from jaxrl.trainer import sampling
 from jaxrl.trainer.experience import make_experience
@@ -102,6 +103,25 @@ def test_a_failed_sample_does_not_enter_the_critic_or_its_whitening():
     assert made.metrics["critic/return_mean"] == 2
     advantages = np.concatenate([s.advantages for s in trained(made)])
     np.testing.assert_allclose([advantages.mean(), advantages.var(ddof=1)], [0, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["distill", "dr_grpo"])
+def test_a_failed_sample_is_not_scored_by_the_reference(monkeypatch, advantage):
+    scored_lens = []
+
+    def reference_logps(core, batches):
+        scored_lens.extend(n for batch in batches for n in sequence_lens(batch))
+        return [np.full(batch.tokens.shape, -1.0, np.float32) for batch in batches]
+
+    monkeypatch.setattr("jaxrl.trainer.experience.reference_logps", reference_logps)
+    keys = {"teacher": "big"} if advantage == "distill" else {}
+    c = config_of(REWARDS, advantage=advantage, kl_in="reward", kl_coef=1.0, **keys)
+    made = experience(resolve(c), scored(REWARDS))
+    assert len(scored_lens) == 4
+    # the engine's logprobs are 0, the reference's -1: KL 1 per token
+    assert made.metrics["reward/kl"] == 1
+    first = {"distill": [-3, -2, -1], "dr_grpo": [1, 1, 1]}[advantage]
+    np.testing.assert_allclose(trained(made)[0].advantages, first)
 
 
 def test_a_failed_environment_leaves_its_group_whatever_the_reward_functions_say():

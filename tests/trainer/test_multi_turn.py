@@ -423,10 +423,12 @@ def test_environments_that_fail_are_counted_and_rewarded_as_configured(env_confi
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("on_error", ["exclude", "value"])
 @pytest.mark.parametrize("name", ["Flaky", "Missing"])
-def test_a_run_trains_on_the_episodes_that_did_not_fail(env_config, name):
+def test_a_run_with_failed_episodes_trains_on_the_others(env_config, name, on_error):
     """With a critic, a KL in the reward and two updates per step."""
     env_config.env.name = env_config.env.name.replace("Letters", name)
+    env_config.reward.on_error = on_error
     env_config.data.val, env_config.reward.max_error_fraction = (), 1.0
     env_config.algorithm.advantage, env_config.algorithm.lam = "gae", 0.9
     env_config.algorithm.kl_in, env_config.algorithm.kl_coef = "reward", 0.1
@@ -438,14 +440,16 @@ def test_a_run_trains_on_the_episodes_that_did_not_fail(env_config, name):
     assert len(lines) == 2
     for line in lines:
         step = [s for s in samples if s["step"] == line["step"]]
-        valid = [s["reward"] for s in step if not s["error"]]
-        assert line["reward/errors"] == len(step) - len(valid) > 0
+        n_failed = sum(bool(s["error"]) for s in step)
+        assert line["reward/errors"] == n_failed > 0
+        valid = [s["reward"] for s in step if on_error == "value" or not s["error"]]
         assert np.isfinite([v for v in line.values() if isinstance(v, float)]).all()
-        if name == "Missing":
-            assert line["perf/n_updates"] == 0 and "reward/mean" not in line and not valid
+        if name == "Missing":  # no response has tokens
+            assert line["perf/n_updates"] == 0 and n_failed == len(step)
         else:
             assert line["perf/n_updates"] > 0 and line["critic/grad_norm"] > 0
-            assert line["reward/mean"] == pytest.approx(np.mean(valid), abs=1e-6)
+        assert ("reward/mean" in line) == bool(valid)
+        assert line.get("reward/mean", 0.0) == pytest.approx(np.mean(valid or [0.0]), abs=1e-6)
 
 
 def test_an_engine_spanning_processes_rejects_environments(env_config, monkeypatch):
