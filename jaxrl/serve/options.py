@@ -71,13 +71,19 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         parser.error(f"unknown argument {unknown[0]}")
     if options.checkpoints is None:
         override(config, "model.path", options.model)
-    options.name = options.name or options.model
+    options.name = options.name or default_name(options.model)
     run, errors = build(RunConfig, config.to_dict())
     try:
         raise_errors(errors)
     except ValueError as error:
         stop(str(error))
     return options, run
+
+
+def default_name(model: str) -> str:
+    """The last part of a local path, else the model as it was given, such as a hub id."""
+    local = Path(model).expanduser()
+    return local.resolve().name if local.exists() else model
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -100,7 +106,11 @@ def arguments() -> argparse.ArgumentParser:
         help="serve the newest checkpoint of a run, and reload when a newer one is complete",
     )
     add("--step", type=int, help="serve the checkpoint of this training step of a run")
-    add("--name", help="served model name (default: the value of --model)")
+    add(
+        "--name",
+        help="served model name (default: the name of the folder or file of --model, or the hub "
+        "id)",
+    )
     add(
         "--host",
         default="127.0.0.1",
