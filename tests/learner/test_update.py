@@ -17,7 +17,7 @@ from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.learner.step import put_batch
 from jaxrl.models.decoder import forward_packed
 from jaxrl.types import TokenSets
-from sharding import copy_tree
+from sharding import RING, copy_tree, make_mesh
 from sharding.rules import TRAIN
 from tests.learner.tiny_policy import (
     MODEL,
@@ -232,6 +232,25 @@ def test_a_kept_sampling_mask_gives_a_ratio_of_one_before_the_first_update(one_d
     # Without the mask the ratio is the probability of the support.
     assert full["loss/ratio_max"] < 1.0 and full["loss/approx_kl"] > 0.05
     np.testing.assert_allclose(kept["loss/entropy"], full["loss/entropy"], rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rules", "sizes"),
+    [(TRAIN, dict(replica=2, fsdp=2, tensor=2)), (RING, dict(fsdp=2, sequence=2, tensor=2))],
+)
+def test_a_kept_sampling_mask_gives_the_same_update_on_every_mesh(rules, sizes):
+    cfg = run_config(old_logp="rollout", keep_sampling_mask=True)
+    with jax.set_mesh(make_mesh()):
+        samples = with_supports(ROLLOUTS, new_params())
+        _, want = programs(cfg)[1].update(new_state(cfg), batches(samples, **ONE))
+    n_ranks = sizes.get("replica", 1) * sizes["fsdp"]
+    with jax.set_mesh(make_mesh(**sizes)):
+        micro = batches(samples, row_len=32, token_budget=128, n_ranks=n_ranks)
+        update = programs(cfg, rules=rules)[1]
+        _, got = update.update(new_state(cfg, rules=rules), micro)
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
+    assert want["optim/grad_norm"] > 0.01
 
 
 def test_updates_raise_the_logprob_of_good_responses_and_lower_that_of_bad_ones(one_device):
