@@ -8,6 +8,8 @@ from sharding import target_platform
 
 log = logging.getLogger(__name__)
 
+ONLY_ON = {"splash": "tpu", "ragged": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel -> platform
+
 
 def choose(
     key: str,
@@ -36,6 +38,16 @@ def choose(
         known = ", ".join(["auto", *implementations, *planned])
         raise ValueError(f"{key}={name!r} is not known; set one of {known}")
     return implementations[name]
+
+
+def check_kernels(names: Mapping[str, str], platform: str) -> None:
+    """Raises ValueError if a kernel does not run on `platform`; `names` are by config key."""
+    for key, name in names.items():
+        if ONLY_ON.get(name, platform) != platform:
+            raise ValueError(
+                f"{key}={name!r} runs on {ONLY_ON[name]} and these devices are {platform}; set it "
+                "to 'auto'"
+            )
 
 
 def check_platform(key: str, name: str, platform: str) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.choice import check_kernels
 from sharding import Rules
 
 
@@ -78,8 +79,10 @@ def for_platform(
     """(dtype of weights and activations, decoder with its runtime fields), with "auto" resolved.
 
     "auto" is float32 on CPU and bfloat16 elsewhere; layers are stacked on TPU and in pipelines,
-    else a list.
+    else a list. Raises ValueError for a kernel of another platform.
     """
+    kernels = ("attention", "paged_attention", "grouped_matmul")
+    check_kernels({f"config.model.{key}": getattr(cfg.model, key) for key in kernels}, platform)
     dtype, layers = cfg.model.dtype, cfg.model.layers
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"

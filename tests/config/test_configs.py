@@ -149,7 +149,7 @@ TABLES = {
     "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.IMPLEMENTATIONS}),
     "grouped_matmul": (
         choices.GROUPED_MATMULS,
-        {"auto", *grouped_matmul.IMPLEMENTATIONS, *grouped_matmul.PLANNED},
+        {"auto", *grouped_matmul.IMPLEMENTATIONS},
     ),
 }
 

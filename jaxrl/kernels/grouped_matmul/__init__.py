@@ -16,16 +16,9 @@ IMPLEMENTATIONS = {
     "ragged_dot": grouped_matmul_ragged,
     "reference": grouped_matmul_reference,
 }
-PLANNED = {
-    "mosaic_gpu": "tokamax's Pallas Mosaic kernel for Hopper GPUs",
-    "mosaic_tpu": "tokamax's Pallas Mosaic kernel for TPU",
-}
 DEFAULTS = {
     "cpu": ("blocks", "12 to 30 times faster than XLA's ragged_dot, which is dense on CPU"),
-    "gpu": (
-        "blocks",
-        "because XLA's ragged_dot is dense on GPU and 'mosaic_gpu' is not built yet",
-    ),
+    "gpu": ("blocks", "because XLA's ragged_dot is dense on GPU"),
     "tpu": ("ragged_dot", "XLA's own kernel"),
 }
 
@@ -48,7 +41,7 @@ def grouped_matmul(
         "config.model.grouped_matmul",
         implementation,
         implementations=IMPLEMENTATIONS,
-        planned=PLANNED,
+        planned={},
         defaults=DEFAULTS,
     )
     return multiply(x, w, sizes)
