@@ -275,7 +275,8 @@ class Update:
     def _apply(self, state: TrainState, total: GradSums, extra_weight):
         sums = total.sums
         weight = sums.weight + extra_weight
-        weight = jnp.where(weight > 0, weight, 1.0)  # 0 if every token is rejected
+        empty = weight <= 0  # padding, or every token is rejected
+        weight = jnp.where(empty, 1.0, weight)
         norm = optax.tree.norm(total.grads) / weight
         factor = clip_factor(norm, self._optimizer.clip_norm) / weight
         grads = jax.tree.map(lambda g: g * factor, total.grads)
@@ -290,7 +291,7 @@ class Update:
             "optim/lr": self._optimizer.lr(state.step),
             "optim/nonfinite": nonfinite.astype(jnp.float32),
         }
-        return apply_gradients(state, grads, self._optimizer, keep=nonfinite), metrics
+        return apply_gradients(state, grads, self._optimizer, keep=nonfinite | empty), metrics
 
 
 def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:

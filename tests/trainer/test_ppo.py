@@ -257,9 +257,7 @@ def test_a_critic_with_another_tokenizer_is_rejected(ppo_config, tiny_model, tmp
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace("<|im_start|>", "<|start|>"))
     ppo_config.critic.path = str(other)
-    with pytest.raises(
-        ValueError, match=r"critic\.path=.*tokenizer of .* differs.*'<\|im_start\|>'"
-    ):
+    with pytest.raises(ValueError, match=r"critic\.path=.*tokenizer differs.*'<\|im_start\|>'"):
         train(resolve(ppo_config))
 
 

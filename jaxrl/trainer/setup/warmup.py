@@ -71,7 +71,7 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
 def compile_update(core: Core, batch: Batch) -> None:
     """Compiles the update by running it on padding.
 
-    Padding has weight 0, so the loss is not finite and the state does not change.
+    Padding has weight 0, and an update of weight 0 does not change the state.
     """
     ref_params = to_device(core.ref_params) if full_kl_in_loss(core.cfg) else None
     core.state, _ = core.update.update(core.state, [batch], ref_params=ref_params)
