@@ -195,7 +195,7 @@ def test_clamped_log_ratios_are_those_of_verl():
 @pytest.mark.parametrize("name", [n for n in KL_ESTIMATORS if not n.startswith("full")])
 def test_kl_estimators_and_their_gradients(name):
     got = loss_and_gradient(
-        lambda x, batch, a: reference_kl(x, None, batch, a), config(kl=name, kl_coef=1.0)
+        lambda x, batch, a: reference_kl(x["logp"], x, None, batch, a), config(kl=name, kl_coef=1.0)
     )
     assert_same(got, lambda logp, sg: peers.KLS[name](logp, sg, BATCH))
 
