@@ -117,12 +117,10 @@ def test_pages_shorter_than_a_prefill_row_give_the_same(llama):
         np.testing.assert_allclose(logps, want[1], atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [
-        ("llama", dict(fsdp=2, tensor=2)),
-        pytest.param("mixtral", dict(expert=2, tensor=2), marks=pytest.mark.thorough),
-    ],
+    [("llama", dict(fsdp=2, tensor=2)), ("mixtral", dict(expert=2, tensor=2))],
 )
 def test_a_mesh_gives_the_results_of_one_device(family, sizes):
     cfg = FAMILIES[family]

@@ -92,6 +92,7 @@ def test_drafts_follow_the_latest_occurrence_of_the_longest_suffix(n_gram):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
 def test_tokens_and_logprobs_are_bitwise_those_of_decoding_one_by_one(one_device):
     cfg, params = small("llama")

@@ -111,6 +111,7 @@ def test_the_balance_loss_is_over_all_tokens_of_the_mini_batch(want, one_device)
     np.testing.assert_allclose(metrics["router/load_min"], load_over_mean.min(), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_balance_loss_falls_if_it_is_the_only_loss(one_device):
     flat = [dataclasses.replace(r, advantages=np.zeros_like(r.advantages)) for r in ROLLOUTS]
     state, (_, update, _) = new_state(CFG, model=MOE), programs(CFG, MOE, TRAIN)

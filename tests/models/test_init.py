@@ -26,6 +26,7 @@ def by_name(model: Decoder, layer: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 
 
+@pytest.mark.thorough
 def test_list_and_stacked_layers_start_from_the_same_numbers(one_device):
     listed = init_model(CFG, seed=1, rules=TRAIN)
     stacked = init_model(dataclasses.replace(CFG, stacked=True), seed=1, rules=TRAIN)

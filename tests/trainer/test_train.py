@@ -387,6 +387,7 @@ def test_ctrl_c_saves_prints_the_resume_command_and_resumes_bitwise(tiny_config,
     assert_same_weights(resumed, tiny_config.run_dir)
 
 
+@pytest.mark.thorough
 def test_the_folder_of_another_config_is_rejected(tiny_config):
     tiny_config.total_steps = 1
     assert train(resolve(tiny_config))
@@ -395,6 +396,7 @@ def test_the_folder_of_another_config_is_rejected(tiny_config):
         train(resolve(tiny_config))
 
 
+@pytest.mark.thorough
 def test_resuming_without_a_checkpoint_is_rejected(tiny_config):
     tiny_config.resume = True
     with pytest.raises(ValueError, match="no checkpoint"):

@@ -229,7 +229,6 @@ def kill_saves(folder: Path, n_kills: int) -> int:
 @pytest.mark.parametrize(
     "n_kills",
     [
-        3,
         pytest.param(30, marks=pytest.mark.thorough),
         pytest.param(200, marks=pytest.mark.slow),
     ],
