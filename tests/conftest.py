@@ -23,7 +23,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 from sharding import make_mesh  # noqa: E402  the device count is set first
 
-# Most of the time of the tests is compilation, and two fifths of that are XLA's optimizations.
+# XLA's optimizations are 30 % of the CPU time of the tests (docs/LOG.md).
 QUICK_COMPILE = "--xla_backend_optimization_level=0"
 
 

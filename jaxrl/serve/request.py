@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.messages import joined_text
 from jaxrl.serve.body import parse_json
 from jaxrl.serve.errors import RequestError
 from jaxrl.serve.prompt import Limits, check_size, encode_text, too_long
@@ -185,21 +186,15 @@ def _message(message: Any) -> dict[str, str]:
     role = content = None
     if isinstance(message, dict):
         role, content = message.get("role"), message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [
-        part["text"]
-        for part in parts
-        if isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    ]
-    if len(texts) < len(parts) or not isinstance(role, str):
+    if isinstance(content, list):
+        content = joined_text(content)
+    if not isinstance(role, str) or not isinstance(content, str):
         raise RequestError(
             400,
             "a message needs a role and text content; other content is not supported",
             param="messages",
         )
-    return {"role": role, "content": "".join(texts)}
+    return {"role": role, "content": content}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
