@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxrl.config import choices, combinations, presets
+from jaxrl.config import combinations, presets
 from jaxrl.config import docs as config_docs
 from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
@@ -106,15 +106,7 @@ def test_the_key_table_leads_to_keys_that_exist_or_says_why_not():
 
 
 ALGORITHMS = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
-CHOICES = {
-    "advantage": choices.ADVANTAGES,
-    "policy_loss": choices.POLICY_LOSSES,
-    "aggregation": choices.AGGREGATIONS,
-    "kl": choices.KLS,
-    "kl_in": choices.KL_PLACES,
-    "correction": choices.CORRECTIONS,
-    "rejection": choices.REJECTIONS,
-}
+CHOICES = {key: names for key, names in combinations.NAMES.items() if key != "old_logp"}
 
 
 @pytest.mark.parametrize("key", CHOICES)
