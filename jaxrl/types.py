@@ -6,6 +6,7 @@ SFT and preference training enter the pipeline with a `Demonstration` instead of
 """
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,16 @@ class Prompt:
     id: int  # row in the dataset; part of the random seed of its samples
     messages: tuple[Message, ...]
     tokens: np.ndarray  # int32 [prompt_len], chat template applied
-    answer: str  # ground truth for the reward functions
+    answer: Any  # ground truth for the reward functions: text or another JSON value
     source: str = "default"  # verl's data_source: selects the reward, groups the metrics
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_text: bool = False  # the row's prompt is text, not messages
+
+    @property
+    def answer_text(self) -> str:
+        """The answer; as JSON if it is not text."""
+        is_text = isinstance(self.answer, str)
+        return self.answer if is_text else json.dumps(self.answer, ensure_ascii=False)
 
 
 @dataclasses.dataclass(frozen=True)

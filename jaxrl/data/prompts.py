@@ -1,6 +1,6 @@
 """Loads prompts from data sources: columns, chat template, length limit.
 
-A row of any file type has one of these forms; other columns are ignored.
+A row of any file type has one of these forms. Other columns reach the reward in extra_info.
 
 verl's schema                                   plain
   prompt        list of {role, content}           prompt | messages | question | problem: the first
@@ -10,8 +10,8 @@ verl's schema                                   plain
   extra_info    optional, passed to the reward
 
 Both may be mixed (question + reward_model, prompt + answer). The column `tools` has the tools that
-the chat template offers to the model (jaxrl/data/messages.py). An answer that is not a string
-becomes JSON. A source may also be a task in jaxrl/data/tasks.py.
+the chat template offers to the model (jaxrl/data/messages.py). Rewards get an answer as it is in
+the row: a string, a number, a list or a dict. A source may also be a task in jaxrl/data/tasks.py.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ from jaxrl.data.tasks import make_questions
 from jaxrl.types import Message, Prompt
 
 _PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+# The columns with a meaning here.
+_COLUMNS = {*_PROMPT_COLUMNS, "reward_model", "answer", "data_source", "extra_info", "tools"}
 _TASK_PREFIXES = ("task:", "reasoning_gym:")
 _CHUNK = 1024  # rows rendered together
 
@@ -42,9 +44,10 @@ class _Example:
     """A parsed row, before the chat template."""
 
     messages: tuple[Message, ...]
-    answer: str
+    answer: Any
     source: str
     extra: dict[str, Any]
+    is_text: bool
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -78,6 +81,7 @@ def load_prompts(
                     answer=example.answer,
                     source=example.source,
                     extra=example.extra,
+                    is_text=example.is_text,
                 )
             )
         if limit and len(prompts) >= limit:
@@ -98,34 +102,47 @@ def _examples(source: str) -> Iterator[_Example]:
     if source.startswith(_TASK_PREFIXES):
         for q in make_questions(source):
             messages = ({"role": "user", "content": q.text},)
-            yield _Example(messages=messages, answer=q.answer, source=q.source, extra=q.extra)
+            yield _Example(
+                messages=messages, answer=q.answer, source=q.source, extra=q.extra, is_text=True
+            )
         return
     for place, row in read_rows(source):
+        prompt, is_text = _messages(row, place)
         yield _Example(
-            messages=_messages(row, place),
+            messages=prompt,
             answer=_answer(row, place),
             source=source_of(row),
             extra=_extra(row),
+            is_text=is_text,
             tools=tools_of(row, place),
         )
 
 
-def _messages(row: dict[str, Any], place: str) -> tuple[Message, ...]:
+def _messages(row: dict[str, Any], place: str) -> tuple[tuple[Message, ...], bool]:
+    """The messages of the prompt, and whether the row has text for them."""
     check_text_only(row, place)
     column = next((name for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise ValueError(_missing(row, place))
-    return as_messages(row[column], column, place)
+    return as_messages(row[column], column, place), isinstance(row[column], str)
 
 
-def _answer(row: dict[str, Any], place: str) -> str:
+def _answer(row: dict[str, Any], place: str) -> Any:
+    """verl's ground truth or the answer: any value that JSON can express."""
     reward_model = row.get("reward_model")
     value = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if value is None:
         value = row.get("answer")
     if value is None:
         raise ValueError(_missing(row, place))
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{place} has an answer that JSON cannot express ({error}); store text, numbers, "
+            "lists or dicts with text as keys"
+        ) from error
+    return value
 
 
 def _missing(row: dict[str, Any], place: str) -> str:
@@ -147,11 +164,10 @@ def source_of(row: dict[str, Any]) -> str:
 
 
 def _extra(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns without a meaning above, then those of extra_info, which win."""
     extra = row.get("extra_info")
-    extra = dict(extra) if isinstance(extra, dict) else {}
-    if row.get("ability") is not None:
-        extra.setdefault("ability", row["ability"])
-    return extra
+    other = {k: v for k, v in row.items() if v is not None and k not in _COLUMNS}
+    return other | (extra if isinstance(extra, dict) else {})
 
 
 def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:

@@ -24,7 +24,7 @@ class GuessNumber:
         self.most, self.tries, self.per_try, self.example = most, tries, per_try, example
 
     def reset(self, prompt: dict[str, Any]) -> list[Message]:
-        answer = _NUMBER.search(prompt["answer"])
+        answer = _NUMBER.search(str(prompt["answer"]))
         drawn = random.Random(prompt["seed"]).randint(0, self.most)
         self.number = int(answer[0]) if answer else drawn
         self.n_wrong = 0

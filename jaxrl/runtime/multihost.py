@@ -204,7 +204,7 @@ def _bytes(item: Item) -> Iterator[bytes]:
         arrays = item.prompt_tokens, item.tokens, item.loss_mask
         yield from (*(array.tobytes() for array in arrays), item.source.encode())
     else:
-        yield from (item.tokens.tobytes(), item.answer.encode(), item.source.encode())
+        yield from (item.tokens.tobytes(), item.answer_text.encode(), item.source.encode())
 
 
 def _digest(parts: Iterable[bytes]) -> str:

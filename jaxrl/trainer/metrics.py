@@ -89,7 +89,7 @@ def _sample_record(scored: ScoredRollout, kind: str) -> dict[str, Any]:
         "source": prompt.source,
         "prompt": (rollout.prompt_messages or prompt.messages)[-1]["content"],
         "completion": rollout.text,
-        "answer": prompt.answer,
+        "answer": prompt.answer_text,
         "reward": scored.reward.value,
         "finish": rollout.finish,
         "error": scored.error,

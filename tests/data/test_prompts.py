@@ -60,7 +60,8 @@ def test_verl_schema_is_read_from_parquet_and_jsonl(load, renderer, tmp_path, wr
 def test_a_plain_string_is_one_user_message(load, tmp_path, column):
     [prompt] = load(write_jsonl(tmp_path / "a.jsonl", [{column: "1 + 1?", "answer": 2}]))
     assert prompt.messages == ({"role": "user", "content": "1 + 1?"},)
-    assert (prompt.answer, prompt.source, prompt.extra) == ("2", "default", {})
+    assert (prompt.answer, prompt.source, prompt.extra) == (2, "default", {})
+    assert prompt.is_text
 
 
 def test_only_a_newline_ends_a_row(load, tmp_path):
@@ -78,7 +79,25 @@ def test_messages_and_structured_answers_are_read(load, tmp_path):
     ]
     prompts = load(write_jsonl(tmp_path / "a.jsonl", rows))
     assert [p.messages for p in prompts] == [tuple(messages)] * 2
-    assert [json.loads(p.answer) for p in prompts] == [["x", "y"], {"inputs": [1]}]
+    assert [p.answer for p in prompts] == [["x", "y"], {"inputs": [1]}]
+    assert [p.answer_text for p in prompts] == ['["x", "y"]', '{"inputs": [1]}']
+    assert not any(p.is_text for p in prompts)
+
+
+def test_other_columns_reach_the_reward(load, tmp_path):
+    row = {"question": "a", "answer": "b", "level": 3, "ability": "math", "none": None}
+    path = write_jsonl(tmp_path / "a.jsonl", [row, row | {"extra_info": {"level": 4}}])
+    assert [p.extra for p in load(path)] == [
+        {"level": 3, "ability": "math"},
+        {"level": 4, "ability": "math"},
+    ]
+
+
+def test_an_answer_that_json_cannot_express_is_rejected(load, tmp_path):
+    table = pa.table({"question": ["a"], "answer": [b"bytes"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet:1 has an answer that JSON cannot express"):
+        load(str(tmp_path / "a.parquet"))
 
 
 def test_a_json_list_is_read(load, tmp_path):

@@ -37,7 +37,7 @@ _CODE_PREFIXES = (
 def by_source(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     timeout_s: float,

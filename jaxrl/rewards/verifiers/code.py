@@ -1,6 +1,6 @@
 """Runs the program in the response against the task's tests, in sandbox processes.
 
-The ground truth is JSON, in the forms of the common datasets:
+The ground truth is a list, a dict or their JSON text, in the forms of the common datasets:
 
   {"inputs": [...], "outputs": [...]}     APPS, TACO, PRIME: standard input and expected output;
                                           with "fn_name" arguments and results of that function
@@ -72,7 +72,7 @@ def check_machine(*, unsafe: bool = False) -> None:
 def code(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     timeout_s: float,
@@ -164,10 +164,10 @@ def _same_number(a: str, b: str) -> bool:
         return False
 
 
-def read_tests(ground_truth: str) -> tuple[str, list[Test]]:
+def read_tests(ground_truth: Any) -> tuple[str, list[Test]]:
     """(code to put before the program, tests). Raises ValueError for an unknown form."""
     try:
-        truth = json.loads(ground_truth)
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except ValueError as error:
         raise ValueError(
             f"the ground truth of a code task is not JSON ({error}); give one of: {_FORMS}"
@@ -179,11 +179,11 @@ def read_tests(ground_truth: str) -> tuple[str, list[Test]]:
             pairs = zip(inputs, outputs, strict=True)
             tests = [_call(name, i, o) if name else _stdin(i, o) for i, o in pairs]
         case {"test": str(test), "entry_point": str(name)}:
-            prefix = truth.get("prompt", "") + "\n"
+            prefix = (truth.get("prompt") or "") + "\n"
             setup = prefix if _is_complete(prefix) else ""
             tests = [Test(code=f"{test}\ncheck({PROGRAM}.{name})", setup=setup)]
         case {"test_list": [*asserts]}:
-            before = [*truth.get("test_imports", []), truth.get("test_setup_code", "")]
+            before = [*(truth.get("test_imports") or []), truth.get("test_setup_code") or ""]
             setup = "\n".join(before)
             tests = [Test(code=line, setup=setup, setup_in_program=setup) for line in asserts]
         case [{"input": _, "output": _}, *_]:
@@ -219,7 +219,7 @@ def _is_complete(prompt: str) -> bool:
 
 def _livecodebench(case: dict[str, Any]) -> Test:
     """A LiveCodeBench test; functional ones have one JSON value per line for each argument."""
-    if case.get("testtype", "stdin") == "stdin":
+    if (case.get("testtype") or "stdin") == "stdin":
         return _stdin(case["input"], case["output"])
     metadata = case.get("metadata") or {}
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata

@@ -3,11 +3,13 @@
 import re
 from typing import Any
 
+from jaxrl.rewards.verifiers.ground_truth import as_text
+
 
 def exact(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     pattern: str = "",
@@ -25,5 +27,5 @@ def exact(
         answer = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
     if answer is None:
         return 0.0
-    answer, truth = answer.strip(), ground_truth.strip()
+    answer, truth = answer.strip(), as_text(ground_truth).strip()
     return float(answer.casefold() == truth.casefold() if ignore_case else answer == truth)

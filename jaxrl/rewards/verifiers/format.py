@@ -9,7 +9,7 @@ THINK_ANSWER = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 def format(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     pattern: str = THINK_ANSWER,

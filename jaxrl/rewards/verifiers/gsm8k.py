@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from jaxrl.rewards.verifiers.ground_truth import as_text
 from jaxrl.rewards.verifiers.numbers import last_number_of, same_number
 
 _MARKED = re.compile(r"#### *(-?\$?[0-9.,]+)")
@@ -12,7 +13,7 @@ _TAIL = 300  # characters, as in verl: the answer is at the end, and long respon
 def gsm8k(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     method: str = "strict",
@@ -26,7 +27,7 @@ def gsm8k(
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k has no method {method!r}; use 'strict' or 'flexible'")
-    expected = last_number_of(ground_truth.rpartition("####")[2])
+    expected = last_number_of(as_text(ground_truth).rpartition("####")[2])
     if expected is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
     answer = solution_str[-_TAIL:]

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from jaxrl.rewards.verifiers.ground_truth import as_text
 from jaxrl.rewards.verifiers.numbers import last_number_of, same_number
 
 
 def last_number(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     require_stop: bool = True,
@@ -18,7 +19,7 @@ def last_number(
     `require_stop` scores 0 for a response cut off at the length limit: extra_info["finish"] is
     "stop" or "length", and a missing entry counts as "stop".
     """
-    expected = last_number_of(ground_truth)
+    expected = last_number_of(as_text(ground_truth))
     if expected is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
     if require_stop and (extra_info or {}).get("finish", "stop") != "stop":

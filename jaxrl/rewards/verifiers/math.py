@@ -10,6 +10,8 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from jaxrl.rewards.verifiers.ground_truth import as_text
+
 _MAX_RESPONSE = 100_000  # characters: only the end of a longer response is looked at
 _TAIL = 2000  # characters: the search for an unboxed answer is slow on long texts
 _MAX_ANSWER = 2000  # characters: a longer boxed answer is wrong unless it is the ground truth
@@ -19,7 +21,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
 def math(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     boxed_only: bool = False,
@@ -31,7 +33,8 @@ def math(
     that listing guesses does not pay. Of a long response only the last 100,000 characters count; a
     boxed answer over 2,000 characters is wrong unless it is the ground truth itself.
     """
-    if not ground_truth.strip():
+    truth = as_text(ground_truth)
+    if not truth.strip():
         raise ValueError("the ground truth is empty; set an answer for every prompt")
     # math-verify warns that its time limits are off
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -39,11 +42,11 @@ def math(
     boxed = last_boxed(response)
     if boxed is None and boxed_only:
         return 0.0
-    if boxed is not None and boxed.strip() == ground_truth.strip():
+    if boxed is not None and boxed.strip() == truth.strip():
         return 1.0
     if boxed is not None and len(boxed) > _MAX_ANSWER:
         return 0.0
-    gold = _parse(_in_box(ground_truth), latex_only=True)
+    gold = _parse(_in_box(truth), latex_only=True)
     answer = _parse(response[-_TAIL:] if boxed is None else _in_box(boxed), latex_only=False)
     return float(verify(gold, answer, timeout_seconds=None))
 

@@ -4,6 +4,7 @@ import importlib
 import re
 from typing import Any
 
+from jaxrl.rewards.verifiers.ground_truth import as_text
 from jaxrl.rewards.verifiers.math import last_boxed
 from jaxrl.rewards.verifiers.numbers import find_numbers
 
@@ -13,7 +14,7 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def reasoning_gym(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
     partial_credit: bool = False,
@@ -33,7 +34,9 @@ def reasoning_gym(
     gym = importlib.import_module("reasoning_gym")
     score = gym.get_score_answer_fn(origin["name"])
     try:
-        value = float(score(answer=extract(solution_str, ground_truth), entry=origin["entry"]))
+        value = float(
+            score(answer=extract(solution_str, as_text(ground_truth)), entry=origin["entry"])
+        )
     except Exception:  # foreign code: prime_factorization parses the words of a sentence as numbers
         return 0.0
     return value if partial_credit or value >= 1 else 0.0

@@ -21,7 +21,7 @@ _TRANSIENT = (408, 425, 429)  # HTTP statuses below 500 that are worth a retry
 def remote(
     data_sources: Sequence[str],
     solution_strs: Sequence[str],
-    ground_truths: Sequence[str],
+    ground_truths: Sequence[Any],
     extra_infos: Sequence[dict[str, Any]],
     *,
     prompt_strs: Sequence[str],

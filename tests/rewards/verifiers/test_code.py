@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.rewards.sandbox import jail
 from jaxrl.rewards.verifiers.code import code as code_reward
-from jaxrl.rewards.verifiers.code import last_block, same_output
+from jaxrl.rewards.verifiers.code import last_block, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(
     bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
@@ -70,6 +70,7 @@ CALLS = {
 @pytest.mark.parametrize("tests", CALLS.values(), ids=CALLS)
 def test_a_function_is_scored_by_its_results(tests):
     assert code(block("def add(a, b):\n    return a + b"), json.dumps(tests))["score"] == 1.0
+    assert read_tests(json.dumps(tests)) == read_tests(tests)
     assert failures(code(block("def add(a, b):\n    return a - b"), json.dumps(tests))) == {"wrong"}
     assert failures(code(block("def mul(a, b): pass"), json.dumps(tests))) == {"error"}
 

@@ -54,6 +54,14 @@ def test_last_number(response, truth, score):
     assert last_number("", response, truth) == score
 
 
+def test_a_number_is_a_ground_truth_and_a_structure_is_an_error():
+    assert last_number("", "so 3.0", 3) == gsm8k("", "#### 3", 3) == exact("", "3", 3) == 1
+    assert math("", "\\boxed{0.5}", 0.5) == 1
+    for verifier in (last_number, gsm8k, exact, math):
+        with pytest.raises(ValueError, match=r"{'target': .* is of type dict.* use a reward for"):
+            verifier("", "3", {"target": ["3"]})
+
+
 def test_last_number_gives_0_for_truncated_responses():
     assert last_number("", "3", "3", {"finish": "stop"}) == 1
     assert last_number("", "3", "3", {"finish": "length"}) == 0
