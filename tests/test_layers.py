@@ -112,6 +112,7 @@ def test_files_are_short_and_named_after_what_they_hold():
         assert not re.fullmatch(r"utils?|common|misc|helpers|.*_v\d+", path.stem), path
 
 
+@pytest.mark.thorough
 def test_importing_every_module_asks_no_device():
     modules = [module_of(path) for path in SOURCES if path.stem != "__main__"]
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"

@@ -228,6 +228,7 @@ def test_nothing_compiles_after_warmup(one_device):
     assert compiled == []
 
 
+@pytest.mark.thorough
 def test_samples_have_the_distribution_of_the_model(one_device):
     """Pairs of first tokens of many responses against p(a) p(b | a).
 

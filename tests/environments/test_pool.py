@@ -301,7 +301,7 @@ def is_alive(pid):
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # ended before the open, or before the read
         return False
 
 

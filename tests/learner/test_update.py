@@ -212,6 +212,7 @@ def with_supports(samples, params):
     return [dataclasses.replace(s, behavior_logp=logp) for s, logp in pairs]
 
 
+@pytest.mark.thorough
 def test_a_kept_sampling_mask_gives_a_ratio_of_one_before_the_first_update(one_device):
     found = {}
     for keep in (True, False):

@@ -311,7 +311,7 @@ def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"  # zombies have ended
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # ended before the open, or before the read
         return False
 
 

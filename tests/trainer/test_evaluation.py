@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import EvalConfig
-from jaxrl.config.resolve import resolve
+from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate, interval, read, table
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.models.files.source import resolve_model
@@ -77,9 +77,8 @@ def test_the_table_shows_half_of_the_95_percent_interval():
     assert interval(found, "reward") == "0.500 ± 0.196" and interval(found, "pass_at_1") == "1.000"
 
 
-def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampling(
-    tiny_config, capsys
-):
+@pytest.mark.thorough
+def test_evaluating_a_run_repeats_its_validation(tiny_config):
     tiny_config.total_steps = 1
     tiny_config.learner.lr = 0.0  # the export equals the model of step 0; the seed is the same
     tiny_config.eval.n, tiny_config.eval.k = 2, (1, 2)
@@ -96,11 +95,16 @@ def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampli
         {name: value for name, value in validated.items() if name.startswith("val/")}, abs=1e-7
     )
 
+
+def test_an_evaluation_writes_a_summary_per_data_source_and_its_samples(
+    tiny_config, tmp_path, capsys
+):
     one, two = (f"task:addition?digits={d}&size=4&split=val" for d in (1, 2))
-    more = ["--n=4", "--k=1,4", f"--output={folder / 'more'}", f"--data=('{one}', '{two}')"]
-    cfg = read([f"--model={folder}", *more])
-    assert evaluate(cfg)
-    summary = json.loads((folder / "more" / "summary.json").read_text())
+    tiny_config.run_dir, tiny_config.data.val = str(tmp_path), (one, two)
+    tiny_config.eval.n, tiny_config.eval.k = 4, (1, 4)
+    tiny_config.eval.pass_reward, tiny_config.eval.sampling.temperature = 0.25, 1.0
+    assert evaluate(resolve_evaluation(tiny_config))
+    summary = json.loads((tmp_path / "summary.json").read_text())
     results = summary["results"]
     assert {source: found["prompts"] for source, found in results.items()} == {
         "all": 8,
@@ -108,7 +112,7 @@ def test_evaluating_a_run_repeats_its_validation_and_takes_other_data_and_sampli
         "addition/2": 4,
     }
     assert 0 < results["all"]["pass_at_1"] < results["all"]["pass_at_4"]
-    samples = read_lines(folder / "more" / "samples.jsonl")
+    samples = read_lines(tmp_path / "samples.jsonl")
     assert len(samples) == 32 and len({s["completion"] for s in samples if s["prompt_id"] == 0}) > 1
     np.testing.assert_allclose(results["all"]["reward"], np.mean([s["reward"] for s in samples]))
     assert table(summary) in capsys.readouterr().out

@@ -190,6 +190,7 @@ def test_critic_warm_up_keeps_the_policy_bitwise(ppo_config):
         assert (policy.embed != last.embed).any()
 
 
+@pytest.mark.thorough
 def test_a_shared_backbone_trains_and_exports_policy_and_critic(ppo_config):
     ppo_config.total_steps = 2
     ppo_config.critic.shared, ppo_config.critic.loss_coef = True, 0.5

@@ -91,6 +91,7 @@ def weights(run_dir):
     return load_file(Path(run_dir) / "hf" / "model.safetensors")
 
 
+@pytest.mark.thorough
 def test_a_reward_model_learns_from_pairs_and_then_rewards_a_run(
     ranking_config, tiny_config, tmp_path
 ):
