@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 LAYERS = [  # lowest first; packages of one layer do not import each other
     {"sharding", "jaxrl.types"},
     {"jaxrl.config"},
