@@ -44,8 +44,6 @@ autodoc_mock_imports = [
     "prometheus_client",
     "ray",
     "reasoning_gym",
-    "starlette",
-    "uvicorn",
     "wandb",
 ]
 autodoc_typehints_format = "short"
@@ -62,6 +60,7 @@ PACKAGES = {  # page -> what it is; the pages of the Python API in reading order
     "jaxrl.environments": "environments of multi-turn episodes",
     "jaxrl.workers": "worker processes and plug-in loading",
     "jaxrl.io": "checkpoints and tracking",
+    "jaxrl.http": "HTTP connections, bodies and errors",
     "jaxrl.kernels": "attention, logprob and grouped matmul kernels",
     "jaxrl.models": "the decoder, its families and file formats",
     "jaxrl.layout": "mesh and sharding rules of each role",

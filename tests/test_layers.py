@@ -12,7 +12,7 @@ import pytest
 LAYERS = [  # lowest first; packages of one layer do not import each other
     {"sharding", "jaxrl.types"},
     {"jaxrl.config"},
-    {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io"},
+    {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io", "jaxrl.http"},
     {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},
     {"jaxrl.layout", "jaxrl.environments"},
     {"jaxrl.engine", "jaxrl.learner"},
@@ -35,6 +35,7 @@ WITHOUT_JAX = (
     "jaxrl/data/",
     "jaxrl/rewards/",
     "jaxrl/environments/",
+    "jaxrl/http/",
     "jaxrl/engine/pages.py",
     "jaxrl/engine/scheduler.py",
 )

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports, which take seconds
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
 try:
-    import uvicorn  # noqa: F401, the first import that only the extra `serve` installs
+    import prometheus_client  # noqa: F401, the only package that the extra `serve` installs
 except ModuleNotFoundError as missing:
     raise SystemExit(
         f"error: there is no {missing.name}; pip install 'jaxrl[serve]', or uv sync --extra serve"
@@ -27,11 +27,11 @@ except ModuleNotFoundError as missing:
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.engine.batches import MAX_STOP_IDS
+from jaxrl.http.body import BodyReader
+from jaxrl.http.connection import ConnectionLimits, HttpServer
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.serve.app import Service
-from jaxrl.serve.body import BodyReader
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
-from jaxrl.serve.connection import ConnectionLimits, HttpServer
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model

@@ -4,32 +4,27 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hmac
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.body import BodyReader, client_disconnected
+from jaxrl.http.body import BodyReader
+from jaxrl.http.errors import RequestError
+from jaxrl.http.replies import END_OF_EVENTS, ERROR_HANDLERS, event, has_key, while_connected
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
-from jaxrl.serve.errors import RequestError
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import Json, ResponseFormatter
 from jaxrl.serve.prompt import Limits
 from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
-
-RETRY = {"Retry-After": "1"}
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # of errors, by status
 
 Parse = Callable[[bytes, ChatRenderer, Limits], GenerationRequest]
 
@@ -69,11 +64,7 @@ class Service:
                 Route("/health", self.health),
                 Route("/metrics", self.prometheus),
             ],
-            exception_handlers={
-                RequestError: handle_request_error,
-                HTTPException: handle_http_exception,
-                Exception: handle_exception,
-            },
+            exception_handlers=ERROR_HANDLERS,
             lifespan=lifespan,
         )
 
@@ -81,7 +72,7 @@ class Service:
         """The endpoint, restricted to clients that send the API key."""
 
         async def checked(request: Request) -> Response:
-            if self.api_key and not has_key(request.headers.get("authorization", ""), self.api_key):
+            if self.api_key and not has_key(request, self.api_key):
                 raise RequestError(
                     401,
                     "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
@@ -170,53 +161,4 @@ async def stream_events(
         return
     if request.include_usage:
         yield event(formatter.usage_chunk())
-    yield "data: [DONE]\n\n"
-
-
-def event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def has_key(authorization: str, key: str) -> bool:
-    """Whether an Authorization header has the scheme Bearer and the key; in constant time."""
-    scheme, _, sent = authorization.partition(" ")
-    # Starlette decodes the bytes of a header as latin-1.
-    return scheme.lower() == "bearer" and hmac.compare_digest(
-        sent.strip().encode("latin-1"), key.encode(errors="surrogateescape")
-    )
-
-
-async def while_connected(request: Request, work: Awaitable[None]) -> None:
-    """Awaits the work; cancels it and raises RequestError if the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise client_disconnected()
-        tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def handle_request_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return JSONResponse(error.body(), error.status, HEADERS.get(error.status))
-
-
-async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown path, wrong method."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    body = RequestError(error.status_code, message).body()
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-async def handle_exception(_: Request, error: Exception) -> Response:
-    message = f"the server failed ({type(error).__name__})"
-    return JSONResponse(RequestError(500, message).body(), 500)
+    yield END_OF_EVENTS

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl.engine.api import Generated, Request
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.errors import RequestError
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.types import Tree
 

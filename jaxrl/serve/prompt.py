@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.errors import RequestError
 
 MIN_VALUES = 1 << 17  # JSON values that any body may have
 PREFIX_CHARS = 4  # characters per token of the context, of the first prefix that is tokenized

@@ -9,8 +9,8 @@ import numpy as np
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.messages import joined_text
-from jaxrl.serve.body import parse_json
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.body import parse_json
+from jaxrl.http.errors import RequestError
 from jaxrl.serve.prompt import Limits, check_size, encode_text, too_long
 from jaxrl.serve.request_fields import ChatFields, CompletionFields, Fields, read_fields
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl.config.schema import build, flatten, key, keys, nearest, to_dict
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.errors import RequestError
 from jaxrl.serve.score import N_TOP
 
 MAX_INT = 2**31 - 1

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.engine.api import Generated, Request
+from jaxrl.http.errors import RequestError
 from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.engine_thread import EngineThread, GenerationTask
-from jaxrl.serve.errors import RequestError
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.request import GenerationRequest
 from jaxrl.serve.score import Scores, score

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.serve.errors import MAX_MESSAGE, RequestError
+from jaxrl.http.errors import MAX_MESSAGE, RequestError
 from jaxrl.serve.prompt import Limits, encode_text, longest_token
 from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.request_fields import IGNORED, UNSUPPORTED, ChatFields, CompletionFields

@@ -1,4 +1,4 @@
-"""Slow and broken clients: jaxrl/serve/connection.py, without a model."""
+"""Slow and broken clients: jaxrl/http/connection.py, without a model."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-import jaxrl.serve.connection as connection
-from jaxrl.serve.connection import MAX_CHUNKS, ConnectionLimits, HttpServer
+import jaxrl.http.connection as connection
+from jaxrl.http.connection import MAX_CHUNKS, ConnectionLimits, HttpServer
 from tests.serve.serve_cases import running, wait_until
 
 START = b"POST / HTTP/1.1\r\nHost: x\r\n"

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.errors import RequestError
 
 MAX_CHUNKS = 8192  # of a chunked body: parsing one takes 12 us, whatever its size
 SHUTDOWN_TIMEOUT_S = 30  # for responses in progress; then they end with 503

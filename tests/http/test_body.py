@@ -1,4 +1,4 @@
-"""Reading request bodies and parsing their JSON: jaxrl/serve/body.py."""
+"""Reading request bodies and parsing their JSON: jaxrl/http/body.py."""
 
 import asyncio
 import json
@@ -6,8 +6,8 @@ import json
 import pytest
 from starlette.requests import Request
 
-from jaxrl.serve.body import MAX_DEPTH, SMALL_BYTES, BodyReader, parse_json
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.body import MAX_DEPTH, SMALL_BYTES, BodyReader, parse_json
+from jaxrl.http.errors import RequestError
 
 MIB = 1 << 20
 MALFORMED = {

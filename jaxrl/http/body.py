@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from jaxrl.serve.errors import RequestError
+from jaxrl.http.errors import RequestError
 
 SMALL_BYTES = 64 << 10  # bodies up to here do not count against the total
 MAX_DEPTH = 32  # of nested arrays and objects
