@@ -11,7 +11,7 @@ import pytest
 
 LAYERS = [  # lowest first; packages of one layer do not import each other
     {"sharding", "jaxrl.types"},
-    {"jaxrl.config"},
+    {"jaxrl.config", "jaxrl.tools"},
     {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io", "jaxrl.http"},
     {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},
     {"jaxrl.layout", "jaxrl.environments"},
@@ -32,6 +32,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (
+    "jaxrl/tools/",
     "jaxrl/data/",
     "jaxrl/rewards/",
     "jaxrl/environments/",

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.tools.schema import check_tool
 from jaxrl.types import Message
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names
@@ -77,22 +78,26 @@ def tool_call(call: Any) -> dict[str, Any]:
 def tools_of(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
     """The tools that the model may call: the column `tools`, a list or JSON text.
 
-    Raises ValueError unless every tool is {"type": "function", "function": {"name", ...}}.
+    Raises ValueError unless every tool is {"type": "function", "function": {"name", ...}} with a
+    JSON schema of its arguments. None in an object is a field that other rows of the file have.
     """
     value = row.get("tools") or ()
     tools = _json(value) if isinstance(value, str) else value
-    valid = isinstance(tools, Sequence) and all(
-        isinstance(t, Mapping)
-        and isinstance(t.get("function"), Mapping)
-        and isinstance(t["function"].get("name"), str)
-        for t in tools
-    )
-    if not valid:
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(
             f"{place}: tools is {shortened(value)}, not a list of "
             '{"type": "function", "function": {"name", "description", "parameters"}}'
         )
-    return tuple(dict(tool) for tool in tools)
+    try:
+        return tuple(check_tool(_without_none(tool)) for tool in tools)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(v) for key, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
 def _json(text: str) -> Any:

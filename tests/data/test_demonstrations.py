@@ -112,6 +112,9 @@ def test_a_template_without_tool_calls_and_malformed_ones_are_errors(renderer, t
         load(tmp_path, renderer, TOOL_ROW | {"tools": None})
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: tools is 'add', not a list"):
         load(tmp_path, renderer, TOOL_ROW | {"tools": "add"})
+    bad = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "text"}}}}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* 'add' are no valid JSON schema: prop"):
+        load(tmp_path, renderer, TOOL_ROW | {"tools": json.dumps([bad])})
     bad = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the tool call .* is not of the form"):
         load(tmp_path, renderer, {"messages": [QUESTION, bad]})
