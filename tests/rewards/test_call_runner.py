@@ -110,7 +110,10 @@ def workers(pool):
 
 
 def kill(worker):
+    """Kills the worker and waits until it has ended: until then it could be sent a call."""
     os.kill(worker.process.pid, signal.SIGKILL)
+    while not worker.process.ended:
+        time.sleep(0.01)
 
 
 def values(pool, texts, **extra):
