@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxrl.environments.api import StepResult
 from jaxrl.rewards.functions import load_reward
+from jaxrl.rewards.signatures import read_signature
 
 
 class Retry:
@@ -24,6 +25,12 @@ class Retry:
         again: str = "That is not right. Try again.",
     ):
         self.judge, self.tries, self.enough = load_reward(reward), tries, enough
+        signature = read_signature(self.judge)
+        if signature.form != "verl" or signature.is_async:
+            raise ValueError(
+                f"env.name retry: the reward {reward!r} takes batches or is async; set one with "
+                "verl's signature for one response"
+            )
         self.per_try, self.again = per_try, again
 
     def reset(self, prompt: dict[str, Any]) -> None:

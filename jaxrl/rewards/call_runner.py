@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.functions import CallSignature
-from jaxrl.rewards.messages import Result, read_results, read_signatures
+from jaxrl.rewards.messages import Result, late, read_results, read_signatures
+from jaxrl.rewards.signatures import CallSignature
 from jaxrl.workers.channel import ProtocolError, wait
 from jaxrl.workers.output import OutputLog
 from jaxrl.workers.process import (
@@ -37,8 +37,9 @@ class Call:
 
     items: tuple[int, ...]  # indices of the responses
     function: int
-    n: int | None  # batch size; None if the function takes one response
+    n: int | None  # number of responses, with lists as arguments; None for one response
     arguments: dict[str, Any]
+    limit_s: float
 
 
 @dataclasses.dataclass
@@ -152,14 +153,17 @@ class CallRunner:
             calls = [self._queue.popleft() for _ in range(min(n, len(self._queue)))]
             worker.calls.extend((next(self._numbers), call) for call in calls)
             worker.process.channel.send(
-                [(number, call.function, call.n, call.arguments) for number, call in worker.calls]
+                [
+                    (number, call.function, call.n, call.arguments, call.limit_s)
+                    for number, call in worker.calls
+                ]
             )
             self._set_deadline(worker)
 
     def _set_deadline(self, worker: _Worker) -> None:
         """Sets the deadline of the worker's first call."""
         if worker.calls:
-            limit_s = self._limits_s[worker.calls[0][1].function]
+            limit_s = worker.calls[0][1].limit_s
             worker.deadline = time.monotonic() + limit_s
             worker.late_at = worker.deadline - limit_s / 2
 
@@ -213,8 +217,7 @@ class CallRunner:
                 f"importing the reward functions took over {START_TIMEOUT_S:g} s; do less at import"
             )
         self._had_timeout = True
-        limit_s = self._limits_s[worker.calls[0][1].function]
-        return f"no answer within {limit_s:g} s (reward.timeout_s or the option timeout_s)"
+        return late(self._limits_s[worker.calls[0][1].function])
 
     def _handle_all(self, worker: _Worker) -> None:
         while (message := worker.process.channel.receive()) is not None:

@@ -1,18 +1,10 @@
-"""Reward functions: the built-in ones, their call signature and the options that the pool reads.
-
-A reward function has verl's signature: (data_source, solution_str, ground_truth, extra_info) for
-one response. If its first parameter is `data_sources` it gets a batch: the same names with an "s",
-lists as values, and it returns a list. Parameters named in OPTIONAL_ARGUMENTS are passed to
-functions that declare them; in a batch the names of texts end in "s" as well.
-"""
+"""Reward functions: the built-in ones by name, and the options that the pool reads."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
+from jaxrl.rewards.signatures import RewardFunction
 from jaxrl.workers.plugins import import_path, load_plugin, options
-
-RewardFunction = Callable[..., Any]
 
 KEY = "reward.functions"
 BUILT_IN = {
@@ -30,21 +22,12 @@ BUILT_IN = {
 # Called once in the training process, before the workers start, with the options of the reward that
 # it declares. Raises ValueError if the reward cannot run on this machine.
 START_CHECKS = {"code": "jaxrl.rewards.verifiers.code:check_machine"}
-# The rendered prompt, and prompt plus response, both with special tokens.
-TEXT_ARGUMENTS = ("prompt_str", "query_str")
-OPTIONAL_ARGUMENTS = (*TEXT_ARGUMENTS, "timeout_s")  # timeout_s: seconds that the call may take
 # Options of any function that the pool reads, with their defaults.
 POOL_OPTIONS = {
     "timeout_s": 0.0,  # seconds per call; 0 = reward.timeout_s
     "batch_size": 64,  # responses per call of a batch function
+    "concurrency": 64,  # awaits in flight in a worker, of an async function for one response
 }
-
-
-class CallSignature(NamedTuple):
-    """The arguments that a reward function declares beyond verl's."""
-
-    batched: bool
-    optional: tuple[str, ...]  # from OPTIONAL_ARGUMENTS, without the "s" of a batch
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -72,20 +55,6 @@ def metric_names(specs: Sequence[str]) -> tuple[str, ...]:
     return tuple(
         name if names.count(name) == 1 else spec for name, spec in zip(names, specs, strict=True)
     )
-
-
-def call_signature(function: RewardFunction) -> CallSignature:
-    """Reads how to call a function from the names of its parameters."""
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (ValueError, TypeError):  # some functions written in C have no signature
-        parameters = []
-    batched = parameters[:1] == ["data_sources"]
-    declared = {
-        name: f"{name}s" if batched and name in TEXT_ARGUMENTS else name
-        for name in OPTIONAL_ARGUMENTS
-    }
-    return CallSignature(batched, tuple(n for n, local in declared.items() if local in parameters))
 
 
 def pool_option(spec: str, name: str) -> float:

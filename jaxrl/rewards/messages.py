@@ -1,7 +1,8 @@
 """What a reward worker sends to the trainer, and its validation.
 
-{"signatures": [[batched, [argument, ...]], ...]} or {"error": text} at startup, then for each call
-{"begin": number} and {"end": number, "results": [[score, {name: value}, error], ...]}. The first
+{"signatures": [[form, is_async, [name, ...], [name, ...], all_columns], ...]} or {"error": text} at
+startup, then for each call {"begin": number} and
+{"end": number, "results": [[score, {name: value}, error], ...]}. The first
 call of a request has a "begin"; a later one begins when the call before it ends.
 """
 
@@ -9,16 +10,24 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxrl.rewards.functions import OPTIONAL_ARGUMENTS, CallSignature
+from jaxrl.rewards.signatures import FORMS, CallSignature
 from jaxrl.workers.channel import ProtocolError, is_text
 
 
 class Result(NamedTuple):
-    """The result of a function for one response: a finite score, or an error."""
+    """The result of a function for one response: a finite score, or an error.
 
-    score: float
+    The score is None if the function has none for this response (TRL's form only).
+    """
+
+    score: float | None
     parts: dict[str, float]  # further numbers that the function returned
     error: str  # why there is no score; "" if there is one
+
+
+def late(limit_s: float) -> str:
+    """The error of a response that has no score within its time limit."""
+    return f"no answer within {limit_s:g} s (reward.timeout_s or the option timeout_s)"
 
 
 def read_signatures(values: Sequence[Any], n: int) -> list[CallSignature]:
@@ -37,15 +46,17 @@ def read_results(values: Sequence[Any], n: int) -> list[Result]:
 
 def _signature(value: Any) -> CallSignature:
     match value:
-        case [bool(batched), [*names]] if all(name in OPTIONAL_ARGUMENTS for name in names):
-            return CallSignature(batched, tuple(names))
+        case [str(form), bool(is_async), [*names], [*required], bool(all_columns)] if (
+            form in FORMS and all(map(is_text, [*names, *required]))
+        ):
+            return CallSignature(form, is_async, tuple(names), tuple(required), all_columns)
     raise ProtocolError(f"{value!r:.80} is no signature")
 
 
 def _result(value: Any) -> Result:
     match value:
-        case [float(score), dict(parts), error] if (
-            math.isfinite(score)
+        case [float() | None as score, dict(parts), error] if (
+            (score is None or math.isfinite(score))
             and all(isinstance(part, float) and math.isfinite(part) for part in parts.values())
             and all(map(is_text, [error, *parts]))
         ):

@@ -8,32 +8,29 @@ or idle, are replaced (rewards/call_runner.py).
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxrl.config.keys import RewardConfig
+from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
 from jaxrl.rewards.call_runner import Call, CallRunner
-from jaxrl.rewards.functions import (
-    TEXT_ARGUMENTS,
-    CallSignature,
-    check_start,
-    metric_names,
-    pool_option,
-)
+from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.messages import Result
-from jaxrl.types import Episode, Reward, Rollout
+from jaxrl.rewards.signatures import CallSignature
+from jaxrl.types import Prompt, Reward, Rollout
 from jaxrl.workers.output import OutputLog, print_line
+
+_GRACE_S = 2.0  # in which a worker reports responses of an async function that are late
 
 
 class RewardPool:
     """The reward functions of a run. Use as a context manager, or call close().
 
     The constructor starts the workers and returns once all have imported the functions. It raises
-    ValueError for an unknown name, a module that cannot be imported, a wrong number of weights, or
-    a reward that cannot run on this machine.
-    `decode` turns tokens into text with special tokens, for functions that declare TEXT_ARGUMENTS.
-    `write` gets each line that the functions print. Not thread-safe.
+    ValueError for an unknown name, a module that cannot be imported, a function of no known form
+    (rewards/signatures.py), a wrong number of weights, or a reward that cannot run on this machine.
+    `decode` turns tokens into text with special tokens, for functions that declare prompt_str or
+    query_str. `write` gets each line that the functions print. Not thread-safe.
     """
 
     def __init__(
@@ -55,6 +52,7 @@ class RewardPool:
         self._cfg = cfg
         self._decode = decode
         self._limits_s = [pool_option(f, "timeout_s") or cfg.timeout_s for f in cfg.functions]
+        self._concurrency = [int(pool_option(f, "concurrency")) for f in cfg.functions]
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
         self._runner = CallRunner(cfg, self._limits_s, OutputLog(write))
 
@@ -75,8 +73,8 @@ class RewardPool:
         name, and its further numbers as "name/key". If a function raises, hangs, kills its process
         or does not return a finite number, the value is cfg.error_value and `error` has the reason.
 
-        Functions get verl's arguments. extra_info has the prompt's `extra`, "finish" (as in
-        Rollout), "response_len" (tokens) and, with an environment, "episode". Raises
+        Functions get verl's or TRL's arguments. extra_info has the prompt's `extra`, "finish" (as
+        in Rollout), "response_len" (tokens) and, with an environment, "episode". Raises
         ChildProcessError if no worker is left and none can be started.
         """
         results = self._runner.run(self._calls(rollouts))
@@ -85,42 +83,43 @@ class RewardPool:
             for item in range(len(rollouts))
         ]
 
+    def check_columns(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError if a function of TRL's form requires a column that no row has."""
+        for name, signature in zip(self.names, self._runner.signatures, strict=True):
+            lacking = [set(missing_columns(signature, prompt)) for prompt in prompts]
+            if missing := lacking and set.intersection(*lacking):
+                raise ValueError(
+                    f"the reward function {name} requires {', '.join(sorted(missing))}, which is "
+                    f"no column of the data ({', '.join(columns(prompts))}); add it to the data, "
+                    "or give the parameter a default"
+                )
+
     def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
         """All calls of all functions; batches come first because they take longest."""
         calls = []
         for function, signature in enumerate(self._runner.signatures):
-            per_worker = -(-len(rollouts) // self._cfg.workers)
-            size = max(1, min(self._batch_sizes[function], per_worker)) if signature.batched else 1
+            size = self._call_size(function, signature, len(rollouts))
             for items in itertools.batched(range(len(rollouts)), size):
-                found = [self._arguments(rollouts[item], signature) for item in items]
-                n: int | None = None
-                arguments: dict[str, Any] = found[0]
-                if signature.batched:
-                    n = len(items)
-                    arguments = {f"{name}s": [one[name] for one in found] for name in found[0]}
-                if "timeout_s" in signature.optional:
-                    arguments["timeout_s"] = self._limits_s[function]
-                calls.append(Call(items, function, n, arguments))
+                found = [rollouts[item] for item in items]
+                n = len(items) if signature.batched or signature.is_async else None
+                limit_s = self._limits_s[function]
+                arguments = (
+                    single_arguments(found[0], signature, limit_s, self._decode)
+                    if n is None
+                    else batch_arguments(found, signature, limit_s, self._decode)
+                )
+                if signature.is_async and not signature.batched:  # each response has the limit
+                    limit_s = limit_s * -(-len(items) // self._concurrency[function]) + _GRACE_S
+                calls.append(Call(items, function, n, arguments, limit_s))
         return sorted(calls, key=lambda call: call.n is None)
 
-    def _arguments(self, rollout: Rollout, signature: CallSignature) -> dict[str, Any]:
-        """verl's arguments, and the texts that the function declares."""
-        prompt = rollout.prompt
-        extra = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
-        if rollout.episode is not None:
-            extra["episode"] = _episode_info(rollout.episode)
-        arguments: dict[str, Any] = {
-            "data_source": prompt.source,
-            "solution_str": rollout.text,
-            "ground_truth": prompt.answer,
-            "extra_info": prompt.extra | extra,
-        }
-        if texts := [name for name in TEXT_ARGUMENTS if name in signature.optional]:
-            assert self._decode is not None, f"{texts} need a tokenizer"
-            query = np.concatenate([prompt.tokens, rollout.tokens])
-            known = {"prompt_str": prompt.tokens, "query_str": query}
-            arguments |= {name: self._decode(known[name]) for name in texts}
-        return arguments
+    def _call_size(self, function: int, signature: CallSignature, n: int) -> int:
+        """Responses per call; one if the function takes one at a time."""
+        per_worker = max(1, -(-n // self._cfg.workers))
+        if signature.batched:
+            return min(self._batch_sizes[function], per_worker)
+        # so many that a slow response rarely leaves the worker idle
+        return min(4 * self._concurrency[function], per_worker) if signature.is_async else 1
 
     def _combine(self, results: list[Result]) -> Reward:
         """The reward from the results of all functions for one rollout."""
@@ -130,21 +129,11 @@ class RewardPool:
             if result.error:
                 errors.append(f"{name}: {result.error}")
                 continue
-            parts[name] = result.score
+            if result.score is not None:
+                parts[name] = result.score
             parts |= {f"{name}/{key}": value for key, value in result.parts.items()}
         reward = self._cfg.error_value
         if not errors:
-            reward = sum(w * r.score for w, r in zip(self._weights, results, strict=True))
+            weighted = zip(self._weights, results, strict=True)
+            reward = sum(w * r.score for w, r in weighted if r.score is not None)
         return Reward(float(reward), parts, "; ".join(errors))
-
-
-def _episode_info(episode: Episode) -> dict[str, Any]:
-    """What reward functions get as extra_info["episode"]; the keys are a public interface."""
-    return {
-        "asked": episode.prompt_messages,
-        "said": episode.completion_messages,
-        "n_turns": episode.n_turns,
-        "reward": episode.reward,
-        "counts": episode.counts,
-        "error": episode.error,
-    }

@@ -4,15 +4,29 @@ It imports neither JAX nor the training program, answers each call on the socket
 killed at any time. Whatever a function does, at worst this process ends.
 """
 
+import asyncio
+import dataclasses
+import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
 
-from jaxrl.rewards.functions import RewardFunction, call_signature, load_reward
-from jaxrl.rewards.messages import Result
+from jaxrl.rewards.functions import load_reward, pool_option
+from jaxrl.rewards.messages import Result, late
+from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
 from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.process import connect, error_text, time_limit
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedReward:
+    """A reward function and how to call it."""
+
+    function: RewardFunction
+    signature: CallSignature
+    limit_s: float  # of a call; of one response for an async function without batches
+    concurrency: int  # awaits in flight, for an async function without batches
 
 
 def main(fd: int) -> None:
@@ -24,20 +38,31 @@ def main(fd: int) -> None:
     try:
         specs, limits_s = channel.receive()
         try:
-            functions = [load_reward(spec) for spec in specs]
+            rewards = [load(spec, limit) for spec, limit in zip(specs, limits_s, strict=True)]
         except BaseException as error:
             channel.send({"error": str(error) or type(error).__name__})
             return
-        channel.send({"signatures": [call_signature(function) for function in functions]})
-        while True:
-            calls = channel.receive()
-            channel.send({"begin": calls[0][0]})
-            for number, index, n, arguments in calls:
-                with time_limit(limits_s[index]):
-                    results = call(functions[index], arguments, n)
-                answer(channel, number, results)
+        channel.send({"signatures": [reward.signature for reward in rewards]})
+        with asyncio.Runner() as loop:  # one for all calls: clients of user code belong to a loop
+            while True:
+                calls = channel.receive()
+                channel.send({"begin": calls[0][0]})
+                for number, index, n, arguments, limit_s in calls:
+                    with time_limit(limit_s):
+                        results = call(rewards[index], arguments, n, loop)
+                    answer(channel, number, results)
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
+
+
+def load(spec: str, limit_s: float) -> LoadedReward:
+    """Imports a function. Raises ValueError if that fails or it cannot be called as a reward."""
+    function = load_reward(spec)
+    try:
+        signature = read_signature(function)
+    except ValueError as error:
+        raise ValueError(f"reward.functions {spec!r}: {error}") from error
+    return LoadedReward(function, signature, limit_s, int(pool_option(spec, "concurrency")))
 
 
 def answer(channel: WorkerChannel, number: int, results: Sequence[Result]) -> None:
@@ -48,17 +73,49 @@ def answer(channel: WorkerChannel, number: int, results: Sequence[Result]) -> No
         channel.send({"end": number, "results": [_failed(error)] * len(results)})
 
 
-def call(function: RewardFunction, arguments: dict[str, Any], n: int | None) -> list[Result]:
+def call(
+    reward: LoadedReward, arguments: dict[str, Any], n: int | None, loop: asyncio.Runner
+) -> list[Result]:
     """Results of a call for a batch of `n` responses, or for one response if `n` is None.
 
     Exceptions and scores that are not finite numbers become errors.
     """
+    batched = reward.signature.batched
+    if n is not None and not batched:
+        each = [{name: values[i] for name, values in arguments.items()} for i in range(n)]
+        return loop.run(_call_each(reward, each))
     try:
-        value = function(**arguments)
-        values = [value] if n is None else _batch_values(value, n)
+        value = reward.function(**arguments)
+        if inspect.isawaitable(value):
+            value = loop.run(_finish(value))
+        values = _batch_values(value, n) if n is not None else [value]
     except BaseException as error:  # the user's code may raise anything, SystemExit too
         return [_failed(error)] * (n or 1)
-    return [_checked(value) for value in values]
+    return [_checked(value, reward.signature) for value in values]
+
+
+async def _call_each(reward: LoadedReward, each: list[dict[str, Any]]) -> list[Result]:
+    """Calls an async function for every response, `concurrency` of them at a time."""
+    free = asyncio.Semaphore(reward.concurrency)
+
+    async def call_one(arguments: dict[str, Any]) -> Result:
+        async with free:
+            limit = asyncio.timeout(reward.limit_s)
+            try:
+                async with limit:
+                    return _checked(await reward.function(**arguments), reward.signature)
+            except BaseException as error:  # SystemExit would end the loop
+                return Result(0.0, {}, late(reward.limit_s)) if limit.expired() else _failed(error)
+
+    return await asyncio.gather(*map(call_one, each))
+
+
+async def _finish(value: Awaitable[Any]) -> Any:
+    """Awaits a value. Exceptions that are not errors would end the loop, so they become errors."""
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(error_text(error)) from error
 
 
 def _batch_values(values: Any, n: int) -> list[Any]:
@@ -72,7 +129,9 @@ def _batch_values(values: Any, n: int) -> list[Any]:
     return list(values)
 
 
-def _checked(value: Any) -> Result:
+def _checked(value: Any, signature: CallSignature) -> Result:
+    if value is None and signature.form == "trl":  # as in TRL: no score for this response
+        return Result(None, {}, "")
     try:
         return _result(value)
     except Exception as error:  # float() of the user's object may raise anything

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.functions import CallSignature
 from jaxrl.rewards.messages import Result, read_results, read_signatures
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.signatures import CallSignature
 from jaxrl.workers.channel import ProtocolError
 from tests.rewards.test_pool import is_alive, rollout, wait_until_gone
 
@@ -319,9 +319,11 @@ def test_spares_do_not_raise_the_number_of_calls_at_a_time(functions):
 
 
 def test_messages_are_validated():
-    assert read_signatures([[True, ["timeout_s"]]], 1) == [CallSignature(True, ("timeout_s",))]
+    given = [["trl", True, ["timeout_s"], ["x"], False]]
+    assert read_signatures(given, 1) == [CallSignature("trl", True, ("timeout_s",), ("x",), False)]
+    assert read_results([[None, {}, ""]], 1) == [Result(None, {}, "")]
     assert read_results([[1.0, {"a": 2.0}, ""]], 1) == [Result(1.0, {"a": 2.0}, "")]
-    for wrong in ([], [[1, []]], [[True, ["x"]]], [[True]], "ab", [None]):
+    for wrong in ([], [["x", *given[0][1:]]], [[*given[0][:2], [1], [], True]], [[]], "ab", [None]):
         with pytest.raises(ProtocolError):
             read_signatures(wrong, 1)
     for wrong in (

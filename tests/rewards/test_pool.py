@@ -15,7 +15,7 @@ from jaxrl.rewards.pool import RewardPool
 from jaxrl.types import Prompt, Rollout
 
 HAZARDS = """
-import os, signal, subprocess, sys, time
+import asyncio, os, signal, subprocess, sys, time
 
 
 def length(data_source, solution_str, ground_truth, extra_info=None, *, scale=1):
@@ -45,6 +45,9 @@ def obey(data_source, solution_str, ground_truth, extra_info):
     )
 
 
+def rollouts(rollouts): ...
+
+
 def parts(data_source, solution_str, ground_truth, extra_info):
     return {"score": 2.0, "acc": True, "pred": "seven", "bad": float("inf")}
 
@@ -66,6 +69,45 @@ def impatient(
     return {"score": timeout_s, "prompt": len(prompt_str), "query": len(query_str)}
 
 
+def search_r1(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str in ground_truth["target"])
+
+
+def trl(prompts, completions, completion_ids, level, weight=2.0, *, bonus=0.0, **columns):
+    return [
+        None if "none" in str(completion) else {"score": level + bonus, "n_ids": len(ids)}
+        | {"answer": answer, "is_text": isinstance(prompt, str) and isinstance(completion, str)}
+        | {"is_chat": prompt[0] == {"role": "user"} and completion[0]["role"] == "assistant"}
+        | {"weight": weight[0] if isinstance(weight, list) else weight, "columns": len(columns)}
+        for prompt, completion, ids, level, answer in zip(
+            prompts, completions, completion_ids, level, columns["answer"], strict=True
+        )
+    ]
+
+
+in_flight, most, loops = 0, 0, set()
+
+
+async def judge(solution_str, ground_truth, timeout_s, *, wait_s=0.01):
+    global in_flight, most
+    in_flight += 1
+    most = max(most, in_flight)
+    loops.add(asyncio.get_running_loop())
+    try:
+        if solution_str == "raise":
+            raise SystemExit("bye")
+        if solution_str == "spin":
+            time.sleep(1000)
+        await asyncio.sleep(1000 if solution_str == "sleep" else wait_s)
+        return {"score": len(solution_str), "most": most, "loops": len(loops), "limit": timeout_s}
+    finally:
+        in_flight -= 1
+
+
+async def judge_batch(completions, **columns):
+    return await asyncio.gather(*(judge(c, None, 1.0) for c in completions))
+
+
 def what_it_sees(data_source, solution_str, ground_truth, extra_info):
     return {
         "score": len(data_source + ground_truth),
@@ -79,9 +121,16 @@ def what_it_sees(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def rollout(text, answer="1", finish="stop", **extra):
+def rollout(text, answer="1", finish="stop", is_text=False, **extra):
+    messages = ({"role": "user", "content": "?"},) if is_text else ({"role": "user"},)
     prompt = Prompt(
-        id=0, messages=(), tokens=np.zeros(3, np.int32), answer=answer, source="s", extra=extra
+        id=0,
+        messages=messages,
+        tokens=np.zeros(3, np.int32),
+        answer=answer,
+        source="s",
+        extra=extra,
+        is_text=is_text,
     )
     tokens, logp, mask = np.zeros(4, np.int32), np.zeros(4, np.float32), np.ones(4, bool)
     return Rollout(prompt, 0, tokens, logp, mask, version=0, finish=finish, text=text)
@@ -176,6 +225,74 @@ def test_a_function_with_verls_batch_signature_gets_batches(pool_of):
     assert (
         scored[2].error == "batched: ValueError: the function returned nan; return a finite number"
     )
+
+
+def test_search_r1s_ground_truth_is_a_structure(pool_of):
+    pool = pool_of(":search_r1")
+    truth = {"target": ["Paris", "paris"]}
+    scored = pool.score([rollout("Paris", answer=truth), rollout("Rome", answer=truth)])
+    assert [r.value for r in scored] == [1.0, 0.0]
+
+
+def test_a_function_with_trls_signature_gets_the_columns(pool_of):
+    pool = pool_of(":trl?bonus=0.5", workers=1)
+    first = rollout("a", answer=7, is_text=True, level=3, other="x")
+    texts = pool.score([first, rollout("none", is_text=True, level=1)])
+    assert [r.value for r in texts] == [3.5, 0.0]
+    seen = {key.partition("/")[2]: value for key, value in texts[0].parts.items()}
+    # the columns ground_truth, answer, solution, label, data_source and other
+    assert seen == {"": 3.5, "n_ids": 4, "answer": 7, "is_text": 1, "is_chat": 0} | {
+        "weight": 2.0,
+        "columns": 6,
+    }
+    assert (texts[1].parts, texts[1].error) == ({}, "")  # None: no score, and no error
+    [chat] = pool.score([rollout("a", answer=7, level=3, weight=5.0)])
+    assert (chat.parts["trl/is_chat"], chat.parts["trl/is_text"]) == (1, 0)
+    assert chat.parts["trl/weight"] == 5.0
+
+
+def test_a_column_that_no_row_has_is_rejected_at_the_start(pool_of):
+    pool = pool_of(":trl")
+    pool.check_columns([rollout("a", level=1).prompt, rollout("a").prompt])
+    with pytest.raises(ValueError, match=r"trl requires level, .* \(answer, data_source, gr.*x\)"):
+        pool.check_columns([rollout("a", x=1).prompt])
+
+
+def test_an_async_function_has_many_awaits_in_flight_up_to_a_bound(pool_of):
+    pool = pool_of(":judge?concurrency=8", workers=1, timeout_s=9.0)
+    for _ in range(2):
+        scored = pool.score([rollout("x" * i) for i in range(40)])
+        assert [r.value for r in scored] == list(range(40))
+    last = {key.partition("/")[2]: value for key, value in scored[-1].parts.items()}
+    assert last == {"": 39.0, "most": 8, "loops": 1, "limit": 9.0}
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("raise", "judge: SystemExit: bye"),
+        ("sleep", "judge: no answer within 0.5 s (reward.timeout_s or the option timeout_s)"),
+    ],
+)
+def test_a_failing_await_costs_only_its_response(pool_of, text, error):
+    pool = pool_of(":judge", workers=1, timeout_s=0.5)
+    scored = pool.score([rollout(t) for t in ("a", text, "bb", "ccc")])
+    assert [r.error for r in scored] == ["", error, "", ""]
+    assert [r.value for r in scored] == [1, 0, 2, 3]
+
+
+def test_an_async_function_that_blocks_its_worker_is_stopped(pool_of):
+    pool = pool_of(":judge?concurrency=1", workers=3, timeout_s=0.3)
+    scored = pool.score([rollout(t) for t in ("spin", "a", "bb")])
+    assert [r.value for r in scored] == [0, 1, 2]
+    assert scored[0].error.startswith("judge: no answer within 0.3 s")
+
+
+def test_an_async_batch_is_awaited(pool_of):
+    scored = pool_of(":judge_batch", workers=1).score(
+        [rollout(t, is_text=True) for t in ("a", "bb", "ccc")]
+    )
+    assert [(r.value, r.parts["judge_batch/most"]) for r in scored] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_batches_are_distributed_over_the_workers(pool_of):
@@ -330,6 +447,8 @@ def test_wrong_names_and_weights_fail_at_startup(hazards, tmp_path):
         ValueError, match=r"has no function or class 'lenght'; set one that it has: length, obey"
     ):
         RewardPool(RewardConfig(functions=(hazards + ":lenght",)))
+    with pytest.raises(ValueError, match=r"ds.py:rollouts': the function .* accepted are verl's"):
+        RewardPool(RewardConfig(functions=(hazards + ":rollouts",)))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nos._exit(4)")
     with pytest.raises(ValueError, match="died at startup with status 4"):

@@ -50,6 +50,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             prompts, val_prompts = load_data(cfg, models.renderer, session.progress)
             iterator = make_iterator(cfg, prompts)
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
+            rewards.check_columns(prompts)
             environments = open_environments(cfg, stack)
         check_same_data(prompts, val_prompts)
         policy = open_devices(cfg, models, session, stack)
@@ -92,6 +93,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         with hosts.raise_together():
             prompts = load_val(cfg, models.renderer)
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
+            rewards.check_columns(prompts)
             environments = open_environments(cfg, stack)
         session.progress.status(f"data: {len(prompts)} prompts")
         check_same_data([], prompts)
