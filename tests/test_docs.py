@@ -16,7 +16,12 @@ from scripts import draw_step
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = ROOT / "docs" / "reference" / "api"  # a build of the site writes it
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent != GENERATED),
+]
 MADE_BY_A_RUN = ("runs/", "data/", "checkpoints/")
 
 
