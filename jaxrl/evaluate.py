@@ -7,7 +7,7 @@ Samples a model on a dataset, scores the responses, and reports mean reward and 
     --n=N              samples per prompt (default 1)
     --k=K,...          values of k for pass@k (default 1)
     --temperature=T    sampling temperature; 0 = greedy (default 0)
-    --limit=N          number of prompts; 0 = all (default 0)
+    --limit=N          at most N prompts, evenly spaced; 0 = all (default 0)
     --output=FOLDER    folder of summary.json, samples.jsonl and config.json
                        (default: evaluation/ in the run folder, else runs/evaluation)
 
@@ -53,7 +53,7 @@ OPTION_KEYS = {
     "n": "eval.n",
     "k": "eval.k",
     "temperature": "eval.sampling.temperature",
-    "limit": "data.val_prompts",
+    "limit": "data.val_max_samples",
     "output": "run_dir",
 }
 

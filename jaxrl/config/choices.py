@@ -9,6 +9,13 @@ ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
 GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference")
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
 ON_ERRORS = ("exclude", "value")
+# Columns of a dataset that have a meaning here; the first of a group that a row has is used.
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
+CONVERSATION_COLUMNS = ("messages", "conversations")  # with the turns that SFT learns
+TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth", "label", "solution", "target")
+COMPLETION_COLUMNS = ("response", "completion", "output", "answer")
+PAIR_COLUMNS = ("chosen", "rejected", "margin")
+OTHER_COLUMNS = ("tools", "data_source", "ability", "extra_info")
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (
     "grpo",

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
+from jaxrl.config.checks.data import data_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
@@ -59,7 +60,8 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
         errors.append("data.val is empty; set files, folders or a task such as 'task:addition'")
     if run.reward_model.path:
         errors += reward_model_length_errors(run)
-    errors += [*folder_errors(run), *model_errors(run), *reward_errors(run), *rollout_errors(run)]
+    errors += [*folder_errors(run), *model_errors(run), *data_errors(run.data)]
+    errors += [*reward_errors(run), *rollout_errors(run)]
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
     return dataclasses.replace(run, algorithm=AlgorithmConfig(), critic=CriticConfig())
 
@@ -73,6 +75,7 @@ def validate(run: RunConfig) -> list[str]:
     """One line per broken rule between keys, with the values and what to set instead."""
     return [
         *batch_errors(run),
+        *data_errors(run.data),
         *rollout_errors(run),
         *algorithm_errors(run),
         *training_sampling_errors(run),

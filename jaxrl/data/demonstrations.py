@@ -2,78 +2,90 @@
 
 A row of any file type has one of these forms; other columns are ignored.
 
-  messages       a list of {role, content}; the assistant turns are learned, with their tool_calls
-  tools          optional: the tools that the chat template offers to the model
-  prompt | question | problem | instruction    a string or a list of messages, together with
-  response | completion | output | answer      a string: the assistant's answer
+  messages | conversations    a list of {role, content}; the assistant turns are learned, with their
+                              tool_calls
+  a prompt: prompt | question | problem | instruction | query | input, a string or messages, with
+  its completion: response | completion | output | answer, a string or messages
+
+  tools    optional: the tools that the chat template offers to the model
 """
 
-import itertools
-import logging
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl.config.choices import (
+    COMPLETION_COLUMNS,
+    CONVERSATION_COLUMNS,
+    PROMPT_COLUMNS,
+)
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.messages import as_messages, check_text_only, tools_of
-from jaxrl.data.prompts import columns, source_of
-from jaxrl.data.tables import read_rows
+from jaxrl.data.items import ItemMaker
+from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
+from jaxrl.data.prompts import source_of
+from jaxrl.data.sources import columns
+from jaxrl.data.sources.rows import Row
 from jaxrl.types import Demonstration, Message, TrainingSample
 
-PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
-ANSWER_COLUMNS = ("response", "completion", "output", "answer")
-
-logger = logging.getLogger(__name__)
+GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)
 
 Messages = tuple[Message, ...]
+Rendered = tuple[np.ndarray, np.ndarray]  # (tokens, loss mask)
 
 
-def load_demonstrations(
-    sources: Sequence[str],
+def demonstration_maker(
+    renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int]
+) -> ItemMaker[Demonstration]:
+    """Makes the demonstrations of rows. `stop` are the tokens that end an answer.
+
+    A conversation over max_prompt_len + max_response_len tokens is dropped with
+    data.filter_overlong_prompts, loses its end with data.truncation="right", and raises ValueError
+    otherwise. So do rows without the required columns.
+    """
+    make = functools.partial(make_demonstrations, renderer=renderer, data=data, stop=stop)
+    return ItemMaker("demonstrations", max_len_text(data), data.columns, make)
+
+
+def max_len_text(data: DataConfig) -> str:
+    """The limit of prompt and response together, with its keys."""
+    return f"data.max_prompt_len + data.max_response_len = {data.max_len}"
+
+
+def make_demonstrations(
+    rows: Sequence[Row],
+    dropped: list[int],
     *,
     renderer: ChatRenderer,
     data: DataConfig,
     stop: Sequence[int],
-    limit: int = 0,
 ) -> list[Demonstration]:
-    """All demonstrations of the sources in order, at most `limit` (0 = all).
-
-    `stop` are the tokens that end an answer. A conversation over max_prompt_len + max_response_len
-    tokens is dropped with data.filter_overlong_prompts, loses its end with data.truncation="right",
-    and raises ValueError otherwise. So do rows without the required columns and empty sources.
-    """
+    """The demonstrations of the rows; the lengths of dropped ones go to `dropped`."""
     found: list[Demonstration] = []
-    dropped = 0
-    rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
-    for number, (place, row) in enumerate(rows):
-        messages = conversation(row, place)
-        for tokens, loss_mask in renderer.render_turns(messages, stop, tools_of(row, place)):
+    for row in rows:
+        messages, n_given = conversation(row.columns, row.place)
+        rendered = renderer.render_turns(messages, stop, tools_of(row.columns, row.place))
+        n_turns = sum(m["role"] == "assistant" for m in messages[:n_given])
+        for tokens, loss_mask in without_turns(rendered, n_turns):
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
-                    dropped += 1
+                    dropped.append(len(tokens))
                     continue
-                tokens, loss_mask = _truncate(tokens, loss_mask, place, data)
-            found.append(demonstration(number, tokens, loss_mask, source=source_of(row)))
-        if limit and len(found) >= limit:
-            break
-    check_kept("demonstrations", len(found), dropped, sources, data)
-    return found[:limit] if limit else found
+                tokens, loss_mask = _truncate(tokens, loss_mask, row.place, data)
+            source = source_of(row.columns)
+            found.append(demonstration(row.number, tokens, loss_mask, source=source))
+    return found
 
 
-def check_kept(
-    what: str, n_kept: int, n_dropped: int, sources: Sequence[str], data: DataConfig
-) -> None:
-    """Logs how many rows were dropped as too long. Raises ValueError if none remains."""
-    if n_dropped:
-        logger.warning("%d %s of over %d tokens were dropped", n_dropped, what, data.max_len)
-    if not n_kept:
-        raise ValueError(
-            f"no {what} in {', '.join(sources) or 'an empty list of sources'}"
-            + (f": all {n_dropped} are longer than {data.max_len} tokens" if n_dropped else "")
-            + "; set data.train (or data.val) to files that have some"
-        )
+def without_turns(rendered: Sequence[Rendered], n: int) -> Sequence[Rendered]:
+    """The sequences of a conversation whose first n assistant turns are not learned."""
+    if n == 0 or len(rendered) > 1:  # a sequence per turn
+        return rendered[n:]
+    tokens, loss_mask = rendered[0]
+    starts = np.flatnonzero(np.diff(loss_mask, prepend=False) & loss_mask)
+    return [(tokens, loss_mask & (np.arange(len(tokens)) >= starts[n]))]
 
 
 def demonstration(
@@ -103,28 +115,36 @@ def to_sample(demonstration: Demonstration, advantage: float | None = None) -> T
     )
 
 
-def conversation(row: dict[str, Any], place: str) -> Messages:
-    """The messages of a row, including the assistant turns.
+def conversation(row: dict[str, Any], place: str) -> tuple[Messages, int]:
+    """(messages of a row, number of messages at their start that are given and not learned).
 
     Raises ValueError with the place if the columns or the assistant turns are missing.
     """
     check_text_only(row, place)
-    if row.get("messages") is not None:
-        messages = as_messages(row["messages"], "messages", place)
-        if not any(m["role"] == "assistant" for m in messages):
-            raise ValueError(
-                f"{place}: messages has no assistant turn to learn; add one or remove the row"
-            )
-        return messages
-    prompt = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    answer = next((name for name in ANSWER_COLUMNS if isinstance(row.get(name), str)), None)
+    if column := columns.first(row, CONVERSATION_COLUMNS):
+        return _with_answer(as_messages(row[column], column, place), column, place), 0
+    prompt = prompt_of(row, place, GIVEN_COLUMNS)
+    answer = next((n for n in COMPLETION_COLUMNS if isinstance(row.get(n), str | list)), None)
     if prompt is None or answer is None:
         raise ValueError(
-            f"{place} has the columns {columns(row)}; required are messages, or a prompt "
-            f"({', '.join(PROMPT_COLUMNS)}) and an answer as text ({', '.join(ANSWER_COLUMNS)})"
+            f"{place} has the columns {columns.names(row)}; required are messages, or a prompt "
+            f"({', '.join(GIVEN_COLUMNS)}) and a completion as text or messages "
+            f"({', '.join(COMPLETION_COLUMNS)}); set data.columns, for example to "
+            "prompt:NAME,completion:NAME"
         )
-    completion = {"role": "assistant", "content": row[answer]}
-    return (*as_messages(row[prompt], prompt, place), completion)
+    if isinstance(row[answer], str):
+        completion: Messages = ({"role": "assistant", "content": row[answer]},)
+    else:
+        completion = _with_answer(as_messages(row[answer], answer, place), answer, place)
+    return (*prompt, *completion), len(prompt)
+
+
+def _with_answer(messages: Messages, column: str, place: str) -> Messages:
+    if not any(m["role"] == "assistant" for m in messages):
+        raise ValueError(
+            f"{place}: {column} has no assistant turn to learn; add one or remove the row"
+        )
+    return messages
 
 
 def _truncate(

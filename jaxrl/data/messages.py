@@ -8,10 +8,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.choices import PROMPT_COLUMNS
+from jaxrl.data.sources.columns import first
 from jaxrl.tools.schema import check_tool
 from jaxrl.types import Message
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names are the roles themselves
+
+
+def prompt_of(
+    row: Mapping[str, Any], place: str, names: Sequence[str] = PROMPT_COLUMNS
+) -> tuple[Message, ...] | None:
+    """The messages of the first of the columns `names` that the row has; None if it has none.
+
+    An `instruction` is followed by the text of the column `input`, as in Alpaca's schema.
+    """
+    if not (column := first(row, names)):
+        return None
+    value, context = row[column], row.get("input")
+    if column == "instruction" and isinstance(value, str) and isinstance(context, str):
+        value = f"{value}\n{context}".rstrip("\n")
+    return as_messages(value, column, place)
 
 
 def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
@@ -41,6 +60,8 @@ def as_message(value: Any) -> Message | None:
     if not isinstance(value, Mapping):
         return None
     role, content = value.get("role"), value.get("content")
+    if role is None and isinstance(value.get("from"), str):  # ShareGPT's form
+        role, content = SHAREGPT_ROLES.get(value["from"], value["from"]), value.get("value")
     if isinstance(content, list):
         content = joined_text(content)
     calls = value.get("tool_calls")

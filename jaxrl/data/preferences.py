@@ -3,13 +3,13 @@
 A row of any file type has one of these forms; other columns are ignored.
 
   chosen, rejected    two lists of {role, content}: conversations that end with an answer
-  prompt | question | problem | instruction    a string or a list of messages, together with
+  prompt | question | problem | instruction | query | input    a string or messages, with
   chosen, rejected    two strings (or lists of one message): the answers
   margin              optional: how much better `chosen` is, for reward models
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,12 @@ import numpy as np
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer, Tools
-from jaxrl.data.demonstrations import PROMPT_COLUMNS, Messages, check_kept, demonstration
-from jaxrl.data.messages import as_messages, check_text_only, tools_of
-from jaxrl.data.prompts import columns, source_of
-from jaxrl.data.tables import read_rows
+from jaxrl.data.demonstrations import GIVEN_COLUMNS, Messages, demonstration, max_len_text
+from jaxrl.data.items import ItemMaker
+from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
+from jaxrl.data.prompts import source_of
+from jaxrl.data.sources import columns
+from jaxrl.data.sources.rows import Row
 from jaxrl.types import Demonstration
 
 
@@ -35,43 +37,44 @@ class Pair:
     margin: float = 0.0  # the row's column `margin`
 
 
-def load_pairs(
-    sources: Sequence[str],
+def pair_maker(renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int]) -> ItemMaker[Pair]:
+    """Makes the pairs of rows. `stop` are the tokens that end an answer.
+
+    A pair with a conversation over max_prompt_len + max_response_len tokens is dropped with
+    data.filter_overlong_prompts and raises ValueError otherwise. So do rows without the required
+    columns.
+    """
+    make = functools.partial(make_pairs, renderer=renderer, data=data, stop=stop)
+    return ItemMaker("pairs", max_len_text(data), data.columns, make)
+
+
+def make_pairs(
+    rows: Sequence[Row],
+    dropped: list[int],
     *,
     renderer: ChatRenderer,
     data: DataConfig,
     stop: Sequence[int],
-    limit: int = 0,
 ) -> list[Pair]:
-    """All pairs of the sources in order, at most `limit` (0 = all).
-
-    `stop` are the tokens that end an answer. A pair with a conversation over max_prompt_len +
-    max_response_len tokens is dropped with data.filter_overlong_prompts and raises ValueError
-    otherwise. So do rows without the required columns and empty sources.
-    """
+    """The pairs of the rows; the lengths of dropped ones go to `dropped`."""
     pairs: list[Pair] = []
-    dropped = 0
-    rows = itertools.chain.from_iterable(read_rows(source) for source in sources)
-    for number, (place, row) in enumerate(rows):
-        source = source_of(row)
+    for row in rows:
+        source, tools = source_of(row.columns), tools_of(row.columns, row.place)
         chosen, rejected = (
-            _answer(number, messages, source, renderer, stop, tools_of(row, place))
-            for messages in conversations(row, place)
+            _answer(row.number, messages, source, renderer, stop, tools)
+            for messages in conversations(row.columns, row.place)
         )
         n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in (chosen, rejected))
         if n_tokens <= data.max_len:
-            pairs.append(Pair(number, chosen, rejected, margin_of(row, place)))
+            pairs.append(Pair(row.number, chosen, rejected, margin_of(row.columns, row.place)))
         elif data.filter_overlong_prompts:
-            dropped += 1
+            dropped.append(n_tokens)
         else:
             raise ValueError(
-                f"{place} has {n_tokens} tokens in prompt and answer, data.max_prompt_len + "
+                f"{row.place} has {n_tokens} tokens in prompt and answer, data.max_prompt_len + "
                 f"data.max_response_len is {data.max_len}; raise them, or set "
                 "data.filter_overlong_prompts=True to drop such pairs"
             )
-        if len(pairs) == limit > 0:
-            break
-    check_kept("pairs", len(pairs), dropped, sources, data)
     return pairs
 
 
@@ -84,11 +87,11 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
     check_text_only(row, place)
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ValueError(
-            f"{place} has the columns {columns(row)}; required are chosen and rejected, as "
-            f"conversations or as answers to a prompt ({', '.join(PROMPT_COLUMNS)})"
+            f"{place} has the columns {columns.names(row)}; required are chosen and rejected, as "
+            f"conversations or as answers to a prompt ({', '.join(GIVEN_COLUMNS)}); set "
+            "data.columns, for example to chosen:NAME,rejected:NAME"
         )
-    name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    prompt = as_messages(row[name], name, place) if name else ()
+    prompt = prompt_of(row, place, GIVEN_COLUMNS) or ()
     chosen, rejected = (
         _with_prompt(prompt, row[side], side, place) for side in ("chosen", "rejected")
     )
@@ -118,7 +121,7 @@ def _with_prompt(prompt: Messages, value: Any, side: str, place: str) -> Message
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
             f"{place}: {side} is not an answer to a prompt; end it with an assistant turn, and add "
-            f"earlier turns or a column {' or '.join(PROMPT_COLUMNS)}"
+            f"earlier turns or a column {' or '.join(GIVEN_COLUMNS)}"
         )
     return messages
 

@@ -1,161 +1,144 @@
-"""Loads prompts from data sources: columns, chat template, length limit.
+"""Prompts of RL from the rows of a dataset: columns, chat template, length limit.
 
 A row of any file type has one of these forms. Other columns reach the reward in extra_info.
 
 verl's schema                                   plain
-  prompt        list of {role, content}           prompt | messages | question | problem: the first
-  reward_model  {style, ground_truth}               that the row has; a string is one user message
-  data_source   optional, groups the metrics      answer: string, number, or any JSON value
+  prompt        list of {role, content}           a prompt: the first of PROMPT_COLUMNS that the
+  reward_model  {style, ground_truth}               row has; a string is one user message
+  data_source   optional, groups the metrics      an answer: the first of TRUTH_COLUMNS
   ability       optional                          data_source, ability, extra_info: optional
   extra_info    optional, passed to the reward
 
-Both may be mixed (question + reward_model, prompt + answer). The column `tools` has the tools that
+Both may be mixed (question + reward_model, prompt + label). The column `tools` has the tools that
 the chat template offers to the model (jaxrl/data/messages.py). Rewards get an answer as it is in
-the row: a string, a number, a list or a dict. A source may also be a task in jaxrl/data/tasks.py.
+the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
 """
 
-import dataclasses
-import itertools
+import functools
 import json
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl.config.choices import PROMPT_COLUMNS, TRUTH_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.messages import as_messages, check_text_only, tools_of
-from jaxrl.data.tables import read_rows
-from jaxrl.data.tasks import make_questions
+from jaxrl.data.items import ItemMaker, load_items
+from jaxrl.data.messages import check_text_only, prompt_of, tools_of
+from jaxrl.data.sources import columns
+from jaxrl.data.sources.rows import Row
 from jaxrl.types import Message, Prompt
 
-_PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
-# The columns with a meaning here.
-_COLUMNS = {*_PROMPT_COLUMNS, "reward_model", "answer", "data_source", "extra_info", "tools"}
-_TASK_PREFIXES = ("task:", "reasoning_gym:")
-_CHUNK = 1024  # rows rendered together
-
-logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Example:
-    """A parsed row, before the chat template."""
-
-    messages: tuple[Message, ...]
-    answer: Any
-    source: str
-    extra: dict[str, Any]
-    is_text: bool
-    tools: tuple[dict[str, Any], ...] = ()
+_NOT_EXTRA = ("reward_model", "data_source", "extra_info", "tools")
 
 
 def load_prompts(
-    sources: Sequence[str], *, renderer: ChatRenderer, data: DataConfig, limit: int = 0
+    sources: Sequence[str],
+    *,
+    renderer: ChatRenderer,
+    data: DataConfig,
+    answer_for: str = "",
+    max_rows: int = 0,
 ) -> list[Prompt]:
-    """All prompts of the sources in order, at most `limit` (0 = all).
+    """All prompts of the sources in order, or those of `max_rows` evenly spaced rows.
 
-    A prompt's id is its row index over the concatenated sources, including dropped rows. Prompts
-    longer than data.max_prompt_len are dropped or truncated. Raises ValueError for rows without the
-    required columns, for an overlong prompt with both filtering and truncation off, and if no
-    prompt remains.
+    A prompt's id is its row index over the concatenated sources, including dropped rows. Raises
+    ValueError for rows without the required columns, for an overlong prompt with both filtering
+    and truncation off, and if no prompt remains.
     """
-    prompts: list[Prompt] = []
-    dropped: list[int] = []  # lengths
-    rows = enumerate(itertools.chain.from_iterable(_examples(source) for source in sources))
-    for chunk in itertools.batched(rows, _CHUNK):
-        rendered = renderer.render_all(
-            [example.messages for _, example in chunk], [example.tools for _, example in chunk]
-        )
-        for (row, example), tokens in zip(chunk, rendered, strict=True):
-            if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
-                dropped.append(len(tokens))
-                continue
-            tokens = _truncate(tokens, row, data)
-            prompts.append(
-                Prompt(
-                    id=row,
-                    messages=example.messages,
-                    tokens=tokens,
-                    answer=example.answer,
-                    source=example.source,
-                    extra=example.extra,
-                    is_text=example.is_text,
-                )
+    maker = prompt_maker(renderer, data, answer_for=answer_for)
+    return load_items(sources, maker, max_rows=max_rows)
+
+
+def prompt_maker(
+    renderer: ChatRenderer, data: DataConfig, *, answer_for: str = ""
+) -> ItemMaker[Prompt]:
+    """Makes one prompt of each row; those over data.max_prompt_len are dropped or truncated.
+
+    `answer_for` has the names of the reward functions that need an answer; "" allows rows without.
+    """
+    make = functools.partial(make_prompts, renderer=renderer, data=data, answer_for=answer_for)
+    limit = f"data.max_prompt_len = {data.max_prompt_len}"
+    return ItemMaker("prompts", limit, data.columns, make)
+
+
+def make_prompts(
+    rows: Sequence[Row],
+    dropped: list[int],
+    *,
+    renderer: ChatRenderer,
+    data: DataConfig,
+    answer_for: str = "",
+) -> list[Prompt]:
+    """The prompts of the rows, rendered together; the lengths of dropped ones go to `dropped`."""
+    prompts = []
+    conversations = [_messages(row.columns, row.place) for row in rows]
+    tools = [tools_of(row.columns, row.place) for row in rows]
+    rendered = renderer.render_all(conversations, tools)
+    for row, messages, tokens in zip(rows, conversations, rendered, strict=True):
+        if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
+            dropped.append(len(tokens))
+            continue
+        question = columns.first(row.columns, PROMPT_COLUMNS)
+        truth = _truth_column(row, answer_for)
+        prompts.append(
+            Prompt(
+                id=row.number,
+                messages=messages,
+                tokens=_truncate(tokens, row.number, data),
+                answer=_answer(row, truth),
+                source=source_of(row.columns),
+                extra=_extra(row.columns, used=(question, truth)),
+                is_text=isinstance(row.columns[question], str),
             )
-        if limit and len(prompts) >= limit:
-            break
-    if dropped:
-        logger.warning(
-            "%d of %d prompts are longer than data.max_prompt_len = %d tokens and were dropped",
-            len(dropped),
-            len(dropped) + len(prompts),
-            data.max_prompt_len,
         )
-    if not prompts:
-        raise ValueError(_no_prompts(sources, dropped, data))
-    return prompts[:limit] if limit else prompts
+    return prompts
 
 
-def _examples(source: str) -> Iterator[_Example]:
-    if source.startswith(_TASK_PREFIXES):
-        for q in make_questions(source):
-            messages = ({"role": "user", "content": q.text},)
-            yield _Example(
-                messages=messages, answer=q.answer, source=q.source, extra=q.extra, is_text=True
-            )
-        return
-    for place, row in read_rows(source):
-        prompt, is_text = _messages(row, place)
-        yield _Example(
-            messages=prompt,
-            answer=_answer(row, place),
-            source=source_of(row),
-            extra=_extra(row),
-            is_text=is_text,
-            tools=tools_of(row, place),
-        )
-
-
-def _messages(row: dict[str, Any], place: str) -> tuple[tuple[Message, ...], bool]:
-    """The messages of the prompt, and whether the row has text for them."""
+def _messages(row: dict[str, Any], place: str) -> tuple[Message, ...]:
     check_text_only(row, place)
-    column = next((name for name in _PROMPT_COLUMNS if row.get(name) is not None), None)
-    if column is None:
-        raise ValueError(_missing(row, place))
-    return as_messages(row[column], column, place), isinstance(row[column], str)
+    messages = prompt_of(row, place)
+    if messages is None:
+        raise ValueError(
+            f"{place} has the columns {columns.names(row)}; required is a prompt "
+            f"({', '.join(PROMPT_COLUMNS)}); set data.columns, for example to prompt:NAME"
+        )
+    return messages
 
 
-def _answer(row: dict[str, Any], place: str) -> Any:
-    """verl's ground truth or the answer: any value that JSON can express."""
-    reward_model = row.get("reward_model")
-    value = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if value is None:
-        value = row.get("answer")
-    if value is None:
-        raise ValueError(_missing(row, place))
+def _truth_column(row: Row, answer_for: str) -> str:
+    """The column of the answer, or "". Raises ValueError if there is none and the rewards need it.
+
+    verl's reward_model counts if it has a ground_truth.
+    """
+    reward_model = row.columns.get("reward_model")
+    has_truth = isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None
+    column = columns.first(row.columns, TRUTH_COLUMNS if has_truth else TRUTH_COLUMNS[1:])
+    if not column and answer_for:
+        raise ValueError(
+            f"{row.place} has the columns {columns.names(row.columns)}; {answer_for} needs an "
+            f"answer (reward_model with ground_truth, {', '.join(TRUTH_COLUMNS[1:])}); set "
+            "data.columns, for example to answer:NAME, or rewards that need no answer"
+        )
+    return column
+
+
+def _answer(row: Row, column: str) -> Any:
+    """verl's ground truth or the answer: any value that JSON can express; "" without a column."""
+    if not column:
+        return ""
+    value = row.columns[column]
+    if column == "reward_model":
+        value = value["ground_truth"]
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{place} has an answer that JSON cannot express ({error}); store text, numbers, "
+            f"{row.place} has an answer that JSON cannot express ({error}); store text, numbers, "
             "lists or dicts with text as keys"
         ) from error
     return value
-
-
-def _missing(row: dict[str, Any], place: str) -> str:
-    return (
-        f"{place} has the columns {columns(row)}; required are a prompt "
-        f"({', '.join(_PROMPT_COLUMNS)}) and an answer (reward_model with ground_truth, or "
-        "answer); rename the columns or convert the file as scripts/prepare_gsm8k.py does"
-    )
-
-
-def columns(row: dict[str, Any]) -> str:
-    """Names of the non-empty columns of a row."""
-    return ", ".join(name for name, value in row.items() if value is not None) or "none"
 
 
 def source_of(row: dict[str, Any]) -> str:
@@ -163,10 +146,10 @@ def source_of(row: dict[str, Any]) -> str:
     return str(row.get("data_source") or "default")
 
 
-def _extra(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns without a meaning above, then those of extra_info, which win."""
-    extra = row.get("extra_info")
-    other = {k: v for k, v in row.items() if v is not None and k not in _COLUMNS}
+def _extra(row: dict[str, Any], used: tuple[str, str]) -> dict[str, Any]:
+    """The columns without a meaning for the prompt, then those of extra_info, which win."""
+    extra, known = row.get("extra_info"), {*used, *_NOT_EXTRA}
+    other = {k: v for k, v in row.items() if v is not None and k not in known}
     return other | (extra if isinstance(extra, dict) else {})
 
 
@@ -189,14 +172,4 @@ def _truncate(tokens: np.ndarray, row: int, data: DataConfig) -> np.ndarray:
         f"prompt {row} has {len(tokens)} tokens, data.max_prompt_len is {limit}; raise it, set "
         "data.filter_overlong_prompts=True to drop such prompts, or set data.truncation to 'left', "
         "'right' or 'middle'"
-    )
-
-
-def _no_prompts(sources: Sequence[str], dropped: list[int], data: DataConfig) -> str:
-    names = ", ".join(sources) or "an empty list of sources"
-    if not dropped:
-        return f"no prompts in {names}; set data.train (or data.val) to files that have some"
-    return (
-        f"all {len(dropped)} prompts of {names} are longer than data.max_prompt_len = "
-        f"{data.max_prompt_len} tokens (the shortest has {min(dropped)}); raise it"
     )

@@ -19,6 +19,8 @@ BUILT_IN = {
     "reasoning_gym": "jaxrl.rewards.verifiers.reasoning_gym:reasoning_gym",
     "remote": "jaxrl.rewards.verifiers.remote:remote",
 }
+# Built-in rewards that compare with the answer of the row, or read it.
+NEED_ANSWER = ("by_source", "code", "exact", "gsm8k", "last_number", "math")
 # Called once in the training process, before the workers start, with the options of the reward that
 # it declares. Raises ValueError if the reward cannot run on this machine.
 START_CHECKS = {"code": "jaxrl.rewards.verifiers.code:check_machine"}
@@ -33,6 +35,11 @@ POOL_OPTIONS = {
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names, with its options bound. Raises ValueError."""
     return load_plugin(spec, built_in=BUILT_IN, key=KEY, reserved=POOL_OPTIONS)
+
+
+def need_answer(specs: Sequence[str]) -> list[str]:
+    """The functions that fail without an answer; of the user's own ones that is not known."""
+    return [spec for spec in specs if spec.partition("?")[0] in NEED_ANSWER]
 
 
 def check_start(spec: str) -> None:

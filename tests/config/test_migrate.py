@@ -204,3 +204,11 @@ def test_every_translated_key_exists():
     assert set(RENAMED.values()) <= set(keys(RunConfig))
     everything = migrate({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"})
     assert set(everything.config) <= set(keys(RunConfig))
+
+
+def test_column_keys_of_verl_become_a_mapping():
+    given = {"data.prompt_key": "question", "data.val_max_samples": -1}
+    config = migrate(given).config
+    assert config["data.columns"] == ("prompt:question",)
+    assert "data.val_max_samples" not in config
+    assert "data.columns" not in migrate({"data.prompt_key": "prompt"}).config

@@ -7,7 +7,8 @@ import pytest
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.demonstrations import conversation, load_demonstrations, to_sample
+from jaxrl.data.demonstrations import conversation, demonstration_maker, to_sample
+from jaxrl.data.items import load_items
 from jaxrl.data.packing import pack
 
 STOP = (2,)
@@ -24,9 +25,8 @@ def write(tmp_path, *rows):
 
 
 def load(tmp_path, renderer, *rows, **data):
-    return load_demonstrations(
-        [write(tmp_path, *rows)], renderer=renderer, data=DataConfig(**data), stop=STOP
-    )
+    maker = demonstration_maker(renderer, DataConfig(**data), stop=STOP)
+    return load_items([write(tmp_path, *rows)], maker)
 
 
 def test_assistant_turns_and_their_stop_tokens_are_learned(renderer):
@@ -188,11 +188,51 @@ def test_overlong_demonstrations_are_dropped_rejected_or_truncated(renderer, tmp
     rows = [{"question": "1?", "answer": "2" * n} for n in (5, 90)]
     size = dict(max_prompt_len=40, max_response_len=20)
     assert len(load(tmp_path, renderer, *rows, **size)) == 1
-    assert caplog.messages == ["1 demonstrations of over 60 tokens were dropped"]
-    with pytest.raises(ValueError, match="all 1 are longer than 60"):
+    assert caplog.messages == [
+        "1 of 2 demonstrations are longer than data.max_prompt_len + data.max_response_len = 60 "
+        "tokens and were dropped"
+    ]
+    with pytest.raises(ValueError, match=r"all 1 demonstrations of .* = 60 tokens"):
         load(tmp_path, renderer, rows[1], **size)
     size["filter_overlong_prompts"] = False
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 has 1\d\d tokens"):
         load(tmp_path, renderer, *rows, **size)
     cut = load(tmp_path, renderer, *rows, **size, truncation="right")[1]
     assert len(cut.prompt_tokens) + len(cut.tokens) == 60
+
+
+SHAREGPT = [{"from": "human", "value": "1 + 2?"}, {"from": "gpt", "value": "It is 3."}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [QUESTION], "completion": [ANSWER]},  # TRL
+        {"input": "1 + 2?", "output": "It is 3."},  # OpenRLHF
+        {"conversations": SHAREGPT},
+        {"instruction": "1 + 2?", "input": "", "output": "It is 3."},  # Alpaca
+    ],
+)
+def test_usual_column_names_are_read(row, renderer, tmp_path):
+    [one] = load(tmp_path, renderer, row)
+    np.testing.assert_array_equal(one.prompt_tokens, renderer.render([QUESTION]))
+    assert renderer.decode(one.tokens, skip_special=False) == "It is 3.<|im_end|>"
+
+
+def test_the_context_of_an_instruction_follows_it():
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    assert conversation(row, "f:1")[0][0]["content"] == "Add.\n1, 2"
+
+
+def test_only_the_completion_is_learned_if_the_prompt_has_assistant_turns(renderer, tmp_path):
+    row = {"prompt": [QUESTION, ANSWER, QUESTION_2], "completion": [ANSWER_2]}
+    [one] = load(tmp_path, renderer, row)
+    np.testing.assert_array_equal(one.prompt_tokens, renderer.render(row["prompt"]))
+    assert renderer.decode(one.tokens[one.loss_mask]) == "7, à peu près."
+
+
+def test_columns_are_read_under_the_names_of_the_mapping(renderer, tmp_path):
+    row = {"messages": [QUESTION_2, ANSWER_2], "q": "1 + 2?", "a": "It is 3."}
+    maker_columns = ("prompt:q", "completion:a")
+    [one] = load(tmp_path, renderer, row, columns=maker_columns)
+    assert renderer.decode(one.tokens) == "It is 3."

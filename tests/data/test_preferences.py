@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.preferences import conversations, load_pairs
+from jaxrl.data.items import load_items
+from jaxrl.data.preferences import conversations, pair_maker
 
 STOP = (2,)
 QUESTION = {"role": "user", "content": "1 + 2?"}
@@ -16,7 +17,7 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 3.", "4"
 def load(tmp_path, renderer, *rows, **data):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return load_pairs([str(path)], renderer=renderer, data=DataConfig(**data), stop=STOP)
+    return load_items([str(path)], pair_maker(renderer, DataConfig(**data), stop=STOP))
 
 
 FORMS = [
@@ -79,7 +80,17 @@ def test_overlong_pairs_are_dropped_or_rejected(renderer, tmp_path):
     rows = [{"prompt": "1?", "chosen": "2" * n, "rejected": "3"} for n in (5, 90)]
     size = dict(max_prompt_len=40, max_response_len=20)
     assert [pair.id for pair in load(tmp_path, renderer, *rows, **size)] == [0]
-    with pytest.raises(ValueError, match="all 1 are longer than 60"):
+    with pytest.raises(ValueError, match=r"all 1 pairs of .* = 60 tokens"):
         load(tmp_path, renderer, rows[1], **size)
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 has 1\d\d tokens in prompt and answer"):
         load(tmp_path, renderer, *rows, **size, filter_overlong_prompts=False)
+
+
+def test_columns_are_read_under_the_names_of_the_mapping(renderer, tmp_path):
+    row = {"q": "1 + 2?", "good": "It is 3.", "bad": "4"}
+    columns = ("prompt:q", "chosen:good", "rejected:bad")
+    [pair] = load(tmp_path, renderer, row, columns=columns)
+    assert [renderer.decode(one.tokens) for one in (pair.chosen, pair.rejected)] == [
+        "It is 3.",
+        "4",
+    ]

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/prompts.py, jaxrl/data/messages.py and jaxrl/data/tables.py."""
+"""Tests of jaxrl/data/prompts.py, jaxrl/data/messages.py and jaxrl/data/sources/files.py."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.prompts import load_prompts
-from jaxrl.data.tables import find_files
+from jaxrl.data.sources.files import find_files
 
 VERL_ROW = {
     "data_source": "openai/gsm8k",
@@ -41,8 +41,14 @@ def questions(prompts):
 
 @pytest.fixture
 def load(renderer):
-    def load(*sources, limit=0, **data):
-        return load_prompts(sources, renderer=renderer, data=DataConfig(**data), limit=limit)
+    def load(*sources, max_rows=0, answer_for="math", **data):
+        return load_prompts(
+            sources,
+            renderer=renderer,
+            data=DataConfig(**data),
+            answer_for=answer_for,
+            max_rows=max_rows,
+        )
 
     return load
 
@@ -120,10 +126,11 @@ def test_a_task_is_a_source_like_a_file(load):
     assert [p.id for p in prompts] == list(range(len(prompts)))
 
 
-def test_limit_keeps_the_first_prompts(load):
-    all_of_them = load("task:addition?size=1500")
-    assert [p.id for p in load("task:addition?size=1500", limit=5)] == [0, 1, 2, 3, 4]
-    assert len(all_of_them) == 1500
+def test_a_limit_takes_evenly_spaced_rows_of_all_sources(load, tmp_path):
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", qa(*(n * 4))) for n in "abc"]
+    assert questions(load(*sources, max_rows=6)) == ["a", "a", "b", "b", "c", "c"]
+    assert [p.id for p in load("task:addition?size=1500", max_rows=3)] == [0, 500, 1000]
+    assert len(load(*sources, max_rows=100)) == 12
 
 
 @pytest.mark.parametrize(
@@ -151,11 +158,13 @@ def test_an_overlong_prompt_error_has_id_length_and_remedy(load, tmp_path):
 
 def test_a_missing_column_error_has_place_found_and_required_columns(load, tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"text": "a", "label": 1}])
-    with pytest.raises(ValueError, match=r"a\.parquet:1 has the columns text, label; required are"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet:1 has the columns text, label; required is a"
+    ):
         load(path)
     path = write_jsonl(tmp_path / "b.jsonl", [*qa("a"), {"question": "b"}])
     with pytest.raises(
-        ValueError, match=r"b\.jsonl:2 has the columns question; required .* answer"
+        ValueError, match=r"b\.jsonl:2 has the columns question; math needs an answer"
     ):
         load(path)
 
@@ -267,3 +276,42 @@ def test_the_arrow_file_format_is_read_too(load, tmp_path):
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no \.parquet"):
         find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": "1 + 1?", "label": "2"},  # OpenRLHF
+        {"prompt": [{"role": "user", "content": "1 + 1?"}], "solution": "2"},  # TRL
+        {"problem": "1 + 1?", "solution": "1 + 1 is 2.", "answer": "2"},  # an answer comes first
+    ],
+)
+def test_usual_column_names_are_read(load, tmp_path, row):
+    [prompt] = load(write_jsonl(tmp_path / "a.jsonl", [row]))
+    assert (questions([prompt]), prompt.answer) == (["1 + 1?"], "2")
+
+
+def test_columns_are_read_under_the_names_of_the_mapping(load, tmp_path):
+    row = {"prompt": "wrong", "answer": "wrong", "q": "1 + 1?", "meta": {"truth": 2}}
+    path = write_jsonl(tmp_path / "a.jsonl", [row, row | {"p": "2 + 2?"}])
+    columns = ("question:p", "question:q", "label:meta.truth")
+    prompts = load(path, columns=columns)
+    assert questions(prompts) == ["1 + 1?", "2 + 2?"]
+    assert [p.answer for p in prompts] == [2, 2]
+
+
+def test_a_mapped_column_that_is_missing_is_an_error_with_the_columns(load, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "gold": "b"}])
+    message = r"a\.jsonl:1 has no column gt to read as answer, .* has the columns question, gold"
+    with pytest.raises(ValueError, match=message):
+        load(path, columns=("answer:gt",))
+
+
+def test_rows_without_an_answer_are_read_if_no_reward_needs_one(load, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    [prompt] = load(path, answer_for="")
+    assert prompt.answer == ""
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1 has the columns prompt; math needs an answer"
+    ):
+        load(path, answer_for="math")

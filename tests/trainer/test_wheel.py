@@ -82,7 +82,7 @@ def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_mode
     shared = ("--config.model.path=model", "--config.total_steps=1", "--config.mesh.fsdp=1")
     shipped = ("--config=configs/quickstart.py", "--config.data.max_prompt_len=96")
     small = (
-        *("--config.data.prompts_per_step=2", "--config.data.val_prompts=2"),
+        *("--config.data.prompts_per_step=2", "--config.data.val_max_samples=2"),
         *("--config.rollout.n=2", "--config.rollout.max_num_seqs=4"),
     )
     run(*train, *shipped, *shared, *small, cwd=tmp_path, env=env)

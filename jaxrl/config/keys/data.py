@@ -15,9 +15,18 @@ class DataConfig:
         "'task:addition?digits=1,2'",
     )
     val: tuple[str, ...] = key((), "Validation prompts, in the same forms; () = no validation")
+    columns: tuple[str, ...] = key(
+        (),
+        "Names of columns as 'name:column', such as 'prompt:input', 'answer:label': the data's "
+        "column is read as that name; a dotted column is a path; of entries with one name the "
+        "first that the row has counts; () = the usual names",
+    )
     prompts_per_step: int = key(64, "Prompts per training step (global)", ge=1)
-    val_prompts: int = key(
-        0, "Number of validation prompts, from the start of the set; 0 = all", ge=0
+    val_max_samples: int = key(
+        0,
+        "Maximum number of validation rows, evenly spaced over all rows of data.val, so the same "
+        "in every run; 0 = all",
+        ge=0,
     )
     max_prompt_len: int = key(
         512, "Maximum prompt length in tokens, including the chat template", ge=1

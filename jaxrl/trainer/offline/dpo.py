@@ -13,7 +13,7 @@ from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
-from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.experience import policy_logps, reference_logps
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
@@ -126,7 +126,7 @@ def preference_metrics(
 
 
 DPO = Objective(
-    load=load_pairs,
+    maker=pair_maker,
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.items import ItemMaker
 from jaxrl.data.packing import gather, pack_samples, padding_fraction
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.metrics import speed_metrics
@@ -24,7 +25,7 @@ UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_mo
 class Objective:
     """An offline training objective, expressed as a policy gradient or value loss."""
 
-    load: Callable[..., Sequence]  # (sources, renderer=, data=, stop=, limit=) -> items
+    maker: Callable[..., ItemMaker]  # (renderer, data, stop=) -> of the items
     make_samples: Callable[["OfflineRun", Sequence], tuple[list[TrainingSample], dict[str, float]]]
     evaluate: Callable[["OfflineRun", Sequence], dict[str, float]]  # validation items -> val/*
     aggregation: str  # algorithm.aggregation of its loss

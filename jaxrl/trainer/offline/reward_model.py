@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
-from jaxrl.data.preferences import Pair, load_pairs
+from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
@@ -67,7 +67,7 @@ def to_sequence(item: Demonstration) -> TrainingSample:
 
 
 REWARD_MODEL = Objective(
-    load=load_pairs,
+    maker=pair_maker,
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

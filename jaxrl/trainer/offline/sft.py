@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.data.demonstrations import load_demonstrations, to_sample
+from jaxrl.data.demonstrations import demonstration_maker, to_sample
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.experience import policy_logps
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
@@ -37,7 +37,7 @@ def evaluate(run: OfflineRun, items: Sequence[Demonstration]) -> dict[str, float
 
 
 SFT = Objective(
-    load=load_demonstrations,
+    maker=demonstration_maker,
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="token_mean",

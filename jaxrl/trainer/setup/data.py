@@ -5,11 +5,12 @@ from pathlib import Path
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.items import ItemMaker, load_items
 from jaxrl.data.iterator import BatchIterator
-from jaxrl.data.prompts import load_prompts
+from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
+from jaxrl.rewards.functions import need_answer
 from jaxrl.types import Prompt
 
 
@@ -21,21 +22,16 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
     return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
 
 
-def load_data(
-    cfg: RunConfig, renderer: ChatRenderer, progress: Progress
-) -> tuple[list[Prompt], list[Prompt]]:
-    """(training prompts, validation prompts)."""
-    data = cfg.data
-    prompts = load_prompts(data.train, renderer=renderer, data=data)
-    val_prompts = load_val(cfg, renderer) if data.val else []
-    progress.status(f"data: {len(prompts)} training prompts, {len(val_prompts)} for validation")
-    return prompts, val_prompts
+def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:
+    """Makes prompts with the answers that the reward functions need."""
+    answer_for = ", ".join(need_answer(cfg.reward.functions))
+    return prompt_maker(renderer, cfg.data, answer_for=answer_for)
 
 
-def load_val(cfg: RunConfig, renderer: ChatRenderer) -> list[Prompt]:
-    """The validation prompts."""
+def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:
+    """The validation items; none without data.val."""
     data = cfg.data
-    return load_prompts(data.val, renderer=renderer, data=data, limit=data.val_prompts)
+    return load_items(data.val, maker, max_rows=data.val_max_samples) if data.val else []
 
 
 def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:

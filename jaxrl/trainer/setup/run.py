@@ -5,10 +5,10 @@ Cheap checks run before the devices are opened: run folder, tokenizer, data and 
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.items import load_items
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.learner.requirements import needs_ref
 from jaxrl.models.files.hf_load import load_params
@@ -24,7 +24,7 @@ from jaxrl.trainer.offline.objective import (
 from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.setup.core import build_core
-from jaxrl.trainer.setup.data import load_data, load_val, make_iterator
+from jaxrl.trainer.setup.data import load_val, make_iterator, make_prompt_maker
 from jaxrl.trainer.setup.devices import checked_plan, open_devices, open_session
 from jaxrl.trainer.setup.engines import (
     load_reward_model,
@@ -47,12 +47,14 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         session = open_session(cfg, stack)
         models = open_models(cfg)
         with hosts.raise_together():
-            prompts, val_prompts = load_data(cfg, models.renderer, session.progress)
+            maker = make_prompt_maker(cfg, models.renderer)
+            prompts, val = load_items(cfg.data.train, maker), load_val(cfg, maker)
             iterator = make_iterator(cfg, prompts)
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(prompts)
             environments = open_environments(cfg, stack)
-        check_same_data(prompts, val_prompts)
+        session.progress.status(f"data: {len(prompts)} training prompts, {len(val)} for validation")
+        check_same_data(prompts, val)
         policy = open_devices(cfg, models, session, stack)
         role_decoders = models.folders.other_configs()
         plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
@@ -65,7 +67,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             session,
             stack,
             iterator=iterator,
-            val=val_prompts,
+            val=val,
             has_reference=needs_ref(cfg),
         )
         engines = make_engines(cfg, rollout, models, policy, session, environments)
@@ -91,7 +93,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         session = open_session(cfg, stack)
         models = open_models(cfg)
         with hosts.raise_together():
-            prompts = load_val(cfg, models.renderer)
+            prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(prompts)
             environments = open_environments(cfg, stack)
@@ -120,14 +122,9 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         session = open_session(cfg, stack)
         models = open_models(cfg)
         with hosts.raise_together():
-            load = functools.partial(
-                objective.load,
-                renderer=models.renderer,
-                data=cfg.data,
-                stop=stop_ids(models.folders.policy, models.renderer.tokenizer),
-            )
-            items = load(cfg.data.train)
-            val = load(cfg.data.val, limit=cfg.data.val_prompts) if cfg.data.val else []
+            stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
+            maker = objective.maker(models.renderer, cfg.data, stop=stop)
+            items, val = load_items(cfg.data.train, maker), load_val(cfg, maker)
             iterator = make_iterator(cfg, items)
         session.progress.status(f"data: {len(items)} training items, {len(val)} for validation")
         check_same_data(items, val)

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/tables.py: damaged files and indexes end with one error that names them."""
+"""Tests of jaxrl/data/sources/files.py: damaged files end with one error that names them."""
 
 import json
 
@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from jaxrl.data.tables import find_files, read_rows
+from jaxrl.data.sources.files import find_files, read_rows
 from tests.file_damage import assert_named_or_valid, damage, fuzz
 
 ROWS = [{"question": f"{i} + 1", "extra": {"list": [i, None]}, "answer": 0.5} for i in range(40)]

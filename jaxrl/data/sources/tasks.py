@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
+PREFIXES = ("task:", "reasoning_gym:")
 _MAX_ENUMERATED = 20_000  # questions; larger pools are sampled instead of shuffled
 _VAL_FRACTION = 0.1  # of all questions
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from jaxrl.data.tasks import arithmetic, make_questions
+from jaxrl.data.sources.tasks import arithmetic, make_questions
 
 TASKS = ("addition", "subtraction", "multiplication", "chain_sum")
 

@@ -1,0 +1,41 @@
+"""Rules between the keys of data."""
+
+from jaxrl.config.choices import (
+    COMPLETION_COLUMNS,
+    CONVERSATION_COLUMNS,
+    OTHER_COLUMNS,
+    PAIR_COLUMNS,
+    PROMPT_COLUMNS,
+    TRUTH_COLUMNS,
+)
+from jaxrl.config.keys import DataConfig
+from jaxrl.config.schema import nearest
+
+_COLUMNS = (
+    *PROMPT_COLUMNS,
+    *CONVERSATION_COLUMNS,
+    *TRUTH_COLUMNS,
+    *COMPLETION_COLUMNS,
+    *PAIR_COLUMNS,
+    *OTHER_COLUMNS,
+)
+
+
+def data_errors(data: DataConfig) -> list[str]:
+    """One line per broken rule, with the values and what to set instead."""
+    return _column_errors(data)
+
+
+def _column_errors(data: DataConfig) -> list[str]:
+    errors = []
+    for entry in data.columns:
+        name, _, column = entry.partition(":")
+        if name in _COLUMNS and column:
+            continue
+        guess = nearest(name, _COLUMNS)
+        hint = f"did you mean '{guess}:{column or 'NAME'}'? " if guess else ""
+        errors.append(
+            f"data.columns has {entry!r}, which is not 'name:column' with a name that is read; "
+            f"{hint}the names are {', '.join(dict.fromkeys(_COLUMNS))}"
+        )
+    return errors
