@@ -6,12 +6,61 @@ sequence, and one `generate` call makes several tokens for every running slot.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.types import TokenSets, Tree
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed, for example because it is too complex."""
+
+
+@runtime_checkable
+class TokenMatcher(Protocol):
+    """Follows a grammar through one response."""
+
+    def allowed(self) -> np.ndarray:
+        """The tokens that may come next, uint32 [W]: bit i of word w is token 32 w + i.
+
+        At least one; the end-of-sequence tokens if the response may end. Raises GrammarError.
+        """
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advances by sampled tokens. Raises GrammarError if they are not allowed."""
+        ...
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """The responses that a request allows."""
+
+    def matcher(self) -> TokenMatcher:
+        """A matcher at the start of a response. Raises GrammarError."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitAdjustments:
+    """Changes of the logits of one request before temperature and filters.
+
+    In this order, with c(v) the count of token v in the response so far: the logit of a token of
+    prompt or response is divided by `repetition_penalty` if positive and multiplied otherwise
+    (https://arxiv.org/abs/1909.05858); minus frequency_penalty c(v) and minus presence_penalty if
+    c(v) > 0; plus `bias`; then -inf for stop tokens before `min_tokens` tokens, and for tokens that
+    the grammar does not allow.
+    """
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()  # distinct (token id, value), at most MAX_BIAS
+    min_tokens: int = 0  # no stop token id is sampled before this many tokens
+    grammar: Grammar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +74,13 @@ class Request:
     sample: int = 0
     seed: int = 0
     ignore_stop: bool = False  # sample exactly max_tokens tokens: forced lengths in benchmarks
+    adjustments: LogitAdjustments | None = None
+    top_logprobs: bool = False  # also return the most likely tokens at each position
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether it needs the programs that change logits and return the most likely tokens."""
+        return self.adjustments is not None or self.top_logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +94,27 @@ class Prefix:
 
 
 @dataclasses.dataclass(frozen=True)
+class TopTokens:
+    """The most likely tokens at each of n positions, most likely first."""
+
+    ids: np.ndarray  # int32 [n, N_TOP]
+    logp: np.ndarray  # float32 [n, N_TOP], of softmax(logits / temperature), as Generated.logp
+
+
+@dataclasses.dataclass(frozen=True)
 class Generated:
     """New tokens of one slot from one dispatch."""
 
     slot: int
     tokens: np.ndarray  # int32 [n_new], the stop token included
-    logp: np.ndarray  # float32 [n_new], of softmax(logits / temperature), without filters
+    # float32 [n_new], of softmax(logits / temperature), without adjustments and filters
+    logp: np.ndarray
     # float32 [n_new], of the distribution that the tokens were sampled from, see engine/sampling.py
     behavior_logp: np.ndarray
-    finish: str  # "stop" | "length" | "" while the sequence is unfinished
+    finish: str  # "stop" | "length" | "error" (of the grammar) | "" while unfinished
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
+    top: TopTokens | None = None  # if the request wants them
+    error: str = ""  # of the grammar
 
 
 @dataclasses.dataclass

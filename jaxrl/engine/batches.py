@@ -1,12 +1,15 @@
 """The declared shapes of dispatches, and the host-side arrays that fill them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl.config.keys import RolloutConfig
-from jaxrl.engine.api import Request
+from jaxrl.data.support import n_words
+from jaxrl.engine.adjustments import MAX_BIAS, Adjustments
+from jaxrl.engine.api import LogitAdjustments, Request
 from jaxrl.engine.decode_loop import DecodeBatch
 from jaxrl.engine.sampling import SamplingParams
 from jaxrl.engine.scheduler import PrefillChunk
@@ -15,6 +18,7 @@ from jaxrl.engine.scheduler import Sequence as RunningSequence
 MAX_STOP_IDS = 16  # stop token ids per request
 PREFILL_LEN = 64  # tokens of a prefill row; longer pages make longer rows
 UINT32 = 0xFFFFFFFF  # the bits of a number that a random key uses
+NO_ADJUSTMENTS = LogitAdjustments()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +27,15 @@ class DispatchShapes:
 
     prefill_row_len: int  # tokens, a multiple of page_len
     max_pages_per_seq: int  # columns of the page table
-    history_len: int  # tokens of a decode row's history; 0 without speculation
+    history_len: int  # tokens of a decode row's history
+    keep_history: bool  # of every batch, for speculation; else only of those with adjustments
+    n_vocab: int
     decode_buckets: tuple[int, ...]  # sequences of a decode batch, ascending
     prefill_buckets: tuple[int, ...]  # rows of a prefill dispatch, ascending
     mixed: bool  # whether prefill and a decode step may share a dispatch
 
 
-def dispatch_shapes(rollout: RolloutConfig, max_len: int) -> DispatchShapes:
+def dispatch_shapes(rollout: RolloutConfig, max_len: int, n_vocab: int) -> DispatchShapes:
     """The shapes for `rollout` and sequences of up to `max_len` tokens.
 
     Mixing prefill with decode needs prompts long enough to fill a dispatch (those of all slots
@@ -43,7 +49,9 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int) -> DispatchShapes:
     return DispatchShapes(
         prefill_row_len=row_len,
         max_pages_per_seq=max_pages,
-        history_len=max_pages * page_len if rollout.spec_tokens else 0,
+        history_len=max_pages * page_len,
+        keep_history=rollout.spec_tokens > 0,
+        n_vocab=n_vocab,
         decode_buckets=decode_buckets(rollout.max_num_seqs),
         prefill_buckets=prefill,
         mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
@@ -102,15 +110,17 @@ def prefill_arrays(
 
 
 def decode_batch(
-    rows: list[RunningSequence | None], shapes: DispatchShapes, eos_ids: tuple[int, ...]
+    rows: list[RunningSequence | None],
+    shapes: DispatchShapes,
+    eos_ids: tuple[int, ...],
+    *,
+    adjusted: bool,
 ) -> DecodeBatch:
-    """The arrays of the next decode step of each sequence, None being padding."""
+    """The arrays of the next decode step of each sequence, None being padding.
 
-    def column(
-        dtype: type, pad: int, value: Callable[[RunningSequence], int | float]
-    ) -> np.ndarray:
-        return np.array([pad if row is None else value(row) for row in rows], dtype)
-
+    They have adjustments if `adjusted`.
+    """
+    column = functools.partial(_column, rows)
     stops = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
     for b, row in enumerate(rows):
         if row is not None and not row.request.ignore_stop:
@@ -119,7 +129,7 @@ def decode_batch(
     return DecodeBatch(
         token=column(np.int32, 0, lambda seq: seq.last_token),
         position=column(np.int32, -1, lambda seq: seq.n_tokens - 1),
-        remaining=column(np.int32, 0, lambda seq: seq.remaining),
+        remaining=column(np.int32, 0, lambda seq: seq.remaining_in_dispatch),
         seed=column(np.uint32, 0, lambda seq: seq.request.seed & UINT32),
         prompt_id=column(np.uint32, 0, lambda seq: seq.request.prompt_id & UINT32),
         sample=column(np.uint32, 0, lambda seq: seq.request.sample),
@@ -131,8 +141,48 @@ def decode_batch(
             top_p=column(np.float32, 1, lambda seq: seq.request.sampling.top_p),
             min_p=column(np.float32, 0, lambda seq: seq.request.sampling.min_p),
         ),
-        history=_history(rows, shapes.history_len) if shapes.history_len else None,
+        history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
+        adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
     )
+
+
+def _adjustments(rows: list[RunningSequence | None], n_vocab: int) -> Adjustments:
+    """The adjustments of each row; those of padding and of requests without any have no effect."""
+    column = functools.partial(_column, rows)
+    bias_ids = np.full((len(rows), MAX_BIAS), n_vocab, np.int32)
+    bias = np.zeros((len(rows), MAX_BIAS), np.float32)
+    allowed = np.full((len(rows), n_words(n_vocab)), UINT32, np.uint32)
+    for b, row in enumerate(rows):
+        if row is None:
+            continue
+        for k, (token, value) in enumerate(_own(row).bias):
+            bias_ids[b, k], bias[b, k] = token, value
+        if row.allowed is not None:
+            allowed[b] = row.allowed
+    return Adjustments(
+        repetition_penalty=column(np.float32, 1, lambda seq: _own(seq).repetition_penalty),
+        frequency_penalty=column(np.float32, 0, lambda seq: _own(seq).frequency_penalty),
+        presence_penalty=column(np.float32, 0, lambda seq: _own(seq).presence_penalty),
+        bias_ids=bias_ids,
+        bias=bias,
+        min_tokens=column(np.int32, 0, lambda seq: _own(seq).min_tokens),
+        prompt_len=column(np.int32, 0, lambda seq: len(seq.request.tokens)),
+        allowed=allowed,
+        top_logprobs=column(np.bool_, 0, lambda seq: seq.request.top_logprobs),
+    )
+
+
+def _own(seq: RunningSequence) -> LogitAdjustments:
+    return seq.request.adjustments or NO_ADJUSTMENTS
+
+
+def _column(
+    rows: list[RunningSequence | None],
+    dtype: type,
+    pad: int,
+    value: Callable[[RunningSequence], int | float],
+) -> np.ndarray:
+    return np.array([pad if row is None else value(row) for row in rows], dtype)
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

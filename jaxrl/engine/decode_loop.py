@@ -11,8 +11,17 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxrl import types
 from jaxrl.data.support import n_words
+from jaxrl.engine.adjustments import (
+    N_TOP,
+    Adjustments,
+    RowState,
+    TokenCounts,
+    count_tokens,
+    sample_adjusted,
+)
 from jaxrl.engine.sampling import (
     N_COLUMNS,
+    Sample,
     SamplingParams,
     row_keys,
     sample_sharded,
@@ -37,7 +46,21 @@ class DecodeBatch:
     stop_ids: types.Array  # int32 [B, n_stop], -1 = none
     page_table: types.Array  # int32 [B, C]
     sampling: SamplingParams
-    history: types.Array = None  # int32 [B, S], all tokens so far; None without speculation
+    # int32 [B, S], all tokens so far; None without speculation and adjustments
+    history: types.Array = None
+    adjustments: Adjustments | None = None  # None if no row has any: then the program has none
+
+    def counts(self, n_vocab: int) -> TokenCounts | None:
+        """The counts that the adjustments need."""
+        if self.adjustments is None:
+            return None
+        return count_tokens(self.history, self.position, self.adjustments, n_vocab)
+
+    def row_state(self, counts: TokenCounts | None, position: jax.Array) -> RowState | None:
+        """What the adjustments of the tokens after `position` depend on."""
+        if self.adjustments is None or counts is None:
+            return None
+        return RowState(self.adjustments, counts, self.stop_ids, position)
 
 
 @struct.dataclass
@@ -46,20 +69,28 @@ class DispatchOutput:
 
     columns: types.Array  # int32 [3, B, S], the tokens and the bits of their logprobs
     support: types.Array = None  # uint32 [S, B, W], see `Sample.support`
+    top: types.Array = None  # int32 [S, B, 2 * n], see `Sample.top`
 
     @classmethod
-    def empty(cls, B: int, S: int, *, n_vocab: int) -> "DispatchOutput":
-        """No tokens; with supports if `n_vocab` is positive."""
-        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if n_vocab else None
-        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support)
+    def empty(
+        cls, B: int, S: int, *, n_vocab: int, keep_support: bool, keep_top: bool
+    ) -> "DispatchOutput":
+        """No tokens."""
+        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if keep_support else None
+        top = jnp.zeros((S, B, 2 * min(N_TOP, n_vocab)), jnp.int32) if keep_top else None
+        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top)
 
     def at_step(self, step: Int[Array, ""], new: "DispatchOutput") -> "DispatchOutput":
         """The output with the tokens of one step written to column `step`."""
-        columns = jax.lax.dynamic_update_slice(self.columns, new.columns, (0, 0, step))
-        support = self.support
-        if support is not None:
-            support = jax.lax.dynamic_update_slice(support, new.support, (step, 0, 0))
-        return DispatchOutput(columns, support)
+
+        def write(rows: jax.Array, one: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(rows, one, (step, 0, 0))
+
+        return DispatchOutput(
+            jax.lax.dynamic_update_slice(self.columns, new.columns, (0, 0, step)),
+            jax.tree.map(write, self.support, new.support),
+            jax.tree.map(write, self.top, new.top),
+        )
 
 
 def decode_loop_condition(
@@ -103,7 +134,7 @@ def decode_steps(
     B = batch.token.shape[0]
 
     def one_step(state):
-        step, cache, position, token, remaining, out = state
+        step, cache, position, token, remaining, counts, out = state
         active = position >= 0
         hidden, cache = forward_paged(
             params,
@@ -115,12 +146,14 @@ def decode_steps(
             implementation=implementation,
         )
         new, token = sample_tokens(
-            params, hidden, keys, position, batch.sampling, rules, keep_support=keep_support
+            params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )
         out = out.at_step(step, new)
+        if counts is not None:
+            counts = counts.add(jnp.arange(B)[:, None], token[:, None], active[:, None])
         ended = (remaining <= 1) | jnp.any(token[:, None] == batch.stop_ids, axis=1)
         position = jnp.where(active & ~ended, position + 1, -1)
-        return step + 1, cache, position, token, remaining - 1, out
+        return step + 1, cache, position, token, remaining - 1, counts, out
 
     start = (
         jnp.int32(0),
@@ -128,10 +161,17 @@ def decode_steps(
         batch.position,
         batch.token,
         batch.remaining,
-        DispatchOutput.empty(B, max_steps, n_vocab=params.cfg.V if keep_support else 0),
+        batch.counts(params.cfg.V),
+        DispatchOutput.empty(
+            B,
+            max_steps,
+            n_vocab=params.cfg.V,
+            keep_support=keep_support,
+            keep_top=batch.adjustments is not None,
+        ),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
-    _, cache, _, _, _, out = jax.lax.while_loop(condition, one_step, start)
+    _, cache, *_, out = jax.lax.while_loop(condition, one_step, start)
     return cache, out
 
 
@@ -140,7 +180,8 @@ def sample_tokens(
     hidden: Float[Array, "B 1 D"],
     keys: Key[Array, "B"],
     position: Int[Array, "B"],
-    sampling: SamplingParams,
+    batch: DecodeBatch,
+    counts: TokenCounts | None,
     rules: Rules,
     *,
     keep_support: bool,
@@ -150,12 +191,33 @@ def sample_tokens(
     Returns the output of one step, with the token -1 in padding rows, and the token as sampled.
     """
     logits = params.logits(hidden, rules)[:, 0]
-    uniform = uniforms(keys, position + 1)
-    sampled = sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
+    sampled = sample_logits(
+        logits,
+        uniforms(keys, position + 1),
+        batch.sampling,
+        batch.row_state(counts, position),
+        rules=rules,
+        keep_support=keep_support,
+    )
     token = jnp.where(position >= 0, sampled.token, -1)
     columns = dataclasses.replace(sampled, token=token).columns()[:, :, None]
-    support = None if sampled.support is None else sampled.support[None]
-    return DispatchOutput(columns, support), sampled.token
+    support, top = (None if a is None else a[None] for a in (sampled.support, sampled.top))
+    return DispatchOutput(columns, support, top), sampled.token
+
+
+def sample_logits(
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, "B"],
+    sampling: SamplingParams,
+    state: RowState | None,
+    *,
+    rules: Rules,
+    keep_support: bool,
+) -> Sample:
+    """Samples from the logits, adjusted if there is a state."""
+    if state is None:
+        return sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
+    return sample_adjusted(logits, uniform, sampling, state, rules=rules, keep_support=keep_support)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +228,7 @@ class DecodeOutput:
     logp: np.ndarray  # float32 [B, n]
     behavior_logp: np.ndarray  # float32 [B, n]
     support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
+    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
     n_steps: int  # forward passes
     n_draft_tokens: int = 0
     n_accepted_tokens: int = 0
@@ -176,22 +239,25 @@ class DecodeOutput:
 
 
 def read_decode_output(
-    output: DispatchOutput, *, filtered: bool, speculative: bool = False
+    output: DispatchOutput, *, filtered: bool, with_top: bool, speculative: bool = False
 ) -> DecodeOutput:
     """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
 
-    The supports are copied only if a sequence of the dispatch is `filtered`.
+    The supports are copied only if a sequence of the dispatch is `filtered`, and the most likely
+    tokens only `with_top`.
     """
     out = np.asarray(output.columns)
     support = np.asarray(output.support) if filtered and output.support is not None else None
+    top = np.asarray(output.top) if with_top else None
     if not speculative:
         n_steps = int((out[0] >= 0).any(axis=0).sum())
-        return DecodeOutput(*_columns(out[..., :n_steps]), support, n_steps)
+        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
     columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
     n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
     return DecodeOutput(
         *_columns(columns),
         support,
+        top,
         int(n_passes.max()),
         int(n_draft_tokens.sum()),
         n_accepted_tokens,

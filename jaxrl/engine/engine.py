@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
-from jaxrl.engine.api import EngineStats, Generated, Prefix, Request
+from jaxrl.engine.adjustments import MAX_BIAS
+from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request, TopTokens
 from jaxrl.engine.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
 from jaxrl.engine.decode_loop import DecodeOutput
 from jaxrl.engine.kv_pool import KVPoolSpec
@@ -42,19 +43,22 @@ class PagedEngine:
         eos_ids: tuple[int, ...] = (),
         implementation: str | None = None,
         keep_support: bool = False,
+        adjustable: bool = False,
     ):
         """`max_len` limits prompt plus response, `dtype` is the model's compute dtype.
 
         `eos_ids` end a response in addition to the stop_token_ids of each request. `keep_support`
         returns the tokens that sampling filters keep, for one bit per token of the vocabulary and
-        sampled token on the device. Raises ValueError for invalid limits.
+        sampled token on the device. `adjustable` accepts requests with adjustments and top
+        logprobs, for which `warmup` compiles a second variant of the decode programs. Raises
+        ValueError for invalid limits.
         """
         _check(rollout, cfg, max_len)
         self.cfg, self.rollout = cfg, rollout
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
-        self.keep_support = keep_support
+        self.keep_support, self.adjustable = keep_support, adjustable
         self.pool = KVPoolSpec(cfg, rollout.page_len, page_dtype(rollout.kv_dtype, dtype), rules)
-        self.shapes = dispatch_shapes(rollout, max_len)
+        self.shapes = dispatch_shapes(rollout, max_len, cfg.V)
         self.runner = ModelRunner(
             self.pool,
             self.shapes,
@@ -82,13 +86,13 @@ class PagedEngine:
         self.scheduler.release_prefix(prefix)
 
     def insert(self, prefix: Prefix, request: Request) -> int:
-        self._check_stop_ids(request)
+        self._check_request(request)
         slot, plans = self.scheduler.insert(prefix, request)
         self._copy([plan.copies for plan in plans])
         return slot
 
     def submit(self, request: Request) -> int:
-        self._check_stop_ids(request)
+        self._check_request(request)
         return self.scheduler.submit(request)
 
     def generate(self, params: Tree) -> list[Generated]:
@@ -131,11 +135,12 @@ class PagedEngine:
         """Compiles the programs of all buckets by running each on padding. Returns their number."""
         for bucket in self.shapes.prefill_buckets:
             self.runner.prefill(params, [], bucket)
-        if self.shapes.mixed:
-            self.runner.mixed(params, [], [])
         self.runner.copy_pages([])
-        for bucket in self.shapes.decode_buckets:
-            self.runner.decode(params, [], bucket, n_steps=0, exit_at=0)
+        for adjusted in (False, True) if self.adjustable else (False,):
+            if self.shapes.mixed:
+                self.runner.mixed(params, [], [], adjusted=adjusted)
+            for bucket in self.shapes.decode_buckets:
+                self.runner.decode(params, [], bucket, n_steps=0, exit_at=0, adjusted=adjusted)
         jax.block_until_ready(self.runner.cache)
         return self.runner.n_programs
 
@@ -191,7 +196,8 @@ class PagedEngine:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         self._copy([plan.copies for plan in plans])
         rows = self._prefill_rows(plans)
-        output = self.runner.mixed(params, rows, [plan.previously_running for plan in plans])
+        seqs = [plan.previously_running for plan in plans]
+        output = self.runner.mixed(params, rows, seqs, adjusted=_adjusted(seqs))
         self._copy([plan.post_prefill_copies for plan in plans])
         return output
 
@@ -208,35 +214,54 @@ class PagedEngine:
     def _decode(self, params: Tree, plans: list[Plan]) -> DecodeOutput:
         seqs = [plan.decode for plan in plans]
         n_steps = min(plan.n_steps for plan in plans if plan.decode)
+        if any(seq.allowed is not None for own in seqs for seq in own):
+            # A grammar allows one token per dispatch; the others decode one step meanwhile.
+            n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
         n = max(map(len, seqs))
         bucket = min(b for b in self.shapes.decode_buckets if b >= n)
         # Exit early when a smaller batch suffices, or when ended sequences make room for others.
         exit_at = max((b for b in self.shapes.decode_buckets if b < n), default=0)
         if self.scheduler.n_waiting:
             exit_at = n - max(1, n // 32)
-        return self.runner.decode(params, seqs, bucket, n_steps=n_steps, exit_at=exit_at)
+        return self.runner.decode(
+            params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, adjusted=_adjusted(seqs)
+        )
 
     # Results
 
     def _advance(self, seqs: list[list[Sequence]], output: DecodeOutput) -> list[Generated]:
         """Gives the sampled tokens to the scheduler. Returns them by slot."""
         self._count(seqs, output)
-        generated = []
         bucket = len(output.tokens) // len(seqs)
-        for r, b, seq in [(r, b, seq) for r, own in enumerate(seqs) for b, seq in enumerate(own)]:
-            row = r * bucket + b
-            n_new = int((output.tokens[row] >= 0).sum())
-            new, request = output.tokens[row, :n_new].copy(), seq.request
-            finish = "length" if n_new == seq.remaining else ""
-            if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
-                finish = "stop"
-            slot = self.scheduler.advance(r, seq, new.tolist(), finish)
-            logp, behavior_logp = (a[row, :n_new] for a in (output.logp, output.behavior_logp))
-            support = self._support(output, row, n_new)
-            generated.append(
-                Generated(slot, new, logp.copy(), behavior_logp.copy(), finish, support)
-            )
-        return generated
+        return [
+            self._advance_one(r, seq, output, row=r * bucket + b)
+            for r, own in enumerate(seqs)
+            for b, seq in enumerate(own)
+        ]
+
+    def _advance_one(
+        self, replica: int, seq: Sequence, output: DecodeOutput, *, row: int
+    ) -> Generated:
+        n_new, request = int((output.tokens[row] >= 0).sum()), seq.request
+        new, error = output.tokens[row, :n_new].copy(), ""
+        finish = "length" if n_new == seq.remaining else ""
+        if not request.ignore_stop and new[-1] in stop_ids(request, self.eos_ids):
+            finish = "stop"
+        if not finish:
+            try:
+                seq.follow_grammar(new.tolist())
+            except GrammarError as failed:
+                finish, error = "error", str(failed)
+        return Generated(
+            slot=self.scheduler.advance(replica, seq, new.tolist(), finish),
+            tokens=new,
+            logp=output.logp[row, :n_new].copy(),
+            behavior_logp=output.behavior_logp[row, :n_new].copy(),
+            finish=finish,
+            support=self._support(output, row, n_new),
+            top=_top(output, row, n_new) if request.top_logprobs else None,
+            error=error,
+        )
 
     def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets | None:
         """The tokens that the filters kept at the new tokens of a row."""
@@ -260,12 +285,32 @@ class PagedEngine:
             n_accepted_tokens=output.n_accepted_tokens,
         )
 
-    def _check_stop_ids(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         if (n := len(stop_ids(request, self.eos_ids))) > MAX_STOP_IDS:
             raise ValueError(
                 f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "
                 "supported; shorten config.rollout.sampling.stop_token_ids"
             )
+        if request.adjusted and not self.adjustable:
+            raise ValueError(
+                "this engine was built without logit adjustments and top logprobs; set "
+                "adjustable=True"
+            )
+        if request.adjustments and (n := len(request.adjustments.bias)) > MAX_BIAS:
+            raise ValueError(f"{n} tokens have a bias, at most {MAX_BIAS} are supported")
+
+
+def _adjusted(seqs: list[list[Sequence]]) -> bool:
+    """Whether a sequence needs the programs with adjustments."""
+    return any(seq.request.adjusted for own in seqs for seq in own)
+
+
+def _top(output: DecodeOutput, row: int, n_new: int) -> TopTokens | None:
+    """The most likely tokens at the new tokens of a row."""
+    if output.top is None:
+        return None
+    ids, bits = np.split(output.top[:n_new, row], 2, axis=1)
+    return TopTokens(ids.copy(), bits.copy().view(np.float32))
 
 
 def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:

@@ -91,16 +91,22 @@ class ModelRunner:
             )
 
     def mixed(
-        self, params: Tree, rows: list[list[PrefillChunk]], seqs: list[list[Sequence]]
+        self,
+        params: Tree,
+        rows: list[list[PrefillChunk]],
+        seqs: list[list[Sequence]],
+        *,
+        adjusted: bool = False,
     ) -> DecodeOutput:
         """Prefill rows and one decode step of `seqs` in one dispatch.
 
-        Uses the largest buckets only: only long prompts are worth mixing with decode.
+        Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
+        selects the program with adjustments.
         """
         bucket = self.shapes.prefill_buckets[-1]
         arrays = self._prefill_arrays(rows, bucket)
-        batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1])
-        with self._call("mixed", bucket):
+        batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
+        with self._call("mixed adjusted" if adjusted else "mixed", bucket):
             self.cache, out = programs.mixed(
                 params,
                 self.allocated_cache(),
@@ -110,7 +116,7 @@ class ModelRunner:
                 implementation=self._implementation,
                 keep_support=self._keep_support,
             )
-            return read_decode_output(out, filtered=_filtered(seqs))
+            return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
 
     def copy_pages(self, copies: list[list[PageCopy]]) -> None:
         """Copies up to COPIES_PER_CALL pages of each replica."""
@@ -127,11 +133,21 @@ class ModelRunner:
             )
 
     def decode(
-        self, params: Tree, seqs: list[list[Sequence]], bucket: int, *, n_steps: int, exit_at: int
+        self,
+        params: Tree,
+        seqs: list[list[Sequence]],
+        bucket: int,
+        *,
+        n_steps: int,
+        exit_at: int,
+        adjusted: bool = False,
     ) -> DecodeOutput:
-        """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run."""
-        batch = self.decode_batch(seqs, bucket)
-        with self._call("decode", bucket):
+        """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
+
+        `adjusted` selects the program with adjustments.
+        """
+        batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
+        with self._call("decode adjusted" if adjusted else "decode", bucket):
             self.cache, out = programs.decode(
                 params,
                 self.allocated_cache(),
@@ -144,8 +160,12 @@ class ModelRunner:
                 speculation=self.speculation,
                 keep_support=self._keep_support,
             )
-            speculative = self.speculation is not None
-            return read_decode_output(out, filtered=_filtered(seqs), speculative=speculative)
+            return read_decode_output(
+                out,
+                filtered=_filtered(seqs),
+                with_top=_with_top(seqs),
+                speculative=self.speculation is not None,
+            )
 
     def lower(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
         """Lowers the largest program of a kind: prefill, mixed, copy_pages or decode.
@@ -189,9 +209,11 @@ class ModelRunner:
             keep_support=self._keep_support,
         )
 
-    def decode_batch(self, seqs: list[list[Sequence]], bucket: int) -> DecodeBatch:
+    def decode_batch(
+        self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
+    ) -> DecodeBatch:
         rows = pad_replicas(seqs, bucket, self.pool.n_replicas)
-        return decode_batch(rows, self.shapes, self._eos_ids)
+        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
 
     def _prefill_arrays(
         self, rows: list[list[PrefillChunk]], bucket: int
@@ -216,3 +238,8 @@ class ModelRunner:
 def _filtered(seqs: list[list[Sequence]]) -> bool:
     """Whether a sequence samples from a truncated distribution."""
     return any(seq.request.sampling.filters for own in seqs for seq in own)
+
+
+def _with_top(seqs: list[list[Sequence]]) -> bool:
+    """Whether a sequence wants the most likely tokens."""
+    return any(seq.request.top_logprobs for own in seqs for seq in own)

@@ -125,7 +125,8 @@ def mixed(
             hidden,
             keys,
             batch.position,
-            batch.sampling,
+            batch,
+            batch.counts(params.cfg.V),
             local,
             keep_support=keep_support,
         )

@@ -29,6 +29,8 @@ class Sample:
     logp: types.Array  # float32 [B], of softmax(logits / temperature), without filters
     behavior_logp: types.Array  # float32 [B], of the distribution that the token was sampled from
     support: types.Array = None  # uint32 [B, W], bits of the kept tokens; no bits without a filter
+    # int32 [B, 2 * n], ids of the most likely tokens and the bits of their logprobs
+    top: types.Array = None
 
     def columns(self) -> Int[Array, "3 B"]:
         """The token and the bits of its two logprobs."""
@@ -236,21 +238,28 @@ def sample_sharded(
     rules: Rules,
     keep_support: bool = False,
 ) -> Sample:
-    """`sample` with the rows sharded over the devices that hold shards of the vocabulary.
+    """`sample` with the rows sharded over the devices that hold shards of the vocabulary."""
+    sample_rows = functools.partial(sample, keep_support=keep_support)
+    return map_rows(sample_rows, rules, n_rows=uniform.shape[0])(logits, uniform, params)
 
-    They exchange vocabulary shards for whole rows, which moves less data than an all-gather of all
-    logits.
+
+def map_rows(
+    function: Callable[..., Sample], rules: Rules, *, n_rows: int
+) -> Callable[..., Sample]:
+    """`function` of trees [B, ...], with the rows sharded over the shards of the vocabulary.
+
+    The devices exchange vocabulary shards for whole rows, which moves less data than an all-gather
+    of all logits.
     """
     axes = rules.mesh_axes("vocab")
-    if uniform.shape[0] % rules.n_shards("vocab"):
+    if n_rows % rules.n_shards("vocab"):
         axes = ()  # not divisible: every device samples all rows
     by_row = jax.P(axes or None)
     shard_rows = functools.partial(jax.reshard, out_shardings=by_row)
-    local = jax.shard_map(
-        functools.partial(sample, keep_support=keep_support),
-        in_specs=by_row,
-        out_specs=by_row,
-        check_vma=False,
-    )
-    sampled = local(shard_rows(logits), shard_rows(uniform), jax.tree.map(shard_rows, params))
-    return jax.tree.map(lambda a: jax.reshard(a, jax.P()), sampled)
+    local = jax.shard_map(function, in_specs=by_row, out_specs=by_row, check_vma=False)
+
+    def run(*inputs: types.Tree) -> Sample:
+        sampled = local(*(jax.tree.map(shard_rows, rows) for rows in inputs))
+        return jax.tree.map(lambda a: jax.reshard(a, jax.P()), sampled)
+
+    return run

@@ -24,6 +24,10 @@ class Sequence:
         self.pages: list[int] = []
         self.mixed_versions = False  # its KV was computed by more than one policy version
         self.n_chunk_tokens = 0  # tokens prefilled in chunks while it was waiting
+        grammar = request.adjustments and request.adjustments.grammar
+        self._matcher = grammar.matcher() if grammar else None
+        # uint32 [W], the tokens that the grammar allows next; None without a grammar
+        self.allowed = self._matcher.allowed() if self._matcher else None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -37,6 +41,17 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return len(self._buffer) - self.n_tokens
+
+    @property
+    def remaining_in_dispatch(self) -> int:
+        """A grammar's next tokens are known after each token only."""
+        return self.remaining if self._matcher is None else min(self.remaining, 1)
+
+    def follow_grammar(self, tokens: list[int]) -> None:
+        """Finds the tokens that may follow these. Raises GrammarError."""
+        if self._matcher is not None:
+            self._matcher.accept(tokens)
+            self.allowed = self._matcher.allowed()
 
     def append(self, tokens: list[int]) -> None:
         self._buffer[self.n_tokens : self.n_tokens + len(tokens)] = tokens

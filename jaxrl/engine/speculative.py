@@ -17,8 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxrl.engine.decode_loop import DecodeBatch, DispatchOutput, decode_loop_condition
-from jaxrl.engine.sampling import N_COLUMNS, Sample, row_keys, sample_sharded, uniforms
+from jaxrl.engine.adjustments import RowState, count_drafts
+from jaxrl.engine.decode_loop import (
+    DecodeBatch,
+    DispatchOutput,
+    decode_loop_condition,
+    sample_logits,
+)
+from jaxrl.engine.sampling import N_COLUMNS, Sample, row_keys, uniforms
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -83,11 +89,13 @@ def speculative_steps(
     ahead = jnp.arange(W)
     expand = jnp.repeat(jnp.arange(B), W)
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)[expand]
-    sampling = jax.tree.map(lambda column: column[expand], batch.sampling)
+    sampling, adjustments, stop_ids = jax.tree.map(
+        lambda column: column[expand], (batch.sampling, batch.adjustments, batch.stop_ids)
+    )
     row = jnp.arange(B)[:, None]
 
     def one_pass(state):
-        step, cache, position, remaining, history, n_sampled, out, counts = state
+        step, cache, position, remaining, history, n_sampled, token_counts, out, counts = state
         active = position >= 0
         drafts = propose_drafts(history, position, config)
         # A draft token is useful only if another token may still follow it.
@@ -106,8 +114,13 @@ def speculative_steps(
             implementation=implementation,
         )
         logits = params.logits(hidden, rules)[:, 0]
-        uniform = uniforms(keys, positions.reshape(-1) + 1)
-        sampled = sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
+        uniform, state = uniforms(keys, positions.reshape(-1) + 1), None
+        if token_counts is not None:
+            seen = count_drafts(token_counts, drafts, live)
+            state = RowState(adjustments, seen, stop_ids, positions.reshape(-1))
+        sampled = sample_logits(
+            logits, uniform, sampling, state, rules=rules, keep_support=keep_support
+        )
         token = sampled.token.reshape(B, W)
 
         stops = jnp.any(token[:, :, None] == batch.stop_ids[:, None], axis=2)
@@ -117,11 +130,13 @@ def speculative_steps(
         out = _write(out, sampled, row, column)
         place = jnp.where(counted, positions + 1, OUT_OF_RANGE)
         history = history.at[row, place].set(token, mode="drop")
+        if token_counts is not None:
+            token_counts = token_counts.add(row, token, counted)
         counts = counts.at[:2].add(jnp.stack([active, jnp.sum(live, axis=1)]).astype(jnp.int32))
         ended = (n_new >= remaining) | jnp.any(stops & counted, axis=1)
         position = jnp.where(active & ~ended, position + n_new, -1)
         remaining, n_sampled = remaining - n_new, n_sampled + n_new
-        return step + 1, cache, position, remaining, history, n_sampled, out, counts
+        return (step + 1, cache, position, remaining, history, n_sampled, token_counts, out, counts)
 
     start = (
         jnp.int32(0),
@@ -130,7 +145,14 @@ def speculative_steps(
         jnp.minimum(batch.remaining, n_tokens),
         batch.history,
         jnp.zeros(B, jnp.int32),
-        DispatchOutput.empty(B, max_steps * W, n_vocab=params.cfg.V if keep_support else 0),
+        batch.counts(params.cfg.V),
+        DispatchOutput.empty(
+            B,
+            max_steps * W,
+            n_vocab=params.cfg.V,
+            keep_support=keep_support,
+            keep_top=batch.adjustments is not None,
+        ),
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
@@ -143,13 +165,16 @@ def _write(
     out: DispatchOutput, new: Sample, row: Int[Array, "B 1"], column: Int[Array, "B W"]
 ) -> DispatchOutput:
     """The output with the tokens of one pass at (row, column), out of range ones dropped."""
+
+    def write(rows: jax.Array, wide: jax.Array) -> jax.Array:
+        return rows.at[column, row].set(wide.reshape(*column.shape, -1), mode="drop")
+
     columns = new.columns().reshape(N_COLUMNS, *column.shape)
-    columns = out.columns.at[:, row, column].set(columns, mode="drop")
-    support = out.support
-    if support is not None:
-        bits = new.support.reshape(*column.shape, -1)
-        support = support.at[column, row].set(bits, mode="drop")
-    return DispatchOutput(columns, support)
+    return DispatchOutput(
+        out.columns.at[:, row, column].set(columns, mode="drop"),
+        jax.tree.map(write, out.support, new.support),
+        jax.tree.map(write, out.top, new.top),
+    )
 
 
 def _counted(token, drafts, live, active, stops):

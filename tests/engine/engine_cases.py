@@ -69,6 +69,7 @@ def make_engine(
     implementation: str | None = None,
     rules: Rules = DECODE,
     keep_support: bool = False,
+    adjustable: bool = False,
     **changes,
 ) -> PagedEngine:
     return PagedEngine(
@@ -80,6 +81,7 @@ def make_engine(
         eos_ids=(1,),
         implementation=implementation,
         keep_support=keep_support,
+        adjustable=adjustable,
     )
 
 
