@@ -25,8 +25,9 @@ from jaxrl.serve.openai_format import Json, ResponseFormatter
 from jaxrl.serve.prompt import Limits
 from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
+from jaxrl.serve.tokenize import detokenize, tokenize
 
-Parse = Callable[[bytes, ChatRenderer, Limits], GenerationRequest]
+type Parse[T] = Callable[[bytes, ChatRenderer, Limits], T]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Service:
             routes=[
                 Route("/v1/chat/completions", self.with_key(self.chat), methods=["POST"]),
                 Route("/v1/completions", self.with_key(self.completions), methods=["POST"]),
+                Route("/tokenize", self.with_key(self.tokenize), methods=["POST"]),
+                Route("/detokenize", self.with_key(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self.with_key(self.list_models)),
                 Route("/v1/models/{name:path}", self.with_key(self.retrieve_model)),
                 Route("/health", self.health),
@@ -88,11 +91,21 @@ class Service:
     async def completions(self, request: Request) -> Response:
         return await self.generate(request, parse_completion)
 
-    async def generate(self, http_request: Request, parse: Parse) -> Response:
-        """The response of both generation endpoints, in full or as a stream."""
+    async def tokenize(self, request: Request) -> Response:
+        return JSONResponse(await self.parsed(request, tokenize))
+
+    async def detokenize(self, request: Request) -> Response:
+        return JSONResponse(await self.parsed(request, detokenize))
+
+    async def parsed[T](self, http_request: Request, parse: Parse[T]) -> T:
+        """The result of parsing a body, in another thread."""
         async with self.bodies.read(http_request) as raw:
             work = functools.partial(parse, raw, self.renderer, self.limits)
-            request = await asyncio.get_running_loop().run_in_executor(self.parsers, work)
+            return await asyncio.get_running_loop().run_in_executor(self.parsers, work)
+
+    async def generate(self, http_request: Request, parse: Parse[GenerationRequest]) -> Response:
+        """The response of both generation endpoints, in full or as a stream."""
+        request = await self.parsed(http_request, parse)
         response = ActiveResponse(
             request, self.renderer, self.engine, self.metrics, timeout_s=self.timeout_s
         )

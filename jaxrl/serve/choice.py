@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxrl.engine.api import Generated
 
 Decode = Callable[[Sequence[int]], str]
+TopLogprobs = list[tuple[int, float]]  # (token id, logprob)
 REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
 
 
@@ -20,23 +21,36 @@ class Delta:
 class Choice:
     """Accumulates the engine's output, up to the token that completes a stop string.
 
-    With `by_token`, `offsets` has the position of every token in the text, in characters.
+    With `by_token`, `offsets` has the position of every token in the text, in characters. Stop
+    strings are searched in the text after the first `min_tokens` tokens.
     """
 
-    def __init__(self, index: int, decode: Decode, stop: Sequence[str], *, by_token: bool):
+    def __init__(
+        self,
+        index: int,
+        decode: Decode,
+        stop: Sequence[str],
+        *,
+        by_token: bool,
+        min_tokens: int = 0,
+    ):
         self.index = index
         self.text = ""
         self.tokens: list[int] = []  # including the end-of-sequence token
         self.logp: list[float] = []
+        self.top: list[TopLogprobs] = []  # by token, most likely first; empty if not requested
         self.offsets: list[int] = []
         self.finish_reason = ""  # "stop" | "length" | "" while generating
         self._detokenizer, self._stop = Detokenizer(decode), StopStrings(stop)
-        self._by_token = by_token or bool(stop)
+        self._by_token, self._min_tokens = by_token or bool(stop), min_tokens
         self._n_chars = 0  # decoded so far, including text held back for a stop string
 
     def add(self, generated: Generated) -> Delta:
         """Appends the output of one dispatch."""
         first_token, n_text = len(self.tokens), len(self.text)
+        if (top := generated.top) is not None:
+            rows = zip(top.ids.tolist(), top.logp.tolist(), strict=True)
+            self.top += [list(zip(*row, strict=True)) for row in rows]
         tokens = generated.tokens.tolist()
         n_visible = len(tokens) - (generated.finish == "stop")  # the stop token has no text
         step = 1 if self._by_token else max(n_visible, 1)
@@ -45,7 +59,8 @@ class Choice:
             self._append(tokens[part], generated.logp[part].tolist())
             piece = self._detokenizer.add(tokens[part])
             self._n_chars += len(piece)
-            self.text += self._stop.add(piece)
+            early = len(self.tokens) <= self._min_tokens
+            self.text += piece if early else self._stop.add(piece)
             if self._stop.found:
                 self.finish_reason = "stop"
                 break

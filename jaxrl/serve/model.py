@@ -73,7 +73,9 @@ def open_model(
                 params = saved.place(saved.read(step))
             else:
                 params = layout.quantize(load_params(folder, layout.rules, decoder, layout.dtype))
-            engine = make_engine(run, run.rollout, layout, decoder, folder, renderer)
+            engine = make_engine(
+                run, run.rollout, layout, decoder, folder, renderer, adjustable=True
+            )
             engine.warmup(params)
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, text_offsets
+from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, TopLogprobs, text_offsets
 from jaxrl.serve.response import ActiveResponse
-from jaxrl.serve.score import Scores
 
 Json = dict[str, Any]
 
@@ -90,14 +89,15 @@ class ResponseFormatter:
     def _logprobs(self, choice: Choice, first_token: int) -> Json:
         """Logprobs of the tokens from `first_token` on, and of the prompt if it is echoed."""
         prompt, echo = self._response.prompt_of(choice).tolist(), self._request.echo
-        tokens = [*(prompt if echo else []), *choice.tokens[first_token:]]
-        start = 0 if echo else len(prompt) + first_token
-        scores = self._response.scores.get(choice.index)
-        logp: list[float | None] = [*choice.logp[first_token:]]
-        if scores is not None and echo:
-            logp = [None, *scores.logp[: len(prompt) - 1].tolist(), *logp]
+        tokens, logp = choice.tokens[first_token:], [*choice.logp[first_token:]]
+        found: list[TopLogprobs | None] = [*choice.top[first_token : len(choice.tokens)]]
+        found = found or [None] * len(tokens)
+        if echo and (scores := self._response.scores.get(choice.index)) is not None:
+            logp, found = [None, *scores.logp.tolist(), *logp], [None, *scores.pairs(), *found]
+        if echo:
+            tokens = [*prompt, *tokens]
         names = [self._token_text(token) for token in tokens]
-        tops = [self._top(scores, position) for position in range(start, start + len(tokens))]
+        tops = [top and self._top(top) for top in found]
         if self._request.chat:
             content = [
                 _chat_logprob(name, p)
@@ -118,16 +118,9 @@ class ResponseFormatter:
             "text_offset": (text_offsets(self._renderer.decode, prompt) if echo else []) + offsets,
         }
 
-    def _top(self, scores: Scores | None, position: int) -> list[tuple[str, float]] | None:
-        """(text, logprob) of the most likely tokens at a position in prompt and response.
-
-        None without scores, and for the first token of the prompt.
-        """
-        if scores is None or position == 0:
-            return None
-        n = self._request.n_top
-        ids, logp = scores.top[position - 1, :n].tolist(), scores.top_logp[position - 1, :n]
-        return [(self._token_text(i), p) for i, p in zip(ids, logp.tolist(), strict=True)]
+    def _top(self, top: TopLogprobs) -> list[tuple[str, float]]:
+        """(text, logprob) of the most likely tokens at a position."""
+        return [(self._token_text(token), p) for token, p in top[: self._request.n_top]]
 
     def _token_text(self, token: int) -> str:
         return self._renderer.decode([token], skip_special=False)

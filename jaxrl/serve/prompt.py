@@ -1,6 +1,7 @@
 """What a server accepts, and text to prompt tokens in a time that the context length bounds."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,11 @@ def encode_text(
             raise too_long(f"more than {limits.max_model_len}", limits.max_model_len)
         n_chars *= 2
     return np.array(tokens(text), np.int32)
+
+
+def is_id(value: Any) -> bool:
+    """Whether a JSON value is an integer; true is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_size(n_bytes: int, limits: Limits) -> None:

@@ -9,10 +9,13 @@ import numpy as np
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.messages import joined_text
+from jaxrl.engine.api import LogitAdjustments
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.prompt import Limits, check_size, encode_text, too_long
+from jaxrl.serve.logit_fields import read_adjustments
+from jaxrl.serve.prompt import Limits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.request_fields import ChatFields, CompletionFields, Fields, read_fields
+from jaxrl.types import Message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
@@ -27,6 +30,7 @@ class GenerationRequest:
     prompts: tuple[np.ndarray, ...]  # int32 [prompt_len] each
     max_tokens: tuple[int, ...]  # one per prompt
     sampling: SamplingConfig
+    adjustments: LogitAdjustments | None
     seed: int
     n: int
     logprobs: bool
@@ -39,8 +43,12 @@ class GenerationRequest:
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether it needs logprobs that sampling does not produce."""
-        return self.logprobs and (self.n_top > 0 or self.echo)
+        """Whether it needs logprobs of its prompts, which sampling does not produce."""
+        return self.logprobs and self.echo
+
+    @property
+    def min_tokens(self) -> int:
+        return self.adjustments.min_tokens if self.adjustments else 0
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -52,11 +60,7 @@ def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Generation
     body = parse_json(raw, max_values=limits.max_values)
     fields, present = read_fields(ChatFields, body, limits.model_name)
     _check_limits(fields, limits, n_prompts=1)
-    messages = _messages(body.get("messages"), limits)
-    try:
-        text = renderer.text(messages)
-    except ValueError as error:  # of the template
-        raise RequestError(400, str(error), param="messages") from error
+    text = render_messages(read_messages(body, limits), renderer)
     # the template already contains the special tokens
     prompt = encode_text(text, renderer, limits, special_tokens=False)
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in present]
@@ -64,11 +68,11 @@ def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Generation
         raise RequestError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
     return _request(
         fields,
+        body,
         limits,
         [prompt],
         chat=True,
         max_tokens=present[names[0]] if names else None,
-        stop=_stop_strings(body.get("stop")),
         has_seed="seed" in present,
         logprobs=fields.logprobs,
         n_top=fields.top_logprobs,
@@ -84,11 +88,11 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Gene
     prompts = [_tokenize(text, renderer, limits) for text in texts]
     return _request(
         fields,
+        body,
         limits,
         prompts,
         chat=False,
         max_tokens=present.get("max_tokens", DEFAULT_COMPLETION_TOKENS),
-        stop=_stop_strings(body.get("stop")),
         has_seed="seed" in present,
         logprobs="logprobs" in present,
         n_top=fields.logprobs,
@@ -98,36 +102,36 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Gene
 
 def _request(
     fields: Fields,
+    body: dict[str, Any],
     limits: Limits,
     prompts: list[np.ndarray],
     *,
     chat: bool,
     max_tokens: int | None,
-    stop: tuple[str, ...],
     has_seed: bool,
     logprobs: bool,
     n_top: int,
     echo: bool = False,
 ) -> GenerationRequest:
     """The request of fields that both endpoints share."""
-    if fields.stream and logprobs and (n_top or echo):
+    if fields.stream and logprobs and echo:
         raise RequestError(
-            400,
-            "a stream has no top logprobs and no prompt logprobs; set stream to false",
-            param="logprobs",
+            400, "a stream has no prompt logprobs; set stream or echo to false", param="logprobs"
         )
+    adjustments = read_adjustments(fields, body.get("logit_bias"), None, limits)
     return GenerationRequest(
         chat=chat,
         prompts=tuple(prompts),
-        max_tokens=tuple(_max_tokens(len(p), max_tokens, limits.max_model_len) for p in prompts),
+        max_tokens=tuple(_max_tokens(len(p), max_tokens, fields, limits) for p in prompts),
         sampling=SamplingConfig(
             temperature=0.0 if fields.temperature < GREEDY_BELOW else fields.temperature,
             top_k=min(max(fields.top_k, 0), limits.vocab),
             top_p=fields.top_p,
             min_p=fields.min_p,
-            stop=stop,
+            stop=_stop_strings(body.get("stop")),
             stop_token_ids=fields.stop_token_ids,
         ),
+        adjustments=adjustments,
         seed=fields.seed if has_seed else secrets.randbits(32),
         n=fields.n,
         logprobs=logprobs,
@@ -158,20 +162,39 @@ def _check_limits(fields: Fields, limits: Limits, n_prompts: int) -> None:
         )
 
 
-def _max_tokens(prompt_len: int, wanted: int | None, max_model_len: int) -> int:
+def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: Limits) -> int:
     """Tokens that the response may have; with None, the rest of the context."""
+    context = limits.max_model_len
     if prompt_len == 0:
         raise RequestError(400, "the prompt is empty; send at least one token", param="prompt")
-    if prompt_len >= max_model_len or (wanted or 0) > max_model_len - prompt_len:
-        raise too_long(
-            str(prompt_len), max_model_len, f"{wanted} for the response" if wanted else ""
-        )
+    if prompt_len >= context or (wanted or 0) > context - prompt_len:
+        raise too_long(str(prompt_len), context, f"{wanted} for the response" if wanted else "")
     if wanted == 0:
         raise RequestError(400, "max_tokens is 0; request at least one token", param="max_tokens")
-    return max_model_len - prompt_len if wanted is None else wanted
+    n_tokens = context - prompt_len if wanted is None else wanted
+    if fields.min_tokens > n_tokens:
+        raise RequestError(
+            400,
+            f"min_tokens is {fields.min_tokens} and the response may have {n_tokens} tokens; lower "
+            "min_tokens",
+            param="min_tokens",
+        )
+    return n_tokens
 
 
-def _messages(messages: Any, limits: Limits) -> list[dict[str, str]]:
+def render_messages(
+    messages: list[Message], renderer: ChatRenderer, *, generation_prompt: bool = True
+) -> str:
+    """The text of a conversation. Raises RequestError (400) if the template rejects it."""
+    try:
+        return renderer.text(messages, generation_prompt=generation_prompt)
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
+
+
+def read_messages(body: dict[str, Any], limits: Limits) -> list[Message]:
+    """The messages of a body. Raises RequestError (400) if they are invalid or too long."""
+    messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(400, "messages must be a non-empty list", param="messages")
     if len(messages) > limits.max_model_len:
@@ -181,7 +204,7 @@ def _messages(messages: Any, limits: Limits) -> list[dict[str, str]]:
     return texts
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> Message:
     """Role and text of a chat message; text parts are joined."""
     role = content = None
     if isinstance(message, dict):
@@ -202,19 +225,15 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(_is_id(p) for p in prompt):
+        if all(is_id(p) for p in prompt):
             return [prompt]
         if all(isinstance(p, str) for p in prompt):
             return prompt
-        if all(isinstance(p, list) and all(_is_id(t) for t in p) for p in prompt):
+        if all(isinstance(p, list) and all(is_id(t) for t in p) for p in prompt):
             return prompt
     raise RequestError(
         400, "prompt must be a string, a list of token ids, or a list of either", param="prompt"
     )
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _tokenize(prompt: str | list[int], renderer: ChatRenderer, limits: Limits) -> np.ndarray:

@@ -2,24 +2,20 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxrl.config.schema import build, flatten, key, keys, nearest, to_dict
+from jaxrl.engine.adjustments import N_TOP
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.score import N_TOP
 
 MAX_INT = 2**31 - 1
-MAX_FIELD_LEN = 1024  # characters of a string or items of a list, in fields other than UNTYPED
+MAX_FIELD_LEN = 1024  # characters of a string or items of a list, in typed fields
 # Unsupported fields of OpenAI and vLLM, with the values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
@@ -35,7 +31,6 @@ IGNORED = (
     "store",
     "user",
 )
-UNTYPED = ("messages", "prompt", "stop")  # fields of several types, parsed in request.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +39,17 @@ class StreamOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fields:
+class ModelFields:
+    """Fields of every endpoint. `untyped` are fields of several types, which others parse."""
+
+    untyped: ClassVar[tuple[str, ...]] = ()
+    model: str = key("", "served model name; '' accepts any")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields(ModelFields):
     """Fields of both endpoints: OpenAI's, then vLLM's."""
 
-    model: str = key("", "served model name; '' accepts any")
     max_tokens: int = key(
         0, "response tokens; default: the rest of the context (chat) or 16", ge=0, le=MAX_INT
     )
@@ -66,6 +68,21 @@ class Fields:
         ge=0,
         le=1,
     )
+    frequency_penalty: float = key(
+        0.0, "subtracted from a logit per occurrence of its token in the response", ge=-2, le=2
+    )
+    presence_penalty: float = key(
+        0.0, "subtracted from the logits of tokens that are in the response", ge=-2, le=2
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "divides positive and multiplies negative logits of tokens in prompt and response",
+        ge=0.01,
+        le=100,
+    )
+    min_tokens: int = key(
+        0, "tokens before stop tokens and stop strings can end the response", ge=0, le=MAX_INT
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response", ge=0)
     ignore_eos: bool = key(False, "generate max_tokens tokens, ignoring stop tokens")
     return_token_ids: bool = key(False, "return the token ids of prompt and response")
@@ -73,6 +90,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
+    untyped = ("logit_bias", "messages", "stop")
     max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
     logprobs: bool = key(False, "return the logprob of every token")
     top_logprobs: int = key(
@@ -82,6 +100,7 @@ class ChatFields(Fields):
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFields(Fields):
+    untyped = ("logit_bias", "prompt", "stop")
     logprobs: int = key(
         0,
         "return the logprob of every token, and those of this many most likely tokens",
@@ -91,7 +110,7 @@ class CompletionFields(Fields):
     echo: bool = key(False, "return the prompt in front of the response")
 
 
-def read_fields[F: Fields](schema: type[F], body: Any, model: str) -> tuple[F, dict[str, Any]]:
+def read_fields[F: ModelFields](schema: type[F], body: Any, model: str) -> tuple[F, dict[str, Any]]:
     """(typed fields with defaults, the values that the body sets by dotted name).
 
     Raises RequestError if the body is no JSON object, has an unknown or unsupported field, a value
@@ -102,7 +121,7 @@ def read_fields[F: Fields](schema: type[F], body: Any, model: str) -> tuple[F, d
     known = keys(schema)
     present = {
         name: value
-        for name, value in _members(body, known).items()
+        for name, value in _members(body, known, schema.untyped).items()
         if value is not None and not _has_no_effect(name, value)
     }
     for name, value in present.items():
@@ -120,14 +139,16 @@ def read_fields[F: Fields](schema: type[F], body: Any, model: str) -> tuple[F, d
     return fields, present
 
 
-def _members(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def _members(
+    body: Mapping[str, Any], known: Iterable[str], untyped: tuple[str, ...]
+) -> dict[str, Any]:
     """The typed fields of a body; members of an object with typed members have dotted names."""
     sections = {name.partition(".")[0] for name in known if "." in name}
     members = {}
     for name, value in body.items():
         if name in sections and isinstance(value, Mapping):
             members |= {f"{name}.{member}": inner for member, inner in value.items()}
-        elif name not in UNTYPED and name not in IGNORED:
+        elif name not in untyped and name not in IGNORED:
             members[name] = value
     return members
 

@@ -41,10 +41,16 @@ class ActiveResponse:
         self._timeout_s = timeout_s
         self._events: asyncio.Queue[tuple[int, Generated | RequestError]] = asyncio.Queue()
         self._outcome = "cancelled"
-        self.scores: dict[int, Scores] = {}  # of prompt and response, by choice
+        self.scores: dict[int, Scores] = {}  # of the prompt, by choice
         n_choices = len(request.prompts) * request.n
         self.choices = [
-            Choice(i, renderer.decode, request.sampling.stop, by_token=request.logprobs)
+            Choice(
+                i,
+                renderer.decode,
+                request.sampling.stop,
+                by_token=request.logprobs,
+                min_tokens=request.min_tokens,
+            )
             for i in range(n_choices)
         ]
         self._tasks = [self._task(i) for i in range(n_choices)]
@@ -62,6 +68,8 @@ class ActiveResponse:
             sample=sample,
             seed=request.seed,
             ignore_stop=request.ignore_stop,
+            adjustments=request.adjustments,
+            top_logprobs=request.logprobs and request.n_top > 0,
         )
         return GenerationTask(
             engine_request, self._deliver_to(index), keep_weights=request.needs_scoring
@@ -75,6 +83,8 @@ class ActiveResponse:
         n_unfinished = len(self.choices)
         while n_unfinished:
             index, event = await self._before_deadline(self._events.get())
+            if isinstance(event, Generated) and event.finish == "error":
+                event = RequestError(400, f"the grammar of the response failed: {event.error}")
             if isinstance(event, RequestError):
                 self._outcome = "failed"
                 raise event
@@ -139,7 +149,7 @@ class ActiveResponse:
             ) from None
 
     def _score(self, choice: Choice) -> Future[Scores]:
-        tokens = np.concatenate([self.prompt_of(choice), np.array(choice.tokens, np.int32)])
+        tokens = self.prompt_of(choice)
         temperature = self.request.sampling.temperature
         return self._engine.finish_with_weights(
             self._tasks[choice.index],

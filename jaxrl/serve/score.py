@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl.engine.adjustments import N_TOP
 from jaxrl.models.decoder import Decoder, forward_packed
 from sharding import Rules
 
-N_TOP = 20  # most alternatives per token, as in OpenAI's API
 CHUNK = 128  # tokens whose logits exist at one time
 
 
@@ -22,6 +22,11 @@ class Scores:
     logp: np.ndarray  # float32 [n_tokens - 1]
     top: np.ndarray  # int32 [n_tokens - 1, n_top], most likely first
     top_logp: np.ndarray  # float32 [n_tokens - 1, n_top]
+
+    def pairs(self) -> list[list[tuple[int, float]]]:
+        """(token id, logprob) of the most likely tokens at each position."""
+        rows = zip(self.top.tolist(), self.top_logp.tolist(), strict=True)
+        return [list(zip(*row, strict=True)) for row in rows]
 
 
 def score(params: Decoder, tokens: np.ndarray, *, temperature: float, rules: Rules) -> Scores:

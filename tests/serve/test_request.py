@@ -91,7 +91,11 @@ def test_numbers_out_of_range_are_errors(renderer, limits, message):
         {"prompt": "x" * (8 << 20)},
         {"n": 81},
         {"best_of": True},
-        {"logit_bias": {"1": 5}},
+        {"logit_bias": {"1": 500}},
+        {"logit_bias": {str(i): 1 for i in range(301)}},
+        {"logit_bias": {"\u0661": 1}},
+        {"logit_bias": {"1": True}},
+        {"logit_bias": [1]},
         {"stream_options": []},
         {"stream_options.include_usage": 1},
         {"x" * (1 << 20): 1},
@@ -168,7 +172,7 @@ JSON = st.recursive(
 )
 NAMES = sorted(
     {*ChatFields.__dataclass_fields__, *CompletionFields.__dataclass_fields__}
-    | {*UNSUPPORTED, *IGNORED, "messages", "prompt", "stop"}
+    | {*UNSUPPORTED, *IGNORED, *ChatFields.untyped, *CompletionFields.untyped}
 )
 MESSAGE = st.fixed_dictionaries({"role": JSON | st.just("user"), "content": JSON})
 BODIES = st.dictionaries(

@@ -1,7 +1,7 @@
 """The server, through OpenAI's client, compared with direct calls of the engine.
 
 Tests of jaxrl/serve: __main__.py, app.py, engine_thread.py, metrics.py, model.py,
-openai_format.py, options.py, response.py and score.py.
+logit_fields.py, openai_format.py, options.py, response.py, score.py and tokenize.py.
 """
 
 import concurrent.futures
@@ -163,6 +163,57 @@ def test_top_logprobs_and_prompt_logprobs(served, model):
         top = [other.logprob for other in token.top_logprobs]
         assert len(top) == 20 and top == sorted(top, reverse=True)
         assert sum(map(math.exp, top)) < 1 and token.logprob <= top[0] + 1e-5
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_has_the_logprobs_of_the_full_response(served, chat):
+    create = served.client.chat.completions.create if chat else served.client.completions.create
+    prompt = {"messages": HI, "logprobs": True, "top_logprobs": 4} if chat else {"prompt": "The"}
+    body = dict(model="tiny", max_tokens=20, seed=2) | ({} if chat else {"logprobs": 4}) | prompt
+    full = create(**body).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in create(**body, stream=True)]
+    for name in ["content"] if chat else ["tokens", "token_logprobs", "top_logprobs"]:
+        joined = [one for part in parts if part for one in getattr(part, name)]
+        assert joined == getattr(full, name) and len(joined) > 8
+
+
+def test_logit_bias_min_tokens_and_penalties_change_what_is_sampled(served):
+    def tokens(**fields):
+        body = {"model": "tiny", "prompt": "The", "max_tokens": 40, "temperature": 0} | fields
+        choice = served.client.post("/completions", body=body | IDS, cast_to=dict)["choices"][0]
+        return choice["token_ids"]
+
+    assert tokens(logit_bias={"77": 100}) == [77] * 40
+    ends = {"logit_bias": {"2": 100}}  # <|im_end|>
+    assert tokens(**ends) == [2]
+    late = tokens(**ends, min_tokens=5)
+    assert len(late) == 6 and late[-1] == 2 and 2 not in late[:-1]
+    for penalty in {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 100}:
+        assert len(set(tokens(ignore_eos=True, **penalty))) > len(set(tokens(ignore_eos=True)))
+    text = served.client.completions.create(
+        model="tiny", prompt="The", max_tokens=9, logit_bias={"77": 100}
+    )
+    stop = text.choices[0].text[:1]
+    assert len(tokens(logit_bias={"77": 100}, stop=stop, min_tokens=7)) == 8
+
+
+def test_tokens_of_prompts_and_messages(served, model):
+    def post(path, **body):
+        return served.client.post(f"{served.base}/{path}", body=body, cast_to=dict)
+
+    found = post("tokenize", prompt="The sum", return_token_strs=True)
+    assert found["tokens"] == model.renderer.tokenizer("The sum")["input_ids"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 1024
+    assert post("detokenize", tokens=found["tokens"]) == {"prompt": "The sum"}
+    chat = post("tokenize", messages=HI)["tokens"]
+    assert chat == model.renderer.render(HI).tolist()
+    assert post("detokenize", tokens=chat)["prompt"].startswith("<|im_start|>user")
+    for body in {"prompt": "x", "messages": HI}, {}, {"prompt": ["x"]}:
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            post("tokenize", **body)
+    with pytest.raises(openai.BadRequestError, match="from 0 to 271"):
+        post("detokenize", tokens=[272])
 
 
 def test_several_prompts_as_text_or_ids_and_echo(served, model):
@@ -387,8 +438,10 @@ INVALID = {
     "top_p='a' is of type str; set a float": {"top_p": "a"},
     "unknown field temprature; did you mean temperature": {"temprature": 1},
     "unknown field stream_options.usage": {"stream_options": {"usage": True}},
-    "frequency_penalty is not supported": {"frequency_penalty": 0.5},
-    "response_format is not supported": {"response_format": {"type": "json_object"}},
+    "best_of is not supported": {"best_of": 2},
+    "frequency_penalty=2.5 is out of range": {"frequency_penalty": 2.5},
+    "logit_bias has the token id '272'": {"logit_bias": {"272": 1}},
+    "min_tokens is 9 and the response may have 5": {"min_tokens": 9, "max_tokens": 5},
     "with n = 7 are 7 choices": {"n": 7},
     "stop must be a non-empty string": {"stop": [""]},
     "token ids of a prompt must be 0 to 271": {"prompt": [272]},
@@ -397,7 +450,7 @@ INVALID = {
     "max_tokens is 0": {"max_tokens": 0},
     "each below 272": {"stop_token_ids": [1 << 40]},
     "logprobs=21 is out of range": {"logprobs": 21},
-    "a stream has no top logprobs": {"logprobs": 1, "stream": True},
+    "a stream has no prompt logprobs": {"logprobs": 1, "echo": True, "stream": True},
 }
 
 

@@ -67,8 +67,10 @@ def make_engine(
     decoder: DecoderConfig,
     model_folder: Path,
     renderer: ChatRenderer,
+    *,
+    adjustable: bool = False,
 ) -> PagedEngine:
-    """The paged engine of the policy."""
+    """The paged engine of the policy; `adjustable` as in PagedEngine."""
     name = cfg.model.paged_attention
     return PagedEngine(
         decoder,
@@ -79,6 +81,7 @@ def make_engine(
         eos_ids=stop_ids(model_folder, renderer.tokenizer),
         implementation=None if name == "auto" else name,
         keep_support=cfg.algorithm.keep_sampling_mask,
+        adjustable=adjustable,
     )
 
 
