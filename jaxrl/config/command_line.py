@@ -19,7 +19,7 @@ import jaxrl
 from jaxrl.config.docs import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.config.schema import Key, convert, keys, nearest, unknown_key
+from jaxrl.config.schema import Key, convert, key_hint, keys, nearest, unknown_key
 
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
@@ -33,8 +33,10 @@ def parse(argv: Sequence[str]) -> RunConfig:
     """
     config, rest = read_args(argv)
     if rest:
-        guess = nearest(rest[0].lstrip("-").split("=")[0], keys(RunConfig))
-        stop(f"unknown argument {rest[0]}; {f'did you mean --config.{guess}?' if guess else USAGE}")
+        name, known = rest[0].lstrip("-+").split("=")[0], keys(RunConfig)
+        is_key = name in known
+        hint = f"did you mean --config.{name}?" if is_key else key_hint(name, known, "--config.")
+        stop(f"unknown argument {rest[0]}; {hint}; {USAGE}")
     try:
         return resolve(config)
     except ValueError as error:

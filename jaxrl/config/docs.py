@@ -51,7 +51,7 @@ The whole configuration is checked before any device work. All errors are report
 with the values and what to set instead. Sizes that belong to the algorithm (prompts per step,
 mini-batch) are global. Sizes that affect only speed and memory (token budget, concurrent sequences)
 are per data-parallel rank. Lengths are in tokens, `*_s` in seconds. [keys.md](keys.md) lists the
-matching keys of verl and OpenRLHF.
+matching keys of verl, OpenRLHF and TRL.
 """
 
 HEADINGS = {

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxrl.config import other_frameworks
+
 
 @dataclasses.dataclass(frozen=True)
 class Key:
@@ -85,11 +87,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """The error message for a key that does not exist, with the closest known keys."""
+    """The error message for a key that does not exist: what another framework's key of this name
+    is here, else the closest known keys."""
+    return f"there is no key {name}; {key_hint(name, known)}"
+
+
+def key_hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to set instead of a key that does not exist. Known keys are shown with the prefix."""
     known = list(known)
-    meant = [other for other in known if _leaf(other) == _leaf(name)] or [nearest(name, known)]
-    hint = f"did you mean {' or '.join(meant)}?" if any(meant) else "--config.help lists the keys"
-    return f"there is no key {name}; {hint}"
+    if there := other_frameworks.answer(name):
+        return there
+    same = [other for other in known if _leaf(other) == _leaf(name)]
+    if not same and (there := other_frameworks.answer_by_last_part(name)):
+        return there
+    meant = same or [other for other in (nearest(name, known),) if other]
+    shown = " or ".join(prefix + other for other in meant)
+    return f"did you mean {shown}?" if meant else "--config.help lists the keys"
 
 
 def _leaf(name: str) -> str:

@@ -120,4 +120,4 @@ def test_other_signatures_are_rejected_with_what_is_accepted(function, message):
 
 def test_an_option_that_a_function_does_not_have_is_rejected():
     with pytest.raises(ValueError, match=r"function verl\(data_source, .* has no option 'scael'"):
-        read_signature(functools.partial(verl, **{"scael": 2}))
+        read_signature(functools.partial(verl, scael=2))

@@ -1,0 +1,76 @@
+"""The page docs/reference/keys.md: the key here for each key of verl, OpenRLHF and TRL.
+
+python -m jaxrl.config.keys_page > docs/reference/keys.md
+"""
+
+import itertools
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.other_frameworks import Row, table
+from jaxrl.config.schema import keys
+
+INTRODUCTION = """\
+# Coming from verl, OpenRLHF or TRL
+
+This page has the jaxrl key for each key of verl, OpenRLHF and TRL. On the command line and in a
+config file such a key is answered with its row. [config.md](config.md) has every key with its
+default. "Not needed" means that it always happens, or that there is nothing to choose; "not yet"
+means that it is missing. `python scripts/migrate_config.py VERL.yaml` (or a launch script) writes
+the config file for you and lists what has no counterpart. The page is generated from
+`jaxrl/config/other_frameworks.tsv` by `python -m jaxrl.config.keys_page > docs/reference/keys.md`.
+
+Three differences explain most rows:
+
+- **Trainer and engine are one program.** The policy that generates is the one that trains, on the
+  same devices. Both use the same arrays; weights that training shards differently are copied on
+  device for the time of a rollout. So there are no keys for weight synchronization. The pages of
+  the KV cache stay allocated during updates: `rollout.memory_utilization` leaves room for both.
+- **Batches are always packed.** Sequences of any length share rows. A micro-batch has a number of
+  tokens per data-parallel rank, never a number of sequences, and gradient accumulation follows from
+  it.
+- **Loss and gradient do not depend on the layout.** Mesh, packing and token budget change only
+  speed and memory.
+"""
+
+NOTES = {
+    "verl, SFT": "Keys of `verl.trainer.sft_trainer`; the others are above. The programs are "
+    "`jaxrl.sft`, `jaxrl.dpo` and `jaxrl.reward_model` ([offline.md](../how_to/offline.md), "
+    "[rewards.md](../how_to/rewards.md)). `python -m jaxrl.evaluate` "
+    "([evaluation.md](../how_to/evaluation.md)) replaces `verl.trainer.main_eval` and its "
+    "generation step.",
+    "OpenRLHF": "Dotted names are those of versions since 0.10; names with underscores are those "
+    "before.",
+    "OpenRLHF, SFT, DPO and reward models": "Keys of `openrlhf.cli.train_sft`, "
+    "`openrlhf.cli.train_dpo` and `openrlhf.cli.train_rm`; the others are above.",
+    "TRL": "Arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, "
+    "`RewardConfig` and `ModelConfig`, and those of transformers' `TrainingArguments`.",
+}
+
+
+def markdown() -> str:
+    """The page."""
+    parts = [INTRODUCTION]
+    for framework, rows in itertools.groupby(table(), lambda row: row.framework):
+        parts.append(f"\n## {framework}\n\n")
+        if framework in NOTES:
+            parts.append(NOTES[framework] + "\n\n")
+        parts.append(f"| {framework.partition(',')[0]} | jaxrl | remarks |\n|---|---|---|\n")
+        parts += [_line(row) for row in rows]
+    alone = [f"`{name}`" for name in without_counterpart()]
+    parts.append(f"\n## Keys without a counterpart\n\n{', '.join(alone)}.\n")
+    return "".join(parts)
+
+
+def without_counterpart() -> list[str]:
+    """The keys here that no row leads to."""
+    led_to = {name for row in table() for name in row.ours}
+    return [name for name in keys(RunConfig) if name not in led_to]
+
+
+def _line(row: Row) -> str:
+    theirs, ours = (", ".join(f"`{name}`" for name in names) for names in (row.names, row.ours))
+    return f"| {theirs} | {ours} | {row.remark} |\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
