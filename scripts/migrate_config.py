@@ -380,6 +380,22 @@ def optimizer(found: Migration) -> None:
         )
 
 
+def adapters(found: Migration) -> None:
+    """Low-rank adapters; their other keys count only with a rank."""
+    names = {"lora_alpha": "alpha", "lora_adapter_path": "path"}
+    lists = {"target_modules": "target_modules", "exclude_modules": "exclude_modules"}
+    given = {key: found.get(MODEL + key) for key in ("lora_rank", *names, *lists)}
+    if not given["lora_rank"]:
+        return
+    found.config["lora.rank"] = given["lora_rank"]
+    for key, ours in (names | lists).items():
+        if (value := given[key]) is None:
+            continue
+        if key in lists:
+            value = (value,) if isinstance(value, str) else tuple(value)
+        found.config[f"lora.{ours}"] = value
+
+
 def correction(found: Migration) -> None:
     """Rollout correction: importance weights and rejection between engine and trainer."""
     kinds = {"None": "none", "token": "token_tis", "sequence": "seq_tis"}
@@ -451,7 +467,7 @@ def trainer(found: Migration) -> None:
 
 
 TRANSLATIONS: tuple[Callable[[Migration], None], ...] = (
-    data, batch, loss, advantage, kl, sampling, optimizer, correction, rewards, trainer
+    data, batch, loss, advantage, kl, sampling, optimizer, adapters, correction, rewards, trainer
 )  # fmt: skip
 
 

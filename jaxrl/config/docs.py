@@ -57,6 +57,7 @@ matching keys of verl, OpenRLHF and TRL.
 HEADINGS = {
     "": "The run",
     "model": "model",
+    "lora": "lora: low-rank adapters",
     "distributed": "distributed: several processes, one per host",
     "mesh": "mesh: how devices shard the model and the batch",
     "score": "score: mesh for scoring before the updates, if it differs",

@@ -21,7 +21,7 @@ from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
-from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
+from jaxrl.config.keys import AlgorithmConfig, CriticConfig, LoRAConfig, RunConfig
 from jaxrl.config.schema import build, to_dict
 
 
@@ -52,7 +52,7 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     """As `resolve`, for evaluation on data.val only.
 
     Keys that matter only to training are not checked, and the sections that load further models
-    (algorithm, critic) have their defaults.
+    or adapters (algorithm, critic, lora) have their defaults.
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, errors = build(RunConfig, values)
@@ -63,7 +63,9 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     errors += [*folder_errors(run), *model_errors(run), *data_errors(run.data)]
     errors += [*reward_errors(run), *rollout_errors(run)]
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
-    return dataclasses.replace(run, algorithm=AlgorithmConfig(), critic=CriticConfig())
+    return dataclasses.replace(
+        run, algorithm=AlgorithmConfig(), critic=CriticConfig(), lora=LoRAConfig()
+    )
 
 
 def check_devices(run: RunConfig, n_devices: int) -> None:

@@ -15,8 +15,10 @@ from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
 from jaxrl.models.config import DecoderConfig, for_platform
-from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.adapter import load_with_adapters
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.lora import combine, split, with_adapters
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform
 
@@ -62,10 +64,22 @@ class Critic:
 
     def load(self, *, offload: bool) -> None:
         """Loads the model from the folder into the state before the first update."""
-        layout = self.scorer.layout
-        with layout.on_mesh():
-            params = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
-            self.state = init_state(params, self.optimizer, offload=offload)
+        with self.scorer.layout.on_mesh():
+            self.state = init_state(self._read_model(), self.optimizer, offload=offload)
+
+    def restore(self, saved: TrainState) -> None:
+        """Takes a saved state over; frozen parameters are read from the model's folder again."""
+        self.state = saved
+        if self.decoder.lora is not None:
+            with self.scorer.layout.on_mesh():
+                frozen = split(self._read_model())[1]
+            self.state = dataclasses.replace(saved, params=combine(saved.params, frozen))
+
+    def _read_model(self) -> Decoder:
+        cfg, layout = self.scorer.cfg, self.scorer.layout
+        return load_with_adapters(
+            self.folder, layout.rules, self.decoder, layout.dtype, seed=cfg.seed
+        )
 
 
 def make_critic(
@@ -83,11 +97,13 @@ def make_critic(
     critic_run = cfg.critic_run
     backbone = model_config(folder) if backbone is None else backbone
     decoder = for_platform(critic_run, backbone, target_platform())[1]
-    decoder = dataclasses.replace(decoder, heads=("score",))
+    decoder = dataclasses.replace(with_adapters(cfg.lora, decoder), heads=("score",))
     layout = role_layout(cfg, "critic", decoder, dtype)
     mesh = layout.mesh(jax.sharding.get_mesh())
     specs = decoder_specs(decoder)
-    optimizer = make_optimizer(critic_run.learner, total_steps * critic_run.updates_per_step, specs)
+    optimizer = make_optimizer(
+        critic_run.learner, total_steps * critic_run.updates_per_step, split(specs)[0]
+    )
     with layout.on_mesh():
         state = abstract_state(
             specs,

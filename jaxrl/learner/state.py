@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from jaxrl.learner.optimizer import Optimizer
+from jaxrl.models.lora import combine, split
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, on_mesh, to_device, to_host
@@ -19,6 +20,7 @@ from sharding.memory import restore_memory_space
 class OptState:
     """Optimizer state, sharded like the parameters."""
 
+    # Each for the arrays that training changes: with adapters, only these (models/lora.py).
     inner: Tree  # optax's state: float32 moments
     master: Tree  # float32 weights of narrower parameters; MaskedNode for float32 ones
     ema: Tree = None  # float32 moving average of the weights, if the optimizer keeps one
@@ -58,6 +60,7 @@ def abstract_state(
 
 
 def _init_opt(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
+    params = split(params)[0]
     master = jax.tree.map(_master_weight, params)
     weights = _float32(params, master)
     ema = (
@@ -71,6 +74,8 @@ def apply_gradients(
     state: TrainState, grads: Tree, optimizer: Optimizer, *, keep: Bool[Array, ""]
 ) -> TrainState:
     """One optimizer step in float32 on the master weights; the parameters are rounded from them.
+
+    `state` and `grads` have only the parameters that training changes.
 
     A moving average of the weights, if kept, becomes ema * average + (1 - ema) * weights
     (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
@@ -98,8 +103,14 @@ def apply_gradients(
 
 def averaged(state: TrainState) -> Tree:
     """The moving average of the weights, as parameters in the policy's dtype."""
+    trained, frozen = split(state.params)
     average = to_device(state.opt_state.ema)
-    return jax.tree.map(lambda p, e: e.astype(p.dtype), state.params, average)
+    return combine(jax.tree.map(lambda p, e: e.astype(p.dtype), trained, average), frozen)
+
+
+def trained_state(state: TrainState) -> TrainState:
+    """The state without frozen parameters: what an update changes and a checkpoint keeps."""
+    return dataclasses.replace(state, params=split(state.params)[0])
 
 
 def _master_weight(param: jax.Array):

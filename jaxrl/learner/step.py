@@ -27,8 +27,9 @@ from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
 from jaxrl.learner.requirements import adapts_coefs
 from jaxrl.learner.router import Balance, no_load, router_metrics
-from jaxrl.learner.state import apply_gradients
+from jaxrl.learner.state import apply_gradients, trained_state
 from jaxrl.learner.xla import compiler_options
+from jaxrl.models.lora import combine, split
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, hosts, mesh_order, on_mesh, row_order, target_platform, tree
 
@@ -208,7 +209,9 @@ class Update:
             if on_micro_batch is not None:
                 jax.block_until_ready(total.sums.weight)
                 on_micro_batch(i)
-        state, metrics = self.apply(state, total, np.float32(extra_weight))
+        frozen = split(state.params)[1]  # not donated: others may share the base of adapters
+        state, metrics = self.apply(trained_state(state), total, np.float32(extra_weight))
+        state = dataclasses.replace(state, params=combine(state.params, frozen))
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def lower(
@@ -226,7 +229,7 @@ class Update:
             "accumulate": self.accumulate.lower(
                 state.params, ref_params, total, batch, balance, self._arrays(None)
             ),
-            "apply": self.apply.lower(state, total, np.float32(0)),
+            "apply": self.apply.lower(trained_state(state), total, np.float32(0)),
         }
 
     def balance(
@@ -265,10 +268,12 @@ class Update:
         balance: Balance | None = None,
         coefs: Coefs | None = None,
     ) -> GradSums:
-        def loss(params):
-            return self._loss(params, ref_params, batch, balance, coefs)
+        trained, frozen = split(params)
 
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        def loss(trained):
+            return self._loss(combine(trained, frozen), ref_params, batch, balance, coefs)
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
         return GradSums(added, so_far.sums + sums)
 
@@ -295,7 +300,7 @@ class Update:
 
 
 def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:
-    grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), split(params)[0])
     return GradSums(grads, zero_sums(cfg, params.cfg))
 
 

@@ -23,6 +23,20 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of linear layers (https://arxiv.org/abs/2106.09685): W x + scale B A x."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False  # https://arxiv.org/abs/2312.03732
+    targets: tuple[str, ...] = ()  # last parts of the names of the layers: "q_proj", ...
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """L layers, D model, N query heads, K kv heads, H head dim, F feed-forward, V vocabulary."""
 
@@ -57,6 +71,7 @@ class DecoderConfig:
     embed_scale: float = 1.0
     max_len: int = 2048
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
+    lora: LoRA | None = None  # adapters, next to the base weights
     stacked: bool = False  # layers are stacked on a leading axis and scanned (TPU), else a list
 
     @property

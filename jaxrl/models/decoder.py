@@ -54,7 +54,8 @@ class Attention(nnx.Module):
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, cfg.H, cfg.D), (axis, None, "w_embed")
             hf_shape = (heads * cfg.H, cfg.D)
-            return Linear(make, name, eq, shape, axes, hf_shape=hf_shape, bias=cfg.qkv_bias)
+            bias, lora = cfg.qkv_bias, cfg.lora
+            return Linear(make, name, eq, shape, axes, hf_shape=hf_shape, bias=bias, lora=lora)
 
         self.q = project("self_attn.q_proj", "N", cfg.N, "heads")
         self.k = project("self_attn.k_proj", "K", cfg.K, "kv_heads")
@@ -67,6 +68,7 @@ class Attention(nnx.Module):
             ("w_embed", "heads", None),
             hf_shape=(cfg.D, cfg.N * cfg.H),
             bias=cfg.o_bias,
+            lora=cfg.lora,
         )
 
         def norm(name: str) -> RMSNorm | None:
@@ -215,8 +217,13 @@ def decoder_specs(cfg: DecoderConfig) -> Decoder:
 
 def with_heads(model: Decoder, heads: tuple[str, ...]) -> Decoder:
     """The same arrays, restricted to these heads."""
+    return restrict(model, dataclasses.replace(model.cfg, heads=heads))
+
+
+def restrict(model: Decoder, cfg: DecoderConfig) -> Decoder:
+    """The same arrays as a model of `cfg`, which has a part of the model's parameters."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(model))
-    specs = decoder_specs(dataclasses.replace(model.cfg, heads=heads))
+    specs = decoder_specs(cfg)
     return jax.tree.map_with_path(lambda path, _: leaves[path], specs, is_leaf=is_spec)
 
 

@@ -28,6 +28,7 @@ from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, target_platform
@@ -77,8 +78,8 @@ class RunPrograms:
     cfg: RunConfig
     decoder: DecoderConfig
     table: ProgramTable
-    # State on the devices throughout: params, opt_state, ref, critic, critic_opt_state,
-    # reward_model.
+    # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
+    # ref, critic, critic_base, critic_opt_state, reward_model.
     resident: dict[str, int]
     # Weights of the roles "score" and "rollout": ROLE_aliased are training's own buffers,
     # ROLE_copied are copies.
@@ -114,14 +115,18 @@ def run_programs(
     roles |= dict(role_decoders or {})
     ref_decoder = for_platform(cfg, roles["teacher"], target_platform())[1]
     dtype, decoder = for_platform(cfg, decoder, target_platform())
+    decoder = with_adapters(cfg.lora, decoder)
     if workload is not None:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
     rules, table = training_rules(cfg), ProgramTable()
     state = _add_update(table, cfg, decoder, ref_decoder, dtype)
+    trained, frozen = split(state.params)
     resident = {
-        "params": bytes_per_device(state.params),
+        "params": bytes_per_device(trained),
         "opt_state": bytes_per_device(state.opt_state),
     }
+    if decoder.lora is not None:
+        resident["base"] = bytes_per_device(frozen)
     value_scorers = _add_critic(table, resident, cfg, decoder, state, roles["critic"], dtype)
     if cfg.reward_model.path:
         reward_scorer = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
@@ -166,6 +171,11 @@ def uses_ref(cfg: RunConfig, program: str) -> bool:
     return program == "reference"
 
 
+def shares_base(cfg: RunConfig) -> bool:
+    """Whether the reference model is the base of the policy's adapters, in training's arrays."""
+    return bool(cfg.lora.rank) and not cfg.algorithm.teacher
+
+
 def _add_update(
     table: ProgramTable,
     cfg: RunConfig,
@@ -181,14 +191,15 @@ def _add_update(
     ref = None
     if full_kl_in_loss(cfg):
         ref = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
+    policy = ("params",) if decoder.lora is None else ("params", "base")
     make = make_update if "vocab" in state.params.cfg.heads else make_value_update
     n_vocab = decoder.V if cfg.algorithm.keep_sampling_mask else 0
     update, batch = make(cfg, optimizer, rules), abstract_batch(cfg, rules, mesh, n_vocab=n_vocab)
     lowered = functools.cache(lambda: update.lower(state, batch, ref))
     if cfg.learner.router_aux_coef:  # counts the tokens per expert
-        table.add("count", lambda: lowered()["count"], "params")
-    params = ("params",) if ref is None else ("params", "ref")
-    table.add("accumulate", lambda: lowered()["accumulate"], *params)
+        table.add("count", lambda: lowered()["count"], *policy)
+    ref_names = () if ref is None or shares_base(cfg) else ("ref",)
+    table.add("accumulate", lambda: lowered()["accumulate"], *policy, *ref_names)
     table.add("apply", lambda: lowered()["apply"], "params", "opt_state")
     return state
 
@@ -205,17 +216,22 @@ def _add_critic(
     """Adds the programs of a value head or a separate critic; returns their model by program."""
     if "score" in decoder.heads:
         scorer = shared_value_scorer(cfg, dtype)
-        table.add("values", functools.partial(_lower_values, scorer, state.params), "params")
+        policy = ("params",) if decoder.lora is None else ("params", "base")
+        table.add("values", functools.partial(_lower_values, scorer, state.params), *policy)
         return {"values": scorer}
     if not cfg.has_critic:
         return {}
     critic = make_critic(cfg, Path(), critic_decoder, dtype, cfg.total_steps or 10**6)
-    resident["critic"] = bytes_per_device(critic.state.params)
+    trained, frozen = split(critic.state.params)
+    resident["critic"], base = bytes_per_device(trained), bytes_per_device(frozen)
+    if base:
+        resident["critic_base"] = base
+    model = ("critic", "critic_base") if base else ("critic",)
     resident["critic_opt_state"] = bytes_per_device(critic.state.opt_state)
     lowered = functools.cache(lambda: _lower_critic_update(critic))
     values = functools.partial(_lower_values, critic.scorer, critic.state.params)
-    table.add("values", values, "critic")
-    table.add("critic_accumulate", lambda: lowered()["accumulate"], "critic")
+    table.add("values", values, *model)
+    table.add("critic_accumulate", lambda: lowered()["accumulate"], *model)
     table.add("critic_apply", lambda: lowered()["apply"], "critic", "critic_opt_state")
     return dict.fromkeys(CRITIC_PROGRAMS, critic.scorer)
 
@@ -248,10 +264,12 @@ def _add_scoring(
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
     if workload is not None:
         needed = {"score": workload.scores_policy, "reference": workload.has_reference}
-    if needed["reference"] or needs_ref(cfg):
+    shared = shares_base(cfg) and layouts["reference"].resharding is None
+    if (needed["reference"] or needs_ref(cfg)) and not shared:
         weights = layouts["reference"].abstract_weights(decoders["reference"], mesh)
         resident["ref"] = bytes_per_device(weights)
-    for name, counted in {"score": "score_aliased", "reference": "ref"}.items():
+    ref_name = "base" if shared else "ref"
+    for name, counted in {"score": "score_aliased", "reference": ref_name}.items():
         if needed[name]:
             restricted = name == "score" and cfg.algorithm.keep_sampling_mask
             lower = functools.partial(

@@ -17,11 +17,12 @@ from jaxrl.layout import training_rules
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import count_params
 from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.programs import Lengths
+from jaxrl.planner.programs import Lengths, shares_base
 from jaxrl.planner.topology import Chip, Topology
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
@@ -116,7 +117,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All meshes that divide the model, token budgets, remat policies and offload options."""
     row = max(cfg.learner.row_lens)
-    all_offload = ("optimizer", "reference") if needs_ref(cfg) else ("optimizer",)
+    has_copy = needs_ref(cfg) and not shares_base(cfg)
+    all_offload = ("optimizer", "reference") if has_copy else ("optimizer",)
     for mesh in meshes(cfg, decoder, machine):
         for rows in BUDGET_ROWS:
             for remat in REMATS:
@@ -195,6 +197,7 @@ class _Sizes:
     head: int  # parameters of the unembedding
     gathered: float  # per device with all FSDP shards
     held: float  # per device, sharded
+    trained: float  # of these, what an update changes
     layer: float  # of one gathered layer
     rollout_copy: float  # per device
     n_replicas: int  # of the rollout engine; 1 if it uses the training layout
@@ -206,7 +209,7 @@ class _Sizes:
     @property
     def optimizer_bytes(self) -> float:
         """Two float32 moments, and master weights if the weights are narrower."""
-        return self.held * (8 + (4 if self.item_bytes < 4 else 0))
+        return self.trained * (8 + (4 if self.item_bytes < 4 else 0))
 
 
 def _sizes(
@@ -226,6 +229,7 @@ def _sizes(
         group = cfg.rollout.tensor or tp, cfg.rollout.expert or e
         n_replicas = max(len(machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
+    held = gathered / (size["fsdp"] * s)
     return _Sizes(
         tensor=tp,
         sequence=s,
@@ -239,7 +243,8 @@ def _sizes(
         active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
         head=head,
         gathered=gathered,
-        held=gathered / (size["fsdp"] * s),
+        held=held,
+        trained=held * trained_fraction(with_adapters(cfg.lora, d)),
         layer=(gathered - head * (1 if d.tied else 2) / tp) / d.L,
         rollout_copy=rollout_copy,
         n_replicas=n_replicas,
@@ -252,7 +257,8 @@ def _memory_bytes(
     """Peak per device, without KV pages."""
     tp, e, local, wide = sizes.tensor, sizes.expert, sizes.local_tokens, sizes.item_bytes
     reference = needs_ref(cfg) and ("reference" not in offload or full_kl_in_loss(cfg))
-    state = sizes.held * (wide * (1 + reference) + 4)
+    reference = reference and not shares_base(cfg)
+    state = sizes.held * wide * (1 + reference) + sizes.trained * 4
     ffw = e * d.top_k * (d.F_expert + d.D) if d.E else d.F
     dots = 2 * d.D + (2 * (d.N + d.K) * d.H + 3 * ffw) / tp
     kept = {"full": d.D, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
@@ -295,8 +301,11 @@ def _step_seconds(
     )
     forward = max(compute, gather) + activations
     recompute = RECOMPUTED_FRACTION[remat] * compute + (activations if remat == "full" else 0.0)
-    backward = max(2 * compute + recompute, (1 if fsdp > 1 else 0) * 2 * gather) + activations
-    backward += _collective_seconds(chip, 2 * 4 * sizes.held, sizes.replica, len(machine.devices))
+    # Frozen weights have no gradient: backward computes and sends about half as much.
+    passes = 1 if cfg.lora.rank else 2
+    backward = max(passes * compute + recompute, (fsdp > 1) * passes * gather) + activations
+    gradients = 2 * 4 * sizes.trained
+    backward += _collective_seconds(chip, gradients, sizes.replica, len(machine.devices))
     n_scored = needs_old_logp(cfg) + needs_ref_logp(cfg)
     micro_batches = math.ceil(cfg.sequences_per_step * seq_len / (sizes.ranks * sizes.tokens))
     step = micro_batches * (cfg.learner.epochs * (forward + backward) + n_scored * forward)
@@ -317,6 +326,13 @@ def _collective_seconds(chip: Chip, n_bytes: int | float, n: int, spread: int) -
     slow = chip.node and spread > chip.node
     rate = chip.network_bytes_per_s if slow else chip.link_bytes_per_s
     return n_bytes * (n - 1) / n / rate
+
+
+@functools.cache
+def trained_fraction(decoder: DecoderConfig) -> float:
+    """Share of the parameters that an update changes."""
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True))
+    return count_params(split(specs)[0]) / count_params(specs)
 
 
 @functools.cache

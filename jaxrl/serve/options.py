@@ -147,6 +147,12 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
         values["data.chat_template"] = trained.data.chat_template
         values["data.system_prompt"] = trained.data.system_prompt
         if needs_checkpoint or not (folder / "hf").is_dir():
+            if trained.lora.rank:
+                raise ValueError(
+                    f"the checkpoints of {folder} have only the adapters of lora.rank="
+                    f"{trained.lora.rank}, which are not served yet; serve the run without --step "
+                    "and --follow once it has ended, from its merged export in hf/"
+                )
             options.checkpoints = folder / "checkpoints"
             values["model.path"] = trained.model.path
             values["critic.shared"] = str(trained.critic.shared)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from jaxrl.data.tokenizer import padding_id, stop_ids
 from jaxrl.io.checkpoint.errors import CheckpointError, one_line
-from jaxrl.learner.state import averaged
+from jaxrl.learner.state import averaged, trained_state
 from jaxrl.models.decoder import Decoder, with_heads
+from jaxrl.models.files.adapter import save_adapter
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
@@ -36,10 +37,13 @@ def save(core: Core) -> None:
 
 
 def saved_state(core: Core) -> TrainState:
-    """The training state, plus a separate critic, and the reference model if it is refreshed."""
+    """The training state, plus a separate critic, and the reference model if it is refreshed.
+
+    Frozen parameters are left out: a resumed run reads them from the model's folder.
+    """
     ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
-    critic = None if core.critic is None else core.critic.state
-    return dataclasses.replace(core.state, ref=ref, critic=critic)
+    critic = None if core.critic is None else trained_state(core.critic.state)
+    return dataclasses.replace(trained_state(core.state), ref=ref, critic=critic)
 
 
 def save_after_error(core: Core, error: Exception) -> None:
@@ -83,7 +87,7 @@ def export(core: Core) -> None:
     """Exports the model to hf/, the averaged weights to hf_ema/, and the critic to hf_critic/.
 
     The policy is exported as a causal language model; a critic or reward model as a sequence
-    classifier.
+    classifier. Adapters are merged into these models, and exported by themselves to adapter/.
     """
     params, critic = core.state.params, core.critic
     has_logits = "vocab" in params.cfg.heads
@@ -91,6 +95,9 @@ def export(core: Core) -> None:
     write = save_language_model if has_logits else save_classifier
     write(core, core.folder / "hf", with_heads(params, heads), core.model_folder)
     core.progress.status(f"Hugging Face export in {core.folder / 'hf'}")
+    if params.cfg.lora is not None:
+        save_adapter(core.folder / "adapter", params, base=core.cfg.model.path)
+        core.progress.status(f"adapter in PEFT's format in {core.folder / 'adapter'}")
     if core.cfg.learner.ema:
         average = with_heads(averaged(core.state), heads)
         write(core, core.folder / "hf_ema", average, core.model_folder)

@@ -67,6 +67,7 @@ def test_a_key_of_another_framework_is_answered_with_the_key_here(name, message)
         ("actor_rollout_ref.rollout.n=8", "verl's actor_rollout_ref.rollout.n is rollout.n here"),
         ("--config.rollout.mode=async", "there is no key rollout.mode; verl's actor_rollout_ref.r"),
         ("--config.lora_rank=8", "there is no key lora_rank; "),
+        ("actor_rollout_ref.model.lora_rank=8", "lora_rank is lora.rank here"),
     ],
 )
 def test_an_argument_of_another_framework_ends_the_program_with_the_answer(argument, message):

@@ -149,6 +149,33 @@ def test_state_bytes_follow_from_the_parameter_table(plan):
     assert plan.page_bytes == 2 * 2 * 2 * 64 * 16 * 4 // 2
 
 
+def test_adapters_alone_have_moments_and_the_base_is_the_reference():
+    cfg = run(lora__rank=4, lora__target_modules=("q_proj", "down_proj"))
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        full = run_programs(run(), TINY, CHIPS["cpu"].memory_bytes)
+    # A [4, 64] over fsdp, B [64, 4] over tensor; A [4, 128] over tensor, B [64, 4] over fsdp
+    adapters = 2 * (4 * 64 // 4 + 64 * 4 // 2 + 4 * 128 // 2 + 64 * 4 // 4)
+    assert parts.resident["params"] == 4 * adapters
+    assert parts.resident["base"] == full.resident["params"]
+    assert 0 <= parts.resident["opt_state"] - 2 * 4 * adapters <= 16
+    assert "ref" in full.resident and "ref" not in parts.resident
+    counted = parts.table.counted_state
+    assert counted["accumulate"] == ("params", "base") and counted["reference"] == ("base",)
+    assert counted["apply"] == ("params", "opt_state")
+
+
+@pytest.mark.thorough
+def test_a_plan_with_adapters_takes_less_memory_than_full_training(plan):
+    ours = make_plan(run(lora__rank=1), TINY, topology("cpu:8"))
+    assert ours.fits
+    update, full = (p.programs["accumulate"].cost.total_flops for p in (ours, plan))
+    assert 0.6 * full < update < 0.95 * full  # no gradients of the frozen weights
+    for name in ("accumulate", "apply"):
+        assert ours.programs[name].argument_bytes < plan.programs[name].argument_bytes
+    assert ours.phases["update"].live_bytes < plan.phases["update"].live_bytes
+
+
 def test_offloaded_state_takes_no_device_memory_while_unused(plan):
     cfg = run(learner__offload=("optimizer", "reference"))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):

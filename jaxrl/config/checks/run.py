@@ -1,8 +1,9 @@
 """Rules between keys of the model, data, checkpoints and processes."""
 
+import dataclasses
 import re
 
-from jaxrl.config.keys import DistributedConfig, RunConfig
+from jaxrl.config.keys import DistributedConfig, LoRAConfig, RunConfig
 
 
 def run_errors(run: RunConfig) -> list[str]:
@@ -11,6 +12,7 @@ def run_errors(run: RunConfig) -> list[str]:
         *folder_errors(run),
         *_data_errors(run),
         *_checkpoint_errors(run),
+        *_lora_errors(run),
         *_process_errors(run.distributed),
     ]
 
@@ -50,6 +52,33 @@ def _checkpoint_errors(run: RunConfig) -> list[str]:
         errors.append(
             f"checkpoint.best_metric={metric!r} is never measured with data.val={run.data.val} and "
             f"eval.every={run.eval.every}; set both, or checkpoint.best_metric=''"
+        )
+    return errors
+
+
+def _lora_errors(run: RunConfig) -> list[str]:
+    if not run.lora.rank:
+        changed = [
+            f.name
+            for f in dataclasses.fields(run.lora)
+            if getattr(run.lora, f.name) != getattr(LoRAConfig(), f.name)
+        ]
+        return [
+            f"lora.{name}={getattr(run.lora, name)!r} without lora.rank has no effect; set "
+            "lora.rank, or leave it out"
+            for name in changed
+        ]
+    errors = []
+    if run.algorithm.ref_refresh_every:
+        errors.append(
+            f"algorithm.ref_refresh_every={run.algorithm.ref_refresh_every} with "
+            f"lora.rank={run.lora.rank}: the reference is the base model, which adapters never "
+            "change; set algorithm.ref_refresh_every=0"
+        )
+    if "reference" in run.learner.offload and not run.algorithm.teacher:
+        errors.append(
+            f"learner.offload={run.learner.offload} with lora.rank={run.lora.rank}: the reference "
+            "is the base model, which training reads as well; leave out 'reference'"
         )
     return errors
 

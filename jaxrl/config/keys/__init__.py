@@ -7,6 +7,7 @@ from jaxrl.config.keys.algorithm import AlgorithmConfig
 from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
 from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, RoleConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
+from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.keys.run import CheckpointConfig, LogConfig, RunConfig
 
@@ -19,6 +20,7 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "LearnerConfig",
+    "LoRAConfig",
     "LogConfig",
     "MeshConfig",
     "ModelConfig",

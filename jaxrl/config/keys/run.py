@@ -8,6 +8,7 @@ from jaxrl.config.keys.algorithm import AlgorithmConfig
 from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
 from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, RoleConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
+from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
 from jaxrl.config.schema import key
 
@@ -57,6 +58,7 @@ class RunConfig:
         "", "Folder of JAX's persistent compilation cache; '' = ~/.cache/jaxrl/xla"
     )
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    lora: LoRAConfig = dataclasses.field(default_factory=LoRAConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     score: RoleConfig = dataclasses.field(default_factory=RoleConfig)

@@ -103,6 +103,10 @@ def classifier_json(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 def same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
-    """Whether configs differ only in fields that no file stores: heads, layer layout, kernels."""
-    not_in_files = dict(heads=b.heads, stacked=b.stacked, grouped_matmul=b.grouped_matmul)
+    """Whether configs differ only in fields that a model's files do not store.
+
+    These are heads, adapters, layer layout and kernels.
+    """
+    names = ("heads", "lora", "stacked", "grouped_matmul")
+    not_in_files = {name: getattr(b, name) for name in names}
     return dataclasses.replace(a, **not_in_files) == b

@@ -31,6 +31,7 @@ from sharding import hosts
 SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
 COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
+ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -114,17 +115,42 @@ def natural_sort_key(name: str) -> tuple:
 
 
 def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
-    """The parameters under their Hugging Face names and shapes, stacked ones layer by layer."""
+    """The parameters under their Hugging Face names and shapes, stacked ones layer by layer.
+
+    Adapters are merged into the weights that they change, one tensor at a time in float32.
+    """
+    tensors = {tensor.name: tensor for tensor in stored_tensors(params)}
+    for name, tensor in tensors.items():
+        if is_adapter(name):
+            continue
+        pair = [tensors.get(name.removesuffix("weight") + part) for part in ADAPTER_PARTS]
+        target_dtype = np.dtype(tensor.dtype if dtype is None else dtype)
+
+        def read(tensor=tensor, pair=pair, target_dtype=target_dtype) -> np.ndarray:
+            weight = tensor.read()
+            a, b = (one and one.read().astype(np.float32) for one in pair)
+            if a is not None and b is not None and params.cfg.lora is not None:
+                weight = weight.astype(np.float32) + params.cfg.lora.scale * (b @ a)
+            return weight.astype(target_dtype, copy=False)
+
+        yield Tensor(name, target_dtype, tensor.shape, read)
+
+
+def stored_tensors(params: Decoder) -> Iterator[Tensor]:
+    """The parameters as they are, those of adapters too."""
     specs = jax.tree.leaves(decoder_specs(params.cfg), is_leaf=is_spec)
     for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
-            target_dtype = np.dtype(leaf.dtype if dtype is None else dtype)
 
-            def read(leaf=leaf, index=index, spec=spec, target_dtype=target_dtype) -> np.ndarray:
-                host = hosts.host_array(slice_tensor(leaf, index))
-                return host.astype(target_dtype, copy=False).reshape(spec.hf_shape)
+            def read(leaf=leaf, index=index, spec=spec) -> np.ndarray:
+                return hosts.host_array(slice_tensor(leaf, index)).reshape(spec.hf_shape)
 
-            yield Tensor(name, target_dtype, spec.hf_shape, read)
+            yield Tensor(name, np.dtype(leaf.dtype), spec.hf_shape, read)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is the A or B of an adapter."""
+    return name.endswith(ADAPTER_PARTS)
 
 
 def slice_tensor(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.cpu.skinny_matmul import Weight, matmuls
+from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.models.config import LoRA
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
 
@@ -18,8 +19,58 @@ MakeParam = Callable[..., Any]  # (suffix, shape, axes, init=, hf_shape=) -> lea
 ACTIVATION_AXES: dict[str | None, str] = {"w_embed": "embed"}
 
 
+class Adapter(nnx.Module):
+    """The low-rank change of a linear layer, scale B A x: A is [rank, *in], B is [*out, rank]."""
+
+    def __init__(
+        self,
+        make: MakeParam,
+        name: str,
+        lora: LoRA,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        n_out: int,
+        hf_shape: tuple[int, int],
+    ):
+        self.scale, self.n_out = lora.scale, n_out
+        self.a_axes, self.b_axes = (None, *axes[n_out:]), (*axes[:n_out], None)
+        a_shape, b_shape = (lora.rank, *shape[n_out:]), (*shape[:n_out], lora.rank)
+        out, into = hf_shape
+        self.a = nnx.data(
+            make(
+                f"{name}.lora_A.weight",
+                a_shape,
+                self.a_axes,
+                init="lora_a",
+                hf_shape=(lora.rank, into),
+            )
+        )
+        self.b = nnx.data(
+            make(
+                f"{name}.lora_B.weight",
+                b_shape,
+                self.b_axes,
+                init="zeros",
+                hf_shape=(out, lora.rank),
+            )
+        )
+
+    def change(
+        self, x: Float[Array, "B T I"], out_axis: str | None, rules: Rules
+    ) -> Float[Array, "B T O"]:
+        """scale B A x, of the linear layer's input as a matrix."""
+        a = gather_matrix(self.a, rules, self.a_axes, 1)
+        b = gather_matrix(self.b, rules, self.b_axes, self.n_out)
+        low = matmul(x, a, out_sharding=rules.spec("batch", "time", None))
+        y = matmul(low, b, out_sharding=rules.spec("batch", "time", out_axis))
+        return y * jnp.asarray(self.scale, y.dtype)
+
+
 class Linear(nnx.Module):
-    """y = x Wᵀ + b. `eq` is the einsum of (x, W), with W's dimensions ordered out, in.
+    """y = x Wᵀ + b, plus the change of an adapter if it has one.
+
+    `eq` is the einsum of (x, W), with W's dimensions ordered out, in.
 
     Both may be several dimensions. The product runs on [out, in] matrices. For a weight of three
     dimensions, XLA on CPU would first copy a transpose on every call, and a row's bits would depend
@@ -36,13 +87,14 @@ class Linear(nnx.Module):
         *,
         hf_shape: tuple[int, int],
         bias: bool = False,
+        lora: LoRA | None = None,
     ):
         x_dims, rest = eq.split(",")
         w_dims, out_dims = rest.split("->")
         self.n_out = sum(d not in x_dims for d in w_dims)
         if not (w_dims == out_dims[2:] + x_dims[2:] and x_dims[:2] == out_dims[:2] == "BT"):
             raise ValueError(f"{eq!r} is not a [B, T, in] x [out, in] product")
-        self.axes = axes
+        self.name, self.axes = name, axes
         self.w = nnx.data(make(f"{name}.weight", shape, axes, hf_shape=hf_shape))
         bias_shape, self.bias_axes = shape[: self.n_out], axes[: self.n_out]
         self.b = nnx.data(
@@ -50,6 +102,10 @@ class Linear(nnx.Module):
             if bias
             else None
         )
+        change = None
+        if lora is not None and name.rpartition(".")[2] in lora.targets:
+            change = Adapter(make, name, lora, shape, axes, n_out=self.n_out, hf_shape=hf_shape)
+        self.lora: Adapter | None = nnx.data(change)
 
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
         return apply_linears(x, self, rules=rules)[0]
@@ -59,13 +115,22 @@ class Linear(nnx.Module):
         w = self.w.values if isinstance(self.w, Quantized) else self.w
         return gather_matrix(w, rules, self.axes, self.n_out)
 
-    def scale_and_bias(self, y: Float[Array, "B T O"], rules: Rules) -> Float[Array, "B T *out"]:
-        """x Wᵀ reshaped to the output's dimensions, times the quantization scale, plus the bias."""
+    def finish(
+        self, x: Float[Array, "B T I"], y: Float[Array, "B T O"], rules: Rules
+    ) -> Float[Array, "B T *out"]:
+        """The output, of which y = x Wᵀ is the largest part, in its dimensions.
+
+        The rest is the scale of a quantized weight, the adapter and the bias.
+        """
         out = rules.spec("batch", "time", *self.out_axes)
-        y = jnp.reshape(y, (*y.shape[:2], *self.w.shape[: self.n_out]), out_sharding=out)
+        shape = (*y.shape[:2], *self.w.shape[: self.n_out])
+        y = jnp.reshape(y, shape, out_sharding=out)
         if isinstance(self.w, Quantized):
             scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
             y = (y.astype(jnp.float32) * scale).astype(y.dtype)
+        if self.lora is not None:
+            change = self.lora.change(x, self.out_axes[0], rules)
+            y = y + jnp.reshape(change, shape, out_sharding=out)
         y = materialize_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 
@@ -90,7 +155,7 @@ def apply_linears(
     x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
     outs = [rules.spec("batch", "time", linear.out_axes[0]) for linear in linears]
     ys = matmuls(x, weights, out_shardings=outs)
-    return [linear.scale_and_bias(y, rules) for linear, y in zip(linears, ys, strict=True)]
+    return [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
 
 
 @jax.custom_vjp

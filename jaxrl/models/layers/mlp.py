@@ -17,13 +17,29 @@ class MLP(nnx.Module):
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
         def up(name: str) -> Linear:
             shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
-            return Linear(make, name, "BTD,FD->BTF", shape, axes, hf_shape=shape, bias=cfg.mlp_bias)
+            return Linear(
+                make,
+                name,
+                "BTD,FD->BTF",
+                shape,
+                axes,
+                hf_shape=shape,
+                bias=cfg.mlp_bias,
+                lora=cfg.lora,
+            )
 
         self.act = cfg.act
         self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
         shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
         self.down = Linear(
-            make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, hf_shape=shape, bias=cfg.mlp_bias
+            make,
+            "mlp.down_proj",
+            "BTF,DF->BTD",
+            shape,
+            axes,
+            hf_shape=shape,
+            bias=cfg.mlp_bias,
+            lora=cfg.lora,
         )
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:

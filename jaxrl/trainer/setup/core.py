@@ -19,6 +19,7 @@ from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.lora import split
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
@@ -45,7 +46,7 @@ def build_core(
     checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
     stack.callback(checkpoints.close)
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
-    specs = decoder_specs(policy.decoder)
+    specs = split(decoder_specs(policy.decoder))[0]
     optimizer = make_optimizer(cfg.learner, policy_steps(cfg, steps) * cfg.updates_per_step, specs)
     critic, value_scorer = make_critic_and_scorer(cfg, models, policy, steps)
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, models, policy)
@@ -115,10 +116,10 @@ def make_scorers(
     restricted = cfg.algorithm.keep_sampling_mask
     layout = role_layout(cfg, "score", policy.decoder, policy.dtype)
     scorer = ref_scorer = Scorer(cfg, layout, restricted=restricted)
-    ref_decoder = policy.decoder
+    ref_decoder = dataclasses.replace(policy.decoder, lora=None)
     if cfg.algorithm.teacher:
         teacher = model_config(models.folders.reference)
         ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
-    if cfg.ref != cfg.score or cfg.algorithm.teacher or restricted:
+    if cfg.ref != cfg.score or ref_decoder != policy.decoder or restricted:
         ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype))
     return scorer, ref_scorer, ref_decoder

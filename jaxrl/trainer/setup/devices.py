@@ -12,6 +12,7 @@ from jaxrl.config.resolve import check_devices
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params
 from jaxrl.planner.check import check_plan, device_memory, plan_line
 from jaxrl.planner.plan import Plan
@@ -110,13 +111,17 @@ def start_devices(
     if backend == "cpu":
         keep_freed_memory()
     dtype, decoder = for_platform(cfg, decoder, backend)
+    decoder = with_adapters(cfg.lora, decoder)
     if cfg.learner.router_aux_coef and not decoder.E:
         raise ValueError(
             f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
             f"this {decoder.family} model has none; set it to 0"
         )
-    n_params = count_params(decoder_specs(decoder))
+    specs = decoder_specs(decoder)
+    n_params, n_trained = count_params(specs), count_params(split(specs)[0])
+    trained = "" if decoder.lora is None else f", {n_trained / 1e6:.2f} M of them trained"
     progress.status(
-        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters, {dtype}"
+        f"model {cfg.model.path}: {decoder.family}, {n_params / 1e6:.1f} M parameters{trained}, "
+        f"{dtype}"
     )
     return dtype, decoder

@@ -10,10 +10,12 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.state import abstract_state, init_state
+from jaxrl.learner.state import abstract_state, init_state, trained_state
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
+from jaxrl.models.lora import combine, split, without_adapters
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.models import Models
 from jaxrl.types import TrainState
@@ -43,7 +45,7 @@ def load_state(
                 f"there is no checkpoint in {cfg.run_path}/checkpoints to resume from; "
                 "set config.run_dir to the folder of the run, or leave out config.resume"
             )
-        params = load_params(models.folders.policy, rules, policy.decoder, policy.dtype)
+        params = load_policy(cfg, rules, models, policy)
         if critic is not None:
             critic.load(offload=offload)
         return init_state(params, optimizer, offload=offload), {}
@@ -54,11 +56,28 @@ def load_state(
         ref = ref_layout.abstract_weights(policy.decoder, mesh)
         offload_ref = "reference" in cfg.learner.offload
         abstract = dataclasses.replace(abstract, ref=to_host(ref) if offload_ref else ref)
-    if critic is None:
-        return checkpoints.restore(abstract, step)
-    saved, host = checkpoints.restore(dataclasses.replace(abstract, critic=critic.state), step)
-    critic.state = saved.critic
-    return dataclasses.replace(saved, critic=None), host
+    abstract = trained_state(abstract)
+    if critic is not None:
+        abstract = dataclasses.replace(abstract, critic=trained_state(critic.state))
+    saved, host = checkpoints.restore(abstract, step)
+    if critic is not None:
+        critic.restore(saved.critic)
+    params = saved.params
+    if policy.decoder.lora is not None:
+        params = combine(params, split(load_policy(cfg, rules, models, policy))[1])
+    return dataclasses.replace(saved, params=params, critic=None), host
+
+
+def load_policy(cfg: RunConfig, rules: Rules, models: Models, policy: Policy) -> Decoder:
+    """The policy before the first update, from its folder, with adapters if the config has some."""
+    return load_with_adapters(
+        models.folders.policy,
+        rules,
+        policy.decoder,
+        policy.dtype,
+        seed=cfg.seed,
+        adapter=cfg.lora.path,
+    )
 
 
 def load_reference(
@@ -69,7 +88,12 @@ def load_reference(
     models: Models,
     decoder: DecoderConfig,
 ) -> Decoder:
-    """The frozen reference model: the policy of step 0, or a teacher."""
+    """The frozen reference model: the policy of step 0, or a teacher.
+
+    Without a teacher, the reference of a policy with adapters is its base, in the same arrays.
+    """
+    if state.params.cfg.lora and layout.resharding is None and not cfg.algorithm.teacher:
+        return without_adapters(state.params)
     if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
         ref = layout.copy(state.params)
     else:

@@ -5,6 +5,7 @@ tests/trainer/test_reward_models.py covers reward_model.py."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -254,3 +255,14 @@ def test_every_preference_loss_of_the_config_is_implemented(dpo_config):
     for loss in ("dpo", "ipo", "kto"):
         dpo_config.preference.loss = loss
         assert pair_loss(resolve(dpo_config).preference, kl=0.1)(jnp.ones(2), jnp.zeros(2)).shape
+
+
+@pytest.mark.thorough
+def test_dpo_of_adapters_learns_with_the_base_as_its_reference(dpo_config):
+    dpo_config.lora.rank, dpo_config.lora.alpha = 8, 16.0
+    dpo_config.learner.lr = 0.02
+    assert dpo.train(resolve(dpo_config))
+    first, last = [line for line in metrics(dpo_config.run_dir) if "val/accuracy" in line]
+    assert first["val/loss"] == pytest.approx(math.log(2), abs=1e-6), "policy and base are equal"
+    assert last["val/loss"] < 0.9 * first["val/loss"] and last["val/accuracy"] == 1.0
+    assert (Path(dpo_config.run_dir) / "adapter" / "adapter_model.safetensors").is_file()

@@ -1,0 +1,20 @@
+"""The quickstart with low-rank adapters in place of full weights.
+
+    uv run python -m jaxrl.train --config=configs/quickstart_lora.py
+
+Task, batches and steps are those of configs/quickstart.py. The adapters of all linear layers have
+rank 16; their learning rate is ten times that of full weights.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.quickstart import get_config as quickstart
+
+
+def get_config() -> ConfigDict:
+    config = quickstart()
+    config.name = "quickstart_lora"
+    config.lora.rank = 16
+    config.lora.alpha = 32.0
+    config.learner.lr = 1e-4
+    return config

@@ -1,0 +1,29 @@
+"""Keys of low-rank adapters."""
+
+import dataclasses
+
+from jaxrl.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAConfig:
+    rank: int = key(
+        0, "Rank of the adapters of linear layers; 0 = no adapters, all weights are trained", ge=0
+    )
+    alpha: float = key(16.0, "Scale of the adapters: alpha / rank, or alpha / sqrt(rank)", gt=0)
+    rslora: bool = key(
+        False, "Scale by alpha / sqrt(rank) (rank-stabilized LoRA) instead of alpha / rank"
+    )
+    target_modules: tuple[str, ...] = key(
+        ("all-linear",),
+        "Linear layers with adapters: all-linear, names such as q_proj, or regular expressions "
+        "over names such as self_attn.q_proj. The experts of a mixture of experts get none",
+    )
+    exclude_modules: tuple[str, ...] = key(
+        (), "Names or regular expressions of linear layers without adapters"
+    )
+    path: str = key(
+        "",
+        "Folder of an adapter in PEFT's format to continue from; its rank, alpha and target "
+        "modules must be those of this section; '' = new adapters, which start at zero",
+    )

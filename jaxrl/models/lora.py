@@ -1,0 +1,147 @@
+"""Adapters of a model: which layers have them, and the arrays that training changes.
+
+A model with adapters is one tree of the base weights and the adapters' A and B
+(https://arxiv.org/abs/2106.09685). Training changes the adapters, and the value or reward head of
+a model that has one; the base weights stay as they are, in the same arrays.
+"""
+
+import dataclasses
+import re
+from difflib import get_close_matches
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from jaxrl.config.keys import LoRAConfig
+from jaxrl.models.config import DecoderConfig, LoRA
+from jaxrl.models.decoder import Decoder, decoder_specs, restrict
+from jaxrl.models.layers.linear import Linear
+from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
+from jaxrl.types import Tree
+from sharding import Rules
+
+ALL_LINEAR = "all-linear"
+
+
+def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
+    """The adapters that the config asks for; None if it asks for none.
+
+    Raises ValueError for names that match no linear layer and for a rank above that of a layer.
+    """
+    if not cfg.rank:
+        return None
+    sizes = linear_layers(decoder)
+    chosen = matching(cfg.target_modules, sizes, "config.lora.target_modules")
+    excluded = matching(cfg.exclude_modules, sizes, "config.lora.exclude_modules")
+    names = [name for name in sizes if name in chosen and name not in excluded]
+    if not names:
+        raise ValueError(
+            f"config.lora.exclude_modules={cfg.exclude_modules} leaves no layer of "
+            f"config.lora.target_modules={cfg.target_modules}; exclude fewer"
+        )
+    smallest = min(names, key=lambda name: min(sizes[name]))
+    if cfg.rank > min(sizes[smallest]):
+        out, into = sizes[smallest]
+        raise ValueError(
+            f"config.lora.rank={cfg.rank} is above the rank of {smallest} [{out}, {into}]; set at "
+            f"most {min(out, into)}, or exclude this layer"
+        )
+    targets = tuple(name.rpartition(".")[2] for name in names)
+    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, targets)
+
+
+def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
+    """The decoder with the adapters that the config asks for."""
+    return dataclasses.replace(decoder, lora=adapters(cfg, decoder))
+
+
+def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ..."""
+    one = decoder_specs(dataclasses.replace(decoder, L=1, windows=decoder.windows[:1], lora=None))
+    linears = jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, Linear))
+    return {node.name: node.w.hf_shape for node in linears if isinstance(node, Linear)}
+
+
+def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
+    """The names that at least one of the patterns matches.
+
+    Raises ValueError, with near names, for a pattern that matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern == ALL_LINEAR:
+            found |= set(names)
+            continue
+        try:
+            hits = {
+                n
+                for n in names
+                for form in (n, n.rpartition(".")[2])
+                if re.fullmatch(pattern, form)
+            }
+        except re.error as error:
+            raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+        if not hits:
+            short = [name.rpartition(".")[2] for name in names]
+            near = get_close_matches(pattern, short, n=2)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise ValueError(
+                f"{key}: {pattern!r} matches no linear layer of this model; {hint}set "
+                f"{ALL_LINEAR!r} or some of {', '.join(names)}"
+            )
+        found |= hits
+    return found
+
+
+def add_adapters(
+    base: Decoder, lora: LoRA, *, seed: int, rules: Rules, dtype: DTypeLike
+) -> Decoder:
+    """The model with new adapters, whose B is zero: it computes the same. The base is shared."""
+    key, leaves = jax.random.key(seed), dict(jax.tree_util.tree_leaves_with_path(base))
+    specs = decoder_specs(dataclasses.replace(base.cfg, lora=lora))
+
+    def leaf(path, spec: ParamSpec) -> jax.Array:
+        return leaves[path] if path in leaves else init_params(key, spec, rules, dtype)
+
+    return jax.tree.map_with_path(leaf, specs, is_leaf=is_spec)
+
+
+def without_adapters(model: Decoder) -> Decoder:
+    """The base model: the same arrays without the adapters."""
+    return restrict(model, dataclasses.replace(model.cfg, lora=None))
+
+
+def split(model: Decoder) -> tuple[Tree, Tree]:
+    """(arrays that training changes, frozen arrays); each has MaskedNode in place of the others.
+
+    Without adapters all arrays are trained. `model` may also be a tree of specs.
+    """
+    trained = _is_trained(model)
+    return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))
+
+
+def combine(trained: Tree, frozen: Tree) -> Decoder:
+    """The model of which `split` made these two."""
+    return jax.tree.map(
+        lambda a, b: b if isinstance(a, optax.MaskedNode) else a,
+        trained,
+        frozen,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode) or is_spec(node),
+    )
+
+
+def _is_trained(model: Decoder) -> Tree:
+    """A tree of bools."""
+    if model.cfg.lora is None:
+        return map_specs(lambda _: True, model)
+
+    def is_trained(path, _) -> bool:
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        return "lora" in names or "score" in names
+
+    return jax.tree.map_with_path(is_trained, model, is_leaf=is_spec)
+
+
+def _select(model: Tree, chosen: Tree) -> Tree:
+    return jax.tree.map(lambda c, leaf: leaf if c else optax.MaskedNode(), chosen, model)

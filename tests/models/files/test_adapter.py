@@ -1,0 +1,121 @@
+"""Adapters in PEFT's format against those of PEFT (scripts/make_golden_adapters.py)."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.models.files.adapter import adapter_config, load_with_adapters, save_adapter
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.files.hf_save import param_tensors
+from sharding import make_mesh
+from sharding.rules import TRAIN
+from tests.models.test_parity import GOLDEN, MODELS, cases, golden, packed_logits
+
+ADAPTERS = GOLDEN.parent / "golden_adapters"
+
+
+def load(name, folder=None, *, stacked=False, **changes):
+    """The checkpoint with PEFT's adapter; `changes` are of the adapters that the run asks for."""
+    folder = folder or ADAPTERS / name
+    lora = dataclasses.replace(adapter_config(ADAPTERS / name), **changes)
+    cfg = dataclasses.replace(model_config(GOLDEN / name), lora=lora, stacked=stacked)
+    return load_with_adapters(GOLDEN / name, TRAIN, cfg, jnp.float32, seed=0, adapter=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    cases(
+        [(name, stacked) for name in MODELS for stacked in (False, True)],
+        lambda name, stacked: (name, stacked) in (("qwen2", False), ("mixtral", True)),
+    ),
+)
+def test_logits_equal_those_of_peft(name, stacked, one_device):
+    tokens, plain = golden(name)
+    expected = np.load(ADAPTERS / name / "golden.npz")["logits"]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    model = load(name, stacked=stacked)
+    logits = np.asarray(packed_logits(model, tokens, jnp.ones_like(tokens), positions))[:, ::5]
+    np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=1e-4)
+    assert np.abs(logits - plain[:, ::5]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    cases(
+        [(name, sizes) for name in MODELS for sizes in ({}, dict(fsdp=2, tensor=2))],
+        lambda name, sizes: name == "llama",
+    ),
+)
+def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
+    with jax.set_mesh(make_mesh(**sizes)):
+        save_adapter(tmp_path / "adapter", load(name, stacked=bool(sizes)), base="base")
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    written = load_file(ADAPTERS / name / "adapter_model.safetensors")
+    assert saved.keys() == written.keys()
+    for tensor, values in written.items():
+        np.testing.assert_array_equal(saved[tensor], values)
+    assert adapter_config(tmp_path / "adapter") == adapter_config(ADAPTERS / name)
+
+
+def test_the_merged_weights_are_those_that_peft_adds_up(one_device):
+    model = load("llama")
+    merged = {tensor.name: tensor.read() for tensor in param_tensors(model, None)}
+    base = load_file(GOLDEN / "llama" / "model.safetensors")
+    adapter = load_file(ADAPTERS / "llama" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    name = "model.layers.1.self_attn.o_proj."
+    a, b = (adapter[f"base_model.model.{name}lora_{part}.weight"] for part in "AB")
+    weight = base[f"{name}weight"] + 1.5 * b @ a
+    np.testing.assert_allclose(merged[f"{name}weight"], weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(merged["model.norm.weight"], base["model.norm.weight"])
+
+
+def changed_config(**changes):
+    def change(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def drop_tensor(folder):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, path)
+
+
+def remove_config(folder):
+    (folder / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (remove_config, "no adapter_config.json"),
+        (changed_config(peft_type="IA3"), "only LORA is supported"),
+        (changed_config(use_dora=True), "merge it into its base model"),
+        (changed_config(target_modules="all-linear"), "a list of names"),
+        (changed_config(r=8), "rank 8, not 4"),
+        (changed_config(lora_alpha=1), "alpha 1.0, not 6.0"),
+        (changed_config(target_modules=["q_proj"]), "targets"),
+        (drop_tensor, "1 tensors are missing.*down_proj.lora_A"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(change, words, tmp_path, one_device):
+    folder = Path(shutil.copytree(ADAPTERS / "llama", tmp_path / "adapter"))
+    change(folder)
+    with pytest.raises(ValueError, match=words):
+        load("llama", folder)
+
+
+def test_an_adapter_of_another_base_model_is_refused(one_device):
+    with pytest.raises(ValueError, match="another model"):
+        load("qwen3", ADAPTERS / "llama")

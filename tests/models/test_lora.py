@@ -1,0 +1,114 @@
+"""Which layers have adapters, what training changes, and that a mesh changes no number."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.config.keys import LoRAConfig
+from jaxrl.models.config import DecoderConfig, LoRA
+from jaxrl.models.decoder import decoder_specs, init_model
+from jaxrl.models.lora import adapters, add_adapters, combine, split, without_adapters
+from jaxrl.models.spec import is_spec
+from sharding.rules import TRAIN
+
+TINY = DecoderConfig("llama", L=2, D=16, N=4, K=2, H=8, F=24, V=32)
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded", "want"),
+    [
+        (("all-linear",), (), LINEAR),
+        (("q_proj", "v_proj"), (), ("q_proj", "v_proj")),
+        ((r"self_attn\..*",), (), LINEAR[:4]),
+        (("[qkv]_proj", "mlp.up_proj"), ("v_proj",), ("q_proj", "k_proj", "up_proj")),
+        (("all-linear",), (r"mlp\..*", "o_proj"), LINEAR[:3]),
+    ],
+)
+def test_target_modules_are_names_and_regular_expressions(targets, excluded, want):
+    cfg = LoRAConfig(rank=2, alpha=3.0, target_modules=targets, exclude_modules=excluded)
+    lora = adapters(cfg, TINY)
+    assert lora is not None and sorted(lora.targets) == sorted(want)
+    specs = decoder_specs(dataclasses.replace(TINY, lora=lora))
+    names = {spec.hf for spec in jax.tree.leaves(specs, is_leaf=is_spec) if "lora" in spec.hf}
+    assert {name.split(".")[-3] for name in names} == set(want) and len(names) == 4 * len(want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(target_modules=("q_prj",)), r"'q_prj' matches no linear layer.*mean 'q_proj'"),
+        (dict(exclude_modules=("lm_head",)), "exclude_modules: 'lm_head' matches no"),
+        (dict(target_modules=("(",)), "no regular expression"),
+        (dict(target_modules=("q_proj",), exclude_modules=(".*",)), "exclude fewer"),
+        (dict(rank=17), r"rank=17 is above.*k_proj \[16, 16\]; set at most 16"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        adapters(LoRAConfig(**dict(rank=2) | changes), TINY)
+
+
+def test_the_scale_is_that_of_lora_and_of_rank_stabilized_lora():
+    assert LoRA(rank=16, alpha=8.0).scale == 0.5
+    assert LoRA(rank=16, alpha=8.0, rslora=True).scale == 2.0
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_new_adapters_share_the_base_and_start_at_zero_change(stacked, one_device):
+    base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)
+    lora = adapters(LoRAConfig(rank=2), TINY)
+    model = add_adapters(base, lora, seed=1, rules=TRAIN, dtype=jnp.float32)
+    again = without_adapters(model)
+    assert jax.tree.structure(again) == jax.tree.structure(base)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (again, base)), strict=True))
+
+    trained, frozen = split(model)
+    specs = split(decoder_specs(model.cfg))[0]
+    kinds = {
+        spec.hf: leaf for spec, leaf in zip(*map(jax.tree.leaves, (specs, trained)), strict=True)
+    }
+    bound = 16**-0.5  # 1 / sqrt(in) of q_proj
+    for name, values in kinds.items():
+        if name.endswith("lora_B.weight"):
+            assert not np.any(values)
+        elif name.endswith("q_proj.lora_A.weight"):
+            assert 0.5 * bound < np.abs(values).max() <= bound
+    assert len(jax.tree.leaves(trained)) + len(jax.tree.leaves(frozen)) == len(
+        jax.tree.leaves(model)
+    )
+    whole = combine(trained, frozen)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (whole, model)), strict=True))
+
+
+def test_stacked_and_listed_layers_start_with_the_same_adapters(one_device):
+    found = []
+    for stacked in (False, True):
+        base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)
+        lora = adapters(LoRAConfig(rank=2), TINY)
+        found.append(add_adapters(base, lora, seed=1, rules=TRAIN, dtype=jnp.float32))
+    listed, stacked = found
+    for i in range(TINY.L):
+        one, many = listed.layers[i].mlp.down.lora.a, stacked.layers.mlp.down.lora.a[i]
+        np.testing.assert_array_equal(one, many)
+    assert np.any(listed.layers[0].mlp.down.lora.a != listed.layers[1].mlp.down.lora.a)
+
+
+def test_a_value_head_is_trained_with_the_adapters():
+    lora = adapters(LoRAConfig(rank=2), TINY)
+    specs = decoder_specs(dataclasses.replace(TINY, lora=lora, heads=("score",)))
+    trained, frozen = split(specs)
+    assert is_spec(trained.score) and isinstance(frozen.score, optax.MaskedNode)
+    assert is_spec(frozen.embed) and isinstance(trained.embed, optax.MaskedNode)
+
+
+def test_without_adapters_everything_is_trained():
+    trained, frozen = split(decoder_specs(TINY))
+    assert not jax.tree.leaves(frozen) and trained.cfg == TINY
+    assert len(jax.tree.leaves(trained, is_leaf=is_spec)) == len(
+        jax.tree.leaves(decoder_specs(TINY), is_leaf=is_spec)
+    )

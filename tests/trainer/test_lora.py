@@ -1,0 +1,132 @@
+"""Training with low-rank adapters: the base stays, the adapters learn, exports and resume."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.config.resolve import resolve
+from jaxrl.evaluate import evaluate, read
+from jaxrl.io.checkpoint.weights import saved_params
+from jaxrl.train import train
+from tests.trainer.test_train import metrics
+
+
+@pytest.fixture
+def lora_config(tiny_config):
+    """2 steps with a KL loss against the base."""
+    tiny_config.total_steps = 2
+    tiny_config.lora.rank, tiny_config.lora.alpha = 4, 8.0
+    tiny_config.lora.exclude_modules = ("o_proj",)
+    tiny_config.learner.lr = 0.05
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.kl_in = 0.1, "loss"
+    return tiny_config
+
+
+def test_a_run_trains_adapters_and_exports_them_and_the_merged_model(lora_config):
+    assert train(resolve(lora_config))
+    first, second = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]
+    assert abs(first["loss/kl"]) < 1e-6 < second["loss/kl"]
+    assert first["mismatch/logp_diff_max"] < 1e-5 and second["mismatch/logp_diff_max"] < 1e-5
+
+    folder = Path(lora_config.run_dir)
+    base = load_file(Path(lora_config.model.path) / "model.safetensors")
+    merged = load_file(folder / "hf" / "model.safetensors")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and "o_proj" not in config["target_modules"]
+    prefix = "base_model.model."
+    for name, weight in base.items():
+        change = np.zeros_like(weight)
+        module = prefix + name.removesuffix("weight")
+        if module + "lora_A.weight" in adapter:
+            a, b = adapter.pop(module + "lora_A.weight"), adapter.pop(module + "lora_B.weight")
+            assert np.abs(b).max() > 0.01
+            change = 2.0 * b @ a
+        np.testing.assert_allclose(merged[name], weight + change, atol=1e-6)
+    assert not adapter and merged.keys() == base.keys()
+
+
+def weights(config):
+    return load_file(Path(config.run_dir) / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.thorough
+def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp_path):
+    lora_config.checkpoint.every = 1
+    assert train(resolve(lora_config))
+    want = weights(lora_config)
+    run_dir = Path(lora_config.run_dir)
+    saved = saved_params(run_dir / "checkpoints" / "1")
+    assert saved and all("/lora/" in name for name in saved)
+    lora_config.run_dir = str(tmp_path / "resumed")
+    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
+    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
+    lora_config.resume = True
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.thorough
+def test_a_run_is_evaluated_merged_and_its_adapter_can_be_continued_from(lora_config, tmp_path):
+    lora_config.total_steps, lora_config.learner.ema = 1, 0.5
+    assert train(resolve(lora_config))
+    run_dir = Path(lora_config.run_dir)
+    assert evaluate(read([f"--model={run_dir}"]))
+    assert (run_dir / "evaluation" / "summary.json").is_file()
+    final, average = (load_file(run_dir / f / "model.safetensors") for f in ("hf", "hf_ema"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert np.abs(final[name] - average[name]).max() > 1e-4
+    np.testing.assert_array_equal(final["model.norm.weight"], average["model.norm.weight"])
+    lora_config.lora.path = str(Path(lora_config.run_dir) / "adapter")
+    lora_config.run_dir = str(tmp_path / "next")
+    lora_config.learner.lr, lora_config.learner.ema = 0.0, 0.0
+    first = weights_of(lora_config.lora.path)
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], first[name]) for name in first)
+
+
+def weights_of(folder):
+    return load_file(Path(folder) / "adapter_model.safetensors")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(fsdp=2, tensor=2), dict(fsdp=2, sequence=2), dict(stage=2), dict(replica=2, fsdp=2)],
+    ids=str,
+)
+def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_layers, tmp_path):
+    lora_config.model.path = str(two_layers)
+    lora_config.eval.every = 0
+    # The first step has no advantages from another sampling order: responses are the same.
+    lora_config.total_steps = 1
+    assert train(resolve(lora_config))
+    want = weights(lora_config)
+    lora_config.run_dir = str(tmp_path / "mesh")
+    for axis, size in sizes.items():
+        setattr(lora_config.mesh, axis, size)
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    for name in want:
+        np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_ppo_trains_adapters_of_actor_and_critic(lora_config):
+    lora_config.algorithm.advantage = "gae"
+    lora_config.critic.lr = 0.01
+    assert train(resolve(lora_config))
+    lines = [
+        m for m in metrics(lora_config.run_dir) if "critic/loss" in m or "critic/grad_norm" in m
+    ]
+    assert len(lines) == 2 and all(line["critic/grad_norm"] > 0 for line in lines)
+    base = load_file(Path(lora_config.model.path) / "model.safetensors")
+    critic = load_file(Path(lora_config.run_dir) / "hf_critic" / "model.safetensors")
+    changed = {name for name in critic if name in base and np.any(critic[name] != base[name])}
+    assert changed and all("_proj" in name for name in changed) and np.any(critic["score.weight"])
