@@ -80,6 +80,13 @@ class Rollout:
     behavior_logp: np.ndarray | None = None
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
     episode: Episode | None = None  # None if the prompt was answered without an environment
+    # Further sequences of the episode, if it had several conversations (rollout/agents/)
+    branches: tuple["Rollout", ...] = ()
+
+    @property
+    def sequences(self) -> tuple["Rollout", ...]:
+        """This sequence and the branches: each becomes a training sample."""
+        return (self, *self.branches)
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -158,10 +165,22 @@ class TrainingSample:
     group: int = 0  # index of the prompt in the step; the samples of a group are adjacent
     prompt_id: int = 0  # for error messages
     sample: int = 0  # index in the prompt's group, for error messages
+    # Index among the samples of its episode, which are adjacent and have one reward together. An
+    # episode without branches is one sample.
+    branch: int = 0
+    episode_loss_tokens: int | None = None  # of all samples of the episode; None: only this one
 
     @property
     def n_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
+
+    @property
+    def share(self) -> float:
+        """The part of one sequence that it counts as in means over sequences.
+
+        The samples of an episode share it in proportion to their loss tokens.
+        """
+        return self.n_loss_tokens / self.episode_loss_tokens if self.episode_loss_tokens else 1.0
 
 
 @struct.dataclass
@@ -176,7 +195,7 @@ class Batch:
     segments: Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
     positions: Array  # int32 [B, T], restart with every segment
     mask: Array  # float32 [B, T], 1 if targets[t] is in the loss
-    response_len: Array  # float32 [B, T], loss tokens of the token's sequence; 1 at padding
+    response_len: Array  # float32 [B, T], loss tokens of the token's episode; 1 at padding
     advantages: Array  # float32 [B, T]
     values: Array  # float32 [B, T], the critic's before the step
     returns: Array  # float32 [B, T], targets of the value loss

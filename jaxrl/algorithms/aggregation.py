@@ -2,7 +2,8 @@
 
 Sums and weights are added over micro-batches and data-parallel ranks and divided once, so that the
 loss does not depend on packing. `response_len` holds, at every token, the number of response tokens
-of the token's sequence; so Σ mask / response_len counts the sequences.
+of the token's sequence, or of all sequences of its episode if an agent had several conversations;
+so Σ mask / response_len counts the episodes.
 """
 
 import dataclasses
@@ -93,10 +94,14 @@ def aggregate(
     return row.function(loss, mask, response_len, max_response_len)
 
 
-def idle_weight(response_lens: Sequence[int], *, mode: str) -> float:
+def idle_weight(
+    response_lens: Sequence[int], shares: Sequence[float] | None = None, *, mode: str
+) -> float:
     """Weight of sequences that a batch leaves out because they have no gradient.
 
-    They still count in the denominator: one each, or their tokens if the weight counts tokens.
+    They still count in the denominator: with their `shares` of an episode, one each by default, or
+    with their tokens if the weight counts tokens.
     """
     row = lookup(AGGREGATIONS, mode, "algorithm.aggregation")
-    return float(sum(response_lens) if row.weight == "tokens" else len(response_lens))
+    n_sequences = len(response_lens) if shares is None else sum(shares)
+    return float(sum(response_lens) if row.weight == "tokens" else n_sequences)

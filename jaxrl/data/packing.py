@@ -350,7 +350,7 @@ def _flat_fields(samples, base, segment, n_flat: int, prompt_len) -> dict[str, A
     at = within + np.repeat(base, lens)
     is_response = within >= np.repeat(prompt_len - 1, lens)
     loss_mask = [s.loss_mask for s in samples]
-    n_loss_tokens = np.array([s.n_loss_tokens for s in samples])
+    n_loss_tokens = np.array([s.episode_loss_tokens or s.n_loss_tokens for s in samples])
 
     def filled(values, dtype, where=at, pad=0) -> np.ndarray:
         flat = np.full(n_flat, pad, dtype)

@@ -19,7 +19,7 @@ Number = float | int
 # (observation, reward, done) or (observation, reward, done, counts)
 StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool, dict[str, Number]]
 
-KEY = "env.name"
+KEY, AGENT_KEY = "env.name", "env.agent"
 BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
@@ -63,6 +63,7 @@ class Turn:
     done: bool = False
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     error: str = ""  # why there is no result
+    rewarded: bool = True  # False: an agent ended without returning a reward
 
 
 EnvironmentFactory = Callable[[], Environment]

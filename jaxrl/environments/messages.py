@@ -22,13 +22,14 @@ def read_turn(value: Any) -> Turn:
             "done": bool(done),
             "counts": dict(counts),
             "error": error,
+            "rewarded": bool(rewarded),
         } if (
             math.isfinite(reward)
             and all(map(_is_finite, counts.values()))
             and all(map(is_text, [error, *counts]))
         ):
             checked = None if messages is None else [_message(message) for message in messages]
-            return Turn(checked, reward, done, counts, error)
+            return Turn(checked, reward, done, counts, error, rewarded)
     raise ProtocolError(f"{value!r:.80} is no turn")
 
 

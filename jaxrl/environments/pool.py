@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import socket
 import subprocess
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.config.keys import EnvConfig
-from jaxrl.environments.api import KEY, Turn
+from jaxrl.environments.api import AGENT_KEY, KEY, Turn
 from jaxrl.environments.messages import read_turn
 from jaxrl.workers.channel import Channel, ProtocolError, wait
 from jaxrl.workers.output import OutputLog, print_line
@@ -35,13 +36,15 @@ class _Episode:
 class EnvironmentPool:
     """Up to cfg.workers episodes at a time. Use as a context manager, or call close().
 
-    The constructor returns once the environment is imported. Raises ValueError for an unknown name
-    or a module that cannot be imported. `write` gets each line that environments print. Not
+    An episode is an object of env.name, or one call of the agent env.agent. The constructor returns
+    once its module is imported. Raises ValueError for an unknown name or a failed import. `write`
+    gets each line that episodes print. Not
     thread-safe.
     """
 
     def __init__(self, cfg: EnvConfig, *, write: Callable[[str], None] = print_line):
         self._cfg = cfg
+        self._key, self._spec = (AGENT_KEY, cfg.agent) if cfg.agent else (KEY, cfg.name)
         self._output = OutputLog(write)
         self._episodes: dict[int, _Episode] = {}
         self._last_id = 0
@@ -92,6 +95,14 @@ class EnvironmentPool:
         """Sends a turn of the model to an episode; `collect` returns the result."""
         self._send(episode, completion)
 
+    def pause(self, episode: int) -> None:
+        """Stops the time limit of an agent that waits for the model."""
+        self._episodes[episode].deadline = math.inf
+
+    def resume(self, episode: int) -> None:
+        """Starts the time limit of an agent again: the model has answered."""
+        self._episodes[episode].deadline = time.monotonic() + self._cfg.timeout_s
+
     def collect(self, timeout_s: float) -> list[tuple[int, Turn]]:
         """(episode, result) pairs that are ready, waiting up to `timeout_s` for the first.
 
@@ -106,7 +117,8 @@ class EnvironmentPool:
         results = [(number, turn) for number, turn in found if turn is not None]
         now = time.monotonic()
         late = [n for n, e in self._episodes.items() if 0 < e.deadline < now]
-        error = f"no answer within {self._cfg.timeout_s:g} s (env.timeout_s)"
+        what = "request of the agent" if self._cfg.agent else "answer"
+        error = f"no {what} within {self._cfg.timeout_s:g} s (env.timeout_s)"
         results += [(number, Turn(error=error)) for number in late]
         for number, turn in results:
             if turn.error:
@@ -179,7 +191,7 @@ class EnvironmentPool:
     def _start_server(self) -> WorkerProcess:
         """Starts the fork server. Raises WorkerFailed if the environment cannot be imported."""
         server = WorkerProcess("jaxrl.environments.worker", "environment", self._output)
-        server.channel.send((self._cfg.name, self._cfg.timeout_s))
+        server.channel.send((self._key, self._spec, self._cfg.timeout_s))
         try:
             report = _reply(server, START_TIMEOUT_S)
         except TimeoutError:
@@ -197,10 +209,11 @@ class EnvironmentPool:
                 return server
             case {"error": str(error)}:
                 server.kill()
-                raise WorkerFailed(error if KEY in error else f"{KEY} {self._cfg.name!r}: {error}")
+                named = error if self._key in error else f"{self._key} {self._spec!r}: {error}"
+                raise WorkerFailed(named)
             case other:
                 server.kill()
-                raise WorkerFailed(f"{KEY} {self._cfg.name!r}: its import sent {other!r:.80}")
+                raise WorkerFailed(f"{self._key} {self._spec!r}: its import sent {other!r:.80}")
 
 
 def _reply(server: WorkerProcess, timeout_s: float) -> Any:

@@ -6,14 +6,17 @@ an episode does, at worst its own process ends.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
+from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
+    AGENT_KEY,
     BUILT_IN,
     KEY,
     Environment,
@@ -36,10 +39,16 @@ def main(fd: int) -> None:
     channel = connect(fd)
     running: set[int] = set()
     try:
-        name, timeout_s = channel.receive()
+        key, spec, timeout_s = channel.receive()
+        run: Callable[[WorkerChannel], NoReturn]
         try:
-            factory = load_plugin(name, built_in=BUILT_IN, key=KEY)
-            check_factory(factory, name)
+            if key == AGENT_KEY:
+                agent = AgentProgram(load_plugin(spec, built_in={}, key=key), spec)
+                run = functools.partial(run_agent, agent=agent)
+            else:
+                factory = load_plugin(spec, built_in=BUILT_IN, key=key)
+                check_factory(factory, spec)
+                run = functools.partial(run_episode, factory=factory, timeout_s=timeout_s)
         except BaseException as error:
             channel.send({"error": str(error) or type(error).__name__})
             return
@@ -61,7 +70,7 @@ def main(fd: int) -> None:
                 continue
             if pid == 0:
                 channel.close()
-                run_episode(episode, factory, timeout_s)
+                run(episode)
             episode.close()
             running.add(pid)
             channel.send({"pid": pid})
@@ -94,7 +103,20 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def run_episode(channel: WorkerChannel, factory: EnvironmentFactory, timeout_s: float) -> None:
+def run_agent(channel: WorkerChannel, agent: AgentProgram) -> NoReturn:
+    """Runs an agent with the task that the socket sends, sends its result, and ends the process.
+
+    The parent limits its time.
+    """
+    os.setsid()
+    with contextlib.suppress(EOFError, OSError):
+        task = channel.receive()
+        answer(channel, turn_or_error(lambda: agent.run(task)))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_episode(channel: WorkerChannel, factory: EnvironmentFactory, timeout_s: float) -> NoReturn:
     """Answers reset and steps of one episode until the socket closes, then ends the process."""
     os.setsid()
     environment = None

@@ -284,7 +284,8 @@ def on_policy_tokens(inputs: dict[str, Array], cfg: AlgorithmConfig) -> Float[Ar
 def without_rejected(batch: Batch, accepted: Float[Array, "B T"]) -> Batch:
     """The batch with the mask, and the lengths of responses, of its accepted tokens."""
     mask = batch.mask * accepted
-    response_len = jnp.maximum(segment_sum(mask, batch.segments), 1.0)
+    before, after = (jnp.maximum(segment_sum(m, batch.segments), 1.0) for m in (batch.mask, mask))
+    response_len = after * (batch.response_len / before)  # the ratio is 1 without branches
     return dataclasses.replace(batch, mask=mask, response_len=response_len)
 
 

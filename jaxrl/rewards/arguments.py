@@ -68,7 +68,10 @@ def _value(rollout: Rollout, name: str, decode: Decode | None) -> Any:
 def _outcome(rollout: Rollout) -> dict[str, Any]:
     """What extra_info has of the response."""
     outcome = {"finish": rollout.finish, "response_len": len(rollout.tokens)}
-    return outcome if rollout.episode is None else outcome | {"episode": _info(rollout.episode)}
+    if rollout.episode is None:
+        return outcome
+    branches = [_messages(b.episode) for b in rollout.branches if b.episode is not None]
+    return outcome | {"episode": _info(rollout.episode) | {"branches": branches}}
 
 
 def _trl_arguments(
@@ -115,11 +118,13 @@ def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
 
 def _info(episode: Episode) -> dict[str, Any]:
     """What reward functions get as extra_info["episode"]; the keys are a public interface."""
-    return {
-        "asked": episode.prompt_messages,
-        "said": episode.completion_messages,
+    return _messages(episode) | {
         "n_turns": episode.n_turns,
         "reward": episode.reward,
         "counts": episode.counts,
         "error": episode.error,
     }
+
+
+def _messages(episode: Episode) -> dict[str, Any]:
+    return {"asked": episode.prompt_messages, "said": episode.completion_messages}

@@ -21,6 +21,8 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
+from jaxrl.rollout.agents.episode import AgentLimits
+from jaxrl.rollout.agents.runner import Agents, run_agents
 from jaxrl.rollout.generate import generate
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.runtime.signals import Interrupted, StopFlag
@@ -38,7 +40,8 @@ class Engines:
     engine: PagedEngine
     renderer: ChatRenderer
     limits: EpisodeLimits
-    environments: EnvironmentPool | None  # None for single-turn rollouts
+    agent_limits: AgentLimits
+    environments: EnvironmentPool | Agents | None  # None for single-turn rollouts
     progress: Progress
     stop: StopFlag
 
@@ -91,6 +94,14 @@ class Engines:
         if self.environments is None:
             return functools.partial(
                 generate, max_tokens=self.limits.max_tokens, decode=self.renderer.decode
+            )
+        if isinstance(self.environments, Agents):
+            return functools.partial(
+                run_agents,
+                limits=self.agent_limits,
+                agents=self.environments,
+                renderer=self.renderer,
+                eos_ids=self.engine.eos_ids,
             )
         return functools.partial(
             multi_turn,

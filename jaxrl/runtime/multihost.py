@@ -132,7 +132,9 @@ def process_identity(cfg: RunConfig) -> Identity:
     versions["source code of jaxrl"] = _digest(
         path.read_bytes() for folder in sources for path in sorted(folder.rglob("*.py"))
     )
-    files = [f.partition("?")[0].rpartition(":")[0] for f in (*cfg.reward.functions, cfg.env.name)]
+    files = [
+        f.partition("?")[0].rpartition(":")[0] for f in (*cfg.reward.functions, cfg.env.episodes)
+    ]
     for name in (*files, cfg.data.chat_template):
         if (path := Path(name)).is_file():
             versions[name] = _digest([path.read_bytes()])

@@ -23,8 +23,11 @@ def add_advantages(
     """Fills `advantages`; with a critic, also `returns`.
 
     Args:
-      samples: at least one. With a critic, they have `values`. Groups may differ in size.
-      rewards: float64 [len(samples)].
+      samples: at least one. With a critic, they have `values`. Groups may differ in size. The
+        samples of one episode (`branch`) are one member of their group: its length and its KL
+        penalty are their sums, and all get its advantage. Token-level estimators take each sample
+        as a trajectory that ends with the reward of the episode.
+      rewards: float64 [len(samples)], of the sample's episode.
       penalties: KL penalty per response token (kl_in = "reward"). Response-level estimators
         subtract its sum from the reward of the response; token-level ones subtract it per token.
       baselines: float [len(samples)], reward of the greedy response to the prompt (ReMax).
@@ -55,10 +58,11 @@ def add_advantages(
 
 
 def places_in_groups(samples: Sequence[TrainingSample]) -> tuple[np.ndarray, np.ndarray]:
-    """(group, index within the group) of each sample, int [N]: places in an array [P, n]."""
+    """(group, index of its episode in the group) of each sample, int [N]: places in [P, n]."""
     groups = np.array([s.group for s in samples])
     _, first, group = np.unique(groups, return_index=True, return_inverse=True)
-    return group, np.arange(len(samples)) - first[group]
+    episode = np.cumsum([s.branch == 0 for s in samples])
+    return group, episode - episode[first][group]
 
 
 def estimator_inputs(
@@ -89,17 +93,21 @@ def estimator_inputs(
     if penalties is not None:
         kl_rewards[mask > 0] = -np.concatenate(penalties)
 
-    def grid(x: np.ndarray, missing: float | int) -> np.ndarray:
-        found = np.full([int(index.max()) + 1 for index in places], missing, x.dtype)
-        found[places] = x
+    sizes = [int(index.max()) + 1 for index in places]
+
+    def of_episodes(x: np.ndarray) -> np.ndarray:
+        """The sum over the samples of each episode, [P, n]."""
+        found = np.zeros(sizes, x.dtype)
+        np.add.at(found, places, x)
         return found
 
     def group_rewards() -> np.ndarray:
-        result = rewards.astype(np.float32)
+        result = np.full(sizes, np.nan, np.float32)
+        result[places] = rewards
         if penalties is not None:
-            charged = result - np.array([float(p.sum()) for p in penalties])
-            result = charged.astype(np.float32)
-        return grid(result, np.nan)
+            charged = of_episodes(np.array([float(p.sum()) for p in penalties]))
+            result = (result - charged).astype(np.float32)
+        return result
 
     def greedy_rewards() -> np.ndarray:
         assert baselines is not None
@@ -113,7 +121,7 @@ def estimator_inputs(
 
     return {
         "rewards": group_rewards,
-        "lengths": lambda: grid(lens, 0),
+        "lengths": lambda: of_episodes(lens),
         "task_rewards": lambda: rewards.astype(np.float32),
         "baselines": greedy_rewards,
         "token_rewards": lambda: token_rewards(kl_rewards, rewards, turns, mask),

@@ -12,7 +12,7 @@ from jaxrl.data.packing import gather, pack_samples
 from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.metrics import reward_metrics
-from jaxrl.trainer.mini_batches import MiniBatch, make_mini_batches, to_sample
+from jaxrl.trainer.mini_batches import MiniBatch, make_mini_batches, to_samples
 from jaxrl.trainer.run import Core, Run
 from jaxrl.trainer.sampling import Collected, with_baselines
 from jaxrl.trainer.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
@@ -54,17 +54,22 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     metrics |= scale_metrics(raw_rewards, scale, cfg.reward)
     if baselines is not None:
         baselines = scaled_rewards(baselines, scale, cfg.reward)
-    samples = [
-        to_sample(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
+    sampled = [
+        to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
         for i, group in enumerate(groups)
         for r in group
     ]
+    samples = [s for episode in sampled for s in episode]
+    n_samples = [len(episode) for episode in sampled]  # all with the reward of the episode
+    rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
+    if baselines is not None:
+        baselines = np.repeat(baselines, n_samples)
     if core.value_scorer is not None:
         samples = add_values(core, core.value_scorer, samples)
     with core.timed("adv"), core.no_compile("scoring"):
         mini_batches, more_metrics = make_mini_batches(
             samples,
-            scaled_rewards(raw_rewards, scale, cfg.reward),
+            rewards,
             cfg,
             n_ranks=core.n_ranks,
             score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,

@@ -22,7 +22,7 @@ def reward_metrics(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> dict
     Means and deviations of rewards are over valid rewards; absent if there are none.
     """
     valid = valid_samples(rollouts, cfg)
-    sampled, means = [r.rollout for r in rollouts], {}
+    sampled, means = [s for r in rollouts for s in r.rollout.sequences], {}
     if valid:
         rewards = np.array([r.reward.value for r in valid])
         means = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
@@ -67,10 +67,11 @@ def episode_means(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         return {}
     names = sorted({name for e in episodes for name in e.counts})
     counts = {name: float(np.mean([e.counts.get(name, 0.0) for e in episodes])) for name in names}
-    n_tokens = sum(len(r.tokens) for r in sampled)
+    sequences = [s for r in sampled for s in r.sequences]
+    n_tokens = sum(len(s.tokens) for s in sequences)
     return counts | {
         "turns": float(np.mean([e.n_turns for e in episodes])),
-        "own_fraction": sum(r.n_loss_tokens for r in sampled) / max(n_tokens, 1),
+        "own_fraction": sum(s.n_loss_tokens for s in sequences) / max(n_tokens, 1),
         "failures": float(sum(bool(e.error) for e in episodes)),
     }
 

@@ -53,6 +53,21 @@ def to_sample(
     )
 
 
+def to_samples(
+    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
+) -> list[TrainingSample]:
+    """One training sample per sequence of a rollout; `turn_rewards` are those of the first."""
+    n_loss_tokens = sum(r.n_loss_tokens for r in rollout.sequences)
+    first = to_sample(rollout, group=group, turn_rewards=turn_rewards)
+    samples = [first, *(to_sample(branch, group=group) for branch in rollout.branches)]
+    if not rollout.branches:
+        return samples
+    return [
+        dataclasses.replace(s, branch=i, episode_loss_tokens=n_loss_tokens)
+        for i, s in enumerate(samples)
+    ]
+
+
 def make_mini_batches(
     samples: Sequence[TrainingSample],
     rewards: np.ndarray,

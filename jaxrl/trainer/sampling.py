@@ -61,7 +61,7 @@ class Collected:
     @property
     def n_tokens(self) -> int:
         """Prompt and response tokens of all rollouts."""
-        rollouts = [scored.rollout for scored in self.sampled]
+        rollouts = [r for scored in self.sampled for r in scored.rollout.sequences]
         return sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
 
     def chosen(self) -> list[Group]:

@@ -38,12 +38,12 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     ):
         ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
-            idle_lens = [s.n_loss_tokens for s in mini.idle]
+            idle_lens, shares = [s.n_loss_tokens for s in mini.idle], [s.share for s in mini.idle]
             core.state, one = core.update.update(
                 core.state,
                 [packed.batch for packed in mini.packed],
                 ref_params=ref_params,
-                extra_weight=idle_weight(idle_lens, mode=cfg.algorithm.aggregation),
+                extra_weight=idle_weight(idle_lens, shares, mode=cfg.algorithm.aggregation),
                 coefs=dataclasses.replace(core.coefs.loss_coefs(), mean_weight=mini.mean_weight),
                 on_micro_batch=lambda i: bar.advance(1),
             )

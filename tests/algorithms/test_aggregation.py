@@ -66,6 +66,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_idle_sequences_have_the_weight_that_they_would_have_in_a_batch(mode):
     assert idle_weight([1, 3], mode=mode) == WANT[mode][1]
+    # two samples of one episode share its weight
+    assert idle_weight([1, 3], [0.25, 0.75], mode=mode) == (4 if mode == "token_mean" else 1)
 
 
 def test_the_maximum_over_no_tokens_is_minus_infinity():

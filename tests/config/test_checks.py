@@ -116,7 +116,17 @@ WRONG = [
     (dict(eval__n=4), "eval.n=4", "eval.sampling.temperature"),
     (dict(env__name="calculater?x=1"), "did you mean 'calculator'?"),
     (dict(env__name="calculator"), "env.name='calculator'", "add 'environment'"),
-    (dict(reward__functions=("environment",)), "env.name is empty"),
+    (
+        dict(env__agent="my_agent"),
+        "env.agent='my_agent' is no function",
+        "path/to/file.py:function",
+    ),
+    (
+        dict(env__name="calculator", env__agent="a.py:f", reward__functions=("environment",)),
+        "env.name='calculator' and env.agent='a.py:f' are two kinds of episodes",
+    ),
+    (dict(env__episode_timeout_s=5.0), "env.agent is empty; set env.agent"),
+    (dict(reward__functions=("environment",)), "env.name and env.agent are empty"),
     (dict(eval__k=(1, 2)), "eval.k=(1, 2) includes pass@2", "eval.n=1", "at least 2"),
     (dict(algorithm__kl="full"), "kl='full'", "kl_coef=0", "above 0"),
     (dict(algorithm__kl="full", algorithm__kl_coef=0.1, algorithm__kl_in="reward"), "kl_in='loss'"),

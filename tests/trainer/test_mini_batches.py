@@ -4,10 +4,14 @@ packed mini-batches, with advantages, idle groups and the KL in the reward."""
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.config.resolve import default_config, resolve
+from jaxrl.data.packing import pack
+from jaxrl.learner.policy_objective import without_rejected
 from jaxrl.trainer.advantage import add_advantages
 from jaxrl.trainer.mini_batches import make_mini_batches, reference_kl, select_tokens, split_idle
 from jaxrl.types import TrainingSample
@@ -356,3 +360,42 @@ def test_the_kl_in_the_reward_is_clamped_and_counted():
     # three tokens per response at positions 4, 5, 6: 2, 0.25, 2
     assert metrics["reward/kl_clamped_fraction"] == pytest.approx(2 / 3)
     assert metrics["reward/kl"] == pytest.approx((0.5 + 0.25 + 0.5) / 3, rel=1e-6)
+
+
+def with_branch(samples):
+    """The samples, the first as an episode of two samples with 3 and 1 loss tokens."""
+    first = samples[0]
+    short = {name: getattr(first, name)[:1] for name in ("tokens", "loss_mask", "rollout_logp")}
+    both = [first, dataclasses.replace(first, branch=1, **short)]
+    return [dataclasses.replace(s, episode_loss_tokens=4) for s in both] + samples[1:]
+
+
+def test_the_branches_of_an_episode_are_one_member_of_their_group():
+    cfg = resolve(config(norm_adv_by_std=False))
+    samples, _ = rewarded([[1, 0], [3, 3]])
+    # the mean is that of two episodes, not of three samples
+    got = add_advantages(with_branch(samples), np.array([1.0, 1, 0, 3, 3]), cfg.algorithm)
+    assert advantages_of(got) == [0.5, 0.5, -0.5, 0.0, 0.0]
+
+
+def test_the_kl_penalty_of_an_episode_is_that_of_all_its_branches():
+    samples, _ = rewarded([[1, 1]])
+    kl = [np.full(3, 0.1), np.full(1, 0.3), np.full(3, 0.2)]
+    cfg = resolve(config(advantage="dr_grpo"))
+    got = add_advantages(with_branch(samples), np.ones(3), cfg.algorithm, penalties=kl)
+    np.testing.assert_allclose(advantages_of(got), [0, 0, 0], atol=1e-6)  # both 1 - 0.6
+
+
+def test_an_episode_with_branches_counts_as_one_sequence():
+    samples, _ = rewarded([[1, 0]])
+    samples = with_branch(samples)
+    assert [s.share for s in samples] == [0.75, 0.25, 1.0]
+    (micro,) = pack(samples, shapes=[(1, 64)], align=8, n_ranks=1)
+    batch = micro.batch
+    np.testing.assert_allclose((batch.mask / batch.response_len).sum(), 2)  # episodes
+    # rejecting a token of the branch with 3 leaves 2 of 3 of its share
+    rejected = np.ones(batch.mask.shape, np.float32)
+    span = next(s for s in micro.spans if s.item == 0)
+    rejected[span.row, span.start] = 0
+    left = without_rejected(jax.tree.map(jnp.asarray, batch), jnp.asarray(rejected))
+    np.testing.assert_allclose((left.mask / left.response_len).sum(), 2)

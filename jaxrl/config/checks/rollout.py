@@ -115,6 +115,21 @@ def _env_errors(run: RunConfig) -> list[str]:
             f"env.name={env.name!r} is not known; {hint}set one of {', '.join(ENVIRONMENTS)}, or "
             "'package.module:Class'"
         )
+    if env.agent and ":" not in env.agent.partition("?")[0]:
+        errors.append(
+            f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function' or "
+            "'package.module:function'"
+        )
+    if env.agent and name:
+        errors.append(
+            f"env.name={env.name!r} and env.agent={env.agent!r} are two kinds of episodes; set one "
+            "of them"
+        )
+    if env.episode_timeout_s and not env.agent:
+        errors.append(
+            f"env.episode_timeout_s={env.episode_timeout_s:g} limits episodes of an agent, but "
+            "env.agent is empty; set env.agent, or env.episode_timeout_s=0"
+        )
     is_scored = "environment" in run.reward.functions
     if name and not is_scored:
         errors.append(
@@ -122,9 +137,9 @@ def _env_errors(run: RunConfig) -> list[str]:
             "ignores them; add 'environment' to reward.functions, with the weight 0 if it should "
             "not count"
         )
-    if is_scored and not name:
+    if is_scored and not env.episodes:
         errors.append(
-            "reward.functions has 'environment', but env.name is empty; set env.name, or other "
-            "functions"
+            "reward.functions has 'environment', but env.name and env.agent are empty; set one of "
+            "them, or other functions"
         )
     return errors

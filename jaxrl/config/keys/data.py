@@ -125,6 +125,13 @@ class EnvConfig:
         "Environment for multi-turn rollouts: a name in jaxrl/environments or "
         "'package.module:Class', with options after a '?'; '' = none, single-turn responses",
     )
+    agent: str = key(
+        "",
+        "Agent for multi-turn rollouts, instead of `name`: a function (base_url, api_key, task) "
+        "that calls the model over an OpenAI-compatible endpoint of the run, as "
+        "'path/to/file.py:function' or 'package.module:function', with options after a '?'; '' = "
+        "none",
+    )
     max_turns: int = key(8, "Maximum model turns per episode", ge=1)
     workers: int = key(
         64,
@@ -133,9 +140,21 @@ class EnvConfig:
     )
     timeout_s: float = key(
         30.0,
-        "Seconds that the environment may take for a reset or a step before the episode is ended",
+        "Seconds that the environment may take for a reset or a step, or an agent between the "
+        "answer to a request and its next request, before the episode is ended",
         gt=0,
     )
+    episode_timeout_s: float = key(
+        0.0,
+        "Seconds that an episode of an agent may take in total, with the turns of the model; 0 = "
+        "no limit other than timeout_s and max_turns",
+        ge=0,
+    )
+
+    @property
+    def episodes(self) -> str:
+        """The environment or the agent; "" for single-turn rollouts."""
+        return self.name or self.agent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,9 @@ from jaxrl.layout import Layout, rollout_layout
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.agents.endpoint import AgentEndpoint
+from jaxrl.rollout.agents.episode import AgentLimits
+from jaxrl.rollout.agents.runner import Agents
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.trainer.setup.devices import Policy, Session
@@ -20,9 +23,14 @@ from jaxrl.trainer.setup.models import Models
 from sharding import hosts
 
 
-def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> EnvironmentPool | None:
-    """The environment pool; None if no environment is configured."""
-    return stack.enter_context(EnvironmentPool(cfg.env)) if cfg.env.name else None
+def open_environments(
+    cfg: RunConfig, stack: contextlib.ExitStack
+) -> EnvironmentPool | Agents | None:
+    """The processes of environments, or of agents with their endpoint; None if none is set."""
+    if not cfg.env.episodes:
+        return None
+    pool = stack.enter_context(EnvironmentPool(cfg.env))
+    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
 
 
 def make_engines(
@@ -31,7 +39,7 @@ def make_engines(
     models: Models,
     policy: Policy,
     session: Session,
-    environments: EnvironmentPool | None,
+    environments: EnvironmentPool | Agents | None,
 ) -> Engines:
     """The engines of the run, with the sizes in `rollout`."""
     layout = rollout_layout(cfg, policy.decoder, policy.dtype)
@@ -44,6 +52,12 @@ def make_engines(
         ),
         renderer=models.renderer,
         limits=EpisodeLimits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
+        agent_limits=AgentLimits(
+            context_len=cfg.data.max_len,
+            max_turns=cfg.env.max_turns,
+            timeout_s=cfg.env.episode_timeout_s,
+            needs_reward=any(f.partition("?")[0] == "environment" for f in cfg.reward.functions),
+        ),
         environments=environments,
         progress=session.progress,
         stop=session.stop,
@@ -54,7 +68,7 @@ def check_independent_engines(cfg: RunConfig, layout: Layout) -> None:
     """Raises AgreedError if one engine spans several processes in a run with environments."""
     if hosts.n_processes() > 1 and not layout.per_process:
         raise hosts.AgreedError(
-            f"config.env.name={cfg.env.name!r}: environments reply to the processes at different "
+            f"{cfg.env.episodes!r}: environments and agents reply to the processes at different "
             "times, but one engine over all of them decodes in lock-step; set "
             "config.rollout.engines='process' and a mesh that allows it"
         )

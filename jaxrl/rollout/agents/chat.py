@@ -1,0 +1,183 @@
+"""Chat completions of agents: the fields that a training run reads, and the response bodies."""
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl.data.messages import as_message, tools_of
+from jaxrl.http.body import parse_json
+from jaxrl.http.errors import RequestError
+from jaxrl.types import Message
+
+MODEL = "policy"  # the name in responses; requests may name any model
+MAX_VALUES = 1 << 20  # JSON values of a body
+MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
+# Fields that would change the meaning of a response, with the values that have no effect. All other
+# fields are ignored: the sampling settings are those of the run.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "functions": (None, []),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+}
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """What an agent asks for."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Json, ...] = ()
+    may_call: bool = True  # False with tool_choice="none"
+    max_tokens: int | None = None  # None: the rest of the context
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """One turn of the model, as the agent sees it."""
+
+    message: Json  # in OpenAI's form
+    finish: str  # "stop" | "length" | "tool_calls"
+    n_prompt_tokens: int
+    n_tokens: int
+
+
+def parse_chat(raw: bytes) -> ChatRequest:
+    """The request of a body of /chat/completions. Raises RequestError (400) if it is invalid."""
+    body = _object(raw)
+    for name, values in UNSUPPORTED.items():
+        if name in body and not any(body[name] == v for v in values):
+            raise RequestError(
+                400,
+                f"{name}={body[name]!r:.100} is not supported during training; leave it out",
+                param=name,
+            )
+    options = body.get("stream_options") or {}
+    return ChatRequest(
+        messages=_messages(body.get("messages")),
+        tools=_tools(body),
+        may_call=body.get("tool_choice") != "none",
+        max_tokens=_max_tokens(body),
+        stop=_stop_strings(body.get("stop")),
+        stream=body.get("stream") is True,
+        include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+    )
+
+
+def parse_reward(raw: bytes) -> dict[str, float]:
+    """The numbers of a body of /reward: "reward" and counts. Raises RequestError (400)."""
+    body = _object(raw)
+    numbers = {
+        name: float(value)
+        for name, value in body.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if "reward" not in body or len(numbers) < len(body):
+        raise RequestError(
+            400, 'the body must be an object of numbers with the key "reward"', param="reward"
+        )
+    return numbers
+
+
+def chat_completion(reply: Reply) -> Json:
+    """The body of a response."""
+    choice = {"message": reply.message, **_choice(reply.finish)}
+    return _head("chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+
+
+def chat_chunks(reply: Reply, *, include_usage: bool) -> Iterator[Json]:
+    """The chunks of a stream. The turn comes whole: it is sent when it has ended."""
+    head = _head("chat.completion.chunk")
+    delta = dict(reply.message)
+    if "tool_calls" in delta:
+        calls = enumerate(delta["tool_calls"])
+        delta["tool_calls"] = [{"index": i} | call for i, call in calls]
+    yield head | {"choices": [{"delta": delta, **_choice(None)}]}
+    yield head | {"choices": [{"delta": {}, **_choice(reply.finish)}]}
+    if include_usage:
+        yield head | {"choices": [], "usage": _usage(reply)}
+
+
+def _head(kind: str) -> Json:
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _choice(finish: str | None) -> Json:
+    return {"index": 0, "logprobs": None, "finish_reason": finish}
+
+
+def _usage(reply: Reply) -> Json:
+    return {
+        "prompt_tokens": reply.n_prompt_tokens,
+        "completion_tokens": reply.n_tokens,
+        "total_tokens": reply.n_prompt_tokens + reply.n_tokens,
+    }
+
+
+def _object(raw: bytes) -> Mapping[str, Any]:
+    body = parse_json(raw, max_values=MAX_VALUES)
+    if not isinstance(body, Mapping):
+        raise RequestError(400, "the body of the request must be a JSON object")
+    return body
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    found = value if isinstance(value, list) else []
+    try:
+        messages = [as_message(m) for m in found]
+    except (TypeError, ValueError) as error:  # of a tool call
+        raise RequestError(400, str(error), param="messages") from error
+    if not messages or None in messages:
+        raise RequestError(
+            400,
+            "messages must be a non-empty list of objects with role and text content; other "
+            "content is not supported",
+            param="messages",
+        )
+    return tuple(m for m in messages if m is not None)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Json, ...]:
+    tools = body.get("tools")
+    try:
+        if isinstance(tools, str):
+            raise ValueError("tools is a string, not a list")
+        return tools_of(body, "the request")
+    except ValueError as error:
+        raise RequestError(400, str(error), param="tools") from error
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (value := body.get(name)) is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            shown = json.dumps(value)[:100]
+            raise RequestError(400, f"{name}={shown} is no number of tokens above 0", param=name)
+        return value
+    return None
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
+    if not valid or len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_LEN:
+        raise RequestError(
+            400,
+            f"stop must be a non-empty string or a list of at most {MAX_STOPS}, of at most "
+            f"{MAX_STOP_LEN} characters each",
+            param="stop",
+        )
+    return tuple(strings)

@@ -1,0 +1,182 @@
+"""The HTTP endpoint of agents: an OpenAI base URL per episode, on a thread of the training run.
+
+    POST {base_url}/chat/completions    a turn of the model
+    POST {base_url}/reward              the reward of the episode
+    GET  {base_url}/models              the name of the model
+
+The base URL of an episode is http://127.0.0.1:PORT/episodes/ID/v1. A client whose base URL is fixed
+uses http://127.0.0.1:PORT/v1 with ID as its API key. ID is random and ends with its episode.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jaxrl.environments.agent import LOOPBACK
+from jaxrl.http.body import BodyReader
+from jaxrl.http.connection import ConnectionLimits, HttpServer
+from jaxrl.http.errors import RequestError
+from jaxrl.http.replies import END_OF_EVENTS, ERROR_HANDLERS, bearer_key, event, while_connected
+from jaxrl.rollout.agents.chat import (
+    MODEL,
+    ChatRequest,
+    Reply,
+    chat_chunks,
+    chat_completion,
+    parse_chat,
+    parse_reward,
+)
+
+MAX_BODY_BYTES, MAX_BODIES_BYTES = 64 << 20, 256 << 20
+N_CONNECTIONS = 4096
+START_TIMEOUT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TurnCall:
+    """A turn that an agent waits for. A client that disconnects cancels the future."""
+
+    episode: str
+    request: ChatRequest
+    future: Future[Reply]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RewardCall:
+    """The reward and the counts of an episode."""
+
+    episode: str
+    numbers: dict[str, float]
+    future: Future[None]
+
+
+Call = TurnCall | RewardCall | str  # str: the episode of a request that was rejected
+
+
+class AgentEndpoint:
+    """Serves the episodes that `open` has named. Use as a context manager, or call close().
+
+    Requests wait in `calls` for the thread that owns the engine.
+    """
+
+    def __init__(self):
+        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._episodes: set[str] = set()
+        self._bodies = BodyReader(MAX_BODY_BYTES, MAX_BODIES_BYTES)
+        self._listening = socket.create_server((LOOPBACK, 0))
+        limits = ConnectionLimits(N_CONNECTIONS)
+        self._server = HttpServer(self._app(), limits, end_responses=lambda: None)
+        self._server.config.lifespan = "off"
+        arguments = {"sockets": [self._listening]}
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs=arguments, name="agents", daemon=True
+        )
+        self._thread.start()
+        end = time.monotonic() + START_TIMEOUT_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > end:
+                raise OSError(f"the endpoint of agents does not start on {LOOPBACK}")
+            time.sleep(0.005)
+
+    def __enter__(self) -> "AgentEndpoint":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listening.close()
+
+    def open(self) -> str:
+        """A new episode's id."""
+        name = secrets.token_urlsafe(16)
+        self._episodes.add(name)
+        return name
+
+    def end(self, episode: str) -> None:
+        """Rejects later requests of the episode."""
+        self._episodes.discard(episode)
+
+    def base_url(self, episode: str) -> str:
+        return f"http://{LOOPBACK}:{self._listening.getsockname()[1]}/episodes/{episode}/v1"
+
+    # On the thread of the endpoint
+
+    def _app(self) -> Starlette:
+        routes = []
+        for prefix in ("/v1", "/episodes/{episode}/v1"):
+            routes += [
+                Route(f"{prefix}/chat/completions", self._chat, methods=["POST"]),
+                Route(f"{prefix}/reward", self._reward, methods=["POST"]),
+                Route(f"{prefix}/models", self._models),
+            ]
+        return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+
+    async def _chat(self, http_request: Request) -> Response:
+        episode = self._episode(http_request)
+        async with self._bodies.read(http_request) as raw:
+            with self._counted(episode):
+                request = await asyncio.to_thread(parse_chat, raw)
+        call = TurnCall(episode, request, Future())
+        self.calls.put(call)
+        reply = await while_connected(http_request, asyncio.wrap_future(call.future))
+        if not request.stream:
+            return JSONResponse(chat_completion(reply))
+        events = _events(reply, include_usage=request.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _reward(self, http_request: Request) -> Response:
+        episode = self._episode(http_request)
+        async with self._bodies.read(http_request) as raw:
+            with self._counted(episode):
+                numbers = parse_reward(raw)
+        call = RewardCall(episode, numbers, Future())
+        self.calls.put(call)
+        await while_connected(http_request, asyncio.wrap_future(call.future))
+        return JSONResponse({"reward": numbers["reward"]})
+
+    async def _models(self, http_request: Request) -> Response:
+        self._episode(http_request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxrl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @contextlib.contextmanager
+    def _counted(self, episode: str) -> Iterator[None]:
+        """Reports a request that is rejected."""
+        try:
+            yield
+        except RequestError:
+            self.calls.put(episode)
+            raise
+
+    def _episode(self, request: Request) -> str:
+        """The id of the request's episode. Raises RequestError if there is none that runs."""
+        in_path = request.path_params.get("episode")
+        episode = bearer_key(request) if in_path is None else in_path
+        if episode in self._episodes:
+            return episode
+        if in_path is None:
+            raise RequestError(
+                401, "the API key is not the id of a running episode", code="invalid_api_key"
+            )
+        raise RequestError(404, "this episode has ended", code="episode_ended")
+
+
+async def _events(reply: Reply, *, include_usage: bool) -> AsyncIterator[str]:
+    for chunk in chat_chunks(reply, include_usage=include_usage):
+        yield event(chunk)
+    yield END_OF_EVENTS

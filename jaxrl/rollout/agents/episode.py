@@ -1,0 +1,266 @@
+"""The episode of an agent: its conversations, as exactly the tokens that the model saw and wrote.
+
+A request whose messages continue a conversation gets the tokens of that conversation, followed by
+those of the new messages alone. A request that continues an earlier point of a conversation, or
+none at all, begins a branch. No text of the model is tokenized again within a branch.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.messages import as_message
+from jaxrl.http.errors import RequestError
+from jaxrl.rollout.agents.chat import ChatRequest
+from jaxrl.rollout.generate import Response
+from jaxrl.rollout.multi_turn import ActiveEpisode
+from jaxrl.types import Episode, Message, Prompt, Rollout
+
+Messages = tuple[Message, ...]
+MAX_TOKEN_CHARS = 256  # longer text than this per token of the context is not tokenized
+CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentLimits:
+    """Limits of an episode."""
+
+    context_len: int  # tokens of a conversation
+    max_turns: int  # of all conversations together
+    timeout_s: float  # of the whole episode; 0 = none
+    needs_reward: bool  # whether an episode without a reward has failed
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnEnd:
+    """A point from which a conversation can be continued."""
+
+    n_messages: int  # the turn of the model included
+    n_tokens: int  # after the prompt
+
+
+@dataclasses.dataclass(eq=False)
+class Branch:
+    """A conversation: one training sample."""
+
+    sequence: ActiveEpisode  # tokens, logprobs and loss mask after the prompt
+    messages: Messages
+    tools: tuple[dict[str, Any], ...]
+    n_prompt_messages: int  # messages before its first turn of the model
+    ends: list[TurnEnd] = dataclasses.field(default_factory=list)
+    busy: bool = False  # the model writes its next turn
+
+    def continued_by(self, request: ChatRequest) -> TurnEnd | None:
+        """The last turn after which the request's messages continue this conversation."""
+        if self.tools != request.tools:
+            return None
+        for end in reversed(self.ends):
+            n = end.n_messages
+            if n < len(request.messages) and all(map(same, self.messages[:n], request.messages)):
+                return end
+        return None
+
+    def conversation(self) -> Episode:
+        n = self.n_prompt_messages
+        return Episode(prompt_messages=self.messages[:n], completion_messages=self.messages[n:])
+
+    def tokens(self, end: TurnEnd) -> np.ndarray:
+        """int32, what the model saw and wrote up to a turn."""
+        after = np.array(self.sequence.tokens[: end.n_tokens], np.int32)
+        return np.concatenate([self.sequence.prompt.tokens, after])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingTurn:
+    """A turn that the model writes next. Nothing of it is kept before it has ended."""
+
+    branch: Branch  # existing or new
+    request: ChatRequest
+    tokens: np.ndarray  # int32, the input of the model
+    observation: np.ndarray  # int32, the part of it that the branch does not have yet
+    max_tokens: int
+    seed: int
+
+
+class AgentEpisode:
+    """A running episode of an agent."""
+
+    def __init__(self, prompt: Prompt, sample: int, *, seed: int, limits: AgentLimits):
+        self.prompt, self.sample, self._seed, self._limits = prompt, sample, seed, limits
+        self.branches: list[Branch] = []  # the last is the one with the latest turn
+        self.reward: float | None = None
+        self.counts: dict[str, float] = {"rejected": 0.0, "malformed_calls": 0.0}
+        self.error = ""
+        self._n_started = 0
+        self._n_turns = 0
+        self._finish = "stop"
+        self._n_seen: dict[int, int] = {}  # requests by the hash of their tokens
+
+    def begin_turn(
+        self, request: ChatRequest, renderer: ChatRenderer, eos_ids: Sequence[int]
+    ) -> PendingTurn:
+        """The turn that a request asks for.
+
+        Raises RequestError if the context or the number of turns is exceeded, or if the chat
+        template rejects the messages.
+        """
+        if self._n_started == self._limits.max_turns:
+            self._finish = "turns"
+            raise RequestError(
+                400,
+                f"the episode has had its {self._limits.max_turns} turns (env.max_turns)",
+                code=TURNS_CODE,
+            )
+        n_chars = sum(len(message["content"]) for message in request.messages)
+        if n_chars > MAX_TOKEN_CHARS * self._limits.context_len:
+            raise self._too_long(f"{n_chars} characters")
+        try:
+            branch, before, observation = self._place(request, renderer, eos_ids)
+        except ValueError as error:  # of the chat template
+            raise RequestError(400, str(error), param="messages") from error
+        tokens = np.concatenate([before, observation])
+        room = self._limits.context_len - len(tokens)
+        if room < 1:
+            raise self._too_long(f"{len(tokens)} tokens")
+        branch.busy = True
+        self._n_started += 1
+        seed, n = self._turn_seed(tokens), min(request.max_tokens or room, room)
+        return PendingTurn(branch, request, tokens, observation, n, seed)
+
+    def _too_long(self, length: str) -> RequestError:
+        self._finish = "length"
+        return RequestError(
+            400,
+            f"this conversation has {length} and the context is {self._limits.context_len} tokens "
+            "(data.max_prompt_len + data.max_response_len); shorten the messages",
+            param="messages",
+            code=CONTEXT_CODE,
+        )
+
+    def _place(
+        self, request: ChatRequest, renderer: ChatRenderer, eos_ids: Sequence[int]
+    ) -> tuple[Branch, np.ndarray, np.ndarray]:
+        """(branch, its tokens before the new messages, tokens of the new messages).
+
+        The branch is the one that shares most messages with the request if that ends with its last
+        turn, else a new one.
+        """
+        pairs = [(b, end) for b in self.branches if (end := b.continued_by(request)) is not None]
+        if not pairs:
+            (tokens,) = renderer.render_all([request.messages], [request.tools])
+            return self._new_branch(request, tokens), tokens, np.zeros(0, np.int32)
+
+        def preference(pair: tuple[Branch, TurnEnd]) -> tuple[int, bool]:
+            branch, end = pair
+            return end.n_messages, end is branch.ends[-1] and not branch.busy
+
+        branch, end = max(pairs, key=preference)
+        kept = branch.tokens(end)
+        observation = renderer.render_reply(
+            request.messages[end.n_messages :], stop=eos_ids, ended=kept[-1] in eos_ids
+        )
+        if end is not branch.ends[-1] or branch.busy:
+            kept, observation = np.concatenate([kept, observation]), np.zeros(0, np.int32)
+            branch = self._new_branch(request, kept)
+        return branch, kept, observation
+
+    def _new_branch(self, request: ChatRequest, tokens: np.ndarray) -> Branch:
+        prompt = dataclasses.replace(self.prompt, tokens=tokens)
+        sequence = ActiveEpisode(prompt, self.sample)
+        return Branch(sequence, request.messages, request.tools, len(request.messages))
+
+    def _turn_seed(self, tokens: np.ndarray) -> int:
+        """A seed for the turn that does not depend on the order in which requests arrive."""
+        key = zlib.crc32(tokens.tobytes())
+        n_equal = self._n_seen[key] = self._n_seen.get(key, -1) + 1
+        return int(np.random.SeedSequence([self._seed, key, n_equal]).generate_state(1)[0])
+
+    def cancel_turn(self, turn: PendingTurn) -> None:
+        """Forgets a turn whose client has disconnected."""
+        turn.branch.busy = False
+        self._n_started -= 1
+
+    def end_turn(
+        self, turn: PendingTurn, response: Response, message: Message, n_malformed: int = 0
+    ) -> None:
+        """Keeps the turn that the model wrote; `message` is what the agent gets of it."""
+        branch = turn.branch
+        branch.busy = False
+        if branch in self.branches:
+            self.branches.remove(branch)
+        self.branches.append(branch)
+        if len(turn.observation):
+            branch.sequence.append_observation(turn.observation.tolist())
+        branch.sequence.append_turn(response)
+        branch.sequence.finish = response.finish
+        canonical = as_message(message)
+        assert canonical is not None  # it has a role and text
+        branch.messages = (*turn.request.messages, canonical)
+        branch.ends.append(TurnEnd(len(branch.messages), len(branch.sequence.tokens)))
+        self._n_turns += 1
+        self.counts["malformed_calls"] += n_malformed
+
+    def reject(self) -> None:
+        """Counts a request that was answered with an error."""
+        self.counts["rejected"] += 1
+
+    def add_numbers(self, numbers: dict[str, float]) -> None:
+        """Sets the reward and the counts that the agent reports; the last value counts."""
+        numbers = dict(numbers)
+        self.reward = numbers.pop("reward", self.reward)
+        self.counts |= numbers
+
+    def end(self, error: str) -> None:
+        """Ends the episode; `error` is why the agent failed."""
+        missing = "the agent returned no reward, which reward.functions=environment needs; return "
+        if not error and not self.branches:
+            error = "the agent ended without a turn of the model"
+        if not error and self._limits.needs_reward and self.reward is None:
+            error = missing + "a number from it, or send one to {base_url}/reward"
+        self.error = error
+
+    def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
+        """The conversation with the latest turn, and the others as its branches.
+
+        Their order does not depend on the order in which requests arrived.
+        """
+        for branch in self.branches:
+            branch.sequence.episode = branch.conversation()
+        main = ActiveEpisode(self.prompt, self.sample)
+        main.episode = Episode(prompt_messages=self.prompt.messages)
+        if self.branches:
+            main = self.branches[-1].sequence
+        rewards = () if self.reward is None else ((len(main.tokens), self.reward),)
+        main.episode = dataclasses.replace(
+            main.episode,
+            n_turns=self._n_turns,
+            step_rewards=rewards,
+            counts=self.counts | {"branches": float(len(self.branches))},
+            error=self.error,
+        )
+        if self.error:
+            main.finish = "error"
+        elif main.finish != "length":
+            main.finish = self._finish
+        others = [b.sequence.rollout(version, renderer) for b in self.branches[:-1]]
+        others.sort(key=lambda r: (r.prompt.tokens.tolist(), r.tokens.tolist()))
+        return dataclasses.replace(main.rollout(version, renderer), branches=tuple(others))
+
+
+def same(ours: Message, theirs: Message) -> bool:
+    """Whether a message of a request is one that the conversation has.
+
+    Clients may strip a turn of the model, name it, or give its calls other ids.
+    """
+    return _compared(ours) == _compared(theirs)
+
+
+def _compared(message: Message) -> Message:
+    if message["role"] != "assistant":
+        return message
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {"role": "assistant", "content": message["content"].strip(), "tool_calls": calls}

@@ -1,0 +1,268 @@
+"""Rollouts of agents: programs that talk to the engine of the run over HTTP while it decodes.
+
+An agent occupies a slot of the engine only while the model writes one of its turns.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import queue
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.config.keys import SamplingConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.engine.api import Engine, Request
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.http.errors import RequestError
+from jaxrl.rollout.agents.chat import Reply
+from jaxrl.rollout.agents.endpoint import AgentEndpoint, Call, RewardCall, TurnCall
+from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
+from jaxrl.rollout.agents.turn import TurnReader
+from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
+from jaxrl.types import Prompt, Rollout, Tree
+
+IDLE_S = 0.02  # wait for requests when idle, between two looks at the agents' processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Agents:
+    """The processes of agents, and the endpoint that they call."""
+
+    pool: EnvironmentPool
+    endpoint: AgentEndpoint
+
+
+@dataclasses.dataclass(eq=False)
+class ActiveTurn:
+    """A turn in the engine, or waiting for it."""
+
+    number: int  # the episode's, in the pool
+    call: TurnCall
+    turn: PendingTurn
+    response: Response
+
+
+class AgentRunner:
+    """The unfinished episodes of one `run_agents` call."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        agents: Agents,
+        reader: TurnReader,
+        *,
+        sampling: SamplingConfig,
+        limits: AgentLimits,
+        seed: int,
+    ):
+        self.engine, self.agents, self.reader = engine, agents, reader
+        self.sampling, self.limits, self.seed = sampling, limits, seed
+        self.waiting: collections.deque[AgentEpisode] = collections.deque()
+        self.started: dict[int, AgentEpisode] = {}  # by number in the pool
+        self.in_engine: dict[int, ActiveTurn] = {}  # by slot
+        self._numbers: dict[str, int] = {}  # by id of the endpoint
+        self._ids: dict[int, str] = {}
+        self._deadlines: dict[int, float] = {}
+
+    @property
+    def n_unfinished(self) -> int:
+        return len(self.waiting) + len(self.started)
+
+    def start_waiting(self) -> None:
+        """Starts waiting episodes while the pool has free processes."""
+        endpoint, pool = self.agents.endpoint, self.agents.pool
+        while self.waiting and pool.n_free:
+            episode = self.waiting.popleft()
+            prompt, name = episode.prompt, endpoint.open()
+            entropy = [self.seed, prompt.id]
+            number = pool.start(
+                {
+                    "base_url": endpoint.base_url(name),
+                    "api_key": name,
+                    "messages": list(prompt.messages),
+                    "answer": prompt.answer,
+                    "source": prompt.source,
+                    "extra": prompt.extra,
+                    "seed": int(np.random.SeedSequence(entropy).generate_state(1)[0]),
+                }
+            )
+            self._numbers[name], self._ids[number] = number, name
+            self.started[number] = episode
+            if self.limits.timeout_s:
+                self._deadlines[number] = time.monotonic() + self.limits.timeout_s
+
+    def take_calls(self, timeout_s: float) -> None:
+        """Handles the calls of agents, waiting up to `timeout_s` for the first."""
+        calls = self.agents.endpoint.calls
+        with contextlib.suppress(queue.Empty):
+            self._handle(calls.get(timeout=timeout_s) if timeout_s else calls.get_nowait())
+            while True:
+                self._handle(calls.get_nowait())
+
+    def poll_agents(self) -> None:
+        """Ends the episodes whose agent has returned, failed or used up its time."""
+        for number, result in self.agents.pool.collect(0.0):
+            episode = self.started[number]
+            numbers = {"reward": result.reward} if result.rewarded and not result.error else {}
+            episode.add_numbers(result.counts | numbers)
+            self._end(number, result.error)
+        now = time.monotonic()
+        for number in [n for n, end in self._deadlines.items() if end < now]:
+            limit = f"{self.limits.timeout_s:g} s (env.episode_timeout_s)"
+            self._end(number, f"the agent did not end within {limit}")
+
+    def decode(self, params: Tree) -> int:
+        """Runs one dispatch of the engine. Returns the number of tokens that it sampled."""
+        n_tokens = 0
+        for generated in self.engine.generate(params):
+            active = self.in_engine[generated.slot]
+            n_tokens += len(generated.tokens)
+            stop = (*self.sampling.stop, *active.turn.request.stop)
+            append_generated(active.response, generated, stop, self.reader.renderer.decode)
+            if active.response.finish:
+                del self.in_engine[generated.slot]
+                if not generated.finish:
+                    self.engine.free(generated.slot)
+                self._after_turn(active, stop)
+        return n_tokens
+
+    def drop_cancelled(self) -> None:
+        """Frees the slots of turns whose client has disconnected."""
+        for slot, active in list(self.in_engine.items()):
+            if active.call.future.cancelled():
+                self._drop(slot)
+                self.started[active.number].cancel_turn(active.turn)
+                self._resume(active.number)
+
+    def cancel(self) -> None:
+        """Cancels all unfinished episodes."""
+        for number in list(self.started):
+            self._end(number, "the run was interrupted")
+
+    def _handle(self, call: Call) -> None:
+        number = self._numbers.get(call if isinstance(call, str) else call.episode)
+        if isinstance(call, str):  # a request that was answered with an error
+            if number is not None:
+                self.started[number].reject()
+        elif not call.future.cancelled():
+            if number is None:
+                self._fail(call, RequestError(404, "this episode has ended", code="episode_ended"))
+            elif isinstance(call, RewardCall):
+                self.started[number].add_numbers(call.numbers)
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_result(None)
+            else:
+                self._submit(number, call)
+
+    def _submit(self, number: int, call: TurnCall) -> None:
+        """Queues a turn of the model, or answers with the reason why it cannot."""
+        episode = self.started[number]
+        try:
+            turn = self.reader.begin(episode, call.request)
+        except RequestError as error:
+            episode.reject()
+            return self._fail(call, error)
+        request = Request(
+            tokens=turn.tokens,
+            max_tokens=turn.max_tokens,
+            sampling=self.sampling,
+            prompt_id=episode.prompt.id,
+            sample=episode.sample,
+            seed=turn.seed,
+        )
+        slot = self.engine.submit(request)
+        response = Response(episode.prompt, episode.sample)
+        self.in_engine[slot] = ActiveTurn(number, call, turn, response)
+        return self.agents.pool.pause(number)
+
+    def _after_turn(self, active: ActiveTurn, stop: tuple[str, ...]) -> None:
+        """Keeps a finished turn and answers the request, unless its client has disconnected."""
+        episode, response = self.started[active.number], active.response
+        if not active.call.future.set_running_or_notify_cancel():
+            episode.cancel_turn(active.turn)
+            return self._resume(active.number)
+        message, finish, n_malformed = self.reader.message(active.turn, response, stop)
+        episode.end_turn(active.turn, response, message, n_malformed)
+        self._resume(active.number)
+        reply = Reply(message, finish, len(active.turn.tokens), len(response.tokens))
+        return active.call.future.set_result(reply)
+
+    def _resume(self, number: int) -> None:
+        """Starts the time limit of the agent again, unless it waits for another turn."""
+        if all(active.number != number for active in self.in_engine.values()):
+            self.agents.pool.resume(number)
+
+    def _drop(self, slot: int) -> None:
+        del self.in_engine[slot]
+        with contextlib.suppress(KeyError):  # the engine no longer has it
+            self.engine.free(slot)
+
+    def _fail(self, call: TurnCall | RewardCall, error: RequestError) -> None:
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_exception(error)
+
+    def _end(self, number: int, error: str) -> None:
+        """Ends an episode; the turns that the model is writing for it are cancelled."""
+        for slot, active in list(self.in_engine.items()):
+            if active.number == number:
+                self._drop(slot)
+                self._fail(active.call, RequestError(503, "this episode has ended"))
+        name = self._ids.pop(number)
+        del self._numbers[name]
+        self._deadlines.pop(number, None)
+        self.agents.endpoint.end(name)
+        self.agents.pool.end(number)
+        self.started.pop(number).end(error)
+
+
+def run_agents(
+    engine: Engine,
+    params: Tree,
+    prompts: Sequence[Prompt],
+    *,
+    agents: Agents,
+    renderer: ChatRenderer,
+    eos_ids: tuple[int, ...],
+    n: int,
+    sampling: SamplingConfig,
+    limits: AgentLimits,
+    seed: int,
+    version: int,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[Rollout], dict[str, float]]:
+    """`n` episodes of the agent per prompt, ordered by prompt, then sample, and rollout/* metrics.
+
+    A rollout has the tokens of the conversation with the latest turn, and further conversations as
+    `branches`. time/env_s is the wall time of waiting for agents with nothing to decode.
+    """
+    start = time.perf_counter()
+    engine.take_stats()
+    engine.set_version(version)
+    reader = TurnReader(renderer, eos_ids)
+    runner = AgentRunner(engine, agents, reader, sampling=sampling, limits=limits, seed=seed)
+    pairs = [(prompt, i) for prompt in prompts for i in range(n)]
+    episodes = [AgentEpisode(prompt, i, seed=seed, limits=limits) for prompt, i in pairs]
+    runner.waiting.extend(episodes)
+    n_tokens, waited_s = 0, 0.0
+    try:
+        while runner.n_unfinished:
+            runner.start_waiting()
+            before, idle = time.perf_counter(), not runner.in_engine
+            runner.take_calls(IDLE_S if idle else 0.0)
+            runner.poll_agents()
+            runner.drop_cancelled()
+            waited_s += idle * (time.perf_counter() - before)
+            if runner.in_engine:
+                n_tokens += runner.decode(params)
+            if on_progress is not None:
+                on_progress(n_tokens, len(episodes) - runner.n_unfinished, len(episodes))
+    except BaseException:
+        runner.cancel()
+        raise
+    rollouts = [episode.rollout(version, renderer) for episode in episodes]
+    n_kept = sum(s.n_loss_tokens for r in rollouts for s in r.sequences)
+    metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
+    return rollouts, metrics | {"time/env_s": waited_s}

@@ -1,0 +1,73 @@
+"""What an agent gets of a turn of the model: text without stop strings, and tool calls."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.http.errors import RequestError
+from jaxrl.rollout.agents.chat import ChatRequest
+from jaxrl.rollout.agents.episode import AgentEpisode, PendingTurn
+from jaxrl.rollout.generate import Response
+from jaxrl.tools.calls import openai_form
+from jaxrl.tools.formats import ToolFormat, tool_format
+from jaxrl.tools.parser import parse_turn
+from jaxrl.tools.schema import check_tool
+
+N_LAST = 8  # tokens of the generation prompt that can open the reasoning
+_THINK = "<think>"
+
+
+class TurnReader:
+    """Begins turns and reads finished ones."""
+
+    def __init__(self, renderer: ChatRenderer, eos_ids: tuple[int, ...]):
+        self.renderer, self.eos_ids = renderer, eos_ids
+        self._format: ToolFormat | None = None
+
+    def begin(self, episode: AgentEpisode, request: ChatRequest) -> PendingTurn:
+        """The turn that a request asks for. Raises RequestError."""
+        try:
+            for tool in request.tools:
+                check_tool(tool)
+            if request.tools and self._format is None:
+                self._format = tool_format(self.renderer.template)
+        except ValueError as error:
+            raise RequestError(400, str(error), param="tools") from error
+        return episode.begin_turn(request, self.renderer, self.eos_ids)
+
+    def message(
+        self, turn: PendingTurn, response: Response, stop: Sequence[str]
+    ) -> tuple[dict[str, Any], str, int]:
+        """(message in OpenAI's form, finish reason, number of malformed tool calls)."""
+        plain = self._text(response, stop, skip_special=True)
+        message = {"role": "assistant", "content": plain}
+        if not turn.request.tools or not turn.request.may_call:
+            return message, response.finish, 0
+        assert self._format is not None  # of `begin`
+        before = self.renderer.decode(turn.tokens[-N_LAST:], skip_special=False)
+        parsed = parse_turn(
+            self._text(response, stop, skip_special=False),
+            self._format,
+            in_thought=before.rstrip().endswith(_THINK),
+        )
+        if not parsed.calls:  # a malformed call stays text
+            return message, response.finish, len(parsed.malformed)
+        message = {
+            "role": "assistant",
+            "content": parsed.content or None,
+            "tool_calls": [openai_form(call) for call in parsed.calls],
+        }
+        finish = "tool_calls" if response.finish == "stop" else response.finish
+        return message, finish, len(parsed.malformed)
+
+    def _text(self, response: Response, stop: Sequence[str], *, skip_special: bool) -> str:
+        """The text of a turn up to the stop string that ended it, without end-of-sequence token."""
+        tokens = response.tokens
+        if tokens and tokens[-1] in self.eos_ids:
+            tokens = tokens[:-1]
+        text = self.renderer.decode(np.array(tokens, np.int32), skip_special=skip_special)
+        if response.finish != "stop":
+            return text
+        return text[: min((i for s in stop if (i := text.find(s)) >= 0), default=len(text))]
