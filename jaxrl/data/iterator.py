@@ -57,6 +57,11 @@ class BatchIterator[T]:
         self._position = 0  # batches consumed; with skip_solved prompts consumed or skipped
 
     @property
+    def items(self) -> Sequence[T]:
+        """All items, in the order of the dataset."""
+        return self._items
+
+    @property
     def n_solved(self) -> int:
         """Number of prompts that are skipped."""
         return len(self._solved)

@@ -1,14 +1,13 @@
 """Several processes of one run, one per host: joining them, and checking that they run the same."""
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import ipaddress
 import os
 import platform
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -17,11 +16,8 @@ import jaxrl
 import sharding
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
-from jaxrl.data.preferences import Pair
-from jaxrl.types import Demonstration, Prompt
+from jaxrl.data.digest import Item, content, digest
 from sharding import hosts
-
-Item = Prompt | Demonstration | Pair  # one training item
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 SHUTDOWN_TIMEOUT_S = 30  # how long a process waits for the others at a normal exit
@@ -129,7 +125,7 @@ def process_identity(cfg: RunConfig) -> Identity:
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     versions["Python"] = platform.python_version()
     sources = [Path(package.__path__[0]) for package in (jaxrl, sharding)]
-    versions["source code of jaxrl"] = _digest(
+    versions["source code of jaxrl"] = digest(
         path.read_bytes() for folder in sources for path in sorted(folder.rglob("*.py"))
     )
     files = [
@@ -137,7 +133,7 @@ def process_identity(cfg: RunConfig) -> Identity:
     ]
     for name in (*files, cfg.data.chat_template):
         if (path := Path(name)).is_file():
-            versions[name] = _digest([path.read_bytes()])
+            versions[name] = digest([path.read_bytes()])
     same = dataclasses.replace(cfg, distributed=DistributedConfig(), compilation_cache="")
     return Identity(socket.gethostname(), same, versions)
 
@@ -169,7 +165,7 @@ def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
         return
     datasets = {"data.train": train, "data.val": val}
     mine = {
-        name: (len(items), _digest(part for item in items for part in _bytes(item)))
+        name: (len(items), digest(map(str.encode, content(items).values())))
         for name, items in datasets.items()
     }
     found = hosts.gather(mine)
@@ -196,22 +192,3 @@ def print_error(error: Exception) -> None:
     is_local = hosts.n_processes() > 1 and not is_agreed
     where = f"process {hosts.process_id()} on {socket.gethostname()}: " if is_local else ""
     print(f"error: {where}{error}", file=sys.stderr, flush=True)
-
-
-def _bytes(item: Item) -> Iterator[bytes]:
-    """The parts of an item that the numbers of a run depend on."""
-    if isinstance(item, Pair):
-        yield from (*_bytes(item.chosen), *_bytes(item.rejected))
-    elif isinstance(item, Demonstration):
-        arrays = item.prompt_tokens, item.tokens, item.loss_mask
-        yield from (*(array.tobytes() for array in arrays), item.source.encode())
-    else:
-        yield from (item.tokens.tobytes(), item.answer_text.encode(), item.source.encode())
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    """Hash of the parts and their lengths, as twelve hex digits."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little") + part)
-    return total.hexdigest()[:12]

@@ -25,6 +25,7 @@ def save(core: Core) -> None:
     host = {
         "step": core.step,
         "iterator": core.position,
+        "contents": core.contents,
         "coefs": dataclasses.asdict(core.coefs),
         "reward_scale": dataclasses.asdict(core.reward_scale),
         "validated_at": core.validated_at,

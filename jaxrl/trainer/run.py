@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.digest import Content
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import Logger
@@ -43,6 +44,7 @@ class Core:
     renderer: ChatRenderer
     iterator: BatchIterator
     val: Sequence  # validation items, of the same type as the iterator's
+    contents: Mapping[str, Content]  # hashes of data.train and data.val
     optimizer: Optimizer
     update: Update
     scorer: Scorer  # computes the policy's logprobs

@@ -397,6 +397,26 @@ def test_the_folder_of_another_config_is_rejected(tiny_config):
 
 
 @pytest.mark.thorough
+def test_changed_data_and_a_changed_template_are_rejected_on_resume(tiny_config, tmp_path):
+    data, template = tmp_path / "rows.jsonl", tmp_path / "t.jinja"
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    source = "{% for m in messages %}Q: {{ m.content }} A:{% endfor %}"
+    template.write_text(source)
+    tiny_config.data.train, tiny_config.data.chat_template = (str(data),), str(template)
+    tiny_config.total_steps = 1
+    assert train(resolve(tiny_config))
+    tiny_config.total_steps = 2
+    data.write_text(data.read_text().replace("7 + 1?", "8 + 1?"))
+    with pytest.raises(ValueError, match=r"data\.train: the rows have changed"):
+        train(resolve(tiny_config))
+    data.write_text(data.read_text().replace("8 + 1?", "7 + 1?"))
+    template.write_text(source.replace("Q", "{{ strftime_now('%Y') }}"))
+    with pytest.raises(ValueError, match=r"data\.train: the rows are the same.*\n  data\.val"):
+        train(resolve(tiny_config))
+
+
+@pytest.mark.thorough
 def test_resuming_without_a_checkpoint_is_rejected(tiny_config):
     tiny_config.resume = True
     with pytest.raises(ValueError, match="no checkpoint"):

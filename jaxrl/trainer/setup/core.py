@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.digest import check_content, content
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
@@ -55,8 +56,10 @@ def build_core(
         cfg, rules, models, policy, session.progress, optimizer, critic, checkpoints, ref_layout
     )
     step = host.get("step", 0)
+    contents = {"data.train": content(iterator.items), "data.val": content(val)}
     if host:
         iterator.restore(host["iterator"])
+        check_content(host.get("contents", {}), contents)
     state, ref_params = dataclasses.replace(state, ref=None), state.ref
     if has_reference and ref_params is None:
         ref_params = load_reference(cfg, ref_layout, state, step, models, ref_decoder)
@@ -72,6 +75,7 @@ def build_core(
         renderer=models.renderer,
         iterator=iterator,
         val=val,
+        contents=contents,
         optimizer=optimizer,
         update=make(cfg, optimizer, rules),
         scorer=scorer,
