@@ -239,6 +239,13 @@ def data(found: Migration) -> None:
         found.config["data.columns"] = renamed
     if (n := found.get("data.val_max_samples", -1)) > 0:
         found.config["data.val_max_samples"] = n
+    section = "data.apply_chat_template_kwargs"
+    arguments = dict(found.get(section, {}))
+    for name in found.given:
+        if name.startswith(f"{section}."):
+            arguments[name.removeprefix(f"{section}.")] = found.get(name)
+    if arguments:
+        found.config["data.template_kwargs"] = arguments
 
 
 def batch(found: Migration) -> None:
@@ -536,6 +543,8 @@ def literal(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
         return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{literal(k)}: {literal(v)}' for k, v in value.items())}}}"
     return repr(value)
 
 

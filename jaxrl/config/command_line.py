@@ -19,7 +19,7 @@ import jaxrl
 from jaxrl.config.docs import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.config.schema import Key, convert, key_hint, keys, nearest, unknown_key
+from jaxrl.config.schema import Key, convert, find_key, key_hint, keys, nearest, unknown_key
 
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
@@ -96,7 +96,15 @@ def override(config: ConfigDict, name: str, text: str) -> None:
     section: Any = config
     for part in sections:
         section = section[part]
-    section[last] = _typed(text, known[name])
+    spec = known.get(name)
+    if spec is None:  # a name in a mapping
+        with section.ignore_type():
+            section[last] = read_value(text)
+    elif spec.is_mapping:
+        with section.ignore_type():
+            section[last] = ConfigDict(_typed(text, spec))
+    else:
+        section[last] = _typed(text, spec)
 
 
 def load_config(path: str) -> ConfigDict:
@@ -138,7 +146,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list
             negated, name, text = match.groups()
             _check_key(name, known)
             if text is None:
-                text = _bare_value(known[name], bool(negated), queue)
+                text = _bare_value(name, known.get(name), bool(negated), queue)
             overrides.append((name, text))
         else:
             rest.append(arg)
@@ -146,21 +154,23 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list
 
 
 def _check_key(name: str, known: dict[str, Key]) -> None:
-    if name in known:
+    if find_key(name, known) is not None:
         return
     if inside := [key for key in known if key.startswith(name + ".")]:
         raise ValueError(f"--config.{name} is a section; set one of its keys, such as {inside[0]}")
     raise ValueError(unknown_key(name, known))
 
 
-def _bare_value(spec: Key, negated: bool, queue: list[str]) -> str:
-    """Text of an override without '=': true or false for a bool, else the next argument."""
-    if spec.type is bool:
+def _bare_value(name: str, spec: Key | None, negated: bool, queue: list[str]) -> str:
+    """Text of an override without '=': true or false for a bool, else the next argument.
+
+    `spec` is None for a name in a mapping.
+    """
+    if spec is not None and spec.type is bool:
         return "false" if negated else "true"
     if negated or not queue:
-        raise ValueError(
-            f"--config.{spec.name} has no value; set --config.{spec.name}={default(spec)}"
-        )
+        example = "False" if spec is None else default(spec)
+        raise ValueError(f"--config.{name} has no value; set --config.{name}={example}")
     return queue.pop(0)
 
 
@@ -169,7 +179,7 @@ def _typed(text: str, spec: Key) -> Any:
     if spec.type is str:
         return text
     if spec.type is bool:
-        text = {"true": "True", "false": "False", "1": "True", "0": "False"}.get(text.lower(), text)
+        text = {"1": "True", "0": "False"}.get(text, _capitalized(text))
     value = _python(text)
     if spec.type_name.startswith("tuple") and "?" in text and isinstance(value, str):
         value = (text,)  # a single task whose arguments may contain commas
@@ -177,6 +187,16 @@ def _typed(text: str, spec: Key) -> Any:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         value = tuple(parts if spec.type_name == "tuple of str" else map(_python, parts))
     return convert(value, spec)
+
+
+def read_value(text: str) -> Any:
+    """The value of a command-line text for a name in a mapping."""
+    return _python(_capitalized(text))
+
+
+def _capitalized(text: str) -> str:
+    """Python's spelling of true and false."""
+    return text.capitalize() if text.lower() in ("true", "false") else text
 
 
 def _python(text: str) -> Any:

@@ -41,6 +41,8 @@ python -m jaxrl.train --config=my_run.py --config.data.train=a.parquet,b.parquet
 python -m jaxrl.train --config=my_run.py "--config.data.train=('a.parquet', 'b.parquet')"
 # one item: a text with a '?' is not split at its commas
 python -m jaxrl.train --config=my_run.py "--config.data.train=task:addition?digits=1,2"
+# a name in a mapping
+python -m jaxrl.train --config=my_run.py --config.data.template_kwargs.enable_thinking=False
 # get_config("large")
 python -m jaxrl.train --config=my_run.py:large
 # the list of all keys

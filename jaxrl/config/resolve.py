@@ -22,13 +22,22 @@ from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, LoRAConfig, RunConfig
-from jaxrl.config.schema import build, to_dict
+from jaxrl.config.schema import build, keys, to_dict
 
 
 def default_config() -> ConfigDict:
-    """Every key with its default, typed and locked: a key that does not exist cannot be set."""
-    config = ConfigDict(to_dict(RunConfig()))
-    return config.lock()
+    """Every key with its default, typed and locked: a key that does not exist cannot be set.
+
+    Mappings, such as data.template_kwargs, accept any name.
+    """
+    config = ConfigDict(to_dict(RunConfig())).lock()
+    for name, spec in keys(RunConfig).items():
+        if spec.is_mapping:
+            section: Any = config
+            for part in name.split("."):
+                section = section[part]
+            section.unlock()
+    return config
 
 
 def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = None) -> RunConfig:

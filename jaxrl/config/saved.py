@@ -69,4 +69,10 @@ def config_hash(run: RunConfig) -> str:
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """One line per key whose value differs, with both values."""
     was, now = flatten(to_dict(old)), flatten(to_dict(new))
-    return [f"{key}: {was[key]!r} -> {now[key]!r}" for key in now if was.get(key) != now[key]]
+    names = dict.fromkeys([*now, *was])  # names in a mapping may be in only one of them
+    absent = "not set"
+    return [
+        f"{name}: {was.get(name, absent)!r} -> {now.get(name, absent)!r}"
+        for name in names
+        if was.get(name, absent) != now.get(name, absent)
+    ]

@@ -1,5 +1,6 @@
 """Typed keys: frozen dataclasses whose fields carry a help text and a range.
 
+A key is a value of its type, or a mapping with names that the user chooses (`Mapping[str, Value]`).
 `key()` declares a field, `keys()` lists the dotted keys of a schema, `build()` turns a nested
 mapping (a ConfigDict, parsed JSON) into the dataclass and reports all errors at once.
 """
@@ -12,13 +13,15 @@ from typing import Any
 
 from jaxrl.config import other_frameworks
 
+Value = bool | int | float | str | None  # a value in a mapping
+
 
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One leaf of a schema."""
 
     name: str  # dotted: "rollout.sampling.top_k"
-    type: Any  # bool, int, float, str or a tuple of one of these
+    type: Any  # bool, int, float, str, a tuple of one of these, or Mapping[str, Value]
     default: Any
     doc: str
     ge: int | float | None = None
@@ -27,7 +30,13 @@ class Key:
     choices: tuple[str, ...] = ()
 
     @property
+    def is_mapping(self) -> bool:
+        return typing.get_origin(self.type) is Mapping
+
+    @property
     def type_name(self) -> str:
+        if self.is_mapping:
+            return "mapping"
         element = _element(self.type)
         return self.type.__name__ if element is None else f"tuple of {element.__name__}"
 
@@ -50,8 +59,10 @@ def key(
     choices: tuple[str, ...] = (),
 ) -> Any:
     """A field: its default, its help text with unit, and the values it may take."""
-    limits = {"ge": ge, "gt": gt, "le": le, "choices": choices}
-    return dataclasses.field(default=default, metadata={"doc": doc, **limits})
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, hash=False, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def keys(schema: type, prefix: str = "") -> dict[str, Key]:
@@ -72,6 +83,12 @@ def _keys(instance: Any, prefix: str) -> dict[str, Key]:
         else:
             found[name] = Key(name, field.type, value, **field.metadata)
     return found
+
+
+def find_key(name: str, known: Mapping[str, Key]) -> Key | None:
+    """The key with this dotted name, or the mapping that contains it; None if there is none."""
+    section = known.get(name.rpartition(".")[0])
+    return known.get(name) or (section if section is not None and section.is_mapping else None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -115,16 +132,19 @@ def convert(value: Any, spec: Key) -> Any:
     Raises ValueError with the key, the value and the expected type for anything else, and for an
     int that is too large for a float.
     """
+    if spec.is_mapping and isinstance(value, Mapping) and all(_is_value(v) for v in value.values()):
+        return dict(value)
     element = _element(spec.type)
     if element and isinstance(value, list | tuple) and all(_is(element, v) for v in value):
         return tuple(element(v) for v in value)
-    if not element and _is(spec.type, value):
+    if not element and not spec.is_mapping and _is(spec.type, value):
         try:
             return spec.type(value)
         except OverflowError:
             raise ValueError(f"{spec.name}={value!r} is too large for a float") from None
     article = "an" if spec.type_name == "int" else "a"
     hint = " such as ('a', 'b')" if element is str else ""
+    hint = " of names to numbers, texts, True, False or None" if spec.is_mapping else hint
     raise ValueError(
         f"{spec.name}={value!r} is of type {type(value).__name__}; "
         f"set {article} {spec.type_name}{hint}"
@@ -157,7 +177,8 @@ def build(schema: type, values: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """
     known = keys(schema)
     flat = flatten(values)
-    errors = [unknown_key(name, known) for name in flat if name not in known]
+    errors = [unknown_key(name, known) for name in flat if find_key(name, known) is None]
+    flat |= {name: _inside(flat, name) for name, spec in known.items() if spec.is_mapping}
     used = {}
     for name, spec in known.items():
         if name not in flat:
@@ -179,6 +200,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{name}"
         flat |= flatten(value, path + ".") if isinstance(value, Mapping) else {path: value}
     return flat
+
+
+def _inside(flat: Mapping[str, Any], name: str) -> Any:
+    """The mapping `name` of a flattened config: empty mappings have no leaf."""
+    inside = {n.removeprefix(f"{name}."): v for n, v in flat.items() if n.startswith(f"{name}.")}
+    return flat.get(name, inside)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -205,6 +232,10 @@ def _fill(instance: Any, flat: Mapping[str, Any], prefix: str) -> Any:
 def _element(kind: Any) -> type | None:
     """The element type of a tuple type; None for a plain type."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else None
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _is(kind: type, value: Any) -> bool:

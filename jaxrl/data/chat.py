@@ -1,18 +1,22 @@
 """The chat template: messages to tokens and back."""
 
-import itertools
-from collections.abc import Sequence
-from pathlib import Path
+import copy
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from jaxrl.data.chat_template import check_arguments, read_template, template_names, with_date
 from jaxrl.types import Message
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _BATCH = 1024  # conversations tokenized in one call
 
 Tools = Sequence[dict[str, Any]]  # OpenAI's schemas of the functions that the model may call
@@ -23,15 +27,40 @@ class ChatRenderer:
 
     `template` is "" (the checkpoint's), the path of a Jinja file, or the name of a file in
     jaxrl/data/templates ("chatml": <|im_start|>role ... <|im_end|>, no default system message).
-    `system_prompt` is prepended to every conversation without a system message.
+    `system_prompt` is prepended to every conversation without a system message. `arguments` are
+    variables of the template, such as enable_thinking. `today` is the date that templates print;
+    None is the date at which they are rendered.
+
+    Raises ValueError for an argument that the template does not read.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, template: str = "", system_prompt: str = ""
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str = "",
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
+        today: datetime.date | None = None,
     ):
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
-        self.template = _read_template(template) if template else _checkpoint_template(tokenizer)
+        self.template = read_template(template) if template else _checkpoint_template(tokenizer)
+        self.arguments = dict(arguments or {})
+        self.today = today
+        self._source = with_date(self.template, today) if today else self.template
+        check_arguments(self.template, self.arguments, tokenizer.special_tokens_map)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatRenderer":
+        """This renderer with further template arguments, which replace its own of the same name.
+
+        They are `chat_template_kwargs` of a request to the server. Raises ValueError for an
+        argument that the template does not read.
+        """
+        check_arguments(self.template, arguments, self.tokenizer.special_tokens_map)
+        changed = copy.copy(self)
+        changed.arguments = {**self.arguments, **arguments}
+        return changed
 
     def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, " prompt_len"]:
         """Tokens of a conversation, including the generation prompt."""
@@ -65,7 +94,7 @@ class ChatRenderer:
         ValueError if the template does not end a turn with one of the `stop` tokens.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        text = self.text([*turns, *messages]).partition(_PLACEHOLDER)[2]
+        text = self.text([*turns, *messages], system_prompt=False).partition(_PLACEHOLDER)[2]
         tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(tokens, stop))
         if not len(ends) or self.decode(tokens[: ends[0]]).strip():
@@ -76,96 +105,43 @@ class ChatRenderer:
             )
         return tokens[ends[0] + 1 :] if ended else tokens
 
-    def render_turns(
-        self, messages: Sequence[Message], stop: Sequence[int], tools: Tools = ()
-    ) -> list[tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]]:
-        """(tokens, loss mask) of a finished conversation; the mask is True on assistant tokens.
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template marks the model's text with {% generation %} blocks."""
+        return _GENERATION.search(self.template) is not None
 
-        An assistant turn ends with the first of the `stop` tokens after it, and that token is in
-        the loss. Some templates render a turn differently once others follow it, for example
-        without its reasoning. In that case each turn becomes a separate sequence, after the prompt
-        that the model would see.
-
-        Raises ValueError if the template does not end a turn with one of the `stop` tokens, does
-        not continue the generation prompt with the turn, or leaves out tool calls.
-        """
-        turns = [
-            self._turn(messages, i, tools)
-            for i, m in enumerate(messages)
-            if m["role"] == "assistant"
-        ]
-        full = self.text(messages, generation_prompt=False, tools=tools)
-        if all(full.startswith(done) for _, done in turns):
-            return [self._with_mask(full, [(len(head), len(done)) for head, done in turns], stop)]
-        return [self._with_mask(done, [(len(head), len(done))], stop) for head, done in turns]
-
-    def _turn(self, messages: Sequence[Message], i: int, tools: Tools) -> tuple[str, str]:
-        """The text before turn i that is not learned, and the text including the turn.
-
-        The first is the text up to the generation prompt. Some generation prompts open the
-        reasoning of the turn, such as "<think>", while the template renders finished turns without
-        it. A turn with reasoning then continues the generation prompt, as the model would; a turn
-        without reasoning follows the part of the generation prompt that the template renders.
-        """
-        head = self.text(messages[:i], tools=tools)
-        done = self.text(messages[: i + 1], generation_prompt=False, tools=tools)
-        if done.startswith(head):
-            return head, done
-        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(head, done, strict=False))
-        shared = "".join(a for a, _ in pairs)
-        opening, content = head[len(shared) :].strip(), messages[i]["content"].strip()
-        before = self.text(messages[:i], generation_prompt=False, tools=tools)
-        if not opening or not head.startswith(before) or len(shared) <= len(before):
-            raise ValueError(
-                f"the chat template does not render turn {i} as a continuation of its generation "
-                "prompt; set data.chat_template to a template that does"
-            )
-        if not content.startswith(opening):
-            return shared, done
-        bare = [*messages[:i], {"role": "assistant", "content": _PLACEHOLDER}]
-        end = self.text(bare, generation_prompt=False, tools=tools).rpartition(_PLACEHOLDER)[2]
-        return head, head + content.removeprefix(opening).lstrip() + end
-
-    def _with_mask(
-        self, text: str, turns: Sequence[tuple[int, int]], stop: Sequence[int]
-    ) -> tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-        """(tokens, loss mask) up to the end of the last turn; `turns` are character ranges."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = np.array(encoded["input_ids"], np.int32)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], int)
-        mask = np.zeros(len(tokens), bool)
-        for start, end in turns:
-            first, after = np.searchsorted(starts, [start, end])
-            ends = np.flatnonzero(np.isin(tokens[first:after], stop))
-            if not len(ends):
-                raise ValueError(
-                    f"the chat template ends an assistant turn with {text[start:end][-20:]!r}, "
-                    "which has no end-of-sequence token, so the model could not learn to stop; "
-                    "set data.chat_template"
-                )
-            mask[first : first + ends[0] + 1] = True
-        length = int(np.flatnonzero(mask)[-1]) + 1
-        return tokens[:length], mask[:length]
+    def generated_spans(
+        self, messages: Sequence[Message], tools: Tools = ()
+    ) -> list[tuple[int, int]]:
+        """Character ranges of {% generation %} blocks in the text without generation prompt."""
+        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.arguments}
+        rendered: Any = render_jinja_template(
+            [self._with_system_prompt(messages)],
+            tools=list(tools) or None,
+            chat_template=self._source,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return rendered[1][0]
 
     def text(
-        self, messages: Sequence[Message], *, generation_prompt: bool = True, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        generation_prompt: bool = True,
+        system_prompt: bool = True,
+        tools: Tools = (),
     ) -> str:
         """The rendered conversation before tokenization.
 
-        `generation_prompt` adds the header of the assistant turn that the model is to generate.
-        Raises ValueError if the template rejects the conversation, or leaves out tools or calls.
+        `generation_prompt` adds the header of the assistant turn that the model is to generate,
+        `system_prompt` the renderer's system prompt if the conversation has none. Raises ValueError
+        if the template rejects the conversation, or leaves out tools or calls.
         """
-        messages = list(messages)
-        if self.system_prompt and not any(m["role"] == "system" for m in messages):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if system_prompt:
+            messages = self._with_system_prompt(messages)
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-            )
+            text = self._applied(messages, generation_prompt, tools)
         except Exception as error:  # a template is foreign code
             roles = [m["role"] for m in messages]
             reason = str(error).strip().partition("\n")[0]
@@ -173,8 +149,32 @@ class ChatRenderer:
                 f"the chat template rejects a conversation with the roles {roles} ({reason}); "
                 "change the data or set data.chat_template"
             ) from error
-        check_rendered_tools(str(text), messages, tools)
-        return str(text)
+        check_rendered_tools(text, messages, tools)
+        return text
+
+    def _with_system_prompt(self, messages: Sequence[Message]) -> list[Message]:
+        if not self.system_prompt or any(m["role"] == "system" for m in messages):
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _applied(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools) -> str:
+        def apply(messages: list[Message]) -> str:
+            rendered = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.arguments,
+            )
+            return str(rendered)
+
+        try:
+            return apply(list(messages))
+        except TypeError:
+            if not any(m.get("tool_calls") for m in messages):
+                raise
+            return apply([_with_text_arguments(m) for m in messages])
 
     def decode(
         self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True
@@ -182,6 +182,16 @@ class ChatRenderer:
         """The text of tokens, by default without special tokens."""
         ids = np.asarray(tokens).tolist()
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text, which DeepSeek's templates need."""
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        for call in message.get("tool_calls", ())
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def check_rendered_tools(text: str, messages: Sequence[Message], tools: Tools) -> None:
@@ -198,24 +208,10 @@ def check_rendered_tools(text: str, messages: Sequence[Message], tools: Tools) -
                 )
 
 
-def _read_template(template: str) -> str:
-    for path in (_TEMPLATES / f"{template}.jinja", Path(template)):
-        if path.is_file():
-            return path.read_text()
-    raise FileNotFoundError(
-        f"chat template {template!r} is neither a file nor one of {', '.join(_template_names())}; "
-        "set data.chat_template to the path of a Jinja file"
-    )
-
-
 def _checkpoint_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer in {tokenizer.name_or_path} has no chat template; set "
-            "data.chat_template to a Jinja file or to one of " + ", ".join(_template_names())
+            "data.chat_template to a Jinja file or to one of " + ", ".join(template_names())
         )
     return tokenizer.get_chat_template()
-
-
-def _template_names() -> list[str]:
-    return sorted(path.stem for path in _TEMPLATES.glob("*.jinja"))

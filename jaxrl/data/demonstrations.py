@@ -22,18 +22,18 @@ from jaxrl.config.choices import (
     PROMPT_COLUMNS,
 )
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat import ChatRenderer, Tools
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
+from jaxrl.data.turns import MaskedTokens, render_turns
 from jaxrl.types import Demonstration, Message, TrainingSample
 
 GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)
 
 Messages = tuple[Message, ...]
-Rendered = tuple[np.ndarray, np.ndarray]  # (tokens, loss mask)
 
 
 def demonstration_maker(
@@ -66,9 +66,9 @@ def make_demonstrations(
     found: list[Demonstration] = []
     for row in rows:
         messages, n_given = conversation(row.columns, row.place)
-        rendered = renderer.render_turns(messages, stop, tools_of(row.columns, row.place))
-        n_turns = sum(m["role"] == "assistant" for m in messages[:n_given])
-        for tokens, loss_mask in without_turns(rendered, n_turns):
+        tools = tools_of(row.columns, row.place)
+        rendered = rendered_turns(messages, renderer, stop, tools, row.place, n_given=n_given)
+        for tokens, loss_mask in rendered:
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
                     dropped.append(len(tokens))
@@ -79,13 +79,20 @@ def make_demonstrations(
     return found
 
 
-def without_turns(rendered: Sequence[Rendered], n: int) -> Sequence[Rendered]:
-    """The sequences of a conversation whose first n assistant turns are not learned."""
-    if n == 0 or len(rendered) > 1:  # a sequence per turn
-        return rendered[n:]
-    tokens, loss_mask = rendered[0]
-    starts = np.flatnonzero(np.diff(loss_mask, prepend=False) & loss_mask)
-    return [(tokens, loss_mask & (np.arange(len(tokens)) >= starts[n]))]
+def rendered_turns(
+    messages: Messages,
+    renderer: ChatRenderer,
+    stop: Sequence[int],
+    tools: Tools,
+    place: str,
+    *,
+    n_given: int,
+) -> list[MaskedTokens]:
+    """render_turns() of a row. The message of a ValueError begins with its place."""
+    try:
+        return render_turns(renderer, messages, stop, tools, n_given=n_given)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def demonstration(

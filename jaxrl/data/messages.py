@@ -14,6 +14,7 @@ from jaxrl.tools.schema import check_tool
 from jaxrl.types import Message
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek's, gpt-oss's, vLLM's name
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names are the roles themselves
 
@@ -71,6 +72,9 @@ def as_message(value: Any) -> Message | None:
         return None
     message: Message = {"role": role, "content": content}
     message |= {key: value[key] for key in ("name", "tool_call_id") if value.get(key)}
+    reasoning = next((value[key] for key in _REASONING if value.get(key)), None)
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
     return message | {"tool_calls": [tool_call(call) for call in calls]} if calls else message
 
 

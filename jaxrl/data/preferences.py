@@ -14,11 +14,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat import ChatRenderer, Tools
-from jaxrl.data.demonstrations import GIVEN_COLUMNS, Messages, demonstration, max_len_text
+from jaxrl.data.demonstrations import (
+    GIVEN_COLUMNS,
+    Messages,
+    demonstration,
+    max_len_text,
+    rendered_turns,
+)
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
 from jaxrl.data.prompts import source_of
@@ -59,9 +63,9 @@ def make_pairs(
     """The pairs of the rows; the lengths of dropped ones go to `dropped`."""
     pairs: list[Pair] = []
     for row in rows:
-        source, tools = source_of(row.columns), tools_of(row.columns, row.place)
+        tools = tools_of(row.columns, row.place)
         chosen, rejected = (
-            _answer(row.number, messages, source, renderer, stop, tools)
+            _answer(row, messages, renderer, stop, tools)
             for messages in conversations(row.columns, row.place)
         )
         n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in (chosen, rejected))
@@ -127,14 +131,9 @@ def _with_prompt(prompt: Messages, value: Any, side: str, place: str) -> Message
 
 
 def _answer(
-    number: int,
-    messages: Messages,
-    source: str,
-    renderer: ChatRenderer,
-    stop: Sequence[int],
-    tools: Tools,
+    row: Row, messages: Messages, renderer: ChatRenderer, stop: Sequence[int], tools: Tools
 ) -> Demonstration:
-    tokens, loss_mask = renderer.render_turns(messages, stop, tools)[-1]
-    last_turn = np.zeros_like(loss_mask)
-    last_turn[np.flatnonzero(~loss_mask)[-1] + 1 :] = True
-    return demonstration(number, tokens, last_turn, source=source)
+    """A conversation whose last turn is learned."""
+    n_given = len(messages) - 1
+    [(tokens, mask)] = rendered_turns(messages, renderer, stop, tools, row.place, n_given=n_given)
+    return demonstration(row.number, tokens, mask, source=source_of(row.columns))

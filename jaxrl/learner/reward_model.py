@@ -16,6 +16,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.packing import gather, pack_samples
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
+from jaxrl.data.turns import render_turns
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import find_tensors, load_params, model_config
@@ -71,10 +72,10 @@ class RewardModel:
             return "the environment failed before the conversation ended"
         messages = [*rollout.prompt_messages, *rollout.completion_messages]
         try:
-            turns = self._renderer.render_turns(messages, self._stop)
+            last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+            [(tokens, _)] = render_turns(self._renderer, messages, self._stop, n_given=last)
         except ValueError as error:  # a template may reject the text of a response
             return str(error)
-        tokens = turns[-1][0]
         longest = self.scorer.cfg.learner.row_lens[-1]
         if len(tokens) > longest:
             return (
@@ -100,7 +101,10 @@ def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardM
     scorer, decoder = reward_model_scorer(cfg, model_config(folder), dtype)
     check_tokenizer(tokenizer, decoder.V)
     renderer = ChatRenderer(
-        tokenizer, template=cfg.reward_model.chat_template, system_prompt=cfg.data.system_prompt
+        tokenizer,
+        template=cfg.reward_model.chat_template,
+        system_prompt=cfg.data.system_prompt,
+        today=cfg.data.date,
     )
     with scorer.layout.on_mesh():
         params = load_params(folder, scorer.layout.rules, decoder, dtype)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from jaxrl.config.checks.data import data_errors
 from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
@@ -74,7 +75,7 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     options.name = options.name or default_name(options.model)
     run, errors = build(RunConfig, config.to_dict())
     try:
-        raise_errors(errors)
+        raise_errors([*errors, *data_errors(run.data)])
     except ValueError as error:
         stop(str(error))
     return options, run
@@ -136,9 +137,9 @@ def arguments() -> argparse.ArgumentParser:
 def initial_config(options: argparse.Namespace) -> ConfigDict:
     """The default config of the server, before the command line's overrides.
 
-    For a run folder it takes the run's chat template and system prompt. If checkpoints of the run
-    are to be served, it also takes the run's initial model, and sets `options.checkpoints` to their
-    folder; otherwise `options.checkpoints` is None.
+    For a run folder it takes the run's chat template with its arguments, and its system prompt. If
+    checkpoints of the run are to be served, it also takes the run's initial model, and sets
+    `options.checkpoints` to their folder; otherwise `options.checkpoints` is None.
     """
     config, folder = default_config(), Path(options.model).expanduser()
     values = dict(ENGINE_DEFAULTS)
@@ -146,6 +147,7 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
     if trained := read_run_config(folder):
         values["data.chat_template"] = trained.data.chat_template
         values["data.system_prompt"] = trained.data.system_prompt
+        values["data.template_kwargs"] = str(trained.data.template_kwargs)
         if needs_checkpoint or not (folder / "hf").is_dir():
             if trained.lora.rank:
                 raise ValueError(

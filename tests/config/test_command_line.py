@@ -61,6 +61,13 @@ def stopped(path: str, *overrides: str) -> str:
         (["--config.learner.buckets=1024,2048"], "learner.buckets", (1024, 2048)),
         (["--config.learner.buckets=2048"], "learner.buckets", (2048,)),
         (["--config.reward.weights=1"], "reward.weights", (1.0,)),
+        (["--config.data.template_kwargs.a=false"], "data.template_kwargs", {"a": False}),
+        (["--config.data.template_kwargs.a", "two"], "data.template_kwargs", {"a": "two"}),
+        (
+            ["--config.data.template_kwargs.b=7", "--config.data.template_kwargs={'a': 1}"],
+            "data.template_kwargs",
+            {"a": 1},
+        ),
     ],
     ids=str,
 )
@@ -92,6 +99,10 @@ def test_the_command_line_accepts_the_default_of_every_key():
         ("--config.learner.lr=fast", "learner.lr='fast' is of type str; set a float"),
         ("--config.resume=maybe", "resume='maybe' is of type str; set a bool"),
         ("--config.learner.buckets=a,b", "learner.buckets=('a', 'b')"),
+        ("--config.data.template_kwargs=3", "data.template_kwargs=3 is of type int; set a mapping"),
+        ("--config.data.template_kwargs.a.b=3", "no key data.template_kwargs.a.b"),
+        ("--config.data.template_kwargs.a", "set --config.data.template_kwargs.a=False"),
+        ("--config.data.today=tomorrow", "data.today='tomorrow' is no date; write YYYY-MM-DD"),
         ("--config.rollout.n", "--config.rollout.n has no value"),
         ("--config.rollout.n=1", "set rollout.n to 2 or more"),
         ("--rollout.n=4", "unknown argument --rollout.n=4; did you mean --config.rollout.n?"),
@@ -115,6 +126,14 @@ def test_a_wrong_type_in_a_config_file_stops_with_its_line(config_file):
 def test_text_after_a_colon_is_the_argument_of_get_config(config_file):
     path = config_file("config.name = argument")
     assert parsed(f"{path}:second").name == "second"
+
+
+def test_a_config_file_sets_names_in_a_mapping(config_file):
+    line = "config.data.template_kwargs.enable_thinking = False"
+    assert parsed(config_file(line)).data.template_kwargs == {"enable_thinking": False}
+    override_ = "--config.data.template_kwargs.enable_thinking=low"  # of another type
+    found = parsed(config_file(line), override_)
+    assert found.data.template_kwargs == {"enable_thinking": "low"}
 
 
 def test_a_missing_config_file_is_one_message():

@@ -205,6 +205,14 @@ UNSUPPORTED = (
 )
 
 
+def test_arguments_of_the_chat_template_are_translated():
+    found = migrate({"data.apply_chat_template_kwargs.enable_thinking": False})
+    text = config_file(found.config, "verl.yaml")
+    assert 'config.data.template_kwargs = {"enable_thinking": False}' in text
+    assert load(text).data.template_kwargs.enable_thinking is False
+    assert not any("chat_template" in line for line in found.missing)
+
+
 def test_every_translated_key_exists():
     assert set(RENAMED.values()) <= set(keys(RunConfig))
     everything = migrate({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"})

@@ -3,12 +3,13 @@
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.config.saved import config_hash, from_json, to_json
+from jaxrl.config.saved import config_hash, differences, from_json, to_json
 from tests.config.runnable import runnable
 
 
 def test_json_round_trip_is_exact():
-    run = resolve(runnable(learner__buckets=(512, 1024), learner__lr=3e-7, rollout__n=4))
+    changes = dict(learner__buckets=(512, 1024), learner__lr=3e-7, rollout__n=4)
+    run = resolve(runnable(**changes, data__template_kwargs__thinking=False))
     assert from_json(to_json(run)) == run
 
 
@@ -32,6 +33,13 @@ def test_the_length_of_a_run_is_part_of_the_hash_if_the_learning_rate_decays():
     assert hash_of(total_steps=10) == hash_of(total_steps=20)
     decaying = dict(learner__lr_schedule="cosine")
     assert hash_of(total_steps=10, **decaying) != hash_of(total_steps=20, **decaying)
+
+
+def test_names_in_a_mapping_that_only_one_config_has_are_differences():
+    old, new = resolve(runnable(data__template_kwargs__a=1)), resolve(runnable())
+    assert config_hash(old) != config_hash(new)
+    assert differences(old, new) == ["data.template_kwargs.a: 1 -> 'not set'"]
+    assert differences(new, old) == ["data.template_kwargs.a: 'not set' -> 1"]
 
 
 def test_a_config_of_another_version_is_rejected_as_such():

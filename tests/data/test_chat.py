@@ -1,6 +1,6 @@
-"""Tests of jaxrl/data/chat.py. `render_turns` is also tested in test_demonstrations.py,
-`render_reply` in tests/trainer/test_multi_turn.py."""
+"""Tests of jaxrl/data/chat.py and chat_template.py. test_turns.py has more on `render_reply`."""
 
+import datetime
 import shutil
 
 import numpy as np
@@ -85,3 +85,58 @@ def test_a_hostile_template_is_an_error(hostile, tokenizer, tmp_path):
     renderer = ChatRenderer(tokenizer, template=str(tmp_path / "hostile.jinja"))
     with pytest.raises(ValueError, match="the chat template rejects a conversation"):
         renderer.text([USER])
+
+
+THINKING = (
+    "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}A:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}{{ effort if effort is defined }}"
+)
+
+
+def from_source(tokenizer, tmp_path, source, **options):
+    (tmp_path / "t.jinja").write_text(source)
+    return ChatRenderer(tokenizer, template=str(tmp_path / "t.jinja"), **options)
+
+
+def test_arguments_reach_the_template(tokenizer, tmp_path):
+    renderer = from_source(tokenizer, tmp_path, THINKING, arguments={"enable_thinking": False})
+    assert renderer.text([USER]) == "[What is 1 + 2?]A:<think></think>"
+    changed = renderer.with_arguments({"enable_thinking": True, "effort": "low"})
+    assert changed.text([USER]) == "[What is 1 + 2?]A:low"
+    assert changed.with_arguments({"enable_thinking": False}).text([USER]).endswith("</think>low")
+    assert renderer.text([USER]) == "[What is 1 + 2?]A:<think></think>"  # unchanged
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"enable_thinkng": False}, "did you mean enable_thinking. It reads: effort, enable_th"),
+        ({"messages": []}, "no argument 'messages'"),
+        ({"eos_token": "x"}, "no argument 'eos_token'"),
+        ({"tokenize": True}, "no argument 'tokenize'"),
+    ],
+)
+def test_an_argument_that_the_template_does_not_read_is_an_error(
+    tokenizer, tmp_path, arguments, message
+):
+    with pytest.raises(ValueError, match=message):
+        from_source(tokenizer, tmp_path, THINKING + "{{ eos_token }}", arguments=arguments)
+    with pytest.raises(ValueError, match=r"has no argument .* It reads: none"):
+        ChatRenderer(tokenizer, template="chatml").with_arguments(arguments)
+
+
+DATED = (
+    "{%- macro header() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}"
+    "{% if strftime_now is defined %}{{ header() }}, {{ strftime_now('%B %-d') }}{% endif %}"
+)
+
+
+def test_the_date_of_a_template_can_be_fixed(tokenizer, tmp_path):
+    day = datetime.date(2024, 7, 6)
+    renderer = from_source(tokenizer, tmp_path, DATED, today=day)
+    assert renderer.text([USER]) == "06 Jul 2024, July 6"
+    assert renderer.template == DATED  # what an export contains
+    indented = "\n  {% if 1 %}\n {{ strftime_now('%F') }}{% endif %}"
+    renderer = from_source(tokenizer, tmp_path, indented, today=day)
+    assert renderer.text([USER]) == "\n 2024-07-06"  # white space is as without a fixed date

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/demonstrations.py and ChatRenderer.render_turns: which tokens are learned."""
+"""Tests of jaxrl/data/demonstrations.py and jaxrl/data/turns.py: which tokens are learned."""
 
 import json
 
@@ -10,6 +10,7 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.demonstrations import conversation, demonstration_maker, to_sample
 from jaxrl.data.items import load_items
 from jaxrl.data.packing import pack
+from jaxrl.data.turns import render_turns
 
 STOP = (2,)
 QUESTION = {"role": "user", "content": "1 + 2?"}
@@ -30,7 +31,7 @@ def load(tmp_path, renderer, *rows, **data):
 
 
 def test_assistant_turns_and_their_stop_tokens_are_learned(renderer):
-    [(tokens, loss_mask)] = renderer.render_turns([QUESTION, ANSWER, QUESTION_2, ANSWER_2], STOP)
+    [(tokens, loss_mask)] = render_turns(renderer, [QUESTION, ANSWER, QUESTION_2, ANSWER_2], STOP)
     assert renderer.decode(tokens, skip_special=False) == (
         "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>\n"
         "<|im_start|>user\nAnd 3 + 4?<|im_end|>\n<|im_start|>assistant\n7, à peu près.<|im_end|>"
@@ -68,7 +69,7 @@ def test_a_turn_continues_a_generation_prompt_that_opens_its_reasoning(
     (tmp_path / "r1.jinja").write_text(R1)
     renderer = ChatRenderer(tokenizer, template=str(tmp_path / "r1.jinja"))
     answer = {"role": "assistant", "content": content}
-    [(tokens, mask)] = renderer.render_turns([QUESTION, answer], STOP)
+    [(tokens, mask)] = render_turns(renderer, [QUESTION, answer], STOP)
     assert renderer.decode(tokens[mask], skip_special=False) == learned
     assert renderer.decode(tokens[~mask], skip_special=False) == before
 
@@ -133,7 +134,7 @@ def test_turns_that_the_template_rewrites_become_separate_sequences(tokenizer, t
     first, last = ({"role": "assistant", "content": f"hm|{n}"} for n in (3, 7))
     shown = [
         (renderer.decode(t[~mask]), renderer.decode(t[mask], skip_special=False))
-        for t, mask in renderer.render_turns([QUESTION, first, QUESTION_2, last], STOP)
+        for t, mask in render_turns(renderer, [QUESTION, first, QUESTION_2, last], STOP)
     ]
     assert shown == [
         ("Q:1 + 2?\nA:", "hm|3<|im_end|>"),
@@ -148,7 +149,7 @@ def test_turns_that_the_template_rewrites_become_separate_sequences(tokenizer, t
         (
             "{% for m in messages %}[{{ m.content }}]{% endfor %}"
             "{% if add_generation_prompt %}A:{% endif %}",
-            "turn 1 as a continuation",
+            r"turn 1 \('It is 3.'\): .* does not render it as a continuation",
         ),
     ],
 )
@@ -156,7 +157,7 @@ def test_a_template_without_learnable_turns_is_an_error(tokenizer, tmp_path, tem
     path = tmp_path / "t.jinja"
     path.write_text(template)
     with pytest.raises(ValueError, match=rf"{complaint}.*set data\.chat_template"):
-        ChatRenderer(tokenizer, template=str(path)).render_turns([QUESTION, ANSWER], STOP)
+        render_turns(ChatRenderer(tokenizer, template=str(path)), [QUESTION, ANSWER], STOP)
 
 
 def test_tokens_of_other_roles_are_in_the_sequence_but_not_in_the_loss(renderer, tmp_path):

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config import resolve
+from jaxrl.config.saved import to_json
 from jaxrl.dpo import train as train_dpo
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder
 from jaxrl.sft import train as train_sft
 from jaxrl.train import train
-from jaxrl.trainer.setup.folder import make_folder, open_folder
+from jaxrl.trainer.setup.folder import make_folder, open_folder, with_today
 from tests.io.checkpoint.test_faults import tmpfs
 from tests.trainer.offline.test_offline import offline
 from tests.trainer.test_train import finish_process, start_process, wait_for_step
@@ -79,6 +80,24 @@ def test_a_damaged_config_file_is_one_message(tiny_config, text):
     with pytest.raises(ValueError, match=r"config\.json of the run folder is not"):
         open_folder(resolve(tiny_config))
     assert (folder / "config.json").read_text() == text
+
+
+def test_the_date_of_the_first_start_is_kept_once_there_is_a_checkpoint(tiny_config):
+    folder = Path(tiny_config.run_dir)
+    folder.mkdir()
+    cfg = resolve(tiny_config)
+
+    def first_start(day):
+        (folder / "config.json").write_text(to_json(with_today(cfg, day)))
+
+    first_start("2024-02-29")
+    assert open_folder(cfg).data.today > "2024-02-29"  # not resumed: the date of this start
+    (folder / "checkpoints" / "1").mkdir(parents=True)
+    first_start("2024-02-29")
+    assert open_folder(cfg).data.today == open_folder(cfg).data.today == "2024-02-29"
+    tiny_config.data.today = "2024-03-01"
+    with pytest.raises(ValueError, match=r"data\.today: '2024-02-29' -> '2024-03-01'"):
+        open_folder(resolve(tiny_config))
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """Rules between the keys of data."""
 
+import datetime
+
 from jaxrl.config.choices import (
     COMPLETION_COLUMNS,
     CONVERSATION_COLUMNS,
@@ -23,7 +25,15 @@ _COLUMNS = (
 
 def data_errors(data: DataConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return _column_errors(data)
+    return [*_column_errors(data), *_date_errors(data)]
+
+
+def _date_errors(data: DataConfig) -> list[str]:
+    try:
+        datetime.date.fromisoformat(data.today or "2000-01-01")
+    except ValueError:
+        return [f"data.today={data.today!r} is no date; write YYYY-MM-DD, such as 2025-01-31"]
+    return []
 
 
 def _column_errors(data: DataConfig) -> list[str]:

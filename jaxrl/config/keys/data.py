@@ -1,10 +1,12 @@
 """Keys of prompts, rewards and environments."""
 
 import dataclasses
+import datetime
+from collections.abc import Mapping
 
 from jaxrl.config.choices import ON_ERRORS, TRUNCATIONS
 from jaxrl.config.keys.devices import RoleConfig
-from jaxrl.config.schema import key
+from jaxrl.config.schema import Value, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,23 @@ class DataConfig:
     )
     chat_template: str = key(
         "",
-        "Path of a Jinja file, or 'chatml', used instead of the checkpoint's chat template; '' = "
-        "the checkpoint's",
+        "Chat template used instead of the checkpoint's: the path of a Jinja file, or a built-in "
+        "one, such as 'chatml'; '' = the checkpoint's",
     )
+    template_kwargs: Mapping[str, Value] = key(
+        {},
+        "Arguments of the chat template, by name: data.template_kwargs.enable_thinking=False",
+    )
+    today: str = key(
+        "",
+        "Date that chat templates print (strftime_now), YYYY-MM-DD; '' = the date of the run's "
+        "first start, which resumed starts keep",
+    )
+
+    @property
+    def date(self) -> datetime.date | None:
+        """The date of data.today; None if the key is not set."""
+        return datetime.date.fromisoformat(self.today) if self.today else None
 
     @property
     def max_len(self) -> int:

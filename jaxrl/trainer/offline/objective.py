@@ -52,7 +52,8 @@ def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
     unused = [
         f"config.{name}"
         for name, value in values.items()
-        if value != default[name] and (name in objective.unused_keys or name.startswith(sections))
+        if value != default.get(name)
+        and (name in objective.unused_keys or name.startswith(sections))
     ]
     if cfg.learner.epochs != 1:
         unused.append("config.learner.epochs (set total_epochs)")

@@ -19,7 +19,13 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
     tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
-    return ChatRenderer(tokenizer, template=data.chat_template, system_prompt=data.system_prompt)
+    return ChatRenderer(
+        tokenizer,
+        template=data.chat_template,
+        system_prompt=data.system_prompt,
+        arguments=data.template_kwargs,
+        today=data.date,
+    )
 
 
 def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:

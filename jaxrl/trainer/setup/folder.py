@@ -1,6 +1,8 @@
 """The run folder: creates, locks or reuses it, and compares its config with an earlier run's."""
 
 import contextlib
+import dataclasses
+import datetime
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,8 +62,11 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def open_folder(cfg: RunConfig) -> None:
-    """Writes config.json into the run folder. Other processes check that the file exists.
+def open_folder(cfg: RunConfig) -> RunConfig:
+    """Writes config.json into the run folder. Returns the config with data.today set.
+
+    If the key is not set, the date is that of the run's first start. Other processes check that the
+    file exists, and read the date from it.
 
     Raises ValueError if the folder has checkpoints of a run whose results this config would change.
     """
@@ -72,9 +77,12 @@ def open_folder(cfg: RunConfig) -> None:
                 f"the run folder {cfg.run_path.absolute()} of process 0 does not exist on this "
                 "host; set config.run_dir to a folder on a disk that all hosts share"
             )
-        return
-    if any(cfg.run_path.glob("checkpoints/[0-9]*")) and path.is_file():
+        return with_today(cfg, from_json(path.read_text()).data.today)
+    if not any(cfg.run_path.glob("checkpoints/[0-9]*")) or not path.is_file():
+        cfg = with_today(cfg, datetime.date.today().isoformat())
+    else:
         old = from_json(path.read_text())
+        cfg = with_today(cfg, old.data.today)
         if config_hash(old) != config_hash(cfg):
             raise ValueError(
                 f"{cfg.run_path} holds the checkpoints of another run; this one would change "
@@ -84,3 +92,10 @@ def open_folder(cfg: RunConfig) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(to_json(cfg))
     os.replace(temporary, path)
+    return cfg
+
+
+def with_today(cfg: RunConfig, today: str) -> RunConfig:
+    """The config with data.today = `today`, unless the key is set."""
+    data = dataclasses.replace(cfg.data, today=cfg.data.today or today)
+    return dataclasses.replace(cfg, data=data)

@@ -7,13 +7,14 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat_template import prints_date
 from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.folder import open_folder
 from sharding import hosts
 
 
@@ -43,13 +44,12 @@ class Models:
     renderer: ChatRenderer
 
 
-def open_models(cfg: RunConfig) -> Models:
-    """Opens the run folder and the model folders. The main process downloads first.
+def open_models(cfg: RunConfig, progress: Progress) -> Models:
+    """Opens the model folders. The main process downloads first.
 
     Raises ValueError or OSError if a folder or model is invalid.
     """
     with hosts.main_process_first():
-        open_folder(cfg)
         policy = resolve_model(cfg.model.path)
         folders = ModelFolders(
             policy=policy,
@@ -60,6 +60,8 @@ def open_models(cfg: RunConfig) -> Models:
     with hosts.raise_together():
         decoder = model_config(policy)
         renderer = make_renderer(cfg, policy, decoder)
+        if prints_date(renderer.template):
+            progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
     return Models(folders, decoder, renderer)

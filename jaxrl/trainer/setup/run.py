@@ -32,6 +32,7 @@ from jaxrl.trainer.setup.engines import (
     open_environments,
     reward_pool,
 )
+from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
 from jaxrl.trainer.setup.warmup import warm_up, warm_up_learner
 from sharding import hosts
@@ -45,7 +46,9 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
-        models = open_models(cfg)
+        with hosts.main_process_first():
+            cfg = open_folder(cfg)
+        models = open_models(cfg, session.progress)
         with hosts.raise_together():
             maker = make_prompt_maker(cfg, models.renderer)
             prompts, val = load_items(cfg.data.train, maker), load_val(cfg, maker)
@@ -91,7 +94,9 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
-        models = open_models(cfg)
+        with hosts.main_process_first():
+            cfg = open_folder(cfg)
+        models = open_models(cfg, session.progress)
         with hosts.raise_together():
             prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
@@ -120,7 +125,9 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
-        models = open_models(cfg)
+        with hosts.main_process_first():
+            cfg = open_folder(cfg)
+        models = open_models(cfg, session.progress)
         with hosts.raise_together():
             stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
             maker = objective.maker(models.renderer, cfg.data, stop=stop)

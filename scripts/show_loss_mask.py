@@ -1,0 +1,74 @@
+"""Shows what SFT trains on: the rows of a dataset as sequences, with the learned text in brackets.
+
+    python scripts/show_loss_mask.py MODEL_FOLDER rows.jsonl --rows=1 enable_thinking=False
+
+MODEL_FOLDER has the tokenizer and the chat template, rows.jsonl is any source of data.train. Words
+NAME=VALUE are arguments of the chat template (data.template_kwargs).
+"""
+
+import argparse
+import itertools
+import sys
+
+import numpy as np
+
+from jaxrl.config.command_line import read_value
+from jaxrl.config.keys import DataConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.demonstrations import demonstration_maker
+from jaxrl.data.items import load_items
+from jaxrl.data.tokenizer import load_tokenizer, stop_ids
+from jaxrl.types import Demonstration
+
+LEARNED = ("⟦", "⟧")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python scripts/show_loss_mask.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="folder with the tokenizer")
+    parser.add_argument("data", help="file, folder or pattern, as in data.train")
+    parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="of the chat template")
+    parser.add_argument("--rows", type=int, default=1, help="rows to show (default: %(default)s)")
+    parser.add_argument("--chat-template", default="", help="as data.chat_template")
+    parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
+    options = parser.parse_args(argv)
+    words = [word.partition("=") for word in options.arguments]
+    try:
+        tokenizer = load_tokenizer(options.model)
+        renderer = ChatRenderer(
+            tokenizer,
+            template=options.chat_template,
+            system_prompt=options.system_prompt,
+            arguments={name: read_value(text) for name, _, text in words},
+        )
+        data = DataConfig(max_response_len=1 << 20)
+        maker = demonstration_maker(renderer, data, stop=stop_ids(options.model, tokenizer))
+        found = load_items((options.data,), maker, max_rows=options.rows)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for row, sequences in itertools.groupby(found, lambda d: d.id):
+        for i, sequence in enumerate(sequences):
+            n = f"{len(sequence.prompt_tokens) + len(sequence.tokens)} tokens"
+            print(f"--- row {row}, sequence {i}, {n}, {sequence.n_loss_tokens} learned")
+            print(with_brackets(renderer, sequence))
+    return 0
+
+
+def with_brackets(renderer: ChatRenderer, sequence: Demonstration) -> str:
+    """The text of a sequence, with the learned parts in brackets."""
+    tokens = np.concatenate([sequence.prompt_tokens, sequence.tokens])
+    mask = np.concatenate([np.zeros(len(sequence.prompt_tokens), bool), sequence.loss_mask])
+    shown = ""
+    for learned, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1]):
+        text = renderer.decode([int(token) for token, _ in part], skip_special=False)
+        shown += text.join(LEARNED) if learned else text
+    return shown
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
