@@ -40,7 +40,14 @@ WITHOUT_JAX = (
     "jaxrl/engine/pages.py",
     "jaxrl/engine/scheduler.py",
 )
-EXTRAS = {"gguf", "mlflow", "ray", "reasoning_gym", "wandb"}  # imported where they are used
+EXTRAS = {
+    "gguf",
+    "llguidance",
+    "mlflow",
+    "ray",
+    "reasoning_gym",
+    "wandb",
+}  # imported where they are used
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("jaxrl/**/*.py"), *ROOT.glob("sharding/**/*.py")])
 SOURCES = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in FILES}

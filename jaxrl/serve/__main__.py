@@ -37,6 +37,8 @@ from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.options import KEY_VARIABLE, read
 from jaxrl.serve.prompt import Limits, longest_token
+from jaxrl.serve.structured.grammar import grammar_compiler
+from jaxrl.serve.structured.tools import known_format
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,6 +102,10 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         n_stop_ids=MAX_STOP_IDS - len(model.engine.eos_ids),
         n_choices=max_tasks,
         longest_token=longest_token(model.renderer.tokenizer),
+        grammars=grammar_compiler(
+            model.renderer.tokenizer, model.engine.cfg.V, model.engine.eos_ids
+        ),
+        tool_format=known_format(model.renderer.template, options.tool_format),
     )
     engine = EngineThread(
         model.engine, model.params, model.mesh, metrics, max_tasks=max_tasks, step=model.step

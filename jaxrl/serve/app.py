@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.http.body import BodyReader
 from jaxrl.http.errors import RequestError
-from jaxrl.http.replies import END_OF_EVENTS, ERROR_HANDLERS, event, has_key, while_connected
+from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -25,9 +25,12 @@ from jaxrl.serve.openai_format import Json, ResponseFormatter
 from jaxrl.serve.prompt import Limits
 from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
+from jaxrl.serve.responses.format import ResponsesFormatter
+from jaxrl.serve.responses.request import parse_responses
 from jaxrl.serve.tokenize import detokenize, tokenize
 
 type Parse[T] = Callable[[bytes, ChatRenderer, Limits], T]
+Formatter = ResponseFormatter | ResponsesFormatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Service:
             routes=[
                 Route("/v1/chat/completions", self.with_key(self.chat), methods=["POST"]),
                 Route("/v1/completions", self.with_key(self.completions), methods=["POST"]),
+                Route("/v1/responses", self.with_key(self.responses), methods=["POST"]),
                 Route("/tokenize", self.with_key(self.tokenize), methods=["POST"]),
                 Route("/detokenize", self.with_key(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self.with_key(self.list_models)),
@@ -86,10 +90,22 @@ class Service:
         return checked
 
     async def chat(self, request: Request) -> Response:
-        return await self.generate(request, parse_chat)
+        return await self.complete(request, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self.generate(request, parse_completion)
+        return await self.complete(request, parse_completion)
+
+    async def complete(self, http_request: Request, parse: Parse[GenerationRequest]) -> Response:
+        request = await self.parsed(http_request, parse)
+        response = self.start(request)
+        formatter = ResponseFormatter(response, self.renderer, self.limits.model_name)
+        return await self.respond(http_request, response, formatter)
+
+    async def responses(self, http_request: Request) -> Response:
+        request, repeated = await self.parsed(http_request, parse_responses)
+        response, name = self.start(request), self.limits.model_name
+        formatter = ResponsesFormatter(response, self.renderer, name, repeated)
+        return await self.respond(http_request, response, formatter)
 
     async def tokenize(self, request: Request) -> Response:
         return JSONResponse(await self.parsed(request, tokenize))
@@ -103,14 +119,16 @@ class Service:
             work = functools.partial(parse, raw, self.renderer, self.limits)
             return await asyncio.get_running_loop().run_in_executor(self.parsers, work)
 
-    async def generate(self, http_request: Request, parse: Parse[GenerationRequest]) -> Response:
-        """The response of both generation endpoints, in full or as a stream."""
-        request = await self.parsed(http_request, parse)
-        response = ActiveResponse(
+    def start(self, request: GenerationRequest) -> ActiveResponse:
+        return ActiveResponse(
             request, self.renderer, self.engine, self.metrics, timeout_s=self.timeout_s
         )
-        formatter = ResponseFormatter(response, self.renderer, self.limits.model_name)
-        if request.stream:
+
+    async def respond(
+        self, http_request: Request, response: ActiveResponse, formatter: Formatter
+    ) -> Response:
+        """The response in full or as a stream."""
+        if response.request.stream:
             return EventStream(response, formatter)
         with contextlib.closing(response):
             await while_connected(http_request, response.finish())
@@ -146,7 +164,7 @@ class Service:
 class EventStream(StreamingResponse):
     """A response as server-sent events; closes it when the stream ends for any reason."""
 
-    def __init__(self, response: ActiveResponse, formatter: ResponseFormatter):
+    def __init__(self, response: ActiveResponse, formatter: Formatter):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = stream_events(response, formatter)
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -157,21 +175,18 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def stream_events(
-    response: ActiveResponse, formatter: ResponseFormatter
-) -> AsyncIterator[str]:
-    request, started = response.request, False
+async def stream_events(response: ActiveResponse, formatter: Formatter) -> AsyncIterator[str]:
+    started = False
     try:
         async for choice, delta in response.deltas():
-            for body in () if started else formatter.first_chunks():
-                yield event(body)
+            for one in () if started else formatter.start_events():
+                yield one
             started = True
-            has_details = choice.finish_reason or request.logprobs or request.return_token_ids
-            if delta.text or has_details:
-                yield event(formatter.chunk(choice, delta))
+            for one in formatter.delta_events(choice, delta):
+                yield one
     except RequestError as error:
-        yield event(error.body())
+        for one in formatter.error_events(error):
+            yield one
         return
-    if request.include_usage:
-        yield event(formatter.usage_chunk())
-    yield END_OF_EVENTS
+    for one in formatter.end_events():
+        yield one

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.data.chat import ChatRenderer
+from jaxrl.http.errors import RequestError
+from jaxrl.http.replies import END_OF_EVENTS, event
 from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, TopLogprobs, text_offsets
 from jaxrl.serve.response import ActiveResponse
+from jaxrl.serve.structured.tool_output import ToolOutput
 
 Json = dict[str, Any]
 
@@ -17,6 +20,8 @@ class ResponseFormatter:
 
     def __init__(self, response: ActiveResponse, renderer: ChatRenderer, model_name: str):
         self._response, self._request, self._renderer = response, response.request, renderer
+        tools = self._request.tools
+        self._outputs = [ToolOutput(tools) for _ in response.choices] if tools else []
         self._head = {
             "id": f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if self._request.chat else "text_completion",
@@ -29,11 +34,30 @@ class ResponseFormatter:
         choices = []
         for choice in self._response.choices:
             if self._request.chat:
-                text: Json = {"message": {"role": "assistant", "content": choice.text}}
+                text: Json = {"message": {"role": "assistant"} | self._message(choice)}
             else:
                 text = {"text": self._echo(choice) + choice.text}
             choices.append(text | self._details(choice, 0))
         return self._body(choices) | {"usage": self.usage()}
+
+    def content_and_calls(self, choice: Choice, text: str) -> tuple[str, list[Json]]:
+        """What the next piece of a choice's text adds: content, and tool calls with their index."""
+        if not self._outputs:
+            return text, []
+        delta = self._outputs[choice.index].add(text, ended=bool(choice.finish_reason))
+        return delta.content, list(delta.calls)
+
+    def token_logprobs(self, choice: Choice, first_token: int) -> list[Json]:
+        """Chat logprobs of the tokens from `first_token` on; none if they are not requested."""
+        return self._logprobs(choice, first_token)["content"] if self._request.logprobs else []
+
+    def _message(self, choice: Choice) -> Json:
+        """Content and tool calls of a choice that has ended."""
+        content, calls = self.content_and_calls(choice, choice.text)
+        if not calls:
+            return {"content": content}
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {"content": content or None, "tool_calls": calls}
 
     def first_chunks(self) -> Iterator[Json]:
         """The chunks of a stream before the first delta: roles, or echoed prompts."""
@@ -43,9 +67,34 @@ class ResponseFormatter:
             elif self._request.echo:
                 yield self._choice_chunk(choice, {"text": self._echo(choice)})
 
-    def chunk(self, choice: Choice, delta: Delta) -> Json:
-        text = {"delta": {"content": delta.text}} if self._request.chat else {"text": delta.text}
-        return self._choice_chunk(choice, text | self._details(choice, delta.first_token))
+    def chunk(self, choice: Choice, delta: Delta) -> Json | None:
+        """The chunk of a delta; None if it has nothing for the client."""
+        request = self._request
+        content, calls = self.content_and_calls(choice, delta.text)
+        has_details = choice.finish_reason or request.logprobs or request.return_token_ids
+        if not (content or calls or has_details):
+            return None
+        if request.chat:
+            fields: Json = {"delta": ({"content": content} if content else {})}
+            fields["delta"] |= {"tool_calls": calls} if calls else {}
+        else:
+            fields = {"text": content}
+        return self._choice_chunk(choice, fields | self._details(choice, delta.first_token))
+
+    def start_events(self) -> Iterator[str]:
+        return map(event, self.first_chunks())
+
+    def delta_events(self, choice: Choice, delta: Delta) -> Iterator[str]:
+        if (chunk := self.chunk(choice, delta)) is not None:
+            yield event(chunk)
+
+    def end_events(self) -> Iterator[str]:
+        if self._request.include_usage:
+            yield event(self.usage_chunk())
+        yield END_OF_EVENTS
+
+    def error_events(self, error: RequestError) -> Iterator[str]:
+        yield event(error.body())
 
     def usage_chunk(self) -> Json:
         """The final chunk of a stream with `include_usage`."""
@@ -78,13 +127,18 @@ class ResponseFormatter:
         details: Json = {
             "index": choice.index,
             "logprobs": self._logprobs(choice, first_token) if self._request.logprobs else None,
-            "finish_reason": choice.finish_reason or None,
+            "finish_reason": self._finish_reason(choice) or None,
         }
         if self._request.return_token_ids:
             details["token_ids"] = choice.tokens[first_token:]
             if first_token == 0:
                 details["prompt_token_ids"] = self._response.prompt_of(choice).tolist()
         return details
+
+    def _finish_reason(self, choice: Choice) -> str:
+        if not self._outputs:
+            return choice.finish_reason
+        return self._outputs[choice.index].finish_reason(choice.finish_reason)
 
     def _logprobs(self, choice: Choice, first_token: int) -> Json:
         """Logprobs of the tokens from `first_token` on, and of the prompt if it is echoed."""
@@ -97,7 +151,7 @@ class ResponseFormatter:
         if echo:
             tokens = [*prompt, *tokens]
         names = [self._token_text(token) for token in tokens]
-        tops = [top and self._top(top) for top in found]
+        tops = [None if top is None else self._top(top) for top in found]
         if self._request.chat:
             content = [
                 _chat_logprob(name, p)

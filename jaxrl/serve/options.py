@@ -11,6 +11,7 @@ from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build
+from jaxrl.tools.formats import FORMATS
 from jaxrl.trainer.setup.folder import read_run_config
 
 DESCRIPTION = """Serve one model over an OpenAI-compatible HTTP API.
@@ -128,6 +129,12 @@ def arguments() -> argparse.ArgumentParser:
         "--no-api-key",
         action="store_true",
         help="allow other machines without an API key",
+    )
+    add(
+        "--tool-format",
+        default="auto",
+        choices=("auto", *FORMATS),
+        help="format of the model's tool calls (default: that of the chat template)",
     )
     for name, (default, _, text) in LIMITS.items():
         add(f"--{name}", type=type(default), default=default, help=f"{text} (default: %(default)s)")

@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.http.errors import RequestError
+from jaxrl.serve.structured.grammar import GrammarCompiler
+from jaxrl.tools.formats import ToolFormat
 
 MIN_VALUES = 1 << 17  # JSON values that any body may have
 PREFIX_CHARS = 4  # characters per token of the context, of the first prefix that is tokenized
@@ -24,6 +26,8 @@ class Limits:
     n_stop_ids: int  # stop token ids of a request, in addition to the model's own
     n_choices: int  # choices of one request
     longest_token: int  # bytes
+    grammars: GrammarCompiler | None = None
+    tool_format: ToolFormat | None = None  # in which the model writes tool calls
 
     @property
     def max_text_bytes(self) -> int:

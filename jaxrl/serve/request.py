@@ -1,20 +1,24 @@
 """Parses and validates request bodies, into prompts and sampling parameters for the engine."""
 
 import dataclasses
+import json
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.messages import joined_text
+from jaxrl.data.messages import as_message
 from jaxrl.engine.api import LogitAdjustments
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.logit_fields import read_adjustments
 from jaxrl.serve.prompt import Limits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.request_fields import ChatFields, CompletionFields, Fields, read_fields
+from jaxrl.serve.structured.response_format import read_response_format
+from jaxrl.serve.structured.tools import Tool, ToolUse, read_tools
 from jaxrl.types import Message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
@@ -26,7 +30,7 @@ MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and charact
 class GenerationRequest:
     """A validated request for `n` choices per prompt."""
 
-    chat: bool  # chat completion, else completion
+    endpoint: Literal["chat", "completions", "responses"]
     prompts: tuple[np.ndarray, ...]  # int32 [prompt_len] each
     max_tokens: tuple[int, ...]  # one per prompt
     sampling: SamplingConfig
@@ -40,6 +44,13 @@ class GenerationRequest:
     include_usage: bool
     ignore_stop: bool
     return_token_ids: bool
+    tools: ToolUse | None = None
+    kept_ids: frozenset[int] = frozenset()  # special tokens that the text of a response has
+
+    @property
+    def chat(self) -> bool:
+        """Whether the prompt is a conversation."""
+        return self.endpoint != "completions"
 
     @property
     def needs_scoring(self) -> bool:
@@ -57,12 +68,20 @@ class GenerationRequest:
 
 def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
     """The request of a body of /v1/chat/completions. Raises RequestError if it is invalid."""
-    body = parse_json(raw, max_values=limits.max_values)
+    return chat_request(parse_json(raw, max_values=limits.max_values), renderer, limits)
+
+
+def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+    """The request of the JSON value of a body. Raises RequestError if it is invalid."""
     fields, present = read_fields(ChatFields, body, limits.model_name)
     _check_limits(fields, limits, n_prompts=1)
-    text = render_messages(read_messages(body, limits), renderer)
+    messages = read_messages(body, limits)
+    tools = read_tools(body, limits.tool_format, parallel=fields.parallel_tool_calls)
+    text = render_messages(messages, renderer, tools=tools and tools.tools)
     # the template already contains the special tokens
     prompt = encode_text(text, renderer, limits, special_tokens=False)
+    if tools is not None:
+        tools = dataclasses.replace(tools, in_thought=text.rstrip().endswith("<think>"))
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in present]
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
@@ -71,11 +90,13 @@ def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Generation
         body,
         limits,
         [prompt],
-        chat=True,
+        endpoint="chat",
         max_tokens=present[names[0]] if names else None,
         has_seed="seed" in present,
         logprobs=fields.logprobs,
         n_top=fields.top_logprobs,
+        tools=tools,
+        kept_ids=tools.kept_ids(renderer.tokenizer) if tools else frozenset(),
     )
 
 
@@ -91,7 +112,7 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Gene
         body,
         limits,
         prompts,
-        chat=False,
+        endpoint="completions",
         max_tokens=present.get("max_tokens", DEFAULT_COMPLETION_TOKENS),
         has_seed="seed" in present,
         logprobs="logprobs" in present,
@@ -106,21 +127,26 @@ def _request(
     limits: Limits,
     prompts: list[np.ndarray],
     *,
-    chat: bool,
+    endpoint: Literal["chat", "completions"],
     max_tokens: int | None,
     has_seed: bool,
     logprobs: bool,
     n_top: int,
     echo: bool = False,
+    tools: ToolUse | None = None,
+    kept_ids: frozenset[int] = frozenset(),
 ) -> GenerationRequest:
     """The request of fields that both endpoints share."""
     if fields.stream and logprobs and echo:
         raise RequestError(
             400, "a stream has no prompt logprobs; set stream or echo to false", param="logprobs"
         )
-    adjustments = read_adjustments(fields, body.get("logit_bias"), None, limits)
+    grammar = read_response_format(body.get("response_format"), limits.grammars)
+    if tools is not None:
+        grammar = tools.grammar(limits.grammars)
+    adjustments = read_adjustments(fields, body.get("logit_bias"), grammar, limits)
     return GenerationRequest(
-        chat=chat,
+        endpoint=endpoint,
         prompts=tuple(prompts),
         max_tokens=tuple(_max_tokens(len(p), max_tokens, fields, limits) for p in prompts),
         sampling=SamplingConfig(
@@ -141,6 +167,8 @@ def _request(
         include_usage=fields.stream_options.include_usage,
         ignore_stop=fields.ignore_eos,
         return_token_ids=fields.return_token_ids,
+        tools=tools,
+        kept_ids=kept_ids,
     )
 
 
@@ -183,41 +211,51 @@ def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: Lim
 
 
 def render_messages(
-    messages: list[Message], renderer: ChatRenderer, *, generation_prompt: bool = True
+    messages: list[Message],
+    renderer: ChatRenderer,
+    *,
+    generation_prompt: bool = True,
+    tools: Sequence[Tool] | None = None,
 ) -> str:
     """The text of a conversation. Raises RequestError (400) if the template rejects it."""
     try:
-        return renderer.text(messages, generation_prompt=generation_prompt)
+        return renderer.text(messages, generation_prompt=generation_prompt, tools=tools or ())
     except ValueError as error:
-        raise RequestError(400, str(error), param="messages") from error
+        param = "tools" if tools else "messages"
+        raise RequestError(400, str(error), param=param) from error
 
 
 def read_messages(body: dict[str, Any], limits: Limits) -> list[Message]:
-    """The messages of a body. Raises RequestError (400) if they are invalid or too long."""
+    """The messages of a body. Raises RequestError (400) if they are invalid or too long.
+
+    The size of tools counts as that of messages.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(400, "messages must be a non-empty list", param="messages")
     if len(messages) > limits.max_model_len:
         raise too_long(f"{len(messages)} messages", limits.max_model_len)
-    texts = [_message(message) for message in messages]
-    check_size(sum(len(text["content"].encode()) for text in texts), limits)
-    return texts
+    read = [_message(message) for message in messages]
+    others = [{k: m[k] for k in m if k not in ("role", "content")} for m in read]
+    n_bytes = len(json.dumps([body.get("tools"), others], ensure_ascii=False).encode())
+    check_size(n_bytes + sum(len(m["content"].encode()) for m in read), limits)
+    return read
 
 
 def _message(message: Any) -> Message:
-    """Role and text of a chat message; text parts are joined."""
-    role = content = None
-    if isinstance(message, dict):
-        role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        content = joined_text(content)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise RequestError(
-            400,
-            "a message needs a role and text content; other content is not supported",
-            param="messages",
-        )
-    return {"role": role, "content": content}
+    """Role, text and tool calls of a chat message; text parts are joined."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    try:
+        if isinstance(calls, list | None) and (found := as_message(message)) is not None:
+            return found
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
+    raise RequestError(
+        400,
+        "a message needs a role and text content, or a list of tool calls; other content is not "
+        "supported",
+        param="messages",
+    )
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -16,15 +16,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
 }
 IGNORED = (
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
     "service_tier",
@@ -90,8 +86,9 @@ class Fields(ModelFields):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
-    untyped = ("logit_bias", "messages", "stop")
+    untyped = ("logit_bias", "messages", "response_format", "stop", "tool_choice", "tools")
     max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
+    parallel_tool_calls: bool = key(True, "allow several tool calls in a response")
     logprobs: bool = key(False, "return the logprob of every token")
     top_logprobs: int = key(
         0, "return the logprobs of this many most likely tokens", ge=0, le=N_TOP
@@ -100,7 +97,7 @@ class ChatFields(Fields):
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFields(Fields):
-    untyped = ("logit_bias", "prompt", "stop")
+    untyped = ("logit_bias", "prompt", "response_format", "stop")
     logprobs: int = key(
         0,
         "return the logprob of every token, and those of this many most likely tokens",
@@ -128,7 +125,8 @@ def read_fields[F: ModelFields](schema: type[F], body: Any, model: str) -> tuple
         _check_field(name, value, known)
     fields, errors = build(schema, flatten(to_dict(schema())) | present)
     if errors:
-        raise RequestError(400, "; ".join(errors))
+        named = [name for name in present if errors[0].startswith(f"{name}=")]
+        raise RequestError(400, "; ".join(errors), param=named[0] if named else None)
     if fields.model not in ("", model):
         raise RequestError(
             404,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.engine.api import Generated, Request
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.choice import Choice, Delta
+from jaxrl.serve.choice import Choice, Decode, Delta
 from jaxrl.serve.engine_thread import EngineThread, GenerationTask
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.request import GenerationRequest
@@ -46,7 +46,7 @@ class ActiveResponse:
         self.choices = [
             Choice(
                 i,
-                renderer.decode,
+                decoder(renderer, request.kept_ids),
                 request.sampling.stop,
                 by_token=request.logprobs,
                 min_tokens=request.min_tokens,
@@ -117,8 +117,7 @@ class ActiveResponse:
             if not choice.finish_reason:
                 self._engine.cancel(task)
         metrics = self._metrics
-        endpoint = "chat" if self.request.chat else "completions"
-        metrics.requests.labels(endpoint, self._outcome).inc()
+        metrics.requests.labels(self.request.endpoint, self._outcome).inc()
         metrics.request_s.observe(time.monotonic() - self._start)
         metrics.prompt_tokens.inc(self.request.n_prompt_tokens)
         metrics.response_tokens.inc(self.n_tokens)
@@ -163,3 +162,15 @@ class ActiveResponse:
             loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return deliver
+
+
+def decoder(renderer: ChatRenderer, kept_ids: frozenset[int]) -> Decode:
+    """Tokens to text without special tokens, other than `kept_ids`."""
+    if not kept_ids:
+        return renderer.decode
+    dropped = set(renderer.tokenizer.all_special_ids) - kept_ids
+
+    def decode(tokens: Sequence[int]) -> str:
+        return renderer.decode([t for t in tokens if t not in dropped], skip_special=False)
+
+    return decode

@@ -237,6 +237,7 @@ def check_results(requests, found, params, plain_engine):
     assert repeated <= 2
 
 
+@pytest.mark.thorough
 def test_the_engine_samples_from_the_adjusted_logits(llama):
     cfg, params = llama
     engine = make_engine(cfg, adjustable=True)
@@ -277,6 +278,7 @@ def test_replicas_and_tensor_shards_sample_the_same_tokens_from_adjusted_logits(
     assert [r[0] for r in found] == [r[0] for r in want]
 
 
+@pytest.mark.thorough
 def test_a_grammar_that_fails_ends_its_response_only(llama):
     cfg, params = llama
     failing = LogitAdjustments(grammar=Counting(512, stop=1, fail_at=20))

@@ -17,9 +17,22 @@ from jaxrl.http.errors import MAX_MESSAGE, RequestError
 from jaxrl.serve.prompt import Limits, encode_text, longest_token
 from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.request_fields import IGNORED, UNSUPPORTED, ChatFields, CompletionFields
+from jaxrl.serve.responses.request import CHAT_NAMES, NO_EFFECT, OTHER, parse_responses
+from jaxrl.serve.structured.grammar import GrammarCompiler
+from jaxrl.tools.formats import FORMATS
 
 MESSAGES = [{"role": "user", "content": "What is the sum?"}]
-BASE = {parse_chat: {"messages": MESSAGES}, parse_completion: {"prompt": "the sum"}}
+
+
+def parse_response(raw, renderer, limits) -> GenerationRequest:
+    return parse_responses(raw, renderer, limits)[0]
+
+
+BASE = {
+    parse_chat: {"messages": MESSAGES},
+    parse_completion: {"prompt": "the sum"},
+    parse_response: {"input": "the sum"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +49,8 @@ def limits(renderer):
         n_stop_ids=15,
         n_choices=80,
         longest_token=longest_token(renderer.tokenizer),
+        grammars=GrammarCompiler(renderer.tokenizer, 272, [2]),
+        tool_format=FORMATS["hermes"],
     )
 
 
@@ -173,11 +188,33 @@ JSON = st.recursive(
 NAMES = sorted(
     {*ChatFields.__dataclass_fields__, *CompletionFields.__dataclass_fields__}
     | {*UNSUPPORTED, *IGNORED, *ChatFields.untyped, *CompletionFields.untyped}
+    | {*CHAT_NAMES, *NO_EFFECT, *OTHER}
 )
-MESSAGE = st.fixed_dictionaries({"role": JSON | st.just("user"), "content": JSON})
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+MESSAGE = st.fixed_dictionaries(
+    {"role": JSON | st.just("user"), "content": JSON},
+    optional={
+        "tool_calls": st.lists(JSON | st.just(CALL), max_size=2),
+        "type": JSON | st.sampled_from(["message", "function_call", "function_call_output"]),
+    },
+)
+SCHEMA = st.fixed_dictionaries({"type": st.just("object") | JSON, "properties": JSON | st.just({})})
+FUNCTION = st.fixed_dictionaries({"name": JSON | st.just("f")}, optional={"parameters": SCHEMA})
+STRUCTURED = (
+    st.lists(st.fixed_dictionaries({"function": FUNCTION}) | FUNCTION, max_size=2)
+    | st.fixed_dictionaries({"type": st.just("json_schema"), "json_schema": JSON})
+    | st.fixed_dictionaries(
+        {
+            "type": st.just("json_schema"),
+            "json_schema": st.fixed_dictionaries({"schema": SCHEMA | JSON}),
+        }
+    )
+    | st.fixed_dictionaries({"format": JSON})
+    | st.sampled_from(["required", {"type": "function", "function": {"name": "f"}}])
+)
 BODIES = st.dictionaries(
     st.sampled_from(NAMES) | st.text(max_size=8),
-    JSON | st.lists(MESSAGE, max_size=3) | st.lists(st.integers(-1, 300), max_size=20),
+    JSON | st.lists(MESSAGE, max_size=3) | st.lists(st.integers(-1, 300), max_size=20) | STRUCTURED,
     max_size=6,
 )
 

@@ -1,17 +1,19 @@
 """The server, through OpenAI's client, compared with direct calls of the engine.
 
 Tests of jaxrl/serve: __main__.py, app.py, engine_thread.py, metrics.py, model.py,
-logit_fields.py, openai_format.py, options.py, response.py, score.py and tokenize.py.
+logit_fields.py, openai_format.py, options.py, response.py, score.py, tokenize.py and structured.
 """
 
 import concurrent.futures
 import dataclasses
+import json
 import math
 import re
 import socket
 import threading
 
 import httpx2 as httpx
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -214,6 +216,216 @@ def test_tokens_of_prompts_and_messages(served, model):
             post("tokenize", **body)
     with pytest.raises(openai.BadRequestError, match="from 0 to 271"):
         post("detokenize", tokens=[272])
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+        "parent": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/name"}]},
+    },
+    "required": ["name", "age", "tags", "parent"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"}},
+}
+TOOL = {"type": "function", "function": {"name": "save", "parameters": PERSON}}
+STOP = {"type": "function", "function": {"name": "stop"}}
+
+
+def json_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def ask(served, **fields):
+    body = dict(model="tiny", messages=HI, max_tokens=380, temperature=1.5, seed=1) | fields
+    return served.client.chat.completions.create(**body)
+
+
+def test_a_random_model_writes_json_of_the_schema_next_to_plain_requests(served):
+    plain = dict(max_tokens=40, seed=3)
+    want = ask(served, **plain).choices[0].message.content
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        other = pool.submit(ask, served, **plain)
+        schema = pool.submit(ask, served, n=2, max_tokens=600, response_format=json_format(PERSON))
+        anything = pool.submit(
+            ask, served, response_format={"type": "json_object"}, max_tokens=80, stop=["never"]
+        )
+        assert other.result().choices[0].message.content == want
+    for choice in schema.result().choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), PERSON)
+    (choice,) = anything.result().choices
+    assert choice.message.content.startswith("{") and choice.finish_reason in ("stop", "length")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "stream"),
+    [
+        ("required", True),
+        pytest.param("required", False, marks=pytest.mark.thorough),
+        pytest.param(
+            {"type": "function", "function": {"name": "save"}}, False, marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_demanded_tool_call_has_valid_arguments(served, tool_choice, stream):
+    body = dict(tools=[TOOL, STOP], parallel_tool_calls=False)  # more calls may be cut
+    answer = ask(served, **body, tool_choice=tool_choice, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0] for chunk in answer]
+        calls = [call for d in deltas for call in d.delta.tool_calls or []]
+        content = "".join(d.delta.content or "" for d in deltas)
+        finish = deltas[-1].finish_reason
+        assert [call.index for call in calls] == list(range(len(calls)))
+    else:
+        (choice,) = answer.choices
+        calls, content = choice.message.tool_calls, choice.message.content
+        finish = choice.finish_reason
+    assert calls and not content
+    assert finish == ("tool_calls" if tool_choice == "required" else "stop")
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name in ("save", "stop") and len(call.id) == 9
+        if call.function.name == "save":
+            jsonschema.validate(arguments, PERSON)
+        else:
+            assert arguments == {}
+
+
+@pytest.fixture
+def scripted(served, model, monkeypatch):
+    """Makes the model write a text: `scripted(text)`."""
+    engine = served.service.engine._engine
+    generate, places = engine.generate, {}
+
+    def write(text):
+        script = np.array([*model.renderer.tokenizer(text)["input_ids"], 2], np.int32)
+
+        def scripted_generate(params):
+            results = []
+            for made in generate(params):
+                start = places.get(made.slot, 0)
+                tokens = script[start : start + len(made.tokens)]
+                places[made.slot] = start + len(tokens)
+                ended = places[made.slot] == len(script)
+                if ended and not made.finish:
+                    engine.free(made.slot)
+                n, finish = len(tokens), "stop" if ended else ""
+                logp = made.logp[:n]
+                results.append(dataclasses.replace(made, tokens=tokens, logp=logp, finish=finish))
+            return results
+
+        monkeypatch.setattr(engine, "generate", scripted_generate)
+
+    return write
+
+
+CALLS = (
+    'I call.\n<tool_call>\n{"name": "add", "arguments": {"a": [1, 2], "é": "x"}}\n</tool_call>\n'
+    '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_of_the_model_are_parsed(served, scripted, stream):
+    scripted(CALLS)
+    body = dict(tools=[TOOL, STOP], stream=stream, extra_body={"ignore_eos": True})
+    answer = ask(served, **body)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        content = "".join(c.delta.content or "" for c in chunks)
+        calls = [call for c in chunks for call in c.delta.tool_calls or []]
+        finish = chunks[-1].finish_reason
+        assert [call.index for call in calls] == [0, 1]
+    else:
+        (choice,) = answer.choices
+        content, calls, finish = (
+            choice.message.content,
+            choice.message.tool_calls,
+            choice.finish_reason,
+        )
+    assert content == "I call." and finish == "tool_calls"
+    assert [call.function.name for call in calls] == ["add", "stop"]
+    assert json.loads(calls[0].function.arguments) == {"a": [1, 2], "é": "x"}
+    assert calls[0].id != calls[1].id and calls[0].type == "function"
+    if not stream:
+        one = ask(served, **body, parallel_tool_calls=False).choices[0].message
+        assert [call.function.name for call in one.tool_calls] == ["add"]
+
+
+def test_a_malformed_call_is_content_and_tool_choice_none_parses_nothing(served, scripted):
+    scripted("<tool_call>{not json}</tool_call>")
+    malformed = ask(served, tools=[STOP], extra_body={"ignore_eos": True}).choices[0]
+    assert malformed.message.content == "<tool_call>{not json}</tool_call>"
+    assert malformed.message.tool_calls is None and malformed.finish_reason == "stop"
+    none = ask(served, tools=[STOP], tool_choice="none", extra_body={"ignore_eos": True})
+    assert none.choices[0].message.content == "<tool_call>{not json}</tool_call>"
+
+
+def test_tools_calls_and_results_are_in_the_prompt(served, model):
+    call = {"name": "stop", "arguments": "{}"}
+    messages = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c0", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "c0", "content": "stopped"},
+    ]
+    answer = ask(served, messages=messages, tools=[STOP], max_tokens=1, extra_body=IDS)
+    text = model.renderer.decode(answer.choices[0].prompt_token_ids, skip_special=False)
+    assert '{"type": "function", "function": {"name": "stop"}}' in text
+    assert '<tool_call>{"name": "stop", "arguments": {}}</tool_call>' in text
+    assert "<|im_start|>tool\nstopped" in text
+
+
+INVALID_CHAT = {
+    "tools[1]": {"tools": [STOP, {"type": "function", "function": {"name": "f", "parameters": 5}}]},
+    "tools[0]": {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]},
+    "tools": {
+        "tools": [{"function": {"name": "f", "parameters": {"not": {}}}}],
+        "tool_choice": "required",
+    },
+    "tool_choice": {"tools": [STOP], "tool_choice": {"function": {"name": "other"}}},
+    "messages": {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]},
+    "min_tokens": {"response_format": {"type": "json_object"}, "min_tokens": 1},
+    "ignore_eos": {"response_format": {"type": "json_object"}, "ignore_eos": True},
+    "response_format": {"response_format": json_format({"type": "object", "properties": 3})},
+}
+UNSUPPORTED_FORMATS = [
+    json_format({"type": "array", "uniqueItems": True}),
+    json_format({"type": "string", "not": {}, "x-guidance": {"lenient": True}}),
+    json_format({"$ref": "http://localhost/schema"}),
+    json_format({"$ref": "#"}),
+    json_format({"type": "string", "description": "x" * (64 << 10)}),
+    {"type": "json_schema"},
+    {"type": "grammar"},
+    "json",
+]
+
+
+def rejected_chat(served, body):
+    with pytest.raises(openai.BadRequestError) as rejected:
+        served.client.post("/chat/completions", body={"messages": HI} | body, cast_to=object)
+    return rejected.value
+
+
+@pytest.mark.parametrize("param", INVALID_CHAT)
+def test_an_invalid_tool_or_format_is_rejected_with_the_name_of_the_field(served, param):
+    assert rejected_chat(served, INVALID_CHAT[param]).param == param
+
+
+def test_schemas_that_a_grammar_cannot_express_are_rejected(served):
+    for response_format in UNSUPPORTED_FORMATS:
+        error = rejected_chat(served, {"response_format": response_format})
+        assert error.param == "response_format" and len(error.message) < 1200
+    both = {"tools": [STOP], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert rejected_chat(served, both).param == "response_format"
 
 
 def test_several_prompts_as_text_or_ids_and_echo(served, model):
@@ -574,3 +786,91 @@ def test_limits_that_are_too_small_are_errors(capsys):
         with pytest.raises(SystemExit):
             read(["--model=x", "--api-key=k", option])
         assert message in capsys.readouterr().err
+
+
+def respond(served, **fields):
+    body = dict(
+        model="tiny", input="What is the sum?", max_output_tokens=40, extra_body={"seed": 4}
+    )
+    return served.client.responses.create(**body | fields)
+
+
+def test_a_response_is_the_chat_completion_of_its_input(served):
+    chat = ask(served, max_tokens=40, seed=4, temperature=1.0)
+    found = respond(served)
+    assert found.output_text == chat.choices[0].message.content
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+    assert found.usage.total_tokens == chat.usage.total_tokens
+    cut = chat.choices[0].finish_reason == "length"
+    assert found.status == ("incomplete" if cut else "completed")
+    parts = [{"type": "input_text", "text": "What is "}, {"type": "input_text", "text": "the sum?"}]
+    same = respond(served, input=[{"role": "user", "content": parts}])
+    assert same.output_text == found.output_text
+    system = [{"role": "system", "content": "Be kind."}, *HI]
+    kind = ask(served, messages=system, max_tokens=40, seed=4, temperature=1.0)
+    assert respond(served, instructions="Be kind.").output_text == kind.choices[0].message.content
+
+
+def test_the_events_of_a_response_give_the_full_response(served):
+    include = ["message.output_text.logprobs"]
+    full = respond(served, top_logprobs=2, include=include)
+    events = list(respond(served, top_logprobs=2, include=include, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:-1] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3 and "".join(event.delta for event in deltas) == full.output_text
+    final = events[-1].response
+    assert final.output_text == full.output_text and final.usage == full.usage
+    logprobs = final.output[0].content[0].logprobs
+    assert logprobs == full.output[0].content[0].logprobs and len(logprobs[0].top_logprobs) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_the_models_calls_and_follows_a_schema(served, scripted, stream):
+    def final(**fields):
+        no_end = {"seed": 1, "logit_bias": {"2": -100}}  # the script has the end
+        body = dict(stream=stream, max_output_tokens=600, extra_body=no_end)
+        answer = respond(served, **body | fields)
+        return list(answer)[-1].response if stream else answer
+
+    text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+    jsonschema.validate(json.loads(final(text=text, extra_body={}).output_text), PERSON)
+    scripted(CALLS)
+    tool = {"type": "function", "name": "stop", "parameters": {"type": "object", "properties": {}}}
+    done = final(tools=[tool])
+    message, *calls = done.output
+    assert message.content[0].text == "I call."
+    assert [call.name for call in calls] == ["add", "stop"] and done.status == "completed"
+    assert json.loads(calls[0].arguments) == {"a": [1, 2], "é": "x"}
+    turns = [
+        {"role": "user", "content": "Go."},
+        *(call.model_dump(exclude_none=True) for call in calls),
+        *({"type": "function_call_output", "call_id": c.call_id, "output": "ok"} for c in calls),
+    ]
+    assert final(input=turns, tools=[tool]).output
+
+
+def test_invalid_fields_of_a_response_are_named(served):
+    for param, body in {
+        "input": {"input": []},
+        "previous_response_id": {"previous_response_id": "resp_1"},
+        "text": {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        "max_output_token": {"max_output_token": 3},
+        "include": {"include": ["file_search_call.results"]},
+        "tools[0]": {"tools": [{"type": "web_search"}]},
+        "instructions": {"instructions": 5},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as rejected:
+            served.client.post("/responses", body={"input": "x"} | body, cast_to=object)
+        assert rejected.value.param == param, rejected.value

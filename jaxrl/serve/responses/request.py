@@ -1,0 +1,202 @@
+"""Request bodies of /v1/responses, as the chat requests that they are equivalent to."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.config.schema import nearest
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.http.body import parse_json
+from jaxrl.http.errors import RequestError
+from jaxrl.serve.prompt import Limits
+from jaxrl.serve.request import GenerationRequest, chat_request
+from jaxrl.serve.request_fields import IGNORED
+
+Json = dict[str, Any]
+SAME = (  # fields that the chat endpoint has by the same name
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stream",
+    "top_logprobs",
+    "parallel_tool_calls",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    *IGNORED,
+)
+CHAT_NAMES = {  # of the other fields
+    "input": "messages",
+    "max_output_tokens": "max_completion_tokens",
+    "text": "response_format",
+}
+RESPONSES_NAMES = {chat: name for name, chat in CHAT_NAMES.items()}
+NO_EFFECT: dict[str, tuple[Any, ...]] = {  # unsupported fields, with the values that are accepted
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
+}
+LOGPROBS = "message.output_text.logprobs"
+OTHER = ("include", "instructions", "tool_choice", "tools")
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def parse_responses(
+    raw: bytes, renderer: ChatRenderer, limits: Limits
+) -> tuple[GenerationRequest, Json]:
+    """(the request, the fields of the response object that repeat it).
+
+    Raises RequestError if the body is invalid.
+    """
+    body = parse_json(raw, max_values=limits.max_values)
+    if not isinstance(body, Mapping):
+        raise RequestError(400, "the body of the request must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    _check_names(body)
+    try:
+        request = chat_request(_chat_body(body), renderer, limits)
+    except RequestError as error:
+        error.param = RESPONSES_NAMES.get(error.param or "", error.param)
+        raise
+    return dataclasses.replace(request, endpoint="responses"), _repeated(body)
+
+
+def _check_names(body: Json) -> None:
+    known = (*SAME, *CHAT_NAMES, *OTHER)
+    for name, value in body.items():
+        if name in NO_EFFECT and value not in NO_EFFECT[name]:
+            raise RequestError(
+                400, f"{name} is not supported by this server; leave it out", param=name
+            )
+        if name not in known and name not in NO_EFFECT:
+            name = name[:64]
+            guess = nearest(name, known)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise RequestError(400, f"unknown field {name}{hint}", param=name)
+
+
+def _chat_body(body: Json) -> Json:
+    chat = {name: body[name] for name in SAME if name in body}
+    chat["messages"] = _messages(body.get("input"), body.get("instructions"))
+    if "max_output_tokens" in body:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    if (response_format := _response_format(body.get("text"))) is not None:
+        chat["response_format"] = response_format
+    if "tools" in body:
+        chat["tools"] = _tools(body["tools"])
+    if "tool_choice" in body:
+        chat["tool_choice"] = _tool_choice(body["tool_choice"])
+    if body.get("include") not in (None, [], [LOGPROBS]):
+        raise RequestError(400, f"include accepts {LOGPROBS} only", param="include")
+    return chat | {"logprobs": body.get("include") == [LOGPROBS] or "top_logprobs" in body}
+
+
+def _messages(value: Any, instructions: Any) -> list[Json]:
+    """The chat messages of an input: text, or a list of messages, calls and their outputs."""
+    if not isinstance(instructions, str | None):
+        raise RequestError(400, "instructions must be a string", param="instructions")
+    messages: list[Json] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        raise _invalid_input("must be a string or a non-empty list of items")
+    for item in items:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            messages.append(_message(item))
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = {"role": "tool", "content": _text(item.get("output"))}
+            messages.append(output | {"tool_call_id": item.get("call_id")})
+        else:
+            raise _invalid_input(
+                "has an item that is no message, function_call or function_call_output"
+            )
+    return messages
+
+
+def _message(item: Json) -> Json:
+    role = item.get("role")
+    if not isinstance(role, str):
+        raise _invalid_input("has a message without a role")
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _text(item.get("content")),
+    }
+
+
+def _text(content: Any) -> Any:
+    """The content with its parts as text parts of the chat endpoint, which checks the rest."""
+    if not isinstance(content, list):
+        return content
+    return [
+        part | {"type": "text"}
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        else part
+        for part in content
+    ]
+
+
+def _response_format(text: Any) -> Any:
+    """`text.format`, whose schema is not nested, as a response_format."""
+    chosen = text.get("format") if isinstance(text, dict) else None
+    if text is not None and (not isinstance(text, dict) or set(text) - {"format", "verbosity"}):
+        raise RequestError(400, 'text must be an object: {"format": {"type": ...}}', param="text")
+    if isinstance(chosen, dict) and chosen.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": chosen}
+    return chosen
+
+
+def _tools(tools: Any) -> Any:
+    """Tools, whose function is not nested, as those of the chat endpoint, which checks the rest."""
+    if not isinstance(tools, list):
+        return tools
+    return [
+        {"type": t.get("type"), "function": {k: v for k, v in t.items() if k != "type"}}
+        if isinstance(t, dict)
+        else t
+        for t in tools
+    ]
+
+
+def _tool_choice(choice: Any) -> Any:
+    return {"function": choice} if isinstance(choice, dict) else choice
+
+
+def _repeated(body: Json) -> Json:
+    defaults = {
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+    }
+    return {name: body.get(name, default) for name, default in defaults.items()} | {
+        "background": False,
+        "previous_response_id": None,
+        "store": False,  # nothing of a response is kept
+        "truncation": "disabled",
+    }
+
+
+def _invalid_input(reason: str) -> RequestError:
+    return RequestError(400, f"input {reason}", param="input")

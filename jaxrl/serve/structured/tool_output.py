@@ -1,0 +1,81 @@
+"""Content and tool calls of a response, from its text as it grows."""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from jaxrl.serve.structured.tools import ToolUse
+from jaxrl.tools.calls import MalformedCall, ToolCall, openai_form
+from jaxrl.tools.parser import ToolParser
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolDelta:
+    """What a piece of text adds to a response."""
+
+    content: str
+    calls: tuple[dict[str, Any], ...]  # in OpenAI's form, with their index in the response
+
+
+class ToolOutput:
+    """The content and the calls of one choice."""
+
+    def __init__(self, use: ToolUse):
+        self.n_calls = 0
+        self._use = use
+        self._json = ""  # text so far, if a grammar demands a call
+        self._parser = None
+        if use.format is not None:
+            self._parser = ToolParser(use.format, ids=_call_ids(), in_thought=use.in_thought)
+
+    def add(self, text: str, *, ended: bool) -> ToolDelta:
+        """Adds text; `ended` if no more follows.
+
+        A call is returned when it is complete. The text of a malformed call is content.
+        """
+        if self._parser is None:
+            self._json += text
+            content, calls = self._read_json() if ended else ("", [])
+        else:
+            content, calls = self._parse(self._parser, text, ended=ended)
+        if not self._use.parallel:
+            calls = calls[: 1 - self.n_calls]
+        numbered = [{"index": i} | openai_form(call) for i, call in enumerate(calls, self.n_calls)]
+        self.n_calls += len(calls)
+        return ToolDelta(content, tuple(numbered))
+
+    def finish_reason(self, reason: str) -> str:
+        """The finish reason in OpenAI's API; `reason` is that of the engine."""
+        called = self.n_calls and reason == "stop" and self._use.mode != "named"
+        return "tool_calls" if called else reason
+
+    def _parse(self, parser: ToolParser, text: str, *, ended: bool) -> tuple[str, list[ToolCall]]:
+        turns = [parser.add(text), *([parser.finish()] if ended else [])]
+        attempts = [attempt for turn in turns for attempt in turn.attempts]
+        malformed = [self._written(a) for a in attempts if isinstance(a, MalformedCall)]
+        content = "".join(turn.content for turn in turns)
+        return content + "".join(malformed), [a for a in attempts if isinstance(a, ToolCall)]
+
+    def _written(self, call: MalformedCall) -> str:
+        assert self._use.format is not None
+        return f"{self._use.format.opening}{call.text}{self._use.format.closing}"
+
+    def _read_json(self) -> tuple[str, list[ToolCall]]:
+        """The calls that a grammar demanded; the text as content if it ended too early."""
+        try:
+            value = json.loads(self._json)
+        except ValueError:
+            return self._json, []
+        calls = value
+        if self._use.mode == "named":
+            calls = [{"name": self._use.name, "arguments": value}]
+        ids = _call_ids()
+        return "", [ToolCall(call["name"], call["arguments"], next(ids)) for call in calls]
+
+
+def _call_ids() -> Iterator[str]:
+    """Ids of nine letters and digits, which Mistral's templates require."""
+    while True:
+        yield secrets.token_hex(5)[:9]
