@@ -97,4 +97,13 @@ REWARDS = (
 ENGINES = ("auto", "process", "mesh")
 ROLLOUT_LAYOUTS = ("replicas", "training")
 STARTS = ("auto", "on", "off")
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+LOGGERS = (
+    "console",
+    "jsonl",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "clearml",
+    "trackio",
+)

@@ -18,6 +18,7 @@ FREE_ON_RESUME = (
     "log",
     "checkpoint",
     "distributed",
+    "profile",
     "mesh",  # sums are taken in another order
     "score",
     "ref",

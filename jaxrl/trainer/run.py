@@ -14,7 +14,7 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.digest import Content
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
-from jaxrl.io.tracking.loggers import Logger
+from jaxrl.io.tracking.logger import Logger
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.critic import Critic, ValueScorer

@@ -1,4 +1,4 @@
-"""A run with the real packages wandb, mlflow and reasoning_gym, offline, as their extras install
+"""Runs with the real packages of the trackers and reasoning_gym, offline, as their extras install
 them. The other tests replace them."""
 
 import json
@@ -17,13 +17,13 @@ LETTERS = """
 def share(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c.isalpha() for c in solution_str) / 8
 """
-EXTRAS = ("wandb", "mlflow", "reasoning-gym")
+EXTRAS = ("wandb", "mlflow", "swanlab", "clearml", "trackio", "reasoning-gym")
 
 
-@pytest.fixture
-def python(tmp_path):
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
     """The interpreter of a new environment with jaxrl and its extras, from uv.lock."""
-    venv = tmp_path / "venv"
+    venv = tmp_path_factory.mktemp("extras") / "venv"
     command = ["uv", "sync", "--locked", "--quiet", "--no-default-groups", "--inexact"]
     command += [f"--extra={extra}" for extra in EXTRAS]
     env = os.environ | {"UV_PROJECT_ENVIRONMENT": str(venv)}
@@ -32,21 +32,28 @@ def python(tmp_path):
     return venv / "bin" / "python"
 
 
-def train(python: Path, config, folder: Path) -> str:
-    """Runs the training program in `folder`, without a network service; returns its output."""
+def train(python: Path, config, folder: Path, **servers: str) -> str:
+    """Runs the training program in `folder`; returns its output.
+
+    It has no network service, except those at the addresses of the variables `servers`.
+    """
     env = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder),
         "JAX_PLATFORMS": "cpu",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
+        "SWANLAB_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "TRACKIO_DIR": str(folder / "trackio"),
     }
+    env |= servers
     command = [str(python), "-m", "jaxrl.train", f"--config={write_config(config, folder)}"]
     done = subprocess.run(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout
-    assert "warning" not in done.stdout, done.stdout
+    assert servers or "warning" not in done.stdout, done.stdout
     return done.stdout
 
 
@@ -74,6 +81,73 @@ def test_a_run_logs_to_wandb_and_mlflow_and_learns_from_reasoning_gym(
     assert steps == [1, 2, 3]
     assert_in_mlflow(tmp_path, metrics)
     assert_in_wandb(run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_logs_to_swanlab_clearml_trackio_and_tensorboard(python, tiny_config, tmp_path):
+    trackers = ("swanlab", "clearml", "trackio", "tensorboard")
+    tiny_config.log.loggers = ("console", "jsonl", *trackers)
+    tiny_config.log.project = "a-project"
+    tiny_config.total_steps = 2
+    train(python, tiny_config, tmp_path)
+    tiny_config.total_steps = 3  # resumes the runs of all trackers
+    train(python, tiny_config, tmp_path)
+
+    run_dir = Path(tiny_config.run_dir)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss/policy"] for line in metrics if "loss/policy" in line}
+    assert list(losses) == [1, 2, 3]
+    assert_in_swanlab(run_dir)
+    assert_in_clearml(tmp_path, losses)
+    assert_in_trackio(tmp_path / "trackio" / "a-project.db", losses)
+    events = b"".join(file.read_bytes() for file in (run_dir / "tensorboard").iterdir())
+    assert events.count(b"loss/policy") == 3
+
+
+@pytest.mark.slow
+def test_a_run_continues_without_its_trackers_if_their_servers_are_down(
+    python, tiny_config, tmp_path
+):
+    nowhere = "http://127.0.0.1:9"  # the discard port: connections are refused
+    tiny_config.log.loggers = ("console", "jsonl", "mlflow", "trackio")
+    tiny_config.total_steps = 2
+    servers = {"MLFLOW_TRACKING_URI": nowhere, "TRACKIO_SERVER_URL": f"{nowhere}/?write_token=x"}
+    out = train(python, tiny_config, tmp_path, **servers)
+    assert out.count("the logger 'mlflow' does not start") == 1
+    run_dir = Path(tiny_config.run_dir)
+    kept = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    unsent = (run_dir / "unsent_mlflow.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in unsent] == [line["step"] for line in kept]
+
+
+def assert_in_swanlab(run_dir: Path) -> None:
+    """Two offline folders of one run id, with metrics of each."""
+    files = sorted((run_dir / "swanlab").glob("run-*/*.swanlab"))
+    run_id = (run_dir / "swanlab" / "run_id").read_text()
+    assert [file.stem for file in files] == [f"run-{run_id}"] * 2
+    assert all(b"loss/policy" in file.read_bytes() for file in files)
+
+
+def assert_in_clearml(folder: Path, losses: dict[int, float]) -> None:
+    """One offline session with all steps, under their own numbers."""
+    (session,) = folder.glob(".clearml/cache/offline/offline-*/metrics.jsonl")
+    found = [one for line in session.read_text().splitlines() for one in json.loads(line)]
+    found = {
+        one["iter"]: one["value"]
+        for one in found
+        if (one.get("metric"), one.get("variant")) == ("loss", "policy")
+    }
+    assert found == pytest.approx(losses)
+
+
+def assert_in_trackio(store: Path, losses: dict[int, float]) -> None:
+    """One run with all steps."""
+    with sqlite3.connect(store) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    assert len({name for name, _, _ in rows}) == 1
+    values = [(step, json.loads(text)) for _, step, text in rows]
+    found = {step: one["loss/policy"] for step, one in values if "loss/policy" in one}
+    assert found == pytest.approx(losses)
 
 
 def assert_in_mlflow(folder: Path, metrics: list[dict]) -> None:

@@ -9,7 +9,7 @@ from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
-from jaxrl.config.keys.run import CheckpointConfig, LogConfig, RunConfig
+from jaxrl.config.keys.run import CheckpointConfig, LogConfig, ProfileConfig, RunConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -25,6 +25,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "PreferenceConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RoleConfig",

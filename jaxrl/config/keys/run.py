@@ -29,9 +29,22 @@ class LogConfig:
     loggers: tuple[str, ...] = key(
         ("console", "jsonl", "tensorboard"), "Destinations of metrics", choices=LOGGERS
     )
-    project: str = key("jaxrl", "Project (wandb) or experiment (mlflow) name")
+    project: str = key("jaxrl", "Project name of the trackers; the experiment of mlflow")
     samples_every: int = key(5, "Steps between completions printed on the console; 0 = never", ge=0)
     samples: int = key(2, "Completions printed each time", ge=0)
+    prometheus_port: int = key(
+        0, "Port that serves the newest metrics to Prometheus at /metrics; 0 = off", ge=0, le=65535
+    )
+    prometheus_host: str = key(
+        "127.0.0.1", "Address at which they are served; '0.0.0.0' = all interfaces"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    steps: tuple[int, ...] = key(
+        (), "Steps whose JAX trace is written to run_dir/profile; the first step is 1", ge=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +88,7 @@ class RunConfig:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
     @property
     def run_path(self) -> pathlib.Path:

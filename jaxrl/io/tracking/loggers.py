@@ -1,37 +1,21 @@
-"""Loggers of metrics and samples: one interface, and a fan-out that tolerates failing loggers."""
+"""The loggers of a run, and a fan-out that tolerates failing loggers."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import rich
-from rich.text import Text
+from typing import Any
 
 from jaxrl.config.keys import LogConfig, RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.io.tracking.console import ConsoleLogger
 from jaxrl.io.tracking.json_lines import JsonlLogger
-from jaxrl.io.tracking.trackers import MissingPackage, MlflowLogger, TensorBoardLogger, WandbLogger
+from jaxrl.io.tracking.logger import Logger, warn
+from jaxrl.io.tracking.packages import check_package
+from jaxrl.io.tracking.prometheus import PrometheusLogger, check_port
+from jaxrl.io.tracking.service import Service
+from jaxrl.io.tracking.tensorboard import TensorBoardLogger
+from jaxrl.io.tracking.trackers import TRACKERS, TrackedRun
 from sharding.hosts import is_main_process
-
-SERVICES = ("wandb", "mlflow")  # may be unreachable when a run starts
-
-
-@runtime_checkable
-class Logger(Protocol):
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Logs metrics of a step. Called more than once per step: validation is separate."""
-        ...
-
-    def samples(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Logs sampled completions, with the fields of samples.jsonl except the step."""
-        ...
-
-    def text(self, text: str) -> None:
-        """Logs free text for the reader."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Fanout:
@@ -68,10 +52,19 @@ class Fanout:
             warn(f"the logger {name!r} fails; the run continues without it", error)
 
 
-def warn(message: str, error: Exception) -> None:
-    """Prints a warning and the error in one line."""
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    rich.get_console().print(Text(f"warning: {message}: {reason}", "yellow"), soft_wrap=True)
+def check_loggers(cfg: LogConfig) -> None:
+    """Checks before the devices are opened that the loggers of `cfg` can start.
+
+    Raises ValueError if a package is not installed or the port of the metrics is in use.
+    """
+    if not is_main_process():
+        return
+    for name in cfg.loggers:
+        if name in TRACKERS:
+            check_package(name, name)
+    if cfg.prometheus_port:
+        check_package("prometheus_client", "prometheus")
+        check_port(cfg.prometheus_host, cfg.prometheus_port)
 
 
 def make_loggers(
@@ -87,34 +80,36 @@ def make_loggers(
     `resume_step` is the step of the checkpoint that the run resumes from; later records are
     dropped. None is a new run, which overwrites the files of an earlier run in the folder.
 
-    Raises ValueError for an unknown name or a package that is not installed. A service that cannot
-    be reached is logged and skipped.
+    Raises ValueError for an unknown name or a package that is not installed. A tracker that cannot
+    be reached does not stop the run (`Service`).
     """
     if not is_main_process():
         return Fanout({})
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    flat = flatten(to_dict(config))
     total = total_steps or config.total_steps
+    run = TrackedRun(
+        folder=run_dir,
+        project=cfg.project,
+        name=config.name,
+        config=flatten(to_dict(config)),
+        resumed=resume_step is not None,
+        n_samples=cfg.samples,
+    )
     factories: dict[str, Callable[[], Logger]] = {
         "console": lambda: ConsoleLogger(cfg, total),
         "jsonl": lambda: JsonlLogger(run_dir, resume_step),
         "tensorboard": lambda: TensorBoardLogger(cfg, run_dir, resume_step),
-        "wandb": lambda: WandbLogger(cfg, run_dir, config.name, flat, resume_step),
-        "mlflow": lambda: MlflowLogger(cfg, run_dir, config.name, flat, resume_step),
+        **{
+            name: functools.partial(Service, name, functools.partial(start, run), run_dir)
+            for name, start in TRACKERS.items()
+        },
     }
     if unknown := [name for name in cfg.loggers if name not in factories]:
         raise ValueError(
             f"config.log.loggers has {unknown}; set names among {', '.join(factories)}"
         )
-    loggers: dict[str, Logger] = {}
-    for name in cfg.loggers:
-        try:
-            loggers[name] = factories[name]()
-        except MissingPackage:
-            raise
-        except Exception as error:
-            if name not in SERVICES:
-                raise
-            warn(f"the logger {name!r} does not start; the run continues without it", error)
+    loggers = {name: factories[name]() for name in cfg.loggers}
+    if cfg.prometheus_port:
+        loggers["prometheus"] = PrometheusLogger(cfg, config.name, total)
     return Fanout(loggers)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
+from jaxrl.io.tracking.loggers import check_loggers
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -49,6 +50,8 @@ def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
     """Joins the process group, locks the run folder, starts signal handling and progress output."""
     set_compilation_cache(cfg)
     join(cfg)
+    with hosts.raise_together():
+        check_loggers(cfg.log)
     progress = stack.enter_context(Progress())
     lock = stack.enter_context(hold_folder(cfg, progress))
     stop = stack.enter_context(stop_on_signals())

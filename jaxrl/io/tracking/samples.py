@@ -1,0 +1,30 @@
+"""Sampled completions as trackers show them: rows of a table, or Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+COLUMNS = ("kind", "source", "prompt", "completion", "answer", "reward", "finish")
+
+
+def sample_rows(records: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """One row per sample, with the fields of COLUMNS."""
+    return [[record.get(name) for name in COLUMNS] for record in records]
+
+
+def samples_name(records: Sequence[dict[str, Any]]) -> str:
+    """The name under which trackers show the samples of a step: samples/train or samples/val."""
+    return f"samples/{records[0].get('kind', 'train')}"
+
+
+def samples_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """Several samples as Markdown text."""
+    return "\n\n".join(map(sample_markdown, records))
+
+
+def sample_markdown(record: dict[str, Any]) -> str:
+    """One sample as Markdown text."""
+    head = f"reward {record.get('reward')}, answer {record.get('answer')}, {record.get('finish')}"
+    quoted = (
+        f"    {record.get(name)}".replace("\n", "\n    ") for name in ("prompt", "completion")
+    )
+    return "\n\n".join([head, *quoted])
