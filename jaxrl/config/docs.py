@@ -80,6 +80,7 @@ HEADINGS = {
     "eval.sampling": "eval.sampling: sampling of validation responses",
     "checkpoint": "checkpoint",
     "log": "log",
+    "profile": "profile",
 }
 
 

@@ -52,6 +52,7 @@ def per_replica(
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+@jax.named_scope("rollout")
 def prefill(
     params: Decoder,
     cache: KVCache,
@@ -89,6 +90,7 @@ def prefill(
     static_argnames=("rules", "implementation", "keep_support"),
     donate_argnames="cache",
 )
+@jax.named_scope("rollout")
 def mixed(
     params: Decoder,
     cache: KVCache,
@@ -140,6 +142,7 @@ def mixed(
 
 
 @functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
+@jax.named_scope("rollout")
 def copy_pages(
     cache: KVCache,
     sources: Int[Array, "n"],
@@ -169,6 +172,7 @@ def copy_pages(
     static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
     donate_argnames="cache",
 )
+@jax.named_scope("rollout")
 def decode(
     params: Decoder,
     cache: KVCache,

@@ -26,6 +26,7 @@ from sharding import Rules, target_platform, unshuffle
 DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take a third longer
 
 
+@jax.named_scope("score")
 def score_tokens(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -57,6 +58,7 @@ def count_tokens(
     return jax.tree.map(jnp.add, so_far, Balance(load, weight))
 
 
+@jax.named_scope("values")
 def score_values(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
 ) -> Float[Array, "B T"]:

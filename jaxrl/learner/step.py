@@ -259,6 +259,7 @@ class Update:
         """None if the config fixes the coefficients: then they are constants of the program."""
         return jax.tree.map(np.float32, coefs or self._coefs) if self._adapts else None
 
+    @jax.named_scope("update")
     def _accumulate(
         self,
         params,
@@ -277,6 +278,7 @@ class Update:
         added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
         return GradSums(added, so_far.sums + sums)
 
+    @jax.named_scope("optimizer")
     def _apply(self, state: TrainState, total: GradSums, extra_weight):
         sums = total.sums
         weight = sums.weight + extra_weight

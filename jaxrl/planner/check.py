@@ -30,11 +30,39 @@ def check_plan(
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
 ) -> Plan:
-    """The plan of a run on the current mesh; call it before anything is on the devices.
+    """`attached_plan`, called before anything is on the devices.
 
-    `role_decoders` and `workload` are as in `run_programs`. Compiles the programs ahead of
-    warm-up, which finds them in JAX's compilation cache.
+    Compiles the programs ahead of warm-up, which finds them in JAX's compilation cache.
     Raises ValueError with the numbers of the plan if the run does not fit.
+    """
+    advice = "set plan_check=False to try anyway"
+    try:
+        plan = attached_plan(
+            cfg, decoder, memory_bytes, role_decoders=role_decoders, workload=workload
+        )
+    except ProgramTooLarge as error:
+        raise ValueError(f"the plan of this run {error}; {advice}") from error
+    if not plan.fits:
+        raise ValueError(
+            f"the plan of this run does not fit its devices: {plan.misfit}. Lower "
+            "learner.token_budget, rollout.max_num_seqs or the lengths, or shard over more "
+            f"devices; {advice}.\n{as_text(plan)}"
+        )
+    return plan
+
+
+def attached_plan(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    memory_bytes: int | float,
+    *,
+    role_decoders: Mapping[str, DecoderConfig] | None = None,
+    workload: OfflineWorkload | None = None,
+) -> Plan:
+    """The plan of a run on the current mesh, whose devices have `memory_bytes` each.
+
+    `role_decoders` and `workload` are as in `run_programs`. Raises ProgramTooLarge if the compiler
+    runs out of device memory.
     """
     mesh = jax.sharding.get_mesh()
     platform = target_platform()
@@ -45,20 +73,9 @@ def check_plan(
         f"{mesh.size} {platform} devices", platform, chip, mesh.devices.flatten().tolist()
     )
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    advice = "set plan_check=False to try anyway"
-    try:
-        run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload)
-        programs = compile_programs(run, lengths)
-    except ProgramTooLarge as error:
-        raise ValueError(f"the plan of this run {error}; {advice}") from error
-    plan = assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
-    if not plan.fits:
-        raise ValueError(
-            f"the plan of this run does not fit its devices: {plan.misfit}. Lower "
-            "learner.token_budget, rollout.max_num_seqs or the lengths, or shard over more "
-            f"devices; {advice}.\n{as_text(plan)}"
-        )
-    return plan
+    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload)
+    programs = compile_programs(run, lengths)
+    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 
 def plan_line(plan: Plan) -> str:

@@ -68,6 +68,42 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     return Group(*parts)
 
 
+ROLES = {  # state of a run -> what it is, and how to make it smaller
+    "params": ("policy weights", "mesh.fsdp, mesh.tensor"),
+    "opt_state": ("optimizer state", "learner.offload=optimizer, mesh.fsdp"),
+    "ref": ("reference model", "learner.offload=reference, mesh.fsdp"),
+    "critic": ("critic weights", "mesh.fsdp, a smaller critic.path"),
+    "critic_opt_state": ("critic optimizer state", "learner.offload=optimizer, mesh.fsdp"),
+    "reward_model": ("reward model", "mesh.fsdp, a smaller reward_model.path"),
+}
+KV_LOWER = "rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
+PHASE_LOWER = {
+    "rollout": "rollout.max_num_seqs, rollout.max_num_batched_tokens",
+    "scoring": "learner.token_budget",
+    "update": "learner.token_budget, learner.remat=full",
+}
+
+
+def memory_text(plan: Plan) -> str:
+    """The planned memory of each role and phase against the device's, and the keys that change it.
+
+    A phase's peak has all roles in it, without the KV pages.
+    """
+    device, kv_bytes = plan.chip.memory_bytes, plan.kv_pages * plan.page_bytes
+    rows = [(*ROLES[name], n_bytes) for name, n_bytes in plan.resident.items()]
+    rows += [("KV pages", KV_LOWER, kv_bytes)] if kv_bytes else []
+    rows += [
+        (f"peak of {name}", PHASE_LOWER[name], phase.live_bytes + kv_bytes)
+        for name, phase in plan.phases.items()
+    ]
+    lines = [f"plan per device of {format_bytes(device)}, and the keys to lower or set:"]
+    lines += [
+        f"  {role:<24}{format_bytes(n_bytes):>12}{n_bytes / device:>7.0%}  {keys}"
+        for role, keys, n_bytes in rows
+    ]
+    return "\n".join(lines)
+
+
 def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
     """The compiled candidates, best first."""
     lines = ["candidates, best first: step time at peak rates (estimated), peak memory"]

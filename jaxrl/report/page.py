@@ -11,7 +11,7 @@ from jaxrl.config.schema import to_dict
 from jaxrl.report.charts import chart_data
 from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
 
-HERE = Path(__file__).parent
+WEB = Path(__file__).parent / "web"
 FIELDS = (
     "step",
     "kind",
@@ -39,22 +39,44 @@ def write_report(run_dir: str | Path) -> Path:
     return out
 
 
-def render(record: Record, folder: str) -> str:
+def render(record: Record, folder: str, *scripts: str) -> str:
+    """The page of a run; `scripts` are further files of jaxrl/report/web that it runs."""
+    shown = page_data(record, folder)
+    return fill(
+        "page.html",
+        TITLE=html.escape(shown["title"]),
+        SUBTITLE=html.escape(shown["subtitle"]),
+        CARDS="".join(card(*one) for one in shown["cards"]),
+        NOTICE=html.escape(shown["notice"]),
+        HIDE_NOTICE="" if shown["notice"] else " hidden",
+        CONFIG=config_table(record.config),
+        DATA=embedded(shown),
+        STYLE=asset("page.css"),
+        SCRIPT="\n".join(map(asset, ("charts.js", "page.js", *scripts))),
+    )
+
+
+def page_data(record: Record, folder: str) -> dict[str, Any]:
+    """What the page shows, except the configuration."""
     charts, empty = chart_data(record)
-    data = {"charts": charts, "samples": sample_rows(record), "fields": FIELDS}
-    name = str(record.config.get("name", folder))
-    parts = {
-        "TITLE": html.escape(name),
-        "SUBTITLE": html.escape(subtitle(record)),
-        "CARDS": "".join(card(*one) for one in headlines(record)),
-        "NOTICE": notice(record, empty),
-        "CONFIG": config_table(record.config),
-        "DATA": embedded(data),
-        "STYLE": (HERE / "page.css").read_text(),
-        "SCRIPT": (HERE / "page.js").read_text(),
+    return {
+        "title": str(record.config.get("name", folder)),
+        "subtitle": subtitle(record),
+        "cards": headlines(record),
+        "notice": notice(record, empty),
+        "charts": charts,
+        "samples": sample_rows(record),
+        "fields": FIELDS,
     }
-    page = (HERE / "page.html").read_text()
-    pieces = page.split("@@")  # text, name, text, name, ..., text
+
+
+def asset(name: str) -> str:
+    return (WEB / name).read_text(encoding="utf-8")
+
+
+def fill(template: str, **parts: str) -> str:
+    """A template with each @@NAME@@ replaced by a part, whose own text is left as it is."""
+    pieces = asset(template).split("@@")  # text, name, text, name, ..., text
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -164,7 +186,7 @@ def card(label: str, value: str, small: str) -> str:
 
 
 def notice(record: Record, empty: list[str]) -> str:
-    """A note about metrics that are missing."""
+    """A note about metrics that are missing; "" if none is."""
     if not record.series:
         words = (
             "There are no metrics in this run folder yet. They appear in metrics.jsonl after the "
@@ -175,7 +197,7 @@ def notice(record: Record, empty: list[str]) -> str:
         words = f"Not logged in this run: {', '.join(empty)}."
     else:
         return ""
-    return f'<p class="notice">{html.escape(words)}</p>'
+    return words
 
 
 def config_table(config: dict[str, Any]) -> str:

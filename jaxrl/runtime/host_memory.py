@@ -1,4 +1,4 @@
-"""Settings of the C memory allocator for runs whose device is the CPU."""
+"""The host's memory: its size, and settings of the C allocator for runs whose device is the CPU."""
 
 import ctypes
 import mmap
@@ -44,3 +44,8 @@ def request_huge_pages(libc: ctypes.CDLL) -> None:
     first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
     libc.madvise(first, size - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     libc.free(block)
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,10 +1,8 @@
 """Several processes of one run, one per host: joining them, and checking that they run the same."""
 
 import dataclasses
-import importlib.metadata
 import ipaddress
 import os
-import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,14 +10,12 @@ from pathlib import Path
 
 import jax
 
-import jaxrl
-import sharding
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
 from jaxrl.data.digest import Item, content, digest
+from jaxrl.runtime.versions import versions
 from sharding import hosts
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 SHUTDOWN_TIMEOUT_S = 30  # how long a process waits for the others at a normal exit
 
 
@@ -122,20 +118,15 @@ class Identity:
 
 def process_identity(cfg: RunConfig) -> Identity:
     """The identity of this process."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    versions["Python"] = platform.python_version()
-    sources = [Path(package.__path__[0]) for package in (jaxrl, sharding)]
-    versions["source code of jaxrl"] = digest(
-        path.read_bytes() for folder in sources for path in sorted(folder.rglob("*.py"))
-    )
+    found = versions()
     files = [
         f.partition("?")[0].rpartition(":")[0] for f in (*cfg.reward.functions, cfg.env.episodes)
     ]
     for name in (*files, cfg.data.chat_template):
         if (path := Path(name)).is_file():
-            versions[name] = digest([path.read_bytes()])
+            found[name] = digest([path.read_bytes()])
     same = dataclasses.replace(cfg, distributed=DistributedConfig(), compilation_cache="")
-    return Identity(socket.gethostname(), same, versions)
+    return Identity(socket.gethostname(), same, found)
 
 
 def check_same_identity(identities: Sequence[Identity]) -> None:

@@ -8,11 +8,20 @@ from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error
+from jaxrl.trainer.memory import OutOfMemoryError
+from jaxrl.trainer.profile import traced_step
 from jaxrl.trainer.run import HasCore
 from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
 
-USER_ERRORS = (ValueError, OSError, CheckpointError, RecompileError, NonFiniteError)
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    CheckpointError,
+    RecompileError,
+    NonFiniteError,
+    OutOfMemoryError,
+)
 
 
 def run_to_end[R: HasCore](
@@ -31,7 +40,8 @@ def run_to_end[R: HasCore](
                 save(core)
             if core.done:
                 break
-            train_step(run)
+            with traced_step(core):
+                train_step(run)
     except Interrupted as signal:
         save(core)
         report_saved(core, str(signal))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
@@ -22,6 +23,7 @@ from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
+from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
@@ -74,13 +76,19 @@ class Core:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the wall time of the block to time/<phase>_s.
+        """Adds the wall time of the block to time/<phase>_s, and names the block in traces.
 
-        Time of nested phases is excluded, except in the phase "step".
+        Time of nested phases is excluded, except in the phase "step". An error in the block gets
+        the phase as a note.
         """
         start, before = time.perf_counter(), sum(self.seconds.values())
+        shown = PHASES.get(f"time/{phase}_s", phase)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(shown):
+                yield
+        except Exception as error:
+            error.add_note(f"in {shown} of step {self.step + 1}")
+            raise
         finally:
             spent = time.perf_counter() - start
             if phase != "step":

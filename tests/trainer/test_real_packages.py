@@ -32,6 +32,14 @@ def python(tmp_path_factory):
     return venv / "bin" / "python"
 
 
+@pytest.fixture
+def config(tiny_config, tmp_path):
+    """The tiny run with a reward that needs no test packages."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+    tiny_config.reward.functions = (f"{tmp_path}/letters.py:share",)
+    return tiny_config
+
+
 def train(python: Path, config, folder: Path, **servers: str) -> str:
     """Runs the training program in `folder`; returns its output.
 
@@ -58,21 +66,18 @@ def train(python: Path, config, folder: Path, **servers: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_logs_to_wandb_and_mlflow_and_learns_from_reasoning_gym(
-    python, tiny_config, tmp_path
-):
-    tiny_config.log.loggers = ("console", "jsonl", "wandb", "mlflow")
-    tiny_config.log.project = "a-project"
-    tiny_config.data.train = ("reasoning_gym:chain_sum?size=16&min_terms=2&max_terms=2",)
-    tiny_config.data.val = ("reasoning_gym:spell_backward?size=4&seed=1",)
-    (tmp_path / "letters.py").write_text(LETTERS)
-    tiny_config.reward.functions = ("reasoning_gym", f"{tmp_path}/letters.py:share")
-    tiny_config.total_steps = 2
-    train(python, tiny_config, tmp_path)
-    tiny_config.total_steps = 3  # resumes both trackers' runs
-    train(python, tiny_config, tmp_path)
+def test_a_run_logs_to_wandb_and_mlflow_and_learns_from_reasoning_gym(python, config, tmp_path):
+    config.log.loggers = ("console", "jsonl", "wandb", "mlflow")
+    config.log.project = "a-project"
+    config.data.train = ("reasoning_gym:chain_sum?size=16&min_terms=2&max_terms=2",)
+    config.data.val = ("reasoning_gym:spell_backward?size=4&seed=1",)
+    config.reward.functions = ("reasoning_gym", *config.reward.functions)
+    config.total_steps = 2
+    train(python, config, tmp_path)
+    config.total_steps = 3  # resumes both trackers' runs
+    train(python, config, tmp_path)
 
-    run_dir = Path(tiny_config.run_dir)
+    run_dir = Path(config.run_dir)
     lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     sources = {line["source"] for line in lines}
     assert sources == {"reasoning_gym/chain_sum", "reasoning_gym/spell_backward"}
@@ -84,16 +89,16 @@ def test_a_run_logs_to_wandb_and_mlflow_and_learns_from_reasoning_gym(
 
 
 @pytest.mark.slow
-def test_a_run_logs_to_swanlab_clearml_trackio_and_tensorboard(python, tiny_config, tmp_path):
+def test_a_run_logs_to_swanlab_clearml_trackio_and_tensorboard(python, config, tmp_path):
     trackers = ("swanlab", "clearml", "trackio", "tensorboard")
-    tiny_config.log.loggers = ("console", "jsonl", *trackers)
-    tiny_config.log.project = "a-project"
-    tiny_config.total_steps = 2
-    train(python, tiny_config, tmp_path)
-    tiny_config.total_steps = 3  # resumes the runs of all trackers
-    train(python, tiny_config, tmp_path)
+    config.log.loggers = ("console", "jsonl", *trackers)
+    config.log.project = "a-project"
+    config.total_steps = 2
+    train(python, config, tmp_path)
+    config.total_steps = 3  # resumes the runs of all trackers
+    train(python, config, tmp_path)
 
-    run_dir = Path(tiny_config.run_dir)
+    run_dir = Path(config.run_dir)
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss/policy"] for line in metrics if "loss/policy" in line}
     assert list(losses) == [1, 2, 3]
@@ -105,16 +110,14 @@ def test_a_run_logs_to_swanlab_clearml_trackio_and_tensorboard(python, tiny_conf
 
 
 @pytest.mark.slow
-def test_a_run_continues_without_its_trackers_if_their_servers_are_down(
-    python, tiny_config, tmp_path
-):
+def test_a_run_continues_without_its_trackers_if_their_servers_are_down(python, config, tmp_path):
     nowhere = "http://127.0.0.1:9"  # the discard port: connections are refused
-    tiny_config.log.loggers = ("console", "jsonl", "mlflow", "trackio")
-    tiny_config.total_steps = 2
+    config.log.loggers = ("console", "jsonl", "mlflow", "trackio")
+    config.total_steps = 2
     servers = {"MLFLOW_TRACKING_URI": nowhere, "TRACKIO_SERVER_URL": f"{nowhere}/?write_token=x"}
-    out = train(python, tiny_config, tmp_path, **servers)
+    out = train(python, config, tmp_path, **servers)
     assert out.count("the logger 'mlflow' does not start") == 1
-    run_dir = Path(tiny_config.run_dir)
+    run_dir = Path(config.run_dir)
     kept = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unsent = (run_dir / "unsent_mlflow.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in unsent] == [line["step"] for line in kept]

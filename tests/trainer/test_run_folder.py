@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxrl.config import resolve
@@ -18,7 +19,7 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder
 from jaxrl.sft import train as train_sft
 from jaxrl.train import train
-from jaxrl.trainer.setup.folder import make_folder, open_folder, with_today
+from jaxrl.trainer.setup.folder import make_folder, open_folder, record_start, with_today
 from tests.io.checkpoint.test_faults import tmpfs
 from tests.trainer.offline.test_offline import offline
 from tests.trainer.test_train import finish_process, start_process, wait_for_step
@@ -39,6 +40,16 @@ def test_a_run_dir_that_is_a_url_is_rejected(tiny_config):
     tiny_config.run_dir = "gs://bucket/run"
     with pytest.raises(ValueError, match="run_dir='gs://bucket/run' is a URL"):
         resolve(tiny_config)
+
+
+def test_every_start_of_a_run_is_recorded_with_its_versions(tmp_path):
+    for resume_step in (None, None, 3):
+        record_start(tmp_path, resume_step)
+    new, resumed = read_lines(tmp_path / "starts.jsonl")  # the first run was overwritten
+    assert (new["step"], resumed["step"]) == (0, 3)
+    assert resumed["versions"]["jax"] == jax.__version__
+    assert resumed["versions"].keys() >= {"Python", "source code of jaxrl"}
+    assert resumed["devices"] == f"{jax.device_count()} x cpu"
 
 
 def test_a_run_folder_that_cannot_be_created_is_one_message(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ def run_errors(run: RunConfig) -> list[str]:
         *_data_errors(run),
         *_checkpoint_errors(run),
         *_lora_errors(run),
+        *_profile_errors(run),
         *_process_errors(run.distributed),
     ]
 
@@ -81,6 +82,16 @@ def _lora_errors(run: RunConfig) -> list[str]:
             "is the base model, which training reads as well; leave out 'reference'"
         )
     return errors
+
+
+def _profile_errors(run: RunConfig) -> list[str]:
+    late = [step for step in run.profile.steps if 0 < run.total_steps < step]
+    if not late:
+        return []
+    return [
+        f"profile.steps has {late}, but total_steps={run.total_steps} is the last step; set steps "
+        "up to it"
+    ]
 
 
 def _process_errors(distributed: DistributedConfig) -> list[str]:

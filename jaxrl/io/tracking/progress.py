@@ -107,7 +107,10 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Reports a block without a count, e.g. "compiling update [1, 512] ... 12.0 s"."""
+        """Reports a block without a count, e.g. "compiling update [1, 512] ... 12.0 s".
+
+        An error in the block gets the text as a note.
+        """
         start = time.monotonic()
         self._waiting.append((text, start))
         if self._live is None:
@@ -115,6 +118,9 @@ class Progress:
         try:
             yield
             self.status(f"{text} ... {time.monotonic() - start:.1f} s")
+        except Exception as error:
+            error.add_note(f"while {text}")
+            raise
         finally:
             self._waiting.pop()
 

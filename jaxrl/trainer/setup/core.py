@@ -23,6 +23,7 @@ from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.lora import split
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
+from jaxrl.trainer.setup.folder import record_start
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.state import load_reference, load_state
 from jaxrl.trainer.shaping import RewardScale
@@ -64,6 +65,7 @@ def build_core(
     if has_reference and ref_params is None:
         ref_params = load_reference(cfg, ref_layout, state, step, models, ref_decoder)
     make = make_update if "vocab" in policy.decoder.heads else make_value_update
+    record_start(cfg.run_path, step if host else None)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
     stack.callback(logger.close)
     return Core(

@@ -15,14 +15,15 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params
-from jaxrl.planner.check import check_plan, device_memory, plan_line
+from jaxrl.planner.check import attached_plan, check_plan, device_memory, plan_line
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
-from jaxrl.runtime.host_memory import keep_freed_memory
+from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined, join
 from jaxrl.runtime.signals import StopFlag, stop_on_signals
+from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.setup.folder import hold_folder
 from jaxrl.trainer.setup.models import Models
 from sharding import check_host_memory, hosts, make_mesh
@@ -94,6 +95,26 @@ def checked_plan(
         plan = check_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
     progress.status(plan_line(plan))
     return plan
+
+
+def memory_report(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    plan: Plan | None,
+    *,
+    role_decoders: dict[str, DecoderConfig] | None = None,
+    workload: OfflineWorkload | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Explains running out of device memory in the block with `plan`; None makes it then.
+
+    See `explain_out_of_memory`.
+    """
+
+    def make_plan() -> Plan:
+        memory = device_memory() or physical_memory()
+        return attached_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
+
+    return explain_out_of_memory(cfg.run_path, make_plan if plan is None else lambda: plan)
 
 
 def set_compilation_cache(cfg: RunConfig) -> None:

@@ -4,14 +4,23 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import config_hash, differences, from_json, to_json
+from jaxrl.io.tracking.json_lines import JsonLines
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime.folder_lock import FolderLock, lock_folder
+from jaxrl.runtime.versions import commit, versions
 from sharding import hosts
+
+NEVER = sys.maxsize  # a step after all steps: every line is kept
 
 
 def read_run_config(folder: Path) -> RunConfig | None:
@@ -99,3 +108,25 @@ def with_today(cfg: RunConfig, today: str) -> RunConfig:
     """The config with data.today = `today`, unless the key is set."""
     data = dataclasses.replace(cfg.data, today=cfg.data.today or today)
     return dataclasses.replace(cfg, data=data)
+
+
+def record_start(folder: Path, resume_step: int | None) -> None:
+    """Adds a line to starts.jsonl: when, on what, and with which versions this process starts.
+
+    `resume_step` is the step of the checkpoint that the run resumes from; None is a new run, which
+    overwrites the file of an earlier run in the folder.
+    """
+    if not hosts.is_main_process():
+        return
+    line = {
+        "time": time.time(),
+        "step": resume_step or 0,
+        "host": socket.gethostname(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": hosts.n_processes(),
+        "commit": commit(),
+        "versions": versions(),
+    }
+    starts = JsonLines(folder / "starts.jsonl", resume_step=None if resume_step is None else NEVER)
+    starts.write(line)
+    starts.close()

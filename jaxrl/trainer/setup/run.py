@@ -25,7 +25,7 @@ from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.setup.core import build_core
 from jaxrl.trainer.setup.data import load_val, make_iterator, make_prompt_maker
-from jaxrl.trainer.setup.devices import checked_plan, open_devices, open_session
+from jaxrl.trainer.setup.devices import checked_plan, memory_report, open_devices, open_session
 from jaxrl.trainer.setup.engines import (
     load_reward_model,
     make_engines,
@@ -61,6 +61,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         policy = open_devices(cfg, models, session, stack)
         role_decoders = models.folders.other_configs()
         plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
+        stack.enter_context(memory_report(cfg, policy.decoder, plan, role_decoders=role_decoders))
         reward_model = load_reward_model(cfg, models, policy, session)
         rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
         core = build_core(
@@ -139,7 +140,8 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         workload = objective.workload
         decoder = dataclasses.replace(policy.decoder, heads=workload.heads)
         policy = dataclasses.replace(policy, decoder=decoder)
-        checked_plan(cfg, policy.decoder, session.progress, workload=workload)
+        plan = checked_plan(cfg, policy.decoder, session.progress, workload=workload)
+        stack.enter_context(memory_report(cfg, policy.decoder, plan, workload=workload))
         core = build_core(
             cfg,
             models,

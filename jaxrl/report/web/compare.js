@@ -1,0 +1,2 @@
+// ---------------------------------------------------------------- the page
+showCharts(JSON.parse(byId("data").textContent).charts);
