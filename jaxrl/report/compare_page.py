@@ -78,7 +78,7 @@ def values_table(sides: Sequence[Side]) -> str:
     """Final values: the headline metrics, and all others folded."""
     logged = sorted({name for side in sides for run in side.runs for name in run.record.series})
     logged = [name for name in logged if not name.endswith("_stderr")]
-    passes = [name for name in logged if name.startswith("val/pass_at_")]
+    passes = [name for name in logged if name.removeprefix("val/").startswith("pass_at_")]
     first = [name for name in HEADLINES if name in logged] + passes
     rest = [name for name in logged if name not in first]
     head = "".join(f"<th>{html.escape(side.name)}</th>" for side in sides)

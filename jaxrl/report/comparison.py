@@ -48,7 +48,7 @@ class Estimate:
     value: float
     half: float | None  # None if nothing estimates the spread
     variance: float = 0.0  # of the value
-    df: float = math.inf  # degrees of freedom of the variance
+    df: int | float = math.inf  # degrees of freedom of the variance
     basis: str = ""  # of the interval: "seeds", "prompts"
 
 
@@ -134,7 +134,7 @@ def difference(first: Estimate, second: Estimate) -> Estimate:
     return Estimate(value, t_quantile(df) * math.sqrt(variance), variance, df, basis)
 
 
-def t_quantile(df: float) -> float:
+def t_quantile(df: int | float) -> float:
     """Quantile (1 + LEVEL) / 2 of Student's t distribution."""
     return NORMAL if math.isinf(df) else float(stdtrit(df, (1 + LEVEL) / 2))
 
