@@ -70,9 +70,11 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
 
 ROLES = {  # state of a run -> what it is, and how to make it smaller
     "params": ("policy weights", "mesh.fsdp, mesh.tensor"),
+    "base": ("frozen base model", "model.dtype, mesh.fsdp, mesh.tensor"),
     "opt_state": ("optimizer state", "learner.offload=optimizer, mesh.fsdp"),
     "ref": ("reference model", "learner.offload=reference, mesh.fsdp"),
     "critic": ("critic weights", "mesh.fsdp, a smaller critic.path"),
+    "critic_base": ("frozen base model of the critic", "mesh.fsdp, a smaller critic.path"),
     "critic_opt_state": ("critic optimizer state", "learner.offload=optimizer, mesh.fsdp"),
     "reward_model": ("reward model", "mesh.fsdp, a smaller reward_model.path"),
 }
@@ -98,7 +100,7 @@ def memory_text(plan: Plan) -> str:
     ]
     lines = [f"plan per device of {format_bytes(device)}, and the keys to lower or set:"]
     lines += [
-        f"  {role:<24}{format_bytes(n_bytes):>12}{n_bytes / device:>7.0%}  {keys}"
+        f"  {role:<32}{format_bytes(n_bytes):>12}{n_bytes / device:>7.0%}  {keys}"
         for role, keys, n_bytes in rows
     ]
     return "\n".join(lines)

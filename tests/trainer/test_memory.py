@@ -49,7 +49,7 @@ def plan():
 def test_the_message_has_the_plan_of_each_role_and_what_to_lower(plan, tmp_path):
     with pytest.raises(OutOfMemoryError) as raised, explain_out_of_memory(tmp_path, lambda: plan):
         exhaust()
-    rows = {line[2:26].strip(): line[26:].split() for line in str(raised.value).splitlines()}
+    rows = {line[2:34].strip(): line[34:].split() for line in str(raised.value).splitlines()}
     assert rows["optimizer state"][:4] == ["6.00", "GiB", "38%", "learner.offload=optimizer,"]
     assert rows["KV pages"][:3] == ["5.00", "GiB", "31%"]
     # 12 GiB and 10 pages of 0.5 GiB
