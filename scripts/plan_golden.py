@@ -39,6 +39,9 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_7b.h100-64": ("grpo_7b", "h100:64", {}),
     "grpo_7b.v5p-4x4x4": ("grpo_7b", "v5p:4x4x4", {}),
     "grpo_70b_longctx.v5p-4x8x8": ("grpo_70b_longctx", "v5p:4x8x8", {}),
+    "boba_1p5b.h100-128": ("boba_1p5b", "h100:128", {}),
+    "boba_7b.h100-192": ("boba_7b", "h100:192", {}),
+    "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
 }
 

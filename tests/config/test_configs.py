@@ -15,6 +15,7 @@ from jaxrl.config import choices
 from jaxrl.config.command_line import load_config
 from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
 from jaxrl.config.resolve import resolve
+from jaxrl.config.schema import to_dict
 from jaxrl.environments import api
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.kernels import attention, grouped_matmul, paged_attention
@@ -26,13 +27,24 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.programs import Lengths
+from jaxrl.planner.search import estimate
+from jaxrl.planner.topology import CHIPS, Topology
 from jaxrl.rewards import functions
 from jaxrl.types import Batch, TrainState
 from sharding import PRESETS, TRAIN, abstract_mesh
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 # Devices named in the docstring; 1 if it names none.
-DEVICES = {"grpo_7b": 64, "ppo_7b": 64, "grpo_70b_longctx": 256, "grpo_30b_a3b": 64}
+DEVICES = {
+    "boba_1p5b": 128,
+    "boba_7b": 192,
+    "grpo_7b": 64,
+    "ppo_7b": 64,
+    "grpo_70b_longctx": 256,
+    "grpo_llama_70b_longctx": 128,
+    "grpo_30b_a3b": 64,
+}
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions")
 # Number of parameters of the model that a config names.
@@ -125,6 +137,37 @@ def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
         new, metrics = jax.eval_shape(update.apply, state, total, np.float32(0))
     assert_same_types(new, state)
     assert metrics["critic/loss"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "n_params"),
+    [
+        ("boba_1p5b", 1_777_088_000),
+        ("boba_7b", 7_615_616_512),
+        ("grpo_llama_70b_longctx", 70_553_706_496),
+    ],
+)
+def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_params):
+    run = run_of(name)
+    decoder = dataclasses.replace(model_shape(run.model.path), stacked=True)
+    assert count_params(decoder_specs(decoder)) == n_params
+    mesh = {axis: size for axis, size in to_dict(run.mesh).items() if size > 1}
+    check_mesh(decoder, mesh)
+    check_mesh(decoder, {"tensor": run.rollout.tensor or run.mesh.tensor})
+    machine = Topology("h100", "gpu", CHIPS["h100"], [None] * DEVICES[name])
+    learner = run.learner
+    found = estimate(
+        run,
+        decoder,
+        machine,
+        Lengths(run.data.max_prompt_len, run.data.max_response_len),
+        mesh,
+        learner.token_budget,
+        learner.remat,
+        learner.offload,
+    )
+    share = run.rollout.memory_utilization
+    assert found.bytes < share * machine.chip.memory_bytes
 
 
 def assert_same_types(new: TrainState, old: TrainState) -> None:
