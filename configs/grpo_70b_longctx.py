@@ -6,8 +6,9 @@ Hardware: TPU v5p 4x8x8 (256 chips). The run folder must be on a shared disk.
 
 Data: parquet in verl's schema with long solutions, for example DAPO-Math-17k.
 
-Mesh: fsdp 4 x sequence 8 x tensor 8. Each device holds 4k tokens of a row; in attention 64 devices share the 64 heads (Ulysses), and 8 kv heads allow
-no larger tensor axis. The rollout has 32 replicas of 8 devices.
+Mesh: fsdp 4 x sequence 8 x tensor 8. Each device holds 4k tokens of a row; in attention 64 devices
+share the 64 heads (Ulysses), and 8 kv heads allow no larger tensor axis. The rollout has 32
+replicas of 8 devices.
 
 Minutes and result: not measured. docs/plans/ has the plan: memory, and the time at peak rates.
 """

@@ -1,8 +1,9 @@
 """GRPO of Llama-3.1-70B-Instruct with 32k tokens of context, on 16 nodes of 8 GPUs.
 
-    python -m jaxrl.train --config=configs/grpo_llama_70b_longctx.py --config.run_dir=/shared/runs/l70b
+    python -m jaxrl.train --config=configs/grpo_llama_70b_longctx.py --config.run_dir=runs/l70b
 
-Hardware: 16 nodes of 8 GPUs with 80 GB (128 GPUs), or as many larger ones.
+Hardware: 16 nodes of 8 GPUs with 80 GB (128 GPUs), or as many larger ones. The run folder must be
+on a shared disk.
 
 Data: parquet in verl's schema with long solutions, for example DAPO-Math-17k.
 
@@ -14,8 +15,9 @@ stages, no pipeline bubble, and an all-gather of two shards per layer instead of
 stages. The tensor axis stays within a node. Ulysses exchanges 64 heads over 8 x 8 devices, one
 each. The rollout has 32 replicas of 4 GPUs.
 
-Published figures: none for this layout that could be cited. For the size, verl's guide lists GRPO of
-Qwen2-70B on 32 H800 as the least that runs (github.com/volcengine/verl, docs/perf/device_tuning.rst).
+Published figures: none that could be cited for this layout. For the size, verl's guide lists GRPO
+of Qwen2-70B on 32 H800 as the least that runs (github.com/volcengine/verl,
+docs/perf/device_tuning.rst).
 
 Minutes and result here: not measured.
 """

@@ -49,11 +49,14 @@ python -m jaxrl.train --config=my_run.py:large
 python -m jaxrl.train --config.help
 ```
 
-The whole configuration is checked before any device work. All errors are reported together, each
-with the values and what to set instead. Sizes that belong to the algorithm (prompts per step,
-mini-batch) are global. Sizes that affect only speed and memory (token budget, concurrent sequences)
-are per data-parallel rank. Lengths are in tokens, `*_s` in seconds. [keys.md](keys.md) lists the
-matching keys of verl, OpenRLHF and TRL.
+All values and combinations of keys are checked before any device work, and their errors are
+reported together, each with the values and what to set instead. A key on the command line that does
+not exist ends the program with its own message. What depends on the models, the data, the rewards
+and the devices is checked next, before the first step, and ends with its first error.
+
+Sizes that belong to the algorithm (prompts per step, mini-batch) are global. Sizes that affect only
+speed and memory (token budget, concurrent sequences) are per data-parallel rank. Lengths are in
+tokens, `*_s` in seconds. [keys.md](keys.md) lists the matching keys of verl, OpenRLHF and TRL.
 """
 
 HEADINGS = {
