@@ -57,7 +57,8 @@ def markdown() -> str:
         parts.append(f"| {framework.partition(',')[0]} | jaxrl | remarks |\n|---|---|---|\n")
         parts += [_line(row) for row in rows]
     alone = [f"`{name}`" for name in without_counterpart()]
-    parts.append(f"\n## Keys without a counterpart\n\n{', '.join(alone)}.\n")
+    listed = ",\n".join(alone)  # one per line, so that changes of two branches merge
+    parts.append(f"\n## Keys without a counterpart\n\n{listed}.\n")
     return "".join(parts)
 
 

@@ -87,7 +87,8 @@ class RewardPool:
         """Raises ValueError if a function of TRL's form requires a column that no row has."""
         for name, signature in zip(self.names, self._runner.signatures, strict=True):
             lacking = [set(missing_columns(signature, prompt)) for prompt in prompts]
-            if missing := lacking and set.intersection(*lacking):
+            missing: set[str] = set.intersection(*lacking) if lacking else set()
+            if missing:
                 raise ValueError(
                     f"the reward function {name} requires {', '.join(sorted(missing))}, which is "
                     f"no column of the data ({', '.join(columns(prompts))}); add it to the data, "

@@ -5,7 +5,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from jaxrl.data.tokenizer import padding_id, stop_ids
 from jaxrl.io.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, trained_state
 from jaxrl.models.decoder import Decoder, with_heads
@@ -13,6 +12,7 @@ from jaxrl.models.files.adapter import save_adapter
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
+from jaxrl.trainer.export import classifier_settings, language_model_settings
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.update import NonFiniteError
 from jaxrl.types import TrainState
@@ -113,28 +113,14 @@ def export(core: Core) -> None:
 
 def save_language_model(core: Core, target: Path, params: Decoder, source: Path) -> None:
     """Writes a causal language model with the chat template and the stop tokens of the run."""
-    stop = {*stop_ids(source, core.renderer.tokenizer), *core.cfg.rollout.sampling.stop_token_ids}
-    save_model(
-        target,
-        params,
-        source=source,
-        generation_config={"eos_token_id": sorted(stop) if len(stop) > 1 else min(stop)},
-        chat_template=chat_template(core),
-    )
+    settings = language_model_settings(core.cfg, core.renderer, source)
+    save_model(target, params, source=source, settings=settings)
 
 
 def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> None:
-    """Writes a sequence classifier with the run's chat template and a padding token.
-
-    transformers uses the padding token to find the last token of a row.
-    """
-    ids = {"pad_token_id": padding_id(source, core.renderer.tokenizer)}
-    save_model(target, params, source=source, config=ids, chat_template=chat_template(core))
-
-
-def chat_template(core: Core) -> str:
-    """The run's chat template; "" if it is the model's."""
-    return core.renderer.template if core.cfg.data.chat_template else ""
+    """Writes a sequence classifier with the run's chat template and a padding token."""
+    settings = classifier_settings(core.cfg, core.renderer, source)
+    save_model(target, params, source=source, settings=settings)
 
 
 def resume_command() -> str:

@@ -148,12 +148,7 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The complete checkpoint with the best `cfg.best_metric`; None if none was measured."""
         self.wait()
-        values = {step: self._opened().metrics(step) for step in self.all_steps()}
-        measured = {
-            s: v[self.cfg.best_metric] for s, v in values.items() if v and self.cfg.best_metric in v
-        }
-        best = max if self.cfg.best_mode == "max" else min
-        return best(measured, key=measured.__getitem__) if measured else None
+        return best_step(self.directory, self.cfg)
 
     def close(self) -> None:
         """Waits for the running save, then stops the background threads."""
@@ -311,6 +306,18 @@ def verify(directory: Path | epath.Path, step: int) -> None:
             f"unnoticed; checkpoints that this version saves have them",
             stacklevel=2,
         )
+
+
+def best_step(directory: Path | epath.Path, cfg: CheckpointConfig) -> int | None:
+    """The complete checkpoint with the best `cfg.best_metric`; None if none was measured."""
+    measured = {}
+    for step in complete_steps(directory):
+        path = directory / str(step) / METRICS
+        values = json.loads(path.read_text()) if path.exists() else {}
+        if cfg.best_metric in values:
+            measured[step] = values[cfg.best_metric]
+    best = max if cfg.best_mode == "max" else min
+    return best(measured, key=measured.__getitem__) if measured else None
 
 
 def complete_steps(directory: Path | epath.Path) -> list[int]:

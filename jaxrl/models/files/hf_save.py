@@ -23,7 +23,7 @@ from jaxrl.models.files.hf_config import (
     same_model,
 )
 from jaxrl.models.files.hf_load import find_tensors
-from jaxrl.models.files.safetensors import map_tensor, write_tensors
+from jaxrl.models.files.safetensors import Layout, map_tensor, write_tensors
 from jaxrl.models.files.tensor_shapes import check_shapes, expected_shapes
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
@@ -36,6 +36,15 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
+class Settings:
+    """What an export changes in the files of the model that was trained."""
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
+    chat_template: str = ""  # "": the tokenizer's
+
+
+@dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor to write; `read` fetches its values when it is written."""
 
@@ -44,10 +53,6 @@ class Tensor:
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
-    @property
-    def n_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
 
 def save_model(
     target: str | Path,
@@ -55,16 +60,13 @@ def save_model(
     *,
     source: str | Path | None = None,
     dtype: DTypeLike | None = None,
-    config: Mapping[str, Any] | None = None,
-    generation_config: Mapping[str, Any] | None = None,
-    chat_template: str = "",
+    settings: Settings | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
 
     `source` is the folder that the model was loaded from: its tokenizer files are copied and its
-    config.json and generation_config.json are kept, except for the entries of `config` and
-    `generation_config`. `chat_template` replaces the tokenizer's, unless it is "". `dtype` None
+    config.json and generation_config.json are kept, except for what `settings` change. `dtype` None
     keeps the parameters' dtypes. A model in `target` is replaced. In a multi-host run every process
     calls this and the first one writes.
     """
@@ -75,12 +77,8 @@ def save_model(
         return
     source = None if source is None else Path(source)
     with atomic_folder(Path(target)) as folder:
-        write_folder(folder, params.cfg, tensors, source, max_shard_bytes, config or {})
-        if generation_config:
-            path = folder / "generation_config.json"
-            write_json(path, read_object(path, ADVICE) | dict(generation_config))
-        if chat_template:
-            (folder / "chat_template.jinja").write_text(chat_template)
+        write_weights(folder, tensors, max_shard_bytes)
+        write_settings(folder, params.cfg, tensors[0].dtype, source, settings)
 
 
 def convert_model(
@@ -105,7 +103,8 @@ def convert_model(
 
         tensors.append(Tensor(name, target_dtype, info.shape, read))
     with atomic_folder(target) as folder:
-        write_folder(folder, cfg, tensors, source, max_shard_bytes, {})
+        write_weights(folder, tensors, max_shard_bytes)
+        write_settings(folder, cfg, tensors[0].dtype, source)
     return cfg
 
 
@@ -168,24 +167,28 @@ def _slice_tensor(leaf: jax.Array, index: jax.Array) -> jax.Array:
     return one[0]
 
 
-def write_folder(
+def write_settings(
     folder: Path,
     cfg: DecoderConfig,
-    tensors: Sequence[Tensor],
+    dtype: np.dtype,
     source: Path | None,
-    max_shard_bytes: int,
-    entries: Mapping[str, Any],
+    settings: Settings | None = None,
 ) -> None:
-    """All files of a model folder; config.json is written last."""
-    write_weights(folder, tensors, max_shard_bytes)
-    config = config_json(cfg, source) | {"torch_dtype": str(tensors[0].dtype)} | dict(entries)
+    """All files of a model folder except the weights; config.json is written last."""
+    settings = settings or Settings()
+    entries = config_json(cfg, source) | {"torch_dtype": str(dtype)} | dict(settings.config)
     if source is not None:
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
     if not (folder / "generation_config.json").exists():
-        ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+        ids = {key: entries[key] for key in TOKEN_IDS if entries.get(key) is not None}
         write_json(folder / "generation_config.json", ids)
-    write_json(folder / "config.json", config)
+    if settings.generation_config:
+        path = folder / "generation_config.json"
+        write_json(path, read_object(path, ADVICE) | dict(settings.generation_config))
+    if settings.chat_template:
+        (folder / "chat_template.jinja").write_text(settings.chat_template)
+    write_json(folder / "config.json", entries)
 
 
 def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
@@ -208,18 +211,36 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
 
 def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:
     """model.safetensors, or numbered files of at most `max_shard_bytes` with an index."""
-    shards: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(t.n_bytes for t in shards[-1]) + tensor.n_bytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = ["model.safetensors"] if len(shards) == 1 else names
-    for name, shard in zip(names, shards, strict=True):
-        layout = {tensor.name: (tensor.dtype, tensor.shape) for tensor in shard}
-        write_tensors(folder / name, layout, (tensor.read() for tensor in shard))
-    if len(shards) > 1:
-        places = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-        total = sum(tensor.n_bytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_json(folder / "model.safetensors.index.json", index)
+    read = {tensor.name: tensor.read for tensor in tensors}
+    files = shard_files({t.name: (t.dtype, t.shape) for t in tensors}, max_shard_bytes)
+    for file, layout in files.items():
+        write_tensors(folder / file, layout, (read[name]() for name in layout))
+    write_index(folder, files)
+
+
+def shard_files(layout: Layout, max_shard_bytes: int) -> dict[str, Layout]:
+    """The tensors of each weight file, in order."""
+    shards: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, (dtype, shape) in layout.items():
+        n_bytes = int(np.prod(shape)) * dtype.itemsize
+        if shards[-1] and size + n_bytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size += n_bytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    n = len(shards)
+    return {f"model-{i:05d}-of-{n:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Layout]) -> None:
+    """The index of several weight files."""
+    if len(files) == 1:
+        return
+    every = {name: entry for layout in files.values() for name, entry in layout.items()}
+    total = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in every.values())
+    places = {name: file for file, layout in files.items() for name in layout}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    write_json(folder / "model.safetensors.index.json", index)

@@ -25,6 +25,7 @@ DTYPES = {
 }
 MAX_DIMS = 8
 ADVICE = "download or export it again"
+Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # name -> dtype, shape
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -85,10 +86,34 @@ def map_tensor(info: TensorInfo) -> np.ndarray:
     return np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=info.shape)
 
 
-def write_tensors(
-    path: Path, layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]], values: Iterable[np.ndarray]
-) -> None:
-    """Writes tensors one at a time; `values` follow `layout` (name -> dtype, shape) in order."""
+def write_tensors(path: Path, layout: Layout, values: Iterable[np.ndarray]) -> None:
+    """Writes tensors one at a time; `values` follow `layout` in order."""
+    with path.open("wb") as file:
+        file.write(header_of(layout))
+        for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
+            if value.dtype != dtype or value.shape != shape:
+                raise ValueError(f"{name}: {value.dtype}{value.shape} announced as {dtype}{shape}")
+            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+def create_tensors(path: Path, layout: Layout) -> dict[str, np.ndarray]:
+    """A file of zeros as writable memory maps by name, to fill in any order."""
+    header = header_of(layout)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in layout.items()}
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(sizes.values()))
+    maps, start = {}, len(header)
+    for name, (dtype, shape) in layout.items():
+        maps[name] = np.zeros(shape, dtype)
+        if sizes[name]:
+            maps[name] = np.memmap(path, dtype, mode="r+", offset=start, shape=shape)
+        start += sizes[name]
+    return maps
+
+
+def header_of(layout: Layout) -> bytes:
+    """The bytes of a file before the data of its tensors."""
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():
@@ -96,9 +121,4 @@ def write_tensors(
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensor data starts on a multiple of 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
-            if value.dtype != dtype or value.shape != shape:
-                raise ValueError(f"{name}: {value.dtype}{value.shape} announced as {dtype}{shape}")
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return len(text).to_bytes(8, "little") + text

@@ -56,8 +56,8 @@ def export_folder(folder: Path) -> Path:
         return inside
     if (folder / "checkpoints").is_dir():
         raise ValueError(
-            f"the run in {folder} has no export {inside}, which its last step writes; finish the "
-            "run with config.checkpoint.export_hf=True"
+            f"the run in {folder} has no export {inside}, which its last step writes; export a "
+            f"checkpoint with python -m jaxrl.convert {folder} --step=last --output=DIR"
         )
     return folder
 

@@ -1,0 +1,85 @@
+"""Writing a Hugging Face folder from parts of arrays that arrive in any order.
+
+Host memory holds one part at a time: the weight files are created first and mapped into memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.files.atomic_folder import atomic_folder
+from jaxrl.models.files.hf_save import (
+    SHARD_BYTES,
+    Settings,
+    natural_sort_key,
+    shard_files,
+    write_index,
+    write_settings,
+)
+from jaxrl.models.files.safetensors import create_tensors
+from jaxrl.models.spec import ParamSpec, hf_names, is_spec
+
+Box = tuple[slice, ...]  # of an array, with a start and a stop on every axis
+Parts = Iterable[tuple[Box, np.ndarray]]
+
+
+def specs_by_path(cfg: DecoderConfig) -> dict[str, ParamSpec]:
+    """The parameter table by key path, for example "layers/0/attn/q/w"."""
+    leaves = jax.tree_util.tree_leaves_with_path(decoder_specs(cfg), is_leaf=is_spec)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): spec for path, spec in leaves}
+
+
+def stream_model(
+    target: Path,
+    cfg: DecoderConfig,
+    dtypes: Mapping[str, np.dtype],
+    read: Callable[[str], Parts],
+    *,
+    source: Path,
+    settings: Settings,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the folder that `save_model` writes of the same arrays.
+
+    `dtypes` has the dtype of every parameter by key path. `read(path)` gives the parts of an array,
+    which together are all of it; they are cast to the dtype.
+    """
+    specs = specs_by_path(cfg)
+    layout = {
+        name: (np.dtype(dtypes[path]), spec.hf_shape)
+        for path, spec in specs.items()
+        for name in hf_names(spec)
+    }
+    layout = {name: layout[name] for name in sorted(layout, key=natural_sort_key)}
+    files = shard_files(layout, max_shard_bytes)
+    with atomic_folder(target) as folder:
+        maps: dict[str, np.ndarray] = {}
+        for file, tensors in files.items():
+            maps |= create_tensors(folder / file, tensors)
+        for path, spec in specs.items():
+            for box, values in read(path):
+                _write(maps, spec, box, values)
+        for tensor in maps.values():
+            if isinstance(tensor, np.memmap):
+                tensor.flush()
+        write_index(folder, files)
+        write_settings(folder, cfg, next(iter(layout.values()))[0], source, settings)
+
+
+def _write(maps: Mapping[str, np.ndarray], spec: ParamSpec, box: Box, values: np.ndarray) -> None:
+    """Copies a part of a parameter into its tensors; stacked layers are separate tensors."""
+    names, n_lead = hf_names(spec), len(spec.stacked_shape)
+    for index in _indices(box[:n_lead]):
+        name = names[int(np.ravel_multi_index(index, spec.stacked_shape)) if n_lead else 0]
+        start = tuple(i - part.start for i, part in zip(index, box, strict=False))
+        maps[name].reshape(spec.shape[n_lead:])[box[n_lead:]] = values[start]
+
+
+def _indices(box: Box) -> Iterator[tuple[int, ...]]:
+    """The indices inside of a box."""
+    for offset in np.ndindex(*(part.stop - part.start for part in box)):
+        yield tuple(part.start + i for part, i in zip(box, offset, strict=True))

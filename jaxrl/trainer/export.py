@@ -1,0 +1,178 @@
+"""Exports a checkpoint of a run as a Hugging Face folder, on one host and without its devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.tokenizer import padding_id, stop_ids
+from jaxrl.io.checkpoint.checkpointer import best_step, complete_steps
+from jaxrl.io.checkpoint.errors import CheckpointError
+from jaxrl.io.checkpoint.saved_arrays import SavedArrays
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.files.hf_config import folder_config
+from jaxrl.models.files.hf_save import SHARD_BYTES, Settings
+from jaxrl.models.files.hf_stream import specs_by_path, stream_model
+from jaxrl.models.files.source import resolve_model
+from jaxrl.trainer.setup.data import make_renderer
+from jaxrl.trainer.setup.folder import read_run_config
+
+PARTS = ("policy", "critic", "ema")  # policy: the model that the run trains, also a reward model
+MAX_SHOWN = 4  # differences in one error message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What a part is made from."""
+
+    prefix: str  # of its arrays in the checkpoint
+    heads: tuple[str, ...]  # of the export
+    folder: Path  # model that the part was loaded from
+
+
+def export_checkpoint(
+    run: Path,
+    step: str,
+    target: Path,
+    *,
+    part: str = "policy",
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> tuple[int, DecoderConfig]:
+    """Writes a part of a checkpoint of the run folder `run`; returns the step and the model.
+
+    `step` is a number, "last", or "best" by config.checkpoint.best_metric. The folder equals the
+    export that the run writes at its end: the same names, dtypes, chat template, generation config
+    and special tokens. `dtype` casts the weights. Host memory holds one chunk of the checkpoint.
+    Raises ValueError if there is no such step or part, CheckpointError if it cannot be read.
+    """
+    cfg = read_run_config(run)
+    if cfg is None:
+        raise ValueError(
+            f"{run} is not a run folder with a config.json and checkpoints; --step exports a "
+            "checkpoint of a run"
+        )
+    if cfg.lora.rank:
+        raise ValueError(
+            f"{run} trains adapters (lora.rank={cfg.lora.rank}); --step does not export these yet. "
+            "Resume the run to its end, which writes hf/ and adapter/"
+        )
+    directory = run / "checkpoints"
+    number = find_step(directory, step, cfg)
+    arrays = SavedArrays(directory, number)
+    source = _source(cfg, part, arrays.shapes)
+    stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
+    decoder = dataclasses.replace(folder_config(source.folder), heads=source.heads, stacked=stacked)
+    dtypes = _dtypes(decoder, source.prefix, arrays)
+    if dtype is not None:
+        dtypes = dict.fromkeys(dtypes, np.dtype(dtype))
+    policy = resolve_model(cfg.model.path)
+    renderer = make_renderer(cfg, policy, folder_config(policy))
+    is_language_model = "vocab" in source.heads
+    settings_of = language_model_settings if is_language_model else classifier_settings
+    stream_model(
+        target,
+        decoder,
+        dtypes,
+        lambda path: arrays.parts(source.prefix + path),
+        source=source.folder,
+        settings=settings_of(cfg, renderer, source.folder),
+        max_shard_bytes=max_shard_bytes,
+    )
+    return number, decoder
+
+
+def find_step(directory: Path, step: str, cfg: RunConfig) -> int:
+    """The step that "last", "best" or a number names. Raises ValueError with those there are."""
+    steps = complete_steps(directory) if directory.is_dir() else []
+    if not steps:
+        raise ValueError(f"{directory} has no complete checkpoint; set checkpoint.every in the run")
+    listed = ", ".join(map(str, steps))
+    if step == "last":
+        return steps[-1]
+    if step == "best":
+        best = best_step(directory, cfg.checkpoint) if cfg.checkpoint.best_metric else None
+        if best is None:
+            raise ValueError(
+                f"--step=best: the run measured no checkpoint (checkpoint.best_metric="
+                f"{cfg.checkpoint.best_metric!r}); set --step to last or one of {listed}"
+            )
+        return best
+    if not step.isdecimal() or int(step) not in steps:
+        raise ValueError(f"--step={step} is not in {directory}; set last, best or one of {listed}")
+    return int(step)
+
+
+def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> Settings:
+    """The stop tokens and the chat template of the run."""
+    stop = {*stop_ids(source, renderer.tokenizer), *cfg.rollout.sampling.stop_token_ids}
+    return Settings(
+        generation_config={"eos_token_id": sorted(stop) if len(stop) > 1 else min(stop)},
+        chat_template=_chat_template(cfg, renderer),
+    )
+
+
+def classifier_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> Settings:
+    """A padding token, by which transformers finds the last token of a row; the chat template."""
+    ids = {"pad_token_id": padding_id(source, renderer.tokenizer)}
+    return Settings(config=ids, chat_template=_chat_template(cfg, renderer))
+
+
+def _chat_template(cfg: RunConfig, renderer: ChatRenderer) -> str:
+    """The run's chat template; "" if it is the model's."""
+    return renderer.template if cfg.data.chat_template else ""
+
+
+def _source(cfg: RunConfig, part: str, saved: Mapping[str, Any]) -> _Source:
+    """Where a part is in the checkpoint. Raises ValueError if the run does not have it."""
+    policy = resolve_model(cfg.model.path)
+    if part == "critic":
+        if any(name.startswith("critic/params/") for name in saved):
+            path = cfg.critic.path
+            folder = resolve_model(path, key="config.critic.path") if path else policy
+            return _Source("critic/params/", ("score",), folder)
+        if cfg.critic.shared and "params/score" in saved:
+            return _Source("params/", ("score",), policy)
+        raise ValueError("--part=critic: the run has no critic; set --part=policy")
+    heads = _policy_heads(cfg, folder_config(policy), saved)
+    if part == "ema":
+        if not any(name.startswith("opt_state/ema/") for name in saved):
+            raise ValueError(
+                "--part=ema: the run has no average (learner.ema=0); set --part=policy"
+            )
+        return _Source("opt_state/ema/", heads, policy)
+    return _Source("params/", heads, policy)
+
+
+def _policy_heads(
+    cfg: RunConfig, decoder: DecoderConfig, saved: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The head of the export: logits, unless the run trains a reward model."""
+    has_logits = cfg.critic.shared if decoder.tied else "params/lm_head" in saved
+    return ("vocab",) if has_logits or "params/score" not in saved else ("score",)
+
+
+def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[str, np.dtype]:
+    """The dtype of every parameter: the policy's. Raises CheckpointError for another model."""
+    both = specs_by_path(dataclasses.replace(decoder, heads=("vocab", "score")))
+    specs, saved = specs_by_path(decoder), arrays.shapes
+    there = {n.removeprefix(prefix): leaf for n, leaf in saved.items() if n.startswith(prefix)}
+    errors = [f"{path} is not in it" for path in specs if path not in there]
+    errors += [f"{path} is in it but not in the model" for path in there if path not in both]
+    errors += [
+        f"{path} is {list(there[path].shape)} in it and {list(spec.shape)} in the model"
+        for path, spec in specs.items()
+        if path in there and tuple(there[path].shape) != spec.shape
+    ]
+    if errors:
+        raise CheckpointError(
+            f"the checkpoint {arrays.folder} is from another model: "
+            f"{'; '.join(errors[:MAX_SHOWN])}; restore the folder that config.json names"
+        )
+    trained = "critic/params/" if prefix.startswith("critic/") else "params/"
+    return {path: np.dtype(saved[trained + path].dtype) for path in specs}
