@@ -23,6 +23,7 @@ from jaxrl.types import Message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
+MAX_ARGUMENTS_LEN = 4096  # characters of chat_template_kwargs as JSON
 MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 
 
@@ -77,6 +78,7 @@ def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> Generatio
     _check_limits(fields, limits, n_prompts=1)
     messages = read_messages(body, limits)
     tools = read_tools(body, limits.tool_format, parallel=fields.parallel_tool_calls)
+    renderer = with_template_arguments(body, renderer)
     text = render_messages(messages, renderer, tools=tools and tools.tools)
     # the template already contains the special tokens
     prompt = encode_text(text, renderer, limits, special_tokens=False)
@@ -208,6 +210,21 @@ def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: Lim
             param="min_tokens",
         )
     return n_tokens
+
+
+def with_template_arguments(body: dict[str, Any], renderer: ChatRenderer) -> ChatRenderer:
+    """The renderer with the `chat_template_kwargs` of a body. Raises RequestError (400)."""
+    arguments, param = body.get("chat_template_kwargs"), "chat_template_kwargs"
+    if arguments is None:
+        return renderer
+    if not isinstance(arguments, dict) or len(json.dumps(arguments)) > MAX_ARGUMENTS_LEN:
+        raise RequestError(
+            400, f"{param} must be an object of up to {MAX_ARGUMENTS_LEN} characters", param=param
+        )
+    try:
+        return renderer.with_arguments(arguments)
+    except ValueError as error:
+        raise RequestError(400, str(error), param=param) from error
 
 
 def render_messages(

@@ -86,7 +86,15 @@ class Fields(ModelFields):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
-    untyped = ("logit_bias", "messages", "response_format", "stop", "tool_choice", "tools")
+    untyped = (
+        "chat_template_kwargs",
+        "logit_bias",
+        "messages",
+        "response_format",
+        "stop",
+        "tool_choice",
+        "tools",
+    )
     max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
     parallel_tool_calls: bool = key(True, "allow several tool calls in a response")
     logprobs: bool = key(False, "return the logprob of every token")

@@ -8,13 +8,14 @@ from jaxrl.data.chat import ChatRenderer
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.prompt import Limits, encode_text, is_id
-from jaxrl.serve.request import read_messages, render_messages
+from jaxrl.serve.request import read_messages, render_messages, with_template_arguments
 from jaxrl.serve.request_fields import ModelFields, read_fields
+from jaxrl.serve.structured.tools import check_tools
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeFields(ModelFields):
-    untyped = ("messages", "prompt")
+    untyped = ("chat_template_kwargs", "messages", "prompt", "tools")
     add_special_tokens: bool = key(
         False, "add the tokenizer's special tokens; default: true for a prompt, false for messages"
     )
@@ -34,8 +35,12 @@ def tokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, An
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise RequestError(400, "send either prompt or messages", param="prompt")
     if (text := body.get("prompt")) is None:
+        messages = read_messages(body, limits)
         text = render_messages(
-            read_messages(body, limits), renderer, generation_prompt=fields.add_generation_prompt
+            messages,
+            with_template_arguments(body, renderer),
+            generation_prompt=fields.add_generation_prompt,
+            tools=check_tools(body.get("tools")),
         )
     elif not isinstance(text, str):
         raise RequestError(400, "prompt must be a string", param="prompt")

@@ -21,7 +21,7 @@ TEMPLATE = (
     "Call a tool as <tool_call></tool_call><|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n{% if thinking %}<think>\n{% endif %}"
 )
 SHAPE = dict(L=2, D=64, N=4, K=2, H=16, F=96, V=272, max_len=1024)
 

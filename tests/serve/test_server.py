@@ -384,7 +384,20 @@ def test_tools_calls_and_results_are_in_the_prompt(served, model):
     assert "<|im_start|>tool\nstopped" in text
 
 
+def test_template_arguments_of_a_request_change_its_prompt(served, model):
+    def prompt(**fields):
+        answer = ask(served, max_tokens=1, extra_body=IDS | fields)
+        return model.renderer.decode(answer.choices[0].prompt_token_ids, skip_special=False)
+
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert prompt(**thinking) == prompt() + "<think>\n"
+    body = {"messages": HI} | thinking
+    tokens = served.client.post(f"{served.base}/tokenize", body=body, cast_to=dict)["tokens"]
+    assert model.renderer.decode(tokens, skip_special=False) == prompt(**thinking)
+
+
 INVALID_CHAT = {
+    "chat_template_kwargs": {"chat_template_kwargs": {"thinkin": True}},
     "tools[1]": {"tools": [STOP, {"type": "function", "function": {"name": "f", "parameters": 5}}]},
     "tools[0]": {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]},
     "tools": {

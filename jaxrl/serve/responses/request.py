@@ -23,6 +23,7 @@ SAME = (  # fields that the chat endpoint has by the same name
     "stream",
     "top_logprobs",
     "parallel_tool_calls",
+    "chat_template_kwargs",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",

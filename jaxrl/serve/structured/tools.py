@@ -78,7 +78,7 @@ def read_tools(body: dict[str, Any], known: ToolFormat | None, *, parallel: bool
 
     Raises RequestError (400) with the name of the field that is invalid.
     """
-    tools = _tools(body.get("tools"))
+    tools = check_tools(body.get("tools"))
     names = [tool["function"]["name"] for tool in tools]
     mode, name = _choice(body.get("tool_choice"), names)
     if not tools or mode == "none":
@@ -100,7 +100,8 @@ def read_tools(body: dict[str, Any], known: ToolFormat | None, *, parallel: bool
     return ToolUse(tools, mode, parallel, name, known if mode == "auto" else None)
 
 
-def _tools(value: Any) -> tuple[Tool, ...]:
+def check_tools(value: Any) -> tuple[Tool, ...]:
+    """The tools of a body. Raises RequestError (400) if they are invalid or too many."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
