@@ -365,6 +365,8 @@ def optimizer(found: Migration) -> None:
             f"lr_warmup_steps_ratio={ratio}: set learner.warmup_steps to that share of all "
             "optimizer updates"
         )
+    if "8bit" in str(found.get(ACTOR + "optim.optimizer", "")):
+        found.config["learner.moment_dtype"] = "int8"
     offload = []
     for name, ours in (
         (ACTOR + "fsdp_config.optimizer_offload", "optimizer"),

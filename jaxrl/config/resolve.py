@@ -17,6 +17,7 @@ from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
 from jaxrl.config.checks.data import data_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
+from jaxrl.config.checks.optimizer import optimizer_errors
 from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
@@ -87,6 +88,7 @@ def validate(run: RunConfig) -> list[str]:
     return [
         *batch_errors(run),
         *data_errors(run.data),
+        *optimizer_errors(run),
         *rollout_errors(run),
         *algorithm_errors(run),
         *training_sampling_errors(run),

@@ -11,7 +11,8 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed
 from jaxrl.layout import Layout, role_layout, training_rules
-from jaxrl.learner.optimizer import Optimizer, make_optimizer
+from jaxrl.learner.optimizer import Optimizer, check_moments, make_optimizer
+from jaxrl.learner.optimizers.patterns import found_patterns
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
 from jaxrl.models.config import DecoderConfig, for_platform
@@ -101,10 +102,11 @@ def make_critic(
     layout = role_layout(cfg, "critic", decoder, dtype)
     mesh = layout.mesh(jax.sharding.get_mesh())
     specs = decoder_specs(decoder)
-    optimizer = make_optimizer(
-        critic_run.learner, total_steps * critic_run.updates_per_step, split(specs)[0]
-    )
+    trained = split(specs)[0]
+    learner = found_patterns(critic_run.learner, trained)
+    optimizer = make_optimizer(learner, total_steps * critic_run.updates_per_step, trained)
     with layout.on_mesh():
+        check_moments(learner, trained, layout.rules)
         state = abstract_state(
             specs,
             dtype,

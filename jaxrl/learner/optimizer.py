@@ -1,15 +1,31 @@
-"""Optimizer of a run: schedule, clipping, and AdamW or SGD as an optax transformation."""
+"""Optimizer of a run: schedule, clipping, weight decay, and an optax transformation."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
 from jaxrl.algorithms.table import lookup
+from jaxrl.config.checks.optimizer import optimizer_options
 from jaxrl.config.keys import LearnerConfig
-from jaxrl.models.spec import map_specs
+from jaxrl.config.keys.optimizer import (
+    OPTIMIZER_OPTIONS,
+    AdafactorOptions,
+    LionOptions,
+    MuonOptions,
+)
+from jaxrl.learner.optimizers.adafactor import scale_by_adafactor
+from jaxrl.learner.optimizers.blocks import check_blocks
+from jaxrl.learner.optimizers.moments import store_moments
+from jaxrl.learner.optimizers.muon import scale_by_muon, split_specs
+from jaxrl.learner.optimizers.patterns import lr_factors, weight_decays
+from jaxrl.learner.optimizers.plugin import load_optimizer
 from jaxrl.types import Tree
+from sharding import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +42,90 @@ class Optimizer:
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) or plain SGD from the learner's config.
+    """The optimizer of the learner's config; `specs` is the model's parameter table.
 
-    `specs` is the model's parameter table: weight decay applies to matrices only, not to biases and
-    norms.
+    weights -= lr * factor * (direction + decay * weights), with `direction` by `cfg.optimizer`:
+    adamw: https://arxiv.org/abs/1711.05101
+    adafactor: optimizers/adafactor.py
+    lion: sign(b1 m + (1 - b1) g), then m = b2 m + (1 - b2) g (https://arxiv.org/abs/2302.06675)
+    muon: optimizers/muon.py
+    sgd: g
+    A transformation by import path computes lr * direction itself. Weight decay applies to matrices
+    only, not to biases and norms, unless `cfg.weight_decays` says otherwise. Raises ValueError for
+    an optimizer, option or pattern that does not exist.
     """
-    lr = lr_schedule(cfg, total_updates)
-    adamw = optax.adamw(
-        lr, b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, weight_decay=cfg.weight_decay, mask=matrices(specs)
-    )
-    known = {"adamw": adamw, "sgd": optax.sgd(lr)}
-    transform = lookup(known, cfg.optimizer, "learner.optimizer")
-    return Optimizer(transform, lr, cfg.clip_norm, cfg.ema)
+    lr, decays = lr_schedule(cfg, total_updates), weight_decays(cfg, specs)
+    if ":" in cfg.optimizer.partition("?")[0]:
+        steps = [load_optimizer(cfg.optimizer, lr, specs), _decay_by_schedule(decays, lr)]
+    else:
+        steps = [_direction(cfg, specs), _decay(decays), optax.scale_by_learning_rate(lr)]
+    factors = lr_factors(cfg, specs)
+    if factors is not None:
+        steps.append(optax.stateless(lambda updates, _: jax.tree.map(_times, updates, factors)))
+    return Optimizer(optax.chain(*steps), lr, cfg.clip_norm, cfg.ema)
+
+
+def check_moments(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:
+    """Raises ValueError if the moments cannot be stored as configured, on the current mesh."""
+    if cfg.moment_dtype == "int8":
+        check_blocks(specs, rules)
+
+
+def _direction(cfg: LearnerConfig, specs: Tree) -> optax.GradientTransformation:
+    """The built-in optimizer without learning rate and weight decay."""
+    name = cfg.optimizer.partition("?")[0]
+    lookup(OPTIMIZER_OPTIONS, name, "learner.optimizer")
+    chosen, errors = optimizer_options(cfg.optimizer)
+    if errors:
+        raise ValueError("; ".join(errors))
+    adam = optax.scale_by_adam(b1=cfg.b1, b2=cfg.b2, eps=cfg.eps)
+    match chosen:
+        case AdafactorOptions():
+            return scale_by_adafactor(specs, chosen)
+        case LionOptions():
+            lion = optax.scale_by_lion(b1=chosen.b1, b2=chosen.b2)
+            return store_moments(lion, cfg.moment_dtype, specs)
+        case MuonOptions():
+            matrices, others, names = split_specs(specs)
+            muon = store_moments(scale_by_muon(matrices, chosen), cfg.moment_dtype, matrices)
+            adam = store_moments(adam, cfg.moment_dtype, others)
+            # The tree of names is a Decoder, which optax would call.
+            return optax.partition({"muon": muon, "adamw": adam}, lambda _: names)
+    return optax.identity() if name == "sgd" else store_moments(adam, cfg.moment_dtype, specs)
+
+
+def _decay(decays: Tree) -> optax.GradientTransformation:
+    """Adds decay * weights to the direction."""
+
+    def add(updates: Tree, weights: Tree | None) -> Tree:
+        return jax.tree.map(_plus_decayed, updates, weights, decays)
+
+    return optax.stateless(add)
+
+
+def _decay_by_schedule(decays: Tree, lr: optax.Schedule) -> optax.GradientTransformation:
+    """Adds -lr * decay * weights to an update that has the learning rate already."""
+
+    def update(updates: Tree, count: Array, weights: Tree | None = None):
+        rate = -lr(count)
+        add = functools.partial(_plus_decayed, rate=rate)
+        return jax.tree.map(add, updates, weights, decays), count + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+
+
+def _plus_decayed(
+    update: jax.Array,
+    weight: jax.Array,
+    decay: float | np.ndarray,
+    rate: float | jax.Array = 1.0,
+) -> jax.Array:
+    none = isinstance(decay, float) and decay == 0.0
+    return update if none else update + rate * (decay * weight)
+
+
+def _times(update: jax.Array, factor: float | np.ndarray) -> jax.Array:
+    return update * factor
 
 
 def clip_factor(norm: Float[Array, ""], clip_norm: float) -> Float[Array, ""]:
@@ -48,11 +136,6 @@ def clip_factor(norm: Float[Array, ""], clip_norm: float) -> Float[Array, ""]:
     """
     one = jnp.ones_like(norm)
     return one if clip_norm == 0 else jnp.minimum(one, clip_norm / norm)
-
-
-def matrices(specs: Tree) -> Tree:
-    """True for parameters that are matrices in the Hugging Face file, whatever their shape here."""
-    return map_specs(lambda spec: len(spec.hf_shape) >= 2, specs)
 
 
 def lr_schedule(cfg: LearnerConfig, total_updates: int) -> optax.Schedule:

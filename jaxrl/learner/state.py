@@ -1,4 +1,4 @@
-"""Train state: parameters in the compute dtype, float32 moments and float32 master weights."""
+"""Train state: parameters in the compute dtype, optimizer state and float32 master weights."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class OptState:
     """Optimizer state, sharded like the parameters."""
 
     # Each for the arrays that training changes: with adapters, only these (models/lora.py).
-    inner: Tree  # optax's state: float32 moments
+    inner: Tree  # optax's state: moments
     master: Tree  # float32 weights of narrower parameters; MaskedNode for float32 ones
     ema: Tree = None  # float32 moving average of the weights, if the optimizer keeps one
 
@@ -32,7 +32,7 @@ def init_state(params: Tree, optimizer: Optimizer, *, offload: bool = False) -> 
     The state takes `params` over without a copy; drop other references, because the first update
     donates it. `offload` keeps the optimizer state in host memory, except during an optimizer step.
     """
-    opt_state = jax.jit(_init_opt, static_argnums=(1, 2))(params, optimizer, offload)
+    opt_state = jax.jit(init_opt_state, static_argnums=(1, 2))(params, optimizer, offload)
     return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
 
@@ -53,13 +53,14 @@ def abstract_state(
 
     params = map_specs(param, specs)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        opt_state = jax.eval_shape(lambda p: _init_opt(p, optimizer), params)
+        opt_state = jax.eval_shape(lambda p: init_opt_state(p, optimizer), params)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     opt_state, step = on_mesh((opt_state, step), mesh)
     return TrainState(params, to_host(opt_state) if offload else opt_state, step)
 
 
-def _init_opt(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
+def init_opt_state(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
+    """Optimizer state, master weights and moving average before the first update."""
     params = split(params)[0]
     master = jax.tree.map(_master_weight, params)
     weights = _float32(params, master)

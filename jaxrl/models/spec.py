@@ -37,6 +37,20 @@ class ParamSpec:
         """Sizes of the leading axes that are separate tensors in a file."""
         return self.shape[: len(PLACEHOLDER.findall(self.hf))]
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether one tensor in the file is a matrix, whatever the shape is here."""
+        return len(self.hf_shape) >= 2
+
+    @property
+    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Axes of `shape` that are the rows, and those that are the columns, of a matrix."""
+        first = len(self.stacked_shape)
+        end = first + 1
+        while math.prod(self.shape[first:end]) < self.hf_shape[0]:
+            end += 1
+        return tuple(range(first, end)), tuple(range(end, len(self.shape)))
+
 
 def is_spec(leaf: object) -> bool:
     return isinstance(leaf, ParamSpec)

@@ -22,7 +22,7 @@ from jaxrl.learner.critic import (
     reward_model_scorer,
     shared_value_scorer,
 )
-from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.optimizer import check_moments, make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
@@ -185,7 +185,9 @@ def _add_update(
 ) -> TrainState:
     """Adds the policy update; returns the abstract training state."""
     mesh, rules, specs = jax.sharding.get_mesh(), training_rules(cfg), decoder_specs(decoder)
-    optimizer = make_optimizer(cfg.learner, cfg.total_steps * cfg.updates_per_step or 10**6, specs)
+    trained, n_updates = split(specs)[0], cfg.total_steps * cfg.updates_per_step or 10**6
+    check_moments(cfg.learner, trained, rules)
+    optimizer = make_optimizer(cfg.learner, n_updates, trained)
     offload = "optimizer" in cfg.learner.offload
     state = abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload)
     ref = None

@@ -11,19 +11,25 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl.config.choices import REMATS
-from jaxrl.config.keys import MeshConfig, RunConfig
+from jaxrl.config.keys import LearnerConfig, MeshConfig, RunConfig
 from jaxrl.layout import training_rules
+from jaxrl.learner.optimizer import check_moments, make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
+from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.mesh_check import check_mesh
-from jaxrl.models.spec import count_params
+from jaxrl.models.spec import count_params, map_specs
 from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, shares_base
 from jaxrl.planner.topology import Chip, Topology
+from sharding import abstract_mesh, bytes_per_device
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
 RECOMPUTED_FRACTION = {"full": 1.0, "dots": 0.1, "none": 0.0}  # of the forward pass, in backward
@@ -150,6 +156,8 @@ def meshes(cfg: RunConfig, decoder: DecoderConfig, machine: Topology) -> Iterato
         rules = training_rules(dataclasses.replace(cfg, mesh=MeshConfig(**sizes)))
         with contextlib.suppress(ValueError):
             check_mesh(decoder, sizes, rules)
+            with jax.sharding.use_abstract_mesh(abstract_mesh(n, **sizes)):
+                check_moments(cfg.learner, split(decoder_specs(decoder))[0], rules)
             yield sizes
 
 
@@ -165,7 +173,7 @@ def estimate(
 ) -> Candidate:
     """Memory and step time by formula; `tokens` is the token budget of a data-parallel rank.
 
-    Memory: weights, float32 moments, master weights and gradients, all sharded; activations that
+    Memory: weights, optimizer state, master weights and gradients, all sharded; activations that
     backward keeps of each layer; one gathered layer and its gradient; a chunk of logits and the
     head's gradient.
     Time: compute of each pass over the weights, or all-gathers of the weights if these take
@@ -192,6 +200,7 @@ class _Sizes:
     ranks: int  # data-parallel ranks
     tokens: int  # token budget of a rank
     item_bytes: int  # of a weight
+    optimizer_bytes: float  # of the optimizer state, per device
     params: int
     active_params: int | float  # used by one token
     head: int  # parameters of the unembedding
@@ -205,11 +214,6 @@ class _Sizes:
     @property
     def local_tokens(self) -> float:
         return self.tokens / self.sequence
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Two float32 moments, and master weights if the weights are narrower."""
-        return self.trained * (8 + (4 if self.item_bytes < 4 else 0))
 
 
 def _sizes(
@@ -229,7 +233,8 @@ def _sizes(
         group = cfg.rollout.tensor or tp, cfg.rollout.expert or e
         n_replicas = max(len(machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
-    held = gathered / (size["fsdp"] * s)
+    dtype, held = for_platform(cfg, d, machine.platform)[0], gathered / (size["fsdp"] * s)
+    adapted = with_adapters(cfg.lora, d)
     return _Sizes(
         tensor=tp,
         sequence=s,
@@ -238,13 +243,14 @@ def _sizes(
         fsdp=size["fsdp"] * s,
         ranks=size["replica"] * size["fsdp"] * e,
         tokens=tokens,
-        item_bytes=for_platform(cfg, d, machine.platform)[0].itemsize,
+        item_bytes=dtype.itemsize,
+        optimizer_bytes=held * optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         params=params,
         active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
         head=head,
         gathered=gathered,
         held=held,
-        trained=held * trained_fraction(with_adapters(cfg.lora, d)),
+        trained=held * trained_fraction(adapted),
         layer=(gathered - head * (1 if d.tied else 2) / tp) / d.L,
         rollout_copy=rollout_copy,
         n_replicas=n_replicas,
@@ -326,6 +332,19 @@ def _collective_seconds(chip: Chip, n_bytes: int | float, n: int, spread: int) -
     slow = chip.node and spread > chip.node
     rate = chip.network_bytes_per_s if slow else chip.link_bytes_per_s
     return n_bytes * (n - 1) / n / rate
+
+
+@functools.cache
+def optimizer_bytes_per_param(
+    learner: LearnerConfig, decoder: DecoderConfig, dtype: jnp.dtype
+) -> float:
+    """Mean bytes of moments, master weights and moving average per parameter of the model."""
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True))
+    learner = dataclasses.replace(learner, lr_schedule="constant")
+    optimizer = make_optimizer(learner, 0, split(specs)[0])
+    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
+    state = jax.eval_shape(lambda params: init_opt_state(params, optimizer), params)
+    return bytes_per_device(state) / count_params(specs)
 
 
 @functools.cache

@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Sequence
 
+from jaxrl.config.options import options
 from jaxrl.rewards.signatures import RewardFunction
-from jaxrl.workers.plugins import import_path, load_plugin, options
+from jaxrl.workers.plugins import import_path, load_plugin
 
 KEY = "reward.functions"
 BUILT_IN = {

@@ -1,11 +1,10 @@
 """Plug-ins named in a config: built-in ones by name, the user's own by import path.
 
 "math", "last_number?require_stop=false", "package.module:function", "path/to/file.py:function".
-Keyword arguments follow "?" and are joined by "&". true, false, numbers and quoted text are read as
-Python literals, everything else as text.
+Keyword arguments follow "?" and are joined by "&" (jaxrl/config/options.py).
 """
 
-import ast
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -14,6 +13,10 @@ from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from jaxrl.config.options import options
+
+MAX_SHOWN = 12  # functions of a module in an error message
 
 
 def load_plugin(
@@ -30,9 +33,11 @@ def load_plugin(
     function = getattr(module, name, None)
     if not callable(function):
         found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = difflib.get_close_matches(name, found)
+        shown = (near or found[:MAX_SHOWN]) if len(found) > MAX_SHOWN else found
         raise ValueError(
             f"{key} {spec!r}: {module_name} has no function or class {name!r}; set one that it "
-            f"has: {', '.join(found) or 'none'}"
+            f"has: {', '.join(shown) or 'none'}"
         )
     bound = {name: value for name, value in options(spec).items() if name not in reserved}
     return functools.partial(function, **bound) if bound else function
@@ -49,13 +54,6 @@ def import_path(spec: str, *, built_in: Mapping[str, str], key: str) -> str:
             "'package.module:function' or to 'path/to/file.py:function'"
         )
     return built_in[name]
-
-
-def options(spec: str) -> dict[str, Any]:
-    """The keyword arguments after "?"."""
-    query = spec.partition("?")[2]
-    pairs = [option.partition("=") for option in query.split("&") if option]
-    return {name: _literal(value) for name, _, value in pairs}
 
 
 def _import(name: str, spec: str, key: str) -> ModuleType:
@@ -76,12 +74,3 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     return module
-
-
-def _literal(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

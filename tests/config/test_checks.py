@@ -218,6 +218,20 @@ WRONG = [
     (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
     (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),
+    (dict(learner__optimizer="moun"), "did you mean 'muon'?", "optax:adabelief"),
+    (dict(learner__optimizer="muon?scales=shape"), "did you mean 'scale'?", "nesterov, steps"),
+    (dict(learner__optimizer="muon?scale=spectral"), "scale='spectral'", "rms, shape"),
+    (dict(learner__optimizer="lion?b2=2"), "learner.optimizer='lion?b2=2': b2=2.0", "<= 1"),
+    (dict(learner__optimizer="lion?b2=fast"), "b2='fast' is of type str", "set a float"),
+    (dict(learner__optimizer="adamw?b1=0.8"), "unknown option 'b1'", "keys of learner"),
+    (
+        dict(learner__optimizer="adafactor", learner__moment_dtype="int8"),
+        "no effect on learner.optimizer='adafactor'",
+        "adamw, lion, muon",
+    ),
+    (dict(learner__lr_factors=("layers.0",)), "learner.lr_factors has 'layers.0'", "REGEX=NUMBER"),
+    (dict(learner__weight_decays=("(norm=0",)), "learner.weight_decays has '(norm=0'"),
+    (dict(learner__lr_factors=("norm=-1",)), "a number of at least 0"),
 ]
 
 

@@ -24,6 +24,7 @@ from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, make_values
 from jaxrl.models import decoder
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.planner.model_shape import model_shape
@@ -102,7 +103,7 @@ def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name
     mesh = abstract_mesh(64, **sizes)
     check_mesh(model, mesh.shape)
     with jax.sharding.use_abstract_mesh(mesh):
-        optimizer = make_optimizer(run.learner, 1000, specs)
+        optimizer = make_optimizer(run.learner, 1000, split(specs)[0])
         params = abstract_params(specs, TRAIN, jnp.bfloat16)
         state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
         batch = abstract_batch(run, mesh)
@@ -124,7 +125,7 @@ def test_the_critic_of_a_large_model_type_checks_on_an_abstract_mesh():
     assert count_params(specs) == LARGE["grpo_7b"] - 152064 * 3584 + 3584
     mesh = abstract_mesh(64, fsdp=run.mesh.fsdp, tensor=run.mesh.tensor)
     with jax.sharding.use_abstract_mesh(mesh):
-        optimizer = make_optimizer(run.learner, 1000, specs)
+        optimizer = make_optimizer(run.learner, 1000, split(specs)[0])
         params = abstract_params(specs, TRAIN, jnp.bfloat16)
         state = jax.eval_shape(lambda params: init_state(params, optimizer), params)
         batch = abstract_batch(run, mesh)

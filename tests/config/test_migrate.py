@@ -145,6 +145,11 @@ def test_adapters_are_translated_with_their_rank():
     assert load(config_file(config, "adapters")).lora.rank == 32
 
 
+def test_verls_8_bit_adamw_is_the_dtype_of_the_moments():
+    found = migrate({"actor_rollout_ref.actor.optim.optimizer": "AdamW8bit"})
+    assert found.config["learner.moment_dtype"] == "int8" and not found.missing
+
+
 def test_keys_without_a_counterpart_are_listed(capsys):
     main([str(FOLDER / "remax.yaml"), "trainer.logger=swanlab", "data.sampler.class_name=Mine"])
     listed = capsys.readouterr().err

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxrl.config.keys import LearnerConfig
-from jaxrl.learner.optimizer import clip_factor, lr_schedule, make_optimizer, matrices
+from jaxrl.learner.optimizer import clip_factor, lr_schedule, make_optimizer
+from jaxrl.learner.optimizers.patterns import weight_decays
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import ParamSpec
 from tests.learner.tiny_policy import MODEL
@@ -80,6 +81,6 @@ def test_a_gradient_above_the_clip_norm_is_scaled_to_it(norm, clip_norm, want):
 @pytest.mark.parametrize("stacked", [False, True])
 def test_weight_decay_applies_to_matrices_of_the_hugging_face_layout(stacked):
     specs = decoder_specs(dataclasses.replace(MODEL, stacked=stacked))
-    decayed = jax.tree_util.tree_leaves_with_path(matrices(specs))
+    decayed = jax.tree_util.tree_leaves_with_path(weight_decays(LearnerConfig(), specs))
     names = {jax.tree_util.keystr(path): decays for path, decays in decayed}
-    assert all(decays != (".b" in n or "norm" in n) for n, decays in names.items()), names
+    assert all(bool(d) != (".b" in n or "norm" in n) for n, d in names.items()), names

@@ -23,6 +23,7 @@ from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, take_tokens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split
 from jaxrl.models.spec import init_params, is_spec, partition_specs
 from jaxrl.types import TrainingSample
 from sharding import Rules, make_mesh
@@ -138,7 +139,7 @@ def programs(cfg: RunConfig, model: DecoderConfig = MODEL, rules: Rules = TRAIN)
 
 @functools.cache
 def _programs(cfg: RunConfig, model: DecoderConfig, rules: Rules):
-    optimizer = make_optimizer(cfg.learner, 10, decoder_specs(model))
+    optimizer = make_optimizer(cfg.learner, 10, split(decoder_specs(model))[0])
     return optimizer, make_update(cfg, optimizer, rules), make_score(cfg, rules)
 
 

@@ -6,8 +6,8 @@ from jaxrl.config.choices import (
     AGGREGATIONS,
     IPO_REDUCTIONS,
     LR_SCHEDULES,
+    MOMENT_DTYPES,
     OFFLOADS,
-    OPTIMIZERS,
     PREFERENCE_LOSSES,
     REMATS,
     SEQUENCE_PARALLELS,
@@ -72,8 +72,30 @@ class LearnerConfig:
         "Compiler options for scoring and updates: named sets (overlap, prefetch, combine; see "
         "docs/how_to/planner.md) and single options as 'xla_option=value'",
     )
-    optimizer: str = key("adamw", "Optimizer", choices=OPTIMIZERS)
+    optimizer: str = key(
+        "adamw",
+        "adamw, adafactor, lion, muon, sgd, or an optax optimizer as 'package.module:function'; "
+        "with options, 'muon?scale=shape' or 'optax:adabelief?b1=0.95'",
+    )
+    moment_dtype: str = key(
+        "float32",
+        "Dtype of the moments of adamw, lion and muon between steps: bfloat16 halves them, int8 "
+        "quantizes blocks of 16 x 16 numbers",
+        choices=MOMENT_DTYPES,
+    )
     lr: float = key(1e-6, "Peak learning rate", ge=0)
+    lr_factors: tuple[str, ...] = key(
+        (),
+        "Factors of the learning rate by parameter: 'REGEX=FACTOR' over Hugging Face tensor names, "
+        "of which the first that is found counts; 0 freezes",
+    )
+    lr_layer_decay: float = key(
+        1.0,
+        "Factor of the learning rate from each layer to the one below: the last layer has lr times "
+        "this, the embedding the least",
+        gt=0,
+        le=1,
+    )
     lr_schedule: str = key("constant", "Learning rate schedule after warm-up", choices=LR_SCHEDULES)
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up", ge=0)
     min_lr_ratio: float = key(0.0, "Final learning rate divided by the peak", ge=0, le=1)
@@ -81,6 +103,11 @@ class LearnerConfig:
     b2: float = key(0.999, "AdamW beta 2", ge=0, le=1)
     eps: float = key(1e-8, "AdamW epsilon", gt=0)
     weight_decay: float = key(0.01, "Decoupled weight decay, for matrices only", ge=0)
+    weight_decays: tuple[str, ...] = key(
+        (),
+        "Weight decay by parameter instead: 'REGEX=DECAY' over Hugging Face tensor names, of which "
+        "the first that is found counts",
+    )
     clip_norm: float = key(1.0, "Maximum global gradient norm; 0 = no clipping", ge=0)
     ema: float = key(
         0.0,

@@ -1,0 +1,88 @@
+"""Rules of the optimizer's name, options, moments and parameter patterns."""
+
+import math
+import re
+
+from jaxrl.config.choices import OPTIMIZERS, OPTIMIZERS_WITH_MOMENTS
+from jaxrl.config.keys import LearnerConfig, RunConfig
+from jaxrl.config.keys.optimizer import OPTIMIZER_OPTIONS, OptimizerOptions
+from jaxrl.config.options import options
+from jaxrl.config.schema import convert, keys, nearest, out_of_range
+
+
+def optimizer_errors(run: RunConfig) -> list[str]:
+    """One line per broken rule, with the values and what to set instead."""
+    learner = run.learner
+    return [
+        *_name_errors(learner),
+        *_moment_errors(learner),
+        *pattern_errors("learner.lr_factors", learner.lr_factors),
+        *pattern_errors("learner.weight_decays", learner.weight_decays),
+    ]
+
+
+def optimizer_options(spec: str) -> tuple[OptimizerOptions, list[str]]:
+    """(options of the built-in optimizer "NAME?OPTION=VALUE&...", one line per invalid option)."""
+    name = spec.partition("?")[0]
+    schema, used, errors = OPTIMIZER_OPTIONS[name], {}, []
+    known = keys(schema)
+    for option, value in options(spec).items():
+        if option not in known:
+            guess = nearest(option, known)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            listed = ", ".join(known) or "none; b1, b2, eps and weight_decay are keys of learner"
+            errors.append(
+                f"learner.optimizer={spec!r} has the unknown option {option!r}; {hint}the options "
+                f"of {name} are {listed}"
+            )
+            continue
+        try:
+            used[option] = convert(value, known[option])
+            wrong = out_of_range(used[option], known[option])
+        except ValueError as wrong_type:
+            wrong = [str(wrong_type)]
+        errors += [f"learner.optimizer={spec!r}: {line}" for line in wrong]
+    return (schema() if errors else schema(**used)), errors
+
+
+def pattern_errors(key: str, patterns: tuple[str, ...]) -> list[str]:
+    """One line per entry that is not REGEX=NUMBER with a number of at least 0."""
+    errors = []
+    for entry in patterns:
+        pattern, separator, number = entry.rpartition("=")
+        try:
+            re.compile(pattern)
+            valid = bool(separator and pattern) and 0 <= float(number) < math.inf
+        except (re.error, ValueError):
+            valid = False
+        if not valid:
+            errors.append(
+                f"{key} has {entry!r}; set 'REGEX=NUMBER' with a regular expression over the names "
+                r"of parameters and a number of at least 0, such as 'layers\.0\.=0.1'"
+            )
+    return errors
+
+
+def _name_errors(learner: LearnerConfig) -> list[str]:
+    name = learner.optimizer.partition("?")[0]
+    if ":" in name:
+        return []
+    if name in OPTIMIZERS:
+        return optimizer_options(learner.optimizer)[1]
+    guess = nearest(name, OPTIMIZERS)
+    hint = f"did you mean {guess!r}? " if guess else ""
+    return [
+        f"learner.optimizer has {name!r}, which is not known; {hint}set one of "
+        f"{', '.join(OPTIMIZERS)}, or 'package.module:function' such as 'optax:adabelief'"
+    ]
+
+
+def _moment_errors(learner: LearnerConfig) -> list[str]:
+    name = learner.optimizer.partition("?")[0]
+    if learner.moment_dtype == "float32" or name in OPTIMIZERS_WITH_MOMENTS:
+        return []
+    return [
+        f"learner.moment_dtype={learner.moment_dtype!r} has no effect on learner.optimizer="
+        f"{learner.optimizer!r}; set it to 'float32', or the optimizer to one of "
+        f"{', '.join(OPTIMIZERS_WITH_MOMENTS)}"
+    ]
