@@ -39,9 +39,10 @@ def write_report(run_dir: str | Path) -> Path:
     return out
 
 
-def render(record: Record, folder: str, *scripts: str) -> str:
-    """The page of a run; `scripts` are further files of jaxrl/report/web that it runs."""
-    shown = page_data(record, folder)
+def render(record: Record, folder: str, *, live: bool = False) -> str:
+    """The page of a run; a live one asks its server for newer data."""
+    shown = page_data(record, folder, live=live)
+    scripts = ("charts.js", "page.js", *("watch.js",) * live)
     return fill(
         "page.html",
         TITLE=html.escape(shown["title"]),
@@ -52,18 +53,19 @@ def render(record: Record, folder: str, *scripts: str) -> str:
         CONFIG=config_table(record.config),
         DATA=embedded(shown),
         STYLE=asset("page.css"),
-        SCRIPT="\n".join(map(asset, ("charts.js", "page.js", *scripts))),
+        SCRIPT="\n".join(map(asset, scripts)),
     )
 
 
-def page_data(record: Record, folder: str) -> dict[str, Any]:
+def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, Any]:
     """What the page shows, except the configuration."""
     charts, empty = chart_data(record)
     return {
         "title": str(record.config.get("name", folder)),
         "subtitle": subtitle(record),
         "cards": headlines(record),
-        "notice": notice(record, empty),
+        "notice": notice(record, empty, live=live),
+        "n_keys": len(record.config),
         "charts": charts,
         "samples": sample_rows(record),
         "fields": FIELDS,
@@ -185,13 +187,17 @@ def card(label: str, value: str, small: str) -> str:
     return f'<div class="card"><h3>{label}</h3><p>{value}</p><small>{small}</small></div>'
 
 
-def notice(record: Record, empty: list[str]) -> str:
+def notice(record: Record, empty: list[str], *, live: bool) -> str:
     """A note about metrics that are missing; "" if none is."""
     if not record.series:
         words = (
             "There are no metrics in this run folder yet. They appear in metrics.jsonl after the "
-            "first validation or step, with 'jsonl' in config.log.loggers. Then write this report "
-            "again with python -m jaxrl.report RUN_DIR."
+            "first validation or step, with 'jsonl' in config.log.loggers. "
+        )
+        words += (
+            "This page waits for them."
+            if live
+            else "Then write this report again with python -m jaxrl.report RUN_DIR."
         )
     elif empty:
         words = f"Not logged in this run: {', '.join(empty)}."

@@ -21,13 +21,13 @@ class RunPage:
         self._version, self._data = "", b""
 
     def page(self) -> bytes:
-        return render(self._record(), self._name, "watch.js").encode()
+        return render(self._record(), self._name, live=True).encode()
 
     def data(self) -> tuple[str, bytes]:
         """(version, the page's data as JSON)."""
         version = self.version()
         if version != self._version:
-            data = embedded(page_data(self._record(), self._name))
+            data = embedded(page_data(self._record(), self._name, live=True))
             self._version, self._data = version, data.encode()
         return version, self._data
 

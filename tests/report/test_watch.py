@@ -38,6 +38,7 @@ def test_the_page_waits_for_a_run_and_follows_it(server, tmp_path):
     status, _, text = get(server, "/")
     assert status == 200
     assert "There are no metrics in this run folder yet" in Page(text).words
+    assert "This page waits for them" in Page(text).words
     versions = []
     for last in (1, 2):
         metrics = [{"step": step, "reward/mean": step / 4} for step in range(1, last + 1)]

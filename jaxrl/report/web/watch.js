@@ -21,7 +21,9 @@ async function refresh() {
   // Reading a long run takes the server a while; it is left alone for ten times as long.
   setTimeout(refresh, Math.max(PAUSE_S * 1000, 10 * (performance.now() - start)));
 }
+const nKeys = JSON.parse(byId("data").textContent).n_keys;
 function update(data) {
+  if (data.n_keys !== nKeys) location.reload(); // the run has begun: the page gets its configuration
   document.title = `${data.title} · jaxrl`;
   byId("title").textContent = data.title;
   byId("subtitle").textContent = data.subtitle;
