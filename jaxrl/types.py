@@ -29,6 +29,7 @@ class Prompt:
     source: str = "default"  # verl's data_source: selects the reward, groups the metrics
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_text: bool = False  # the row's prompt is text, not messages
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's schemas of what the chat template offers
 
     @property
     def answer_text(self) -> str:

@@ -83,7 +83,16 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 PREFERENCE_LOSSES = ("dpo", "ipo", "kto")
 IPO_REDUCTIONS = ("sum", "mean")
 BEST_MODES = ("max", "min")
-ENVIRONMENTS = ("calculator", "guess_number", "gymnasium", "retry")
+ENVIRONMENTS = (
+    "calculator",
+    "calculator_tool",
+    "functions",
+    "guess_number",
+    "gymnasium",
+    "mcp",
+    "retry",
+)
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek")
 REWARDS = (
     "by_source",
     "code",

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.chat_template import check_arguments, read_template, template_names, with_date
+from jaxrl.tools.calls import MalformedCall, ToolCall, template_form
 from jaxrl.types import Message
 
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
@@ -84,19 +85,26 @@ class ChatRenderer:
         return rendered
 
     def render_reply(
-        self, messages: Sequence[Message], *, stop: Sequence[int], ended: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        stop: Sequence[int],
+        ended: bool,
+        calls: Sequence[ToolCall | MalformedCall] = (),
     ) -> Int32[np.ndarray, " n"]:
         """Tokens between two turns of the model.
 
         They are the end of the first turn, unless the model generated it (`ended`), the reply
         `messages`, and the generation prompt. They are tokenized separately, so the tokens before
-        them stay those that the model generated, even if their text tokenizes differently. Raises
-        ValueError if the template does not end a turn with one of the `stop` tokens.
+        them stay those that the model generated, even if their text tokenizes differently. `calls`
+        are those of the first turn, which the reply answers. Raises ValueError if the template
+        does not end a turn with one of the `stop` tokens, or rejects the reply.
         """
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        text = self.text([*turns, *messages], system_prompt=False).partition(_PLACEHOLDER)[2]
+        text = self._after_turn(messages, calls)
         tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(tokens, stop))
+        if calls and len(ends):  # the rest of the call is before the end of the turn
+            return tokens[ends[0] + ended :]
         if not len(ends) or self.decode(tokens[: ends[0]]).strip():
             raise ValueError(
                 f"the chat template continues after an assistant turn with {text[:40]!r}, which "
@@ -104,6 +112,24 @@ class ChatRenderer:
                 "data.chat_template"
             )
         return tokens[ends[0] + 1 :] if ended else tokens
+
+    def _after_turn(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall | MalformedCall]
+    ) -> str:
+        """The text after a placeholder in a turn, or in its last call, and before the next turn.
+
+        Some templates accept one call per turn only, or none.
+        """
+        errors = []
+        for shown in (calls, calls[:1], ()):
+            turns = [{"role": "user", "content": "?"}, _placeholder_turn(shown)]
+            try:
+                text = self.text([*turns, *messages], system_prompt=False)
+            except ValueError as error:
+                errors.append(error)
+                continue
+            return text.split(_PLACEHOLDER, max(len(shown), 1))[-1]
+        raise errors[0]
 
     @property
     def marks_generation(self) -> bool:
@@ -192,6 +218,18 @@ def _with_text_arguments(message: Message) -> Message:
         for function in (call["function"],)
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _placeholder_turn(calls: Sequence[ToolCall | MalformedCall]) -> Message:
+    """An assistant turn whose text, or the arguments of whose calls, are the placeholder."""
+    if not calls:
+        return {"role": "assistant", "content": _PLACEHOLDER}
+    names = [call.name if isinstance(call, ToolCall) else "malformed" for call in calls]
+    shown = [
+        template_form(ToolCall(name, {"value": _PLACEHOLDER}, call.id))
+        for name, call in zip(names, calls, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": shown}
 
 
 def check_rendered_tools(text: str, messages: Sequence[Message], tools: Tools) -> None:

@@ -74,9 +74,9 @@ def make_prompts(
     """The prompts of the rows, rendered together; the lengths of dropped ones go to `dropped`."""
     prompts = []
     conversations = [_messages(row.columns, row.place) for row in rows]
-    tools = [tools_of(row.columns, row.place) for row in rows]
-    rendered = renderer.render_all(conversations, tools)
-    for row, messages, tokens in zip(rows, conversations, rendered, strict=True):
+    offered = [tools_of(row.columns, row.place) for row in rows]
+    rendered = renderer.render_all(conversations, offered)
+    for row, messages, tools, tokens in zip(rows, conversations, offered, rendered, strict=True):
         if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
             dropped.append(len(tokens))
             continue
@@ -91,6 +91,7 @@ def make_prompts(
                 source=source_of(row.columns),
                 extra=_extra(row.columns, used=(question, truth)),
                 is_text=isinstance(row.columns[question], str),
+                tools=tools,
             )
         )
     return prompts

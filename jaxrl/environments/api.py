@@ -1,4 +1,4 @@
-"""The interface of an environment: a tool, a game or a simulated user. One object is one episode.
+"""The interface of an environment: tools, a game or a simulated user. One object is one episode.
 
 class Echo:
     def reset(self, prompt):
@@ -10,10 +10,12 @@ class Echo:
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-Message = dict[str, str]  # role, content
+from jaxrl.tools.calls import ParsedTurn
+from jaxrl.tools.messages import Message
+
 Observation = str | list[Message]
 Number = float | int
 # (observation, reward, done) or (observation, reward, done, counts)
@@ -22,12 +24,16 @@ StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool,
 KEY, AGENT_KEY = "env.name", "env.agent"
 BUILT_IN = {
     "calculator": "jaxrl.environments.calculator:Calculator",
+    "calculator_tool": "jaxrl.environments.calculator:CalculatorTool",
+    "functions": "jaxrl.environments.functions:Functions",
     "guess_number": "jaxrl.environments.guess_number:GuessNumber",
     "gymnasium": "jaxrl.environments.gymnasium:TextGame",
+    "mcp": "jaxrl.environments.mcp:McpTools",
     "retry": "jaxrl.environments.retry:Retry",
 }
 
 
+@runtime_checkable
 class Environment(Protocol):
     """One episode. Each gets a new object in a separate process, with the options of env.name.
 
@@ -38,7 +44,7 @@ class Environment(Protocol):
     def reset(self, prompt: dict[str, Any]) -> list[Message] | None:
         """The conversation that the model completes first; None = the prompt's messages.
 
-        `prompt` has messages, answer, source and extra, as in data.train, and a seed. The seed is
+        `prompt` has messages, answer, source, extra and tools, as in data.train, and a seed. It is
         the same for all samples of a prompt in a step and changes every step. Take all randomness
         from it, so that a resumed run repeats the same episodes.
         """
@@ -55,6 +61,38 @@ class Environment(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Tool:
+    """A tool with a schema that is not that of its function."""
+
+    schema: dict[str, Any]  # {"type": "function", "function": {...}}, as in OpenAI's API
+    run: Callable[..., Any]  # called with the arguments by name
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolResult:
+    """What a tool may return instead of text or another JSON value."""
+
+    content: Any
+    reward: Number = 0.0
+    done: bool = False
+    counts: dict[str, Number] = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class ToolEnvironment(Protocol):
+    """An environment whose tools the model calls through the chat template.
+
+    The tools of `reset`'s conversation are rendered by the template. A turn with tool calls runs
+    them, and their results are the next observation; `step` gets the turns without a call. A tool
+    is a function or method with type hints and a docstring with "Args:", a schema with the name of
+    a method of the environment, or a `Tool`.
+    """
+
+    @property
+    def tools(self) -> Sequence[Callable[..., Any] | dict[str, Any] | Tool]: ...
+
+
+@dataclasses.dataclass(frozen=True)
 class Turn:
     """The validated result of `reset` or `step`."""
 
@@ -64,6 +102,22 @@ class Turn:
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     error: str = ""  # why there is no result
     rewarded: bool = True  # False: an agent ended without returning a reward
+    tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # after reset: offered
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLimits:
+    """Limits of resets and steps."""
+
+    timeout_s: float  # of a reset or step, without its tool calls
+    tool_timeout_s: float  # of a tool call
+    calls_per_turn: int
+    result_chars: int  # of a tool's result
+
+    def seconds(self, argument: dict[str, Any] | str | ParsedTurn) -> float:
+        """Seconds for what an episode's process is sent: a prompt, or a turn of the model."""
+        n_calls = len(argument.attempts) if isinstance(argument, ParsedTurn) else 0
+        return self.timeout_s + min(n_calls, self.calls_per_turn) * self.tool_timeout_s
 
 
 EnvironmentFactory = Callable[[], Environment]

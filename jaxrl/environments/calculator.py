@@ -1,4 +1,4 @@
-"""A calculator tool: the model writes <calc>12 * 34</calc> and reads <result>408</result>."""
+"""A calculator tool, called as <calc>12 * 34</calc> or by a tool call of the chat template."""
 
 import ast
 import operator
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult
+from jaxrl.environments.api import Message, StepResult, ToolResult
 from jaxrl.rewards.verifiers.last_number import last_number
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -31,11 +31,23 @@ def _example(question: str, call: str, result: str) -> list[Message]:
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
 
-_EXAMPLES = (
-    _example("What is 31 * 12?", "31 * 12", "372"),
-    _example("What is 45 + 17?", "45 + 17", "62"),
-    _example("What is 90 - 26?", "90 - 26", "64"),
+_SOLVED = (
+    ("What is 31 * 12?", "31 * 12", "372"),
+    ("What is 45 + 17?", "45 + 17", "62"),
+    ("What is 90 - 26?", "90 - 26", "64"),
 )
+_TOOL_INSTRUCTIONS = "Calculate with the tool first. Then answer with the result alone."
+
+
+def _tool_example(i: int, question: str, expression: str, result: str) -> list[Message]:
+    function = {"name": "calculate", "arguments": {"expression": expression}}
+    call = {"id": f"sample{i:03d}", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result, "name": "calculate", "tool_call_id": call["id"]},
+        {"role": "assistant", "content": result},
+    ]
 
 
 class Calculator:
@@ -50,7 +62,7 @@ class Calculator:
         self, *, call_reward: float = 0.0, examples: int = 0, instructions: str = _INSTRUCTIONS
     ):
         self.call_reward, self.instructions = call_reward, instructions
-        self.examples = [message for example in _EXAMPLES[:examples] for message in example]
+        self.examples = [message for solved in _SOLVED[:examples] for message in _example(*solved)]
 
     def reset(self, prompt: dict[str, Any]) -> list[Message]:
         self.answer = prompt["answer"]
@@ -67,6 +79,43 @@ class Calculator:
         except (ValueError, ArithmeticError, SyntaxError, RecursionError) as error:
             result, reward = f"error: {error}", 0.0
         return f"<result>{result}</result>", reward, False, {"calls": 1}
+
+
+class CalculatorTool:
+    """The same tool, offered through the chat template as the function `calculate`.
+
+    Options, rewards and the answer are those of `Calculator`.
+    """
+
+    def __init__(
+        self,
+        *,
+        call_reward: float = 0.0,
+        examples: int = 0,
+        instructions: str = _TOOL_INSTRUCTIONS,
+    ):
+        self.call_reward, self.instructions = call_reward, instructions
+        solved = enumerate(_SOLVED[:examples])
+        self.examples = [m for i, texts in solved for m in _tool_example(i, *texts)]
+        self.tools = [self.calculate]
+
+    def reset(self, prompt: dict[str, Any]) -> list[Message]:
+        self.answer = prompt["answer"]
+        system = {"role": "system", "content": self.instructions}
+        return [system, *self.examples, *prompt["messages"]]
+
+    def calculate(self, expression: str) -> ToolResult:
+        """Evaluate an arithmetic expression.
+
+        Args:
+            expression: For example 12 * (3 + 4).
+        """
+        result, reward = evaluate(expression), self.call_reward
+        self.call_reward = 0.0
+        return ToolResult(result, reward)
+
+    def step(self, completion: str) -> StepResult:
+        return "", last_number("", completion, self.answer), True
 
 
 def evaluate(expression: str) -> str:

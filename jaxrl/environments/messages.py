@@ -1,10 +1,12 @@
 """What an episode's process sends to the trainer, and its validation: a `Turn` as JSON."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
 from jaxrl.environments.api import Message, Turn
+from jaxrl.tools.messages import as_message
 from jaxrl.workers.channel import ProtocolError, is_text
 
 
@@ -23,13 +25,15 @@ def read_turn(value: Any) -> Turn:
             "counts": dict(counts),
             "error": error,
             "rewarded": bool(rewarded),
+            "tools": [*tools],
         } if (
             math.isfinite(reward)
             and all(map(_is_finite, counts.values()))
             and all(map(is_text, [error, *counts]))
+            and all(map(_is_tool, tools))
         ):
             checked = None if messages is None else [_message(message) for message in messages]
-            return Turn(checked, reward, done, counts, error, rewarded)
+            return Turn(checked, reward, done, counts, error, rewarded, tools)
     raise ProtocolError(f"{value!r:.80} is no turn")
 
 
@@ -37,8 +41,18 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def _message(value: Any) -> Message:
+def _is_tool(value: Any) -> bool:
     match value:
-        case {"role": role, "content": content} if is_text(role) and is_text(content):
-            return {"role": role, "content": content}
-    raise ProtocolError(f"{value!r:.80} is no message")
+        case {"type": "function", "function": {"name": name}}:
+            return is_text(name) and is_text(json.dumps(value, ensure_ascii=False))
+    return False
+
+
+def _message(value: Any) -> Message:
+    try:
+        message = as_message(value)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    if message is None or not is_text(json.dumps(message, ensure_ascii=False)):
+        raise ProtocolError(f"{value!r:.80} is no message")
+    return message

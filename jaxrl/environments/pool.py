@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.config.keys import EnvConfig
-from jaxrl.environments.api import AGENT_KEY, KEY, Turn
+from jaxrl.environments.api import AGENT_KEY, KEY, StepLimits, Turn
 from jaxrl.environments.messages import read_turn
+from jaxrl.tools.calls import ParsedTurn
 from jaxrl.workers.channel import Channel, ProtocolError, wait
 from jaxrl.workers.output import OutputLog, print_line
 from jaxrl.workers.process import (
@@ -30,6 +31,7 @@ _POLL_S = 1.0  # a dead process whose children hold its socket is noticed after 
 class _Episode:
     channel: Channel
     pid: int
+    limit_s: float = 0.0  # for the pending result
     deadline: float = 0.0  # for the pending result; 0 = none is pending
 
 
@@ -45,6 +47,10 @@ class EnvironmentPool:
     def __init__(self, cfg: EnvConfig, *, write: Callable[[str], None] = print_line):
         self._cfg = cfg
         self._key, self._spec = (AGENT_KEY, cfg.agent) if cfg.agent else (KEY, cfg.name)
+        self._limits = StepLimits(
+            cfg.timeout_s, cfg.tool_timeout_s, cfg.max_calls_per_turn, cfg.max_result_chars
+        )
+        self.tools: list[dict[str, Any]] = []  # schemas of the environment's tools
         self._output = OutputLog(write)
         self._episodes: dict[int, _Episode] = {}
         self._last_id = 0
@@ -91,9 +97,12 @@ class EnvironmentPool:
         self._send(self._last_id, prompt)
         return self._last_id
 
-    def step(self, episode: int, completion: str) -> None:
-        """Sends a turn of the model to an episode; `collect` returns the result."""
-        self._send(episode, completion)
+    def step(self, episode: int, turn: str | ParsedTurn) -> None:
+        """Sends a turn of the model to an episode; `collect` returns the result.
+
+        Text goes to the environment's `step`; the tool calls of a parsed turn are run.
+        """
+        self._send(episode, turn)
 
     def pause(self, episode: int) -> None:
         """Stops the time limit of an agent that waits for the model."""
@@ -117,9 +126,7 @@ class EnvironmentPool:
         results = [(number, turn) for number, turn in found if turn is not None]
         now = time.monotonic()
         late = [n for n, e in self._episodes.items() if 0 < e.deadline < now]
-        what = "request of the agent" if self._cfg.agent else "answer"
-        error = f"no {what} within {self._cfg.timeout_s:g} s (env.timeout_s)"
-        results += [(number, Turn(error=error)) for number in late]
+        results += [(n, Turn(error=self._too_late(n))) for n in late]
         for number, turn in results:
             if turn.error:
                 self.end(number)
@@ -134,9 +141,10 @@ class EnvironmentPool:
         # without the fork server its episodes end themselves
         self._server.channel.send(("end", episode.pid))
 
-    def _send(self, number: int, argument: Any) -> None:
+    def _send(self, number: int, argument: dict[str, Any] | str | ParsedTurn) -> None:
         episode = self._episodes[number]
-        episode.deadline = time.monotonic() + self._cfg.timeout_s
+        episode.limit_s = self._limits.seconds(argument)
+        episode.deadline = time.monotonic() + episode.limit_s
         episode.channel.send(argument)
 
     def _receive(self, number: int) -> Turn | None:
@@ -152,6 +160,12 @@ class EnvironmentPool:
         if turn is not None:
             episode.deadline = 0.0
         return turn
+
+    def _too_late(self, number: int) -> str:
+        limit_s = f"{self._episodes[number].limit_s:g} s"
+        if self._cfg.agent:
+            return f"no request of the agent within {limit_s} (env.timeout_s)"
+        return f"no answer within {limit_s} (env.timeout_s, and env.tool_timeout_s per tool call)"
 
     def _fork(self, theirs: socket.socket) -> int:
         """Has the fork server start an episode on the socket `theirs`. Returns its process id.
@@ -191,7 +205,7 @@ class EnvironmentPool:
     def _start_server(self) -> WorkerProcess:
         """Starts the fork server. Raises WorkerFailed if the environment cannot be imported."""
         server = WorkerProcess("jaxrl.environments.worker", "environment", self._output)
-        server.channel.send((self._key, self._spec, self._cfg.timeout_s))
+        server.channel.send((self._key, self._spec, self._limits))
         try:
             report = _reply(server, START_TIMEOUT_S)
         except TimeoutError:
@@ -205,7 +219,8 @@ class EnvironmentPool:
         except ProtocolError as error:
             report = {"error": f"its import wrote to the worker's socket: {error}"}
         match report:
-            case {"ready": True}:
+            case {"tools": [*tools]}:
+                self.tools = tools
                 return server
             case {"error": str(error)}:
                 server.kill()

@@ -3,8 +3,7 @@
 from typing import Any
 
 from jaxrl.environments.api import StepResult
-from jaxrl.rewards.functions import load_reward
-from jaxrl.rewards.signatures import read_signature
+from jaxrl.environments.judge import Judge
 
 
 class Retry:
@@ -24,27 +23,14 @@ class Retry:
         per_try: float = 0.0,
         again: str = "That is not right. Try again.",
     ):
-        self.judge, self.tries, self.enough = load_reward(reward), tries, enough
-        signature = read_signature(self.judge)
-        if signature.form != "verl" or signature.is_async:
-            raise ValueError(
-                f"env.name retry: the reward {reward!r} takes batches or is async; set one with "
-                "verl's signature for one response"
-            )
+        self.judge, self.tries, self.enough = Judge(reward), tries, enough
         self.per_try, self.again = per_try, again
 
     def reset(self, prompt: dict[str, Any]) -> None:
         self.prompt, self.n_wrong = prompt, 0
 
     def step(self, completion: str) -> StepResult:
-        prompt = self.prompt
-        value = self.judge(
-            data_source=prompt["source"],
-            solution_str=completion,
-            ground_truth=prompt["answer"],
-            extra_info=prompt["extra"] | {"finish": "stop"},
-        )
-        score = float(value["score"] if isinstance(value, dict) else value)
+        score = self.judge.score(self.prompt, completion)
         if score >= self.enough:
             return "", score - self.per_try * self.n_wrong, True
         self.n_wrong += 1

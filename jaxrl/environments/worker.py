@@ -22,16 +22,20 @@ from jaxrl.environments.api import (
     Environment,
     EnvironmentFactory,
     Message,
+    StepLimits,
     Turn,
 )
 from jaxrl.environments.messages import write_turn
+from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
+from jaxrl.tools.calls import ParsedTurn
+from jaxrl.tools.messages import as_message
 from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.plugins import load_plugin
 from jaxrl.workers.process import connect, error_text, time_limit
 
 
 def main(fd: int) -> None:
-    """Loads the environment, reports {"ready"} or {"error"}, then starts and ends episodes.
+    """Loads the environment, reports {"tools"} or {"error"}, then starts and ends episodes.
 
     ("start",), followed by the episode's socket, is answered with {"pid"} or {"error"}.
     ("end", pid) kills that process and its children. Returns when the parent closes the socket.
@@ -39,21 +43,22 @@ def main(fd: int) -> None:
     channel = connect(fd)
     running: set[int] = set()
     try:
-        key, spec, timeout_s = channel.receive()
+        key, spec, limits = channel.receive()
         run: Callable[[WorkerChannel], NoReturn]
+        tools: list[dict[str, Any]] = []
         try:
             if key == AGENT_KEY:
                 agent = AgentProgram(load_plugin(spec, built_in={}, key=key), spec)
                 run = functools.partial(run_agent, agent=agent)
             else:
                 factory = load_plugin(spec, built_in=BUILT_IN, key=key)
-                check_factory(factory, spec)
-                run = functools.partial(run_episode, factory=factory, timeout_s=timeout_s)
+                tools = check_factory(factory, spec)
+                run = functools.partial(run_episode, factory=factory, limits=limits)
         except BaseException as error:
             channel.send({"error": str(error) or type(error).__name__})
             return
         sys.stdout.flush()  # otherwise every episode would print the buffered output
-        channel.send({"ready": True})
+        channel.send({"tools": tools})
         while True:
             verb, *arguments = channel.receive()
             if verb == "end":
@@ -81,10 +86,13 @@ def main(fd: int) -> None:
             kill(pid)
 
 
-def check_factory(factory: EnvironmentFactory, name: str) -> None:
-    """Creates an environment and discards it. Raises ValueError if that fails."""
+def check_factory(factory: EnvironmentFactory, name: str) -> list[dict[str, Any]]:
+    """Creates an environment and discards it. Returns the schemas of its tools.
+
+    Raises ValueError if it cannot be created or a tool is invalid.
+    """
     try:
-        factory()
+        return offered_schemas(environment_tools(factory()), [])
     except Exception as error:
         raise ValueError(
             f"{KEY} {name!r} cannot be created ({type(error).__name__}: {error}); change its "
@@ -116,18 +124,17 @@ def run_agent(channel: WorkerChannel, agent: AgentProgram) -> NoReturn:
     os._exit(0)
 
 
-def run_episode(channel: WorkerChannel, factory: EnvironmentFactory, timeout_s: float) -> NoReturn:
+def run_episode(
+    channel: WorkerChannel, factory: EnvironmentFactory, limits: StepLimits
+) -> NoReturn:
     """Answers reset and steps of one episode until the socket closes, then ends the process."""
     os.setsid()
-    environment = None
+    episode = RunningEpisode(factory, limits)
     try:
         while True:
             argument = channel.receive()
-            with time_limit(timeout_s):
-                if environment is None:
-                    environment, turn = start_episode(factory, argument)
-                else:
-                    turn = step_episode(environment, argument)
+            with time_limit(limits.seconds(argument)):
+                turn = turn_or_error(functools.partial(episode.handle, argument))
             answer(channel, turn)
     except (EOFError, OSError):
         pass
@@ -144,23 +151,29 @@ def answer(channel: WorkerChannel, turn: Turn) -> None:
         channel.send(write_turn(Turn(error=error_text(error))))
 
 
-def start_episode(
-    factory: EnvironmentFactory, prompt: dict[str, Any]
-) -> tuple[Environment | None, Turn]:
-    """A new environment, None if it cannot be created, and the result of its reset."""
-    created: list[Environment] = []
+class RunningEpisode:
+    """The environment of an episode and the tools that it offers. All methods may raise."""
 
-    def reset() -> Turn:
-        created.append(factory())
-        messages = created[0].reset(prompt)
-        return Turn(messages=None if messages is None else checked_messages(messages, "reset"))
+    def __init__(self, factory: EnvironmentFactory, limits: StepLimits):
+        self.factory, self.limits = factory, limits
+        self.environment: Environment | None = None
 
-    turn = turn_or_error(reset)
-    return (created[0] if created else None), turn
+    def handle(self, argument: dict[str, Any] | str | ParsedTurn) -> Turn:
+        """The result of a reset with a prompt, of a step, or of the tool calls of a turn."""
+        if isinstance(argument, dict):
+            return self.reset(argument)
+        assert self.environment is not None  # a reset that fails ends the episode
+        if isinstance(argument, ParsedTurn):
+            return checked_step(run_calls(argument, self.tools, self.offered, self.limits))
+        return checked_step(self.environment.step(argument))
 
-
-def step_episode(environment: Environment, completion: str) -> Turn:
-    return turn_or_error(lambda: checked_step(environment.step(completion)))
+    def reset(self, prompt: dict[str, Any]) -> Turn:
+        self.environment = self.factory()
+        messages = self.environment.reset(prompt)
+        self.tools = environment_tools(self.environment)
+        self.offered = offered_schemas(self.tools, prompt.get("tools", []))
+        checked = None if messages is None else checked_messages(messages, "reset")
+        return Turn(checked, tools=self.offered)
 
 
 def turn_or_error(call: Callable[[], Turn]) -> Turn:
@@ -193,16 +206,14 @@ def checked_messages(value: Any, verb: str) -> list[Message]:
     """The messages that `verb` returned; a string becomes one user message. Raises TypeError."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    valid = isinstance(value, list | tuple) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )
-    if not valid or not value:
+    messages = [as_message(m) for m in value] if isinstance(value, list | tuple) else []
+    valid = [m for m in messages if m is not None]
+    if not valid or len(valid) < len(messages):
         raise TypeError(
             f"{verb} returned {value!r:.200}; return a string or a list of messages "
             "{role, content}"
         )
-    return [{"role": m["role"], "content": m["content"]} for m in value]
+    return valid
 
 
 if __name__ == "__main__":

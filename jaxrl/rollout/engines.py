@@ -26,6 +26,7 @@ from jaxrl.rollout.agents.runner import Agents, run_agents
 from jaxrl.rollout.generate import generate
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.runtime.signals import Interrupted, StopFlag
+from jaxrl.tools.formats import ToolFormat
 from jaxrl.types import Prompt, Rollout, Tree
 from sharding import hosts
 
@@ -42,6 +43,7 @@ class Engines:
     limits: EpisodeLimits
     agent_limits: AgentLimits
     environments: EnvironmentPool | Agents | None  # None for single-turn rollouts
+    tool_format: ToolFormat | None  # None if the environment has no tools
     progress: Progress
     stop: StopFlag
 
@@ -109,6 +111,7 @@ class Engines:
             pool=self.environments,
             renderer=self.renderer,
             eos_ids=self.engine.eos_ids,
+            tool_format=self.tool_format,
         )
 
     def _gather(

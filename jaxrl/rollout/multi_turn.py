@@ -10,7 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,12 @@ from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
-from jaxrl.types import Episode, Prompt, Rollout, TokenSets, Tree
+from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
+from jaxrl.tools.formats import ToolFormat
+from jaxrl.tools.parser import parse_turn
+from jaxrl.types import Episode, Message, Prompt, Rollout, TokenSets, Tree
 
+_N_TAIL = 8  # tokens of a generation prompt that may open the reasoning of a turn
 POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two calls of on_progress
 
 
@@ -49,6 +54,9 @@ class ActiveEpisode:
     episode: Episode = dataclasses.field(default_factory=Episode)
     finish: str = ""
     id: int = 0  # in the environment pool
+    tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # offered to the model
+    call_ids: Iterator[str] = dataclasses.field(default_factory=call_ids)
+    calls: tuple[ToolCall | MalformedCall, ...] = ()  # of the last turn
 
     def append_turn(self, response: Response) -> None:
         self.tokens += response.tokens
@@ -95,9 +103,11 @@ class EpisodeRunner:
         sampling: SamplingConfig,
         limits: EpisodeLimits,
         seed: int,
+        tool_format: ToolFormat | None = None,
     ):
         self.engine, self.pool, self.renderer, self.eos_ids = engine, pool, renderer, eos_ids
         self.sampling, self.limits, self.seed = sampling, limits, seed
+        self.tool_format = tool_format
         self.waiting: collections.deque[ActiveEpisode] = collections.deque()
         self.in_engine: dict[int, tuple[ActiveEpisode, Response]] = {}  # by slot
         self.started: dict[int, ActiveEpisode] = {}  # by id
@@ -118,6 +128,7 @@ class EpisodeRunner:
                     "answer": prompt.answer,
                     "source": prompt.source,
                     "extra": prompt.extra,
+                    "tools": list(prompt.tools),
                     "seed": int(np.random.SeedSequence(entropy).generate_state(1)[0]),
                 }
             )
@@ -162,9 +173,10 @@ class EpisodeRunner:
         """Starts the first turn of the model with the messages that `reset` returned."""
         messages = tuple(active.prompt.messages if turn.messages is None else turn.messages)
         active.episode = dataclasses.replace(active.episode, prompt_messages=messages)
+        active.tools = turn.tools
         tokens = active.prompt.tokens
-        if turn.messages is not None:
-            tokens = self.renderer.render(messages)
+        if turn.messages is not None or turn.tools:
+            (tokens,) = self.renderer.render_all([messages], [turn.tools])
         n, limit = len(tokens), self.limits.prompt_len
         if n > limit:  # the rollout keeps the tokens of the dataset's prompt, which fit a row
             error = f"reset returned a prompt of {n} tokens, data.max_prompt_len is {limit}"
@@ -188,19 +200,30 @@ class EpisodeRunner:
 
     def _after_turn(self, active: ActiveEpisode, response: Response) -> None:
         """Sends a finished turn of the model to its environment, unless it was truncated."""
+        parsed = self._parse(active, response)
         active.append_turn(response)
         text, episode = self.renderer.decode(response.tokens), active.episode
+        active.calls = parsed.attempts
         active.episode = dataclasses.replace(
             episode,
-            completion_messages=(
-                *episode.completion_messages,
-                {"role": "assistant", "content": text},
-            ),
+            completion_messages=(*episode.completion_messages, _turn_message(text, parsed)),
             n_turns=episode.n_turns + 1,
         )
         if response.finish == "length":
             return self._end(active, "length")
-        return self.pool.step(active.id, text)
+        return self.pool.step(active.id, parsed if parsed.attempts else text)
+
+    def _parse(self, active: ActiveEpisode, response: Response) -> ParsedTurn:
+        """The tool calls of a turn; none in an episode without tools."""
+        if not active.tools or self.tool_format is None:
+            return ParsedTurn()
+        tail = [*active.prompt.tokens[-_N_TAIL:].tolist(), *active.tokens][-_N_TAIL:]
+        thinks = self.renderer.decode(tail, skip_special=False).rstrip().endswith("<think>")
+        tokens = response.tokens
+        text = self.renderer.decode(
+            tokens[:-1] if tokens[-1] in self.eos_ids else tokens, skip_special=False
+        )
+        return parse_turn(text, self.tool_format, ids=active.call_ids, in_thought=thinks)
 
     def _after_step(self, active: ActiveEpisode, turn: Turn) -> None:
         """Adds the reward of `step`, and ends the episode or appends the observation."""
@@ -217,7 +240,9 @@ class EpisodeRunner:
             return self._end(active, "turns")
         assert turn.messages is not None
         ended = active.tokens[-1] in self.eos_ids
-        observation = self.renderer.render_reply(turn.messages, stop=self.eos_ids, ended=ended)
+        observation = self.renderer.render_reply(
+            turn.messages, stop=self.eos_ids, ended=ended, calls=active.calls
+        )
         if len(active.tokens) + len(observation) >= self.limits.max_tokens:
             return self._end(active, "length")  # no room for another turn
         active.append_observation(observation.tolist())
@@ -229,6 +254,14 @@ class EpisodeRunner:
         active.finish = finish
         del self.started[active.id]
         self.pool.end(active.id)
+
+
+def _turn_message(text: str, parsed: ParsedTurn) -> Message:
+    """The turn for rewards and logs; the text of a malformed call stays text."""
+    if not parsed.calls or parsed.malformed:
+        return {"role": "assistant", "content": text}
+    calls = [template_form(call) for call in parsed.calls]
+    return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
 
 
 def multi_turn(
@@ -244,13 +277,15 @@ def multi_turn(
     limits: EpisodeLimits,
     seed: int,
     version: int,
+    tool_format: ToolFormat | None = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[list[Rollout], dict[str, float]]:
     """`n` episodes per prompt, ordered by prompt, then sample, and the rollout/* metrics.
 
     The prompt tokens of a rollout are those of the conversation that `reset` returned, or those of
     the dataset if its environment failed before the first turn. `loss_mask` marks the tokens that
-    the model sampled; only they have a logprob. time/env_s is the wall time
+    the model sampled; only they have a logprob. `tool_format` is that of the tool calls in episodes
+    whose environment has tools. time/env_s is the wall time
     of waiting for environments with nothing to decode.
     """
     start = time.perf_counter()
@@ -258,7 +293,14 @@ def multi_turn(
     engine.set_version(version)
     episodes = [ActiveEpisode(prompt, i) for prompt in prompts for i in range(n)]
     runner = EpisodeRunner(
-        engine, pool, renderer, eos_ids, sampling=sampling, limits=limits, seed=seed
+        engine,
+        pool,
+        renderer,
+        eos_ids,
+        sampling=sampling,
+        limits=limits,
+        seed=seed,
+        tool_format=tool_format,
     )
     runner.waiting.extend(episodes)
     n_tokens, waited_s = 0, 0.0

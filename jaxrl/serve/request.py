@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.messages import as_message
 from jaxrl.engine.api import LogitAdjustments
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
@@ -19,6 +18,7 @@ from jaxrl.serve.prompt import Limits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.request_fields import ChatFields, CompletionFields, Fields, read_fields
 from jaxrl.serve.structured.response_format import read_response_format
 from jaxrl.serve.structured.tools import Tool, ToolUse, read_tools
+from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI

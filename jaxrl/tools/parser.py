@@ -19,9 +19,15 @@ from jaxrl.tools.formats import ToolFormat, is_bare_call
 _THINK, _END_THINK = "<think>", "</think>"
 
 
-def parse_turn(text: str, tool_format: ToolFormat, *, in_thought: bool = False) -> ParsedTurn:
+def parse_turn(
+    text: str,
+    tool_format: ToolFormat,
+    *,
+    ids: Iterator[str] | None = None,
+    in_thought: bool = False,
+) -> ParsedTurn:
     """Content and calls of a whole turn. `in_thought`: the generation prompt opens <think>."""
-    parser = ToolParser(tool_format, in_thought=in_thought)
+    parser = ToolParser(tool_format, ids=ids, in_thought=in_thought)
     first, last = parser.add(text), parser.finish()
     return ParsedTurn(first.content + last.content, first.attempts + last.attempts)
 

@@ -32,6 +32,7 @@ from jaxrl.planner.programs import Lengths
 from jaxrl.planner.search import estimate
 from jaxrl.planner.topology import CHIPS, Topology
 from jaxrl.rewards import functions
+from jaxrl.tools import formats
 from jaxrl.types import Batch, TrainState
 from sharding import PRESETS, TRAIN, abstract_mesh
 
@@ -189,6 +190,7 @@ TABLES = {
     "remat": (choices.REMATS, decoder.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),
+    "tool_formats": (choices.TOOL_FORMATS, {"auto", *formats.FORMATS}),
     "attention": (choices.ATTENTIONS, {"auto", *attention.IMPLEMENTATIONS}),
     "paged_attention": (choices.PAGED_ATTENTIONS, {"auto", *paged_attention.IMPLEMENTATIONS}),
     "grouped_matmul": (

@@ -30,7 +30,8 @@ def _frame(data):
     return struct.pack(">Q", len(data)) + data
 
 
-TURN = {"messages": [], "reward": 1.0, "done": True, "counts": {}, "error": ""}
+TURN = {"messages": [], "reward": 1.0, "done": True, "counts": {}, "error": "", "rewarded": True}
+TURN |= {"tools": []}
 GARBAGE = {
     "write text": b"hello, trainer",
     "write a pickle": _frame(pickle.dumps([1])),

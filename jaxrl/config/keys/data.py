@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 from collections.abc import Mapping
 
-from jaxrl.config.choices import ON_ERRORS, TRUNCATIONS
+from jaxrl.config.choices import ON_ERRORS, TOOL_FORMATS, TRUNCATIONS
 from jaxrl.config.keys.devices import RoleConfig
 from jaxrl.config.schema import Value, key
 
@@ -165,6 +165,20 @@ class EnvConfig:
         "Seconds that an episode of an agent may take in total, with the turns of the model; 0 = "
         "no limit other than timeout_s and max_turns",
         ge=0,
+    )
+    tool_format: str = key(
+        "auto",
+        "Format of tool calls in environments with tools; 'auto' = that of the chat template",
+        choices=TOOL_FORMATS,
+    )
+    max_calls_per_turn: int = key(
+        8, "Tool calls of one turn that are run; further ones get an error as their result", ge=1
+    )
+    tool_timeout_s: float = key(
+        10.0, "Seconds that a tool may take before its call gets an error as its result", gt=0
+    )
+    max_result_chars: int = key(
+        4096, "Characters of a tool's result that the model reads; the rest is cut off", ge=1
     )
 
     @property

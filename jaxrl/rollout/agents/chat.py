@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.messages import as_message, tools_of
+from jaxrl.data.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
 MODEL = "policy"  # the name in responses; requests may name any model

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.messages import as_message
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.generate import Response
 from jaxrl.rollout.multi_turn import ActiveEpisode
+from jaxrl.tools.messages import as_message
 from jaxrl.types import Episode, Message, Prompt, Rollout
 
 Messages = tuple[Message, ...]

@@ -18,6 +18,7 @@ from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
+from jaxrl.tools.formats import ToolFormat, tool_format
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
 from sharding import hosts
@@ -59,9 +60,30 @@ def make_engines(
             needs_reward=any(f.partition("?")[0] == "environment" for f in cfg.reward.functions),
         ),
         environments=environments,
+        tool_format=episode_tool_format(cfg, environments, models.renderer),
         progress=session.progress,
         stop=session.stop,
     )
+
+
+def episode_tool_format(
+    cfg: RunConfig, environments: EnvironmentPool | Agents | None, renderer: ChatRenderer
+) -> ToolFormat | None:
+    """The format of the model's tool calls; None without an environment that has tools.
+
+    Raises ValueError if the chat template has none, or does not render the tools.
+    """
+    if not isinstance(environments, EnvironmentPool) or not environments.tools:
+        return None
+    try:
+        found = tool_format(renderer.template, cfg.env.tool_format)
+        renderer.text([{"role": "user", "content": "?"}], tools=environments.tools)
+    except ValueError as error:
+        names = ", ".join(tool["function"]["name"] for tool in environments.tools)
+        raise ValueError(
+            f"config.env.name={cfg.env.name!r} has the tools {names}: {error}"
+        ) from error
+    return found
 
 
 def check_independent_engines(cfg: RunConfig, layout: Layout) -> None:
