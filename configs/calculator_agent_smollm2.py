@@ -5,6 +5,9 @@
 The task is that of configs/calculator_smollm2.py: products of two-digit numbers. Here the program
 that evaluates <calc>27 * 58</calc> and returns the reward is an agent, which calls the engine of
 the run with the openai client (configs/agents/calculator.py).
+
+Before training, at temperature 1: 0.19 +- 0.14 of 32 answers right (`python -m jaxrl.evaluate
+--config=configs/calculator_agent_smollm2.py --limit=32 --temperature=1`).
 """
 
 from ml_collections import ConfigDict
