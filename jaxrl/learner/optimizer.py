@@ -107,11 +107,11 @@ def _decay_by_schedule(decays: Tree, lr: optax.Schedule) -> optax.GradientTransf
     """Adds -lr * decay * weights to an update that has the learning rate already."""
 
     def update(updates: Tree, count: Array, weights: Tree | None = None):
-        rate = -lr(count)
+        rate = -lr(count)  # pyright: ignore[reportOperatorIssue]
         add = functools.partial(_plus_decayed, rate=rate)
         return jax.tree.map(add, updates, weights, decays), count + 1
 
-    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)  # pyright: ignore[reportArgumentType]
 
 
 def _plus_decayed(

@@ -63,7 +63,7 @@ def scale_by_adafactor(specs: Tree, options: AdafactorOptions) -> optax.Gradient
             )
         return updates, FactoredState(state.count + 1, rows, cols, full)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def is_factored(spec: ParamSpec, options: AdafactorOptions) -> bool:

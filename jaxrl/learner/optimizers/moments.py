@@ -48,7 +48,7 @@ def store_moments(
         step = state.count if "count" in state._fields else jnp.zeros((), jnp.int32)
         return updates, stored(state, step)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def scale_by_muon(specs: Tree, options: MuonOptions) -> optax.GradientTransforma
         ]
         return jax.tree.unflatten(treedef, updates), MuonState(mu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def split_specs(specs: Tree) -> tuple[Tree, Tree, Tree]:

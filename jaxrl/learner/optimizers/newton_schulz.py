@@ -69,7 +69,7 @@ def _layout(spec: ParamSpec, sharding: jax.sharding.NamedSharding) -> _Layout:
 
     def axes(dims: Sequence[int]) -> tuple[str, ...]:
         named = [parts[d] if isinstance(parts[d], tuple) else (parts[d],) for d in dims]
-        return tuple(axis for axes in named for axis in axes if axis)
+        return tuple(axis for axes in named for axis in axes if axis)  # pyright: ignore[reportOptionalIterable]
 
     rows, cols = spec.matrix_axes
     shape = math.prod(spec.shape[d] for d in rows), math.prod(spec.shape[d] for d in cols)

@@ -1,5 +1,11 @@
 """Adafactor against optax.adafactor, which treats every array as one tensor."""
 
+# Unions in the types of optax and jax, without the fields that are read here.
+# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+# pyright: reportIndexIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

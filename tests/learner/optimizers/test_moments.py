@@ -1,5 +1,11 @@
 """AdamW, Lion and Muon with moments in bfloat16 and 8 bits, against NumPy twins."""
 
+# Unions in the types of optax and jax, without the fields that are read here.
+# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+# pyright: reportIndexIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

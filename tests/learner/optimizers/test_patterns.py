@@ -1,5 +1,8 @@
 """Learning rate factors and weight decay by tensor name and layer."""
 
+# Unions in the types of optax and jax, without the fields that are read here.
+# pyright: reportAttributeAccessIssue=false
+
 import dataclasses
 
 import jax

@@ -1,5 +1,9 @@
 """Steps of every optimizer: on a mesh, with stacked layers, offloaded, rejected and resumed."""
 
+# Unions in the types of optax and jax, without the fields that are read here.
+# pyright: reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+
 import dataclasses
 import functools
 
