@@ -177,7 +177,7 @@ OVERLONG_BUFFERS = tuple(
         ("reward.reward_kwargs", "_cfg"),
     )
 )
-LOGGERS = ("console", "wandb", "tensorboard", "mlflow")
+LOGGERS = ("console", "wandb", "tensorboard", "mlflow", "swanlab", "clearml", "trackio")
 
 
 class Migration:
@@ -468,6 +468,9 @@ def rewards(found: Migration) -> None:
 def trainer(found: Migration) -> None:
     for theirs, ours in (("save_freq", "checkpoint.every"), ("test_freq", "eval.every")):
         found.config[ours] = max(0, found.get(f"trainer.{theirs}", -1))
+    for name in ("global_profiler.steps", "trainer.profile_steps"):
+        if steps := found.get(name):
+            found.config["profile.steps"] = tuple(steps)
     loggers = found.get("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else loggers
     found.config["log.loggers"] = ("jsonl", *(name for name in loggers if name in LOGGERS))

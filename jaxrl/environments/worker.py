@@ -78,6 +78,10 @@ def main(fd: int) -> None:
                 run(episode)
             episode.close()
             running.add(pid)
+            # The process leads a group before anybody knows it: killing the fork server's group
+            # must not end it.
+            with contextlib.suppress(OSError):  # it has ended, or has done so itself
+                os.setpgid(pid, pid)
             channel.send({"pid": pid})
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
@@ -116,7 +120,7 @@ def run_agent(channel: WorkerChannel, agent: AgentProgram) -> NoReturn:
 
     The parent limits its time.
     """
-    os.setsid()
+    os.setpgid(0, 0)
     with contextlib.suppress(EOFError, OSError):
         task = channel.receive()
         answer(channel, turn_or_error(lambda: agent.run(task)))
@@ -128,7 +132,7 @@ def run_episode(
     channel: WorkerChannel, factory: EnvironmentFactory, limits: StepLimits
 ) -> NoReturn:
     """Answers reset and steps of one episode until the socket closes, then ends the process."""
-    os.setsid()
+    os.setpgid(0, 0)
     episode = RunningEpisode(factory, limits)
     try:
         while True:

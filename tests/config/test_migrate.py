@@ -127,6 +127,12 @@ def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
     assert found.config["algorithm.rejection_max"] == 0.02
 
 
+def test_profiled_steps_and_trackers_are_translated():
+    given = {"global_profiler.steps": [3, 4], "trainer.logger": ["console", "swanlab"]}
+    config = migrate(given).config
+    assert config["profile.steps"] == (3, 4) and "swanlab" in config["log.loggers"]
+
+
 def test_a_critic_keeps_its_own_aggregation():
     given = {"algorithm.adv_estimator": "gae", "critic.loss_agg_mode": "seq-mean-token-sum"}
     assert migrate(given).config["critic.aggregation"] == "seq_mean_token_sum"
@@ -151,9 +157,9 @@ def test_verls_8_bit_adamw_is_the_dtype_of_the_moments():
 
 
 def test_keys_without_a_counterpart_are_listed(capsys):
-    main([str(FOLDER / "remax.yaml"), "trainer.logger=swanlab", "data.sampler.class_name=Mine"])
+    main([str(FOLDER / "remax.yaml"), "trainer.logger=rl_insight", "data.sampler.class_name=Mine"])
     listed = capsys.readouterr().err
-    assert "no counterpart: trainer.logger=['swanlab']: jaxrl has console" in listed
+    assert "no counterpart: trainer.logger=['rl_insight']: jaxrl has console" in listed
     assert "no counterpart: data.sampler.class_name=Mine" in listed
 
 

@@ -65,7 +65,8 @@ def test_only_the_matrices_of_layers_are_int8(one_device):
     assert not before  # the trainer's tree is unchanged
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_quantized_kv_gives_nearly_the_logprobs_of_float32(llama, kv_dtype):
     """Rounding errors are up to 0.4 % of a head's largest value (int8), 6 % of each value (fp8).
 

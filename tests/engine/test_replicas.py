@@ -43,7 +43,12 @@ def assert_same(results, want):
 @pytest.mark.parametrize(
     ("family", "train", "rollout"),
     [
-        ("llama", dict(fsdp=2, tensor=2), dict(replica=2, tensor=2)),
+        pytest.param(
+            "llama",
+            dict(fsdp=2, tensor=2),
+            dict(replica=2, tensor=2),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             "llama",
             dict(fsdp=4, tensor=2),

@@ -158,6 +158,7 @@ def shared_numbers(loss_coef: float, packing: dict, sizes: dict, rules: Rules):
     return grads, losses
 
 
+@pytest.mark.thorough
 def test_a_shared_critic_adds_its_loss_and_gradient_to_those_of_the_policy():
     grads, losses = shared_numbers_on_one_device(0.25)
     np.testing.assert_allclose(

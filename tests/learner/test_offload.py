@@ -74,6 +74,7 @@ def test_an_offloaded_optimizer_uses_no_device_memory_between_steps():
     assert bytes_per_device(real.opt_state) <= 8  # counters
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("offload", [True, False])
 def test_a_checkpoint_is_restored_to_the_memory_that_the_run_configures(offload, tmp_path):
     mesh, optimizer = make_mesh(**MESH), programs(CFG)[0]

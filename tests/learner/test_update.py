@@ -270,7 +270,9 @@ def test_the_step_is_clipped_by_the_norm_of_the_mean_gradient(one_device):
     micro_batches = [*batches(ROLLOUTS[:8], **ONE), *batches(ROLLOUTS[8:], **ONE)]
     moved = []
     for clip_norm in (0.0, 0.5):
-        cfg = run_config(learner=dict(optimizer="sgd", lr=1.0, clip_norm=clip_norm))
+        cfg = run_config(
+            learner=dict(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_norm=clip_norm)
+        )
         state, (_, update, _) = new_state(cfg), programs(cfg)
         before, total = jax.device_get(state.params), shared.zeros(state.params)
         for batch in micro_batches:

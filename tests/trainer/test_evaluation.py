@@ -137,5 +137,5 @@ def test_invalid_arguments_are_rejected_before_any_model_loads(arguments, words)
 
 def test_a_run_folder_without_an_export_is_rejected(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match=r"no export .*hf.*export_hf"):
+    with pytest.raises(ValueError, match=r"no export .*hf.*jaxrl\.convert"):
         resolve_model(tmp_path)
