@@ -13,7 +13,8 @@ from jaxrl.config.schema import Value, key
 class DataConfig:
     train: tuple[str, ...] = key(
         (),
-        "Training prompts: parquet or JSONL files, HF-dataset folders, or generated tasks such as "
+        "Training prompts: parquet or JSONL files, dataset folders, hub ids such as "
+        "'hf:org/name@revision?split=train&subset=main', or generated tasks such as "
         "'task:addition?digits=1,2'",
     )
     val: tuple[str, ...] = key((), "Validation prompts, in the same forms; () = no validation")

@@ -1,28 +1,32 @@
-"""Reads rows from parquet, JSONL, JSON and arrow files, Hugging Face dataset folders and globs."""
+"""Reads rows from parquet, JSONL, JSON and arrow files, dataset folders, the hub, and globs."""
 
 import contextlib
 import glob
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl.data.json_object import read_object
+from jaxrl.data.sources import hub, layout
+from jaxrl.data.sources.layout import Part
 
-_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 _SAVE_AGAIN = "save the dataset again"
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+_OPTIONS = re.compile(r"\?(?=\w+=)")  # a "?" without "name=" is a wildcard
 
 
 def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (place, row) for every row; place is "file:row" for error messages, counted from 1.
 
-    `source` is a file (.parquet, .jsonl, .json with a list, .arrow), a glob pattern of files, or a
-    folder: the output of `datasets`' save_to_disk, or parquet, JSONL or arrow files as on the hub.
-    A folder with several splits needs "folder?split=train".
+    `source` is a file (.parquet, .jsonl, .json with a list, .arrow), a glob pattern of files, a
+    folder (the output of `datasets`' save_to_disk, or files as on the hub), or "hf:org/name". A
+    folder or dataset with several splits needs "folder?split=train", one with several subsets
+    "folder?split=train&subset=main".
 
     Raises FileNotFoundError if there is no such file, ValueError if it cannot be read.
     """
@@ -34,10 +38,12 @@ def read_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def find_files(source: str) -> list[Path]:
     """The files of a source, with shards in order."""
-    name, _, split = source.partition("?split=")
+    name, part = _part_of(source)
+    if name.startswith(hub.PREFIX):
+        return hub.hub_files(name, part)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder_files(path, split)
+        return _folder_files(path, part)
     paths = (
         [path]
         if path.is_file()
@@ -46,56 +52,49 @@ def find_files(source: str) -> list[Path]:
     if not paths:
         raise FileNotFoundError(
             f"{name} is not a file, a folder or a pattern that matches a file; set data.train and "
-            "data.val to files (.parquet, .jsonl), dataset folders, or tasks such as "
-            "'task:addition?digits=1,2'"
+            "data.val to files (.parquet, .jsonl), dataset folders, hub ids such as 'hf:org/name', "
+            "or tasks such as 'task:addition?digits=1,2'"
         )
+    if part != Part():
+        raise ValueError(f"{source}: a file or pattern has no splits; remove the part after '?'")
     for found in paths:
-        if found.suffix not in _SUFFIXES:
+        if found.suffix not in layout.SUFFIXES:
             raise ValueError(
-                f"{found} is not one of {', '.join(_SUFFIXES)}; convert it to parquet or JSONL"
+                f"{found} is not one of {', '.join(layout.SUFFIXES)}; convert it to parquet or JSONL"
             )
     return paths
 
 
-def _folder_files(folder: Path, split: str) -> list[Path]:
+def _part_of(source: str) -> tuple[str, Part]:
+    """(name, part) of "name?split=train&subset=main". Raises ValueError for other options."""
+    name, *rest = _OPTIONS.split(source, maxsplit=1)
+    options = dict(parse_qsl(rest[0], keep_blank_values=True)) if rest else {}
+    if unknown := sorted(set(options) - {"split", "subset"}):
+        raise ValueError(
+            f"{source} has the option {unknown[0]}; a file, folder or dataset has split and subset"
+        )
+    return name, Part(**options)
+
+
+def _folder_files(folder: Path, part: Part) -> list[Path]:
     if (index := folder / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk
-        splits = read_object(index, _SAVE_AGAIN).get("splits")
-        names = _file_names(splits, index)
-        return _folder_files(folder / _choose_split(folder, names, split), "")
+        names = _file_names(read_object(index, _SAVE_AGAIN).get("splits"), index)
+        split = names[0] if len(names) == 1 and not part.split else part.split
+        if split not in names:
+            raise ValueError(
+                f"{folder} has the splits {', '.join(names)}, requested is "
+                f"{repr(split) if split else 'none'}; write {folder}?split={names[0]}"
+            )
+        return _folder_files(folder / split, Part())
     if (index := folder / "state.json").is_file():  # Dataset.save_to_disk
         shards = read_object(index, _SAVE_AGAIN).get("_data_files")
         shards = shards if isinstance(shards, list) else [shards]
         names = [shard.get("filename") if isinstance(shard, dict) else shard for shard in shards]
         return [folder / name for name in _file_names(names, index)]
-
-    files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".parquet", ".jsonl", ".arrow")]
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} has no .parquet, .jsonl or .arrow file; set data.train to a folder that has"
-        )
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        by_split.setdefault(_split_of(file.relative_to(folder)), []).append(file)
-    if not split and not set(by_split) & set(_SPLITS):
-        return files
-    return by_split[_choose_split(folder, list(by_split), split)]
-
-
-def _choose_split(folder: Path, splits: list[str], split: str) -> str:
-    if not split and len(splits) == 1:
-        return splits[0]
-    if split not in splits:
-        raise ValueError(
-            f"{folder} has the splits {', '.join(splits)}, requested is "
-            f"{repr(split) if split else 'none'}; write {folder}?split={splits[0]}"
-        )
-    return split
-
-
-def _split_of(file: Path) -> str:
-    """ "train" for train-00000-of-00002.parquet, train.parquet and train/0000.parquet."""
-    names = (file.stem.split("-")[0], file.parent.name)
-    return next((name for name in names if name in _SPLITS), names[0])
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    chosen = layout.choose_files(names, layout.read_card(folder), part, str(folder))
+    return [folder / name for name in chosen]
 
 
 def _file_names(names: Any, index: Path) -> list[str]:
@@ -144,8 +143,13 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:
+    """Reads a list of objects, or lines with one object each, as some datasets of the hub have."""
     with _named_errors(path, (UnicodeDecodeError,)):
-        rows = _parse(path.read_text(encoding="utf-8"), str(path), "write a list of objects")
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            yield from _jsonl(path)
+            return
+        rows = _parse(text, str(path), "write a list of objects")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path} is not a list of objects; write one, or JSONL")
         yield from rows
