@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxrl.data.sources.rows import Row, number_rows
 
@@ -31,6 +31,21 @@ def load_items[T](sources: Sequence[str], maker: ItemMaker[T], *, max_rows: int 
     rows = number_rows(sources, maker.columns)
     if max_rows:
         rows = iter(evenly_spaced(list(rows), max_rows))
+    return _make_items(rows, maker, sources)
+
+
+def load_sources[T](sources: Sequence[str], maker: ItemMaker[T]) -> list[list[T]]:
+    """The items of each source; otherwise as load_items."""
+    found: dict[int, list[T]] = {}
+    rows = number_rows(sources, maker.columns)
+    for i, group in itertools.groupby(rows, key=lambda row: row.source):
+        found[i] = _make_items(group, maker, sources[i : i + 1])
+    if empty := [source for i, source in enumerate(sources) if i not in found]:
+        raise ValueError(no_items(empty, maker, []))
+    return list(found.values())
+
+
+def _make_items[T](rows: Iterable[Row], maker: ItemMaker[T], sources: Sequence[str]) -> list[T]:
     items: list[T] = []
     dropped: list[int] = []  # lengths
     for chunk in itertools.batched(rows, _CHUNK):

@@ -1,11 +1,103 @@
 """Batches of a dataset: shuffled every epoch, resumable at the exact next batch."""
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 import grain
 
 from jaxrl.types import Prompt
+
+
+@runtime_checkable
+class Batches[T](Protocol):
+    """Endless batches of items, resumable at the exact next batch."""
+
+    steps_per_epoch: int
+
+    @property
+    def items(self) -> Sequence[T]:
+        """All items, in the order of the dataset; none if they are streamed."""
+        ...
+
+    @property
+    def n_solved(self) -> int: ...
+
+    def mark_solved(self, ids: Iterable[int]) -> None: ...
+
+    def __iter__(self) -> Iterator[list[T]]: ...
+
+    def __next__(self) -> list[T]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict) -> None: ...
+
+
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises ValueError if `state` is that of other data or another order."""
+    for name, value in identity.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"the checkpoint's data iterator has {name} = {state.get(name)}, this run {value}; "
+                "resume with the data, seed, data.shuffle, data.skip_solved, data.weights and "
+                "data.prompts_per_step it was saved with, or start in a new run_dir"
+            )
+
+
+class EndlessItems[T]:
+    """All items of a dataset again and again, in a new order every epoch with `shuffle`.
+
+    Solved prompts are skipped until fewer than `min_left` are left; then the marks are cleared.
+    The order is a pure function of (seed, epoch), by grain's index shuffle in this process.
+    """
+
+    def __init__(self, items: Sequence[T], *, shuffle: bool, seed: int, min_left: int):
+        if len(items) < min_left:
+            raise ValueError(
+                f"{len(items)} prompts do not fill one step of {min_left}; lower "
+                "data.prompts_per_step or the weight of the source, or add data to data.train"
+            )
+        self.items = items
+        self._min_left = min_left
+        order = grain.MapDataset.source(range(len(items))).seed(seed)
+        self._order = (order.shuffle() if shuffle else order).repeat()
+        self._position = 0  # items consumed or skipped
+        self._solved: set[int] = set()  # prompt ids
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def n_solved(self) -> int:
+        return len(self._solved)
+
+    @functools.cached_property
+    def _ids(self) -> set[int]:
+        return {cast(Prompt, item).id for item in self.items}
+
+    def mark_solved(self, ids: Iterable[int]) -> None:
+        """Skips those of the prompts that are items of this dataset."""
+        self._solved.update(self._ids.intersection(ids))
+
+    def take(self, n: int) -> list[T]:
+        """The next n items, at most `min_left`; none is in them twice, also where an epoch ends."""
+        if self._solved and len(self.items) - len(self._solved) < self._min_left:
+            self._solved.clear()
+        batch: dict[int, T] = {}
+        while len(batch) < n:
+            index = cast(int, self._order[self._position])
+            self._position += 1
+            item = self.items[index]
+            if not self._solved or cast(Prompt, item).id not in self._solved:
+                batch.setdefault(index, item)
+        return list(batch.values())
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._position, "solved": sorted(self._solved)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._position, self._solved = int(state["step"]), set(state["solved"])
 
 
 class BatchIterator[T]:
@@ -32,14 +124,8 @@ class BatchIterator[T]:
         seed: int,
         skip_solved: bool = False,
     ):
-        if len(items) < prompts_per_step:
-            raise ValueError(
-                f"{len(items)} prompts do not fill one step of {prompts_per_step}; lower "
-                "data.prompts_per_step or add data to data.train"
-            )
-        self._items = items
+        self._endless = EndlessItems(items, shuffle=shuffle, seed=seed, min_left=prompts_per_step)
         self._size, self._skip = prompts_per_step, skip_solved
-        self._solved: set[int] = set()  # prompt ids
         self._identity = {
             "n_prompts": len(items),
             "prompts_per_step": prompts_per_step,
@@ -53,57 +139,41 @@ class BatchIterator[T]:
         self.steps_per_epoch = len(items) // prompts_per_step
         # repeat() reshuffles every epoch; batch() comes first, so no batch spans two epochs
         self._batches = order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).repeat()
-        self._stream = order.repeat()
-        self._position = 0  # batches consumed; with skip_solved prompts consumed or skipped
+        self._position = 0  # batches consumed, without skip_solved
 
     @property
     def items(self) -> Sequence[T]:
         """All items, in the order of the dataset."""
-        return self._items
+        return self._endless.items
 
     @property
     def n_solved(self) -> int:
         """Number of prompts that are skipped."""
-        return len(self._solved)
+        return self._endless.n_solved
 
     def mark_solved(self, ids: Iterable[int]) -> None:
         """Skips these prompts from now on. No effect without `skip_solved`."""
         if self._skip:
-            self._solved.update(ids)
+            self._endless.mark_solved(ids)
 
     def __iter__(self) -> "BatchIterator[T]":
         return self
 
     def __next__(self) -> list[T]:
         if self._skip:
-            return self._next_unsolved()
+            return self._endless.take(self._size)
         indices = cast(list[int], self._batches[self._position])
         self._position += 1
-        return [self._items[index] for index in indices]
+        return [self.items[index] for index in indices]
 
-    def _next_unsolved(self) -> list[T]:
-        if len(self._items) - len(self._solved) < self._size:
-            self._solved.clear()
-        batch: dict[int, T] = {}  # a batch that spans two epochs has no prompt twice
-        while len(batch) < self._size:
-            item = self._items[cast(int, self._stream[self._position])]
-            self._position += 1
-            prompt_id = cast(Prompt, item).id
-            if prompt_id not in self._solved:
-                batch.setdefault(prompt_id, item)
-        return list(batch.values())
-
-    def state(self) -> dict[str, int | bool | list[int]]:
+    def state(self) -> dict[str, Any]:
         """JSON-serializable state for restore()."""
-        return {"step": self._position, "solved": sorted(self._solved), **self._identity}
+        position = self._endless.state() if self._skip else {"step": self._position, "solved": []}
+        return position | self._identity
 
     def restore(self, state: dict) -> None:
         """Continues with the batch after `state` was taken. Raises ValueError for other data."""
-        for name, value in self._identity.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the checkpoint's data iterator has {name} = {state[name]}, this run {value}; "
-                    "resume with the data, seed, data.shuffle, data.skip_solved and "
-                    "data.prompts_per_step it was saved with, or start in a new run_dir"
-                )
-        self._position, self._solved = int(state["step"]), set(state["solved"])
+        check_identity(state, self._identity)
+        if self._skip:
+            self._endless.restore(state)
+        self._position = int(state["step"])

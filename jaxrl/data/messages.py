@@ -35,7 +35,7 @@ def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     try:
-        found = [as_message(m) for m in value] if isinstance(value, list) else []
+        found = [as_message(_without_none(m)) for m in value] if isinstance(value, list) else []
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     messages = tuple(m for m in found if m is not None)

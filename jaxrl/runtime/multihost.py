@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -172,6 +173,18 @@ def check_same_data(train: Sequence[Item], val: Sequence[Item]) -> None:
             "the processes of this run read different data:\n"
             + "\n".join(lines)
             + "\nput the same files on all hosts, or on a shared disk"
+        )
+
+
+def check_same_order(state: Mapping[str, Any]) -> None:
+    """Raises AgreedError if the iterators of the processes differ, as by other streamed files."""
+    if hosts.n_processes() == 1:
+        return
+    found = hosts.gather(dict(state))
+    if others := [i for i, other in enumerate(found) if other != found[0]]:
+        raise hosts.AgreedError(
+            f"the data iterators of the processes {others} differ from that of process 0, which is "
+            f"{str(found[0])[:300]}; put the same files on all hosts, or on a shared disk"
         )
 
 

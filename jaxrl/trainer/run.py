@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
 from jaxrl.data.digest import Content
-from jaxrl.data.iterator import BatchIterator
+from jaxrl.data.iterator import Batches
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.logger import Logger
 from jaxrl.io.tracking.progress import Progress
@@ -44,7 +44,7 @@ class Core:
     total_steps: int
     n_ranks: int  # data-parallel ranks
     renderer: ChatRenderer
-    iterator: BatchIterator
+    iterator: Batches
     val: Sequence  # validation items, of the same type as the iterator's
     contents: Mapping[str, Content]  # hashes of data.train and data.val
     optimizer: Optimizer

@@ -25,7 +25,40 @@ _COLUMNS = (
 
 def data_errors(data: DataConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_column_errors(data), *_date_errors(data)]
+    return [
+        *_column_errors(data),
+        *_date_errors(data),
+        *_weight_errors(data),
+        *_streaming_errors(data),
+    ]
+
+
+def _weight_errors(data: DataConfig) -> list[str]:
+    errors = []
+    for name in ("weights", "final_weights"):
+        weights = getattr(data, name)
+        if weights and (len(weights) != len(data.train) or not sum(weights) > 0):
+            errors.append(
+                f"data.{name}={weights} does not fit the {len(data.train)} sources of data.train; "
+                "give one weight per source, one of them above 0"
+            )
+    if bool(data.final_weights) != bool(data.weights_ramp) or (
+        data.final_weights and not data.weights
+    ):
+        errors.append(
+            f"data.final_weights={data.final_weights} with data.weights={data.weights} and "
+            f"data.weights_ramp={data.weights_ramp}; set all three, or none but data.weights"
+        )
+    return errors
+
+
+def _streaming_errors(data: DataConfig) -> list[str]:
+    if not (data.streaming and data.skip_solved):
+        return []
+    return [
+        f"data.skip_solved={data.skip_solved} needs all prompts in memory; set "
+        "data.streaming=False or data.skip_solved=0"
+    ]
 
 
 def _date_errors(data: DataConfig) -> list[str]:

@@ -37,6 +37,11 @@ def _data_errors(run: RunConfig) -> list[str]:
     errors = []
     if not run.data.train:
         errors.append("data.train is empty; set files, folders or a task such as 'task:addition'")
+    if run.data.streaming and not run.total_steps:
+        errors.append(
+            "data.streaming=True needs total_steps: the number of rows that are short enough is "
+            "not known at the start; set total_steps"
+        )
     if run.eval.every and not run.data.val:
         errors.append(f"eval.every={run.eval.every} needs prompts; set data.val, or eval.every=0")
     return errors

@@ -46,6 +46,29 @@ class DataConfig:
         choices=TRUNCATIONS,
     )
     shuffle: bool = key(True, "Reshuffle the training prompts in every epoch")
+    weights: tuple[float, ...] = key(
+        (),
+        "Shares of the sources of data.train in every step, one weight per source; () = all rows "
+        "of all sources once per epoch",
+        ge=0,
+    )
+    final_weights: tuple[float, ...] = key(
+        (), "Curriculum: the weights move from data.weights to these; () = constant", ge=0
+    )
+    weights_ramp: int = key(
+        0, "Steps of prompts over which the weights move linearly to data.final_weights", ge=0
+    )
+    streaming: bool = key(
+        False,
+        "Read the rows of data.train from disk during the run instead of loading all at the start; "
+        "needs total_steps",
+    )
+    shuffle_buffer: int = key(
+        10_000,
+        "Rows that are shuffled together with streaming, in addition to the order of the blocks of "
+        "the files",
+        ge=2,
+    )
     skip_solved: float = key(
         0.0,
         "Curriculum: skip prompts whose samples have reached this mean reward, until too few for a "

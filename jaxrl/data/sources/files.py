@@ -60,7 +60,8 @@ def find_files(source: str) -> list[Path]:
     for found in paths:
         if found.suffix not in layout.SUFFIXES:
             raise ValueError(
-                f"{found} is not one of {', '.join(layout.SUFFIXES)}; convert it to parquet or JSONL"
+                f"{found} is not one of {', '.join(layout.SUFFIXES)}; convert it to parquet or "
+                "JSONL"
             )
     return paths
 
@@ -109,42 +110,48 @@ def _file_names(names: Any, index: Path) -> list[str]:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    with _named_errors(path), pq.ParquetFile(path) as file:
+    with named_errors(path), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
             yield from batch.to_pylist()
 
 
 def _arrow(path: Path) -> Iterator[dict[str, Any]]:
-    """Reads the stream format, which `datasets` writes, and the file format."""
-    with _named_errors(path), pa.memory_map(str(path)) as mapped:
-        try:
-            batches = iter(pa.ipc.open_stream(mapped))
-        except pa.ArrowInvalid:
-            file = pa.ipc.open_file(mapped)
-            batches = (file.get_batch(i) for i in range(file.num_record_batches))
-        for batch in batches:
+    with named_errors(path), pa.memory_map(str(path)) as mapped:
+        for batch in open_arrow(mapped):
             batch.validate(full=True)  # offsets of a damaged file could point outside of it
             yield from batch.to_pylist()
 
 
+def open_arrow(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+    """The batches of the stream format, which `datasets` writes, or of the file format."""
+    try:
+        return iter(pa.ipc.open_stream(mapped))
+    except pa.ArrowInvalid:
+        file = pa.ipc.open_file(mapped)
+        return (file.get_batch(i) for i in range(file.num_record_batches))
+
+
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with (
-        _named_errors(path, (UnicodeDecodeError,)),
+        named_errors(path, (UnicodeDecodeError,)),
         path.open(encoding="utf-8", newline="\n") as lines,
     ):
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                row = _parse(line, f"{path}:{number}", "write one object per line")
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{path}:{number} is not a JSON object; write one object per line"
-                    )
-                yield row
+                yield parse_line(line, f"{path}:{number}")
+
+
+def parse_line(line: str, place: str) -> dict[str, Any]:
+    """The object in a line of JSONL. Raises ValueError with the place."""
+    row = _parse(line, place, "write one object per line")
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is not a JSON object; write one object per line")
+    return row
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:
     """Reads a list of objects, or lines with one object each, as some datasets of the hub have."""
-    with _named_errors(path, (UnicodeDecodeError,)):
+    with named_errors(path, (UnicodeDecodeError,)):
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
             yield from _jsonl(path)
@@ -156,7 +163,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _named_errors(path: Path, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+def named_errors(path: Path, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Turns errors of a reader into ValueErrors with the file's name."""
     try:
         yield

@@ -45,8 +45,8 @@ def choose_files(
     if not rows:
         shown = ", ".join(names[:5]) or "no files"
         raise FileNotFoundError(
-            f"{place} has no .parquet, .jsonl, .arrow or .json file, but {shown}; set data.train to "
-            "a folder or dataset that has"
+            f"{place} has no .parquet, .jsonl, .arrow or .json file, but {shown}; set data.train "
+            "to a folder or dataset that has"
         )
     declared = card.get("configs")
     if isinstance(declared, list) and declared:

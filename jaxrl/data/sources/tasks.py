@@ -77,6 +77,16 @@ def make_questions(source: str) -> list[Question]:
     )
 
 
+def question_row(question: Question) -> dict[str, Any]:
+    """The question as a row of a dataset."""
+    return {
+        "prompt": question.text,
+        "answer": question.answer,
+        "data_source": question.source,
+        "extra_info": question.extra,
+    }
+
+
 def arithmetic(
     name: str,
     *,

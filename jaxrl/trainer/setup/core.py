@@ -9,7 +9,7 @@ import jax
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.digest import check_content, content
-from jaxrl.data.iterator import BatchIterator
+from jaxrl.data.iterator import Batches
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.layout import role_layout, training_rules
@@ -36,7 +36,7 @@ def build_core(
     session: Session,
     stack: contextlib.ExitStack,
     *,
-    iterator: BatchIterator,
+    iterator: Batches,
     val: Sequence[Any],
     has_reference: bool,
 ) -> Core:

@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.items import ItemMaker, load_items
-from jaxrl.data.iterator import BatchIterator
+from jaxrl.data.items import ItemMaker, load_items, load_sources
+from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
+from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
+from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
 from jaxrl.types import Prompt
@@ -40,13 +45,73 @@ def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:
     return load_items(data.val, maker, max_rows=data.val_max_samples) if data.val else []
 
 
-def make_iterator[T](cfg: RunConfig, items: Sequence[T]) -> BatchIterator[T]:
-    """The iterator over batches of the items, with the order that the config sets."""
-    data = cfg.data
-    return BatchIterator(
-        items,
-        prompts_per_step=data.prompts_per_step,
-        shuffle=data.shuffle,
-        seed=cfg.seed,
-        skip_solved=data.skip_solved > 0,
+def report_data(progress: Progress, iterator: Batches, val: Sequence) -> None:
+    """Shows how many items there are."""
+    n_train = len(iterator.items) or "streamed"
+    progress.status(f"data: {n_train} training items, {len(val)} for validation")
+
+
+def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:
+    """The iterator over batches of data.train, with the order and the shares that the config sets.
+
+    Raises the errors of the sources and of the maker.
+    """
+    data, size = cfg.data, cfg.data.prompts_per_step
+    skip = data.skip_solved > 0
+    if not data.weights and not data.streaming:
+        items = load_items(data.train, maker)
+        return BatchIterator(
+            items, prompts_per_step=size, shuffle=data.shuffle, seed=cfg.seed, skip_solved=skip
+        )
+    groups = [(source,) for source in data.train] if data.weights else [data.train]
+    streams = stream_sources(cfg, maker, groups) if data.streaming else keep_sources(cfg, maker)
+    identity = {"shuffle": data.shuffle, "seed": cfg.seed, "n_prompts": [len(s) for s in streams]}
+    return MixedIterator(
+        streams,
+        prompts_per_step=size,
+        weights=data.weights or (1.0,),
+        final_weights=data.final_weights,
+        ramp=data.weights_ramp,
+        skip_solved=skip,
+        identity=identity,
     )
+
+
+def keep_sources[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[EndlessItems[T]]:
+    """The sources of data.train in memory, each with its own order."""
+    data = cfg.data
+    first = shares(data.weights)
+    last = shares(data.final_weights) if data.final_weights else first
+    return [
+        EndlessItems(
+            items,
+            shuffle=data.shuffle,
+            seed=source_seed(cfg.seed, i),
+            min_left=most_per_step(data.prompts_per_step, max(first[i], last[i]), len(first)),
+        )
+        for i, items in enumerate(load_sources(data.train, maker))
+    ]
+
+
+def stream_sources[T](
+    cfg: RunConfig, maker: ItemMaker[T], groups: Sequence[Sequence[str]]
+) -> list[ItemStream[T]]:
+    """One stream for each group of sources."""
+    streams: list[ItemStream[T]] = []
+    for i, sources in enumerate(groups):
+        streams.append(
+            ItemStream(
+                sources,
+                maker,
+                first=sum(map(len, streams)),
+                shuffle=cfg.data.shuffle,
+                buffer=cfg.data.shuffle_buffer,
+                seed=source_seed(cfg.seed, i),
+            )
+        )
+    return streams
+
+
+def source_seed(seed: int, source: int) -> int:
+    """The seed of the order of a source, so that equally long sources have different orders."""
+    return int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) >> 1

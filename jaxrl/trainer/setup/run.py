@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.items import load_items
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.learner.requirements import needs_ref
 from jaxrl.models.files.hf_load import load_params
-from jaxrl.runtime.multihost import check_same_data
+from jaxrl.runtime.multihost import check_same_data, check_same_order
 from jaxrl.trainer.loop import run_to_end
 from jaxrl.trainer.offline.objective import (
     Objective,
@@ -24,7 +23,12 @@ from jaxrl.trainer.offline.objective import (
 from jaxrl.trainer.reward_errors import RewardErrors
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.setup.core import build_core
-from jaxrl.trainer.setup.data import load_val, make_iterator, make_prompt_maker
+from jaxrl.trainer.setup.data import (
+    load_val,
+    make_iterator,
+    make_prompt_maker,
+    report_data,
+)
 from jaxrl.trainer.setup.devices import checked_plan, memory_report, open_devices, open_session
 from jaxrl.trainer.setup.engines import (
     load_reward_model,
@@ -51,13 +55,13 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         models = open_models(cfg, session.progress)
         with hosts.raise_together():
             maker = make_prompt_maker(cfg, models.renderer)
-            prompts, val = load_items(cfg.data.train, maker), load_val(cfg, maker)
-            iterator = make_iterator(cfg, prompts)
+            iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
-            rewards.check_columns(prompts)
+            rewards.check_columns(iterator.items)
             environments = open_environments(cfg, stack)
-        session.progress.status(f"data: {len(prompts)} training prompts, {len(val)} for validation")
-        check_same_data(prompts, val)
+        report_data(session.progress, iterator, val)
+        check_same_data(iterator.items, val)
+        check_same_order(iterator.state())
         policy = open_devices(cfg, models, session, stack)
         role_decoders = models.folders.other_configs()
         plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
@@ -132,10 +136,10 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         with hosts.raise_together():
             stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
             maker = objective.maker(models.renderer, cfg.data, stop=stop)
-            items, val = load_items(cfg.data.train, maker), load_val(cfg, maker)
-            iterator = make_iterator(cfg, items)
-        session.progress.status(f"data: {len(items)} training items, {len(val)} for validation")
-        check_same_data(items, val)
+            iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
+        report_data(session.progress, iterator, val)
+        check_same_data(iterator.items, val)
+        check_same_order(iterator.state())
         policy = open_devices(cfg, models, session, stack)
         workload = objective.workload
         decoder = dataclasses.replace(policy.decoder, heads=workload.heads)

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/sources/hub.py and layout.py: which files a dataset id or folder stands for."""
+"""Tests of jaxrl/data/sources/hub.py and layout.py: the files of a dataset id or folder."""
 
 import json
 from pathlib import Path

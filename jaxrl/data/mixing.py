@@ -1,0 +1,130 @@
+"""Batches that mix sources by weight, in memory or streamed."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl.data.iterator import check_identity
+
+
+@runtime_checkable
+class Stream[T](Protocol):
+    """The endless items of one source."""
+
+    @property
+    def items(self) -> Sequence[T]: ...
+
+    @property
+    def n_solved(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def mark_solved(self, ids: Iterable[int]) -> None: ...
+
+    def take(self, n: int) -> list[T]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class MixedIterator[T]:
+    """Endless batches of `prompts_per_step` items with the shares of the sources set by weights.
+
+    Item by item, each source earns its share and the one that has earned most gives the next item
+    (smooth weighted round robin). So a source has its share of any number of items, to within as
+    many as there are sources, without random numbers. The weights change linearly from `weights`
+    to `final_weights` over `ramp` batches. A source that ends starts again, in a new order.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Stream[T]],
+        *,
+        prompts_per_step: int,
+        weights: Sequence[float],
+        final_weights: Sequence[float] = (),
+        ramp: int = 0,
+        skip_solved: bool = False,
+        identity: Mapping[str, Any],
+    ):
+        """`identity` is the part of the state that must not change between a run and its resume."""
+        self._sources, self._size, self._skip = sources, prompts_per_step, skip_solved
+        self._weights, self._ramp = shares(weights), ramp
+        self._final = shares(final_weights) if final_weights else self._weights
+        self._identity = {
+            "prompts_per_step": prompts_per_step,
+            "weights": [self._weights, self._final, ramp],
+            "skip_solved": skip_solved,
+            **identity,
+        }
+        self._position = 0  # batches consumed
+        self._earned = [0.0] * len(sources)
+        self.steps_per_epoch = max(sum(map(len, sources)) // prompts_per_step, 1)
+
+    @property
+    def items(self) -> Sequence[T]:
+        """All items in memory, in the order of the sources."""
+        return [item for source in self._sources for item in source.items]
+
+    @property
+    def n_solved(self) -> int:
+        """Number of prompts that are skipped."""
+        return sum(source.n_solved for source in self._sources)
+
+    def mark_solved(self, ids: Iterable[int]) -> None:
+        """Skips these prompts, each in its source. No effect without `skip_solved`."""
+        if self._skip:
+            ids = set(ids)
+            for source in self._sources:
+                source.mark_solved(ids)
+
+    def __iter__(self) -> "MixedIterator[T]":
+        return self
+
+    def __next__(self) -> list[T]:
+        order = self._next_sources()
+        found = [
+            iter(source.take(order.count(i))) if i in order else iter(())
+            for i, source in enumerate(self._sources)
+        ]
+        self._position += 1
+        return [next(found[i]) for i in order]
+
+    def _next_sources(self) -> list[int]:
+        """The source of each item of the next batch."""
+        progress = min(self._position / self._ramp, 1.0) if self._ramp else 1.0
+        now = [
+            first + (last - first) * progress
+            for first, last in zip(self._weights, self._final, strict=True)
+        ]
+        order = []
+        for _ in range(self._size):
+            self._earned = [have + share for have, share in zip(self._earned, now, strict=True)]
+            best = max(range(len(now)), key=lambda i: self._earned[i])
+            self._earned[best] -= 1.0
+            order.append(best)
+        return order
+
+    def state(self) -> dict[str, Any]:
+        """JSON-serializable state for restore()."""
+        sources = [source.state() for source in self._sources]
+        position = {"step": self._position, "earned": self._earned, "sources": sources}
+        return position | self._identity
+
+    def restore(self, state: dict) -> None:
+        """Continues with the batch after `state` was taken. Raises ValueError for other data."""
+        check_identity(state, self._identity)
+        self._position, self._earned = int(state["step"]), [float(x) for x in state["earned"]]
+        for source, saved in zip(self._sources, state["sources"], strict=True):
+            source.restore(saved)
+
+
+def most_per_step(prompts_per_step: int, share: float, n_sources: int) -> int:
+    """An upper bound of the items of a source in a batch."""
+    return min(prompts_per_step, math.floor(prompts_per_step * share) + n_sources)
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum."""
+    return [weight / sum(weights) for weight in weights]
