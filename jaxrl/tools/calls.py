@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_SHOWN = 200  # characters of a malformed call in error messages
@@ -54,6 +54,12 @@ def template_form(call: ToolCall) -> dict[str, Any]:
     """The call in an assistant message for a chat template: the arguments are an object."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def calls_of(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """The calls of an assistant message in the form of `template_form`."""
+    functions = [(call["function"], call.get("id", "")) for call in message.get("tool_calls", ())]
+    return tuple(ToolCall(f["name"], f["arguments"], call_id) for f, call_id in functions)
 
 
 def openai_form(call: ToolCall) -> dict[str, Any]:

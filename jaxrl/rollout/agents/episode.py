@@ -17,6 +17,7 @@ from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.generate import Response
 from jaxrl.rollout.multi_turn import ActiveEpisode
+from jaxrl.tools.calls import calls_of
 from jaxrl.tools.messages import as_message
 from jaxrl.types import Episode, Message, Prompt, Rollout
 
@@ -160,8 +161,9 @@ class AgentEpisode:
 
         branch, end = max(pairs, key=preference)
         kept = branch.tokens(end)
+        turn, reply = request.messages[end.n_messages - 1], request.messages[end.n_messages :]
         observation = renderer.render_reply(
-            request.messages[end.n_messages :], stop=eos_ids, ended=kept[-1] in eos_ids
+            reply, stop=eos_ids, ended=kept[-1] in eos_ids, calls=calls_of(turn)
         )
         if end is not branch.ends[-1] or branch.busy:
             kept, observation = np.concatenate([kept, observation]), np.zeros(0, np.int32)

@@ -225,7 +225,10 @@ def wrong_arguments(url):
 '''
 TOOL_TEMPLATE = """\
 {%- for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- for m in messages %}
+{%- set alone = m.role == "tool" and not loop.previtem.tool_calls %}
+{%- if alone %}{{ raise_exception("a result without a call") }}{% endif %}
+{{- "" }}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
 {%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
