@@ -217,6 +217,7 @@ def engine_collectives(program: str) -> list[Collective]:
     return program_cost(compiled.as_text() or "", lambda loop: 1).collectives
 
 
+@pytest.mark.thorough
 def test_a_decode_step_under_tensor_parallelism_reduces_and_exchanges_logits():
     found = engine_collectives("decode")
     # two sums per layer and one for the embedding; each device samples some of the rows, for which

@@ -129,7 +129,8 @@ def test_logprobs_of_accepted_drafts_are_bitwise_the_trainers(llama):
         np.testing.assert_array_equal(np.array(logps, np.float32), row)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_full_pools_and_conversations_change_no_result(one_device, kv_dtype):
     cfg, params = small("llama")
     requests = mixed(8, max_tokens=100)

@@ -66,16 +66,14 @@ LAYOUTS = {
 }
 
 
-DEFAULT_LAYOUTS = ["replica 2, fsdp 2, tensor 2"]
-
-
 def thorough_except(names, default):
     """Parameters for all `names`, marked thorough unless they are in `default`."""
     mark = pytest.mark.thorough
     return [pytest.param(name, marks=() if name in default else mark) for name in names]
 
 
-@pytest.mark.parametrize("layout", thorough_except(LAYOUTS, DEFAULT_LAYOUTS))
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_token_mean_does_not_depend_on_the_layout(layout, want):
     packing, mesh = LAYOUTS[layout]
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)

@@ -26,6 +26,7 @@ def lora_config(tiny_config):
     return tiny_config
 
 
+@pytest.mark.thorough
 def test_a_run_trains_adapters_and_exports_them_and_the_merged_model(lora_config):
     assert train(resolve(lora_config))
     first, second = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]

@@ -321,6 +321,7 @@ def test_a_template_without_an_end_of_turn_is_rejected(tiny_model, tmp_path, ech
     assert echo.n_free == 3
 
 
+@pytest.mark.thorough
 def test_turns_reuse_kv_pages_without_changing_results(
     tiny_model, renderer, environments, one_device
 ):

@@ -25,6 +25,7 @@ def test_devices_without_a_memory_report_are_not_checked():
     assert check.device_memory() is None
 
 
+@pytest.mark.thorough
 def test_a_run_that_does_not_fit_is_rejected_with_its_memory_use(tiny_config, memory):
     memory(2**20)
     with (

@@ -262,6 +262,7 @@ def test_a_critic_with_another_tokenizer_is_rejected(ppo_config, tiny_model, tmp
         train(resolve(ppo_config))
 
 
+@pytest.mark.thorough
 def test_a_critic_warm_up_as_long_as_the_run_is_rejected(ppo_config):
     ppo_config.total_steps, ppo_config.critic.warmup_steps = 0, 16  # 64 prompts, 4 a step
     with pytest.raises(ValueError, match="leaves none of the 16 steps to the policy"):

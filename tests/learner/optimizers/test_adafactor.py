@@ -39,7 +39,8 @@ def as_files(tree, layer: int):
     return {name: np.asarray(tree[name])[layer].reshape(s.hf_shape) for name, s in SPECS.items()}
 
 
-@pytest.mark.parametrize("scaled", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("scaled", [True, False])
 def test_each_tensor_of_stacked_layers_is_updated_as_by_optax(scaled):
     options = AdafactorOptions(min_dim_size_to_factor=8, multiply_by_parameter_scale=scaled)
     ours = scale_by_adafactor(SPECS, options)

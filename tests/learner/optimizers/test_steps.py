@@ -74,9 +74,8 @@ def same_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.thorough] * (k != "muon")) for k in KINDS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_and_stacked_layers_change_no_step_beyond_rounding(kind):
     with jax.set_mesh(make_mesh()):
         one = jax.device_get(walk(kind, LISTED).params)

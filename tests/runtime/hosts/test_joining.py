@@ -100,7 +100,7 @@ def test_a_single_process_communicates_with_itself():
 @pytest.mark.parametrize(
     "orders",
     [
-        ("shuffled",),
+        pytest.param(("shuffled",), marks=pytest.mark.thorough),
         pytest.param(("in order", "reversed", "in turns"), marks=pytest.mark.thorough),
     ],
     ids=" ".join,
