@@ -6,7 +6,7 @@ The task is products of two-digit numbers, which the model cannot compute itself
 turns. The model may write <calc>27 * 58</calc>, which ends its turn, and reads
 <result>1566</result>. The prompt contains one worked example. The reward is 1 for the right last
 number of the last turn, and 0.2 more for a first call that can be evaluated
-(jaxrl/environments/calculator.py).
+(jaxrl/environments/builtin/calculator.py).
 
 Before training, at temperature 1: 0.41 calls per episode and 0.31 +- 0.18 of the answers right (16
 questions, 2 samples each; without the example no call and none right).

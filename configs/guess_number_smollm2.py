@@ -4,9 +4,9 @@
 
 The model has at most five guesses for a number from 0 to 18; the environment answers a wrong guess
 with "higher" or "lower". The reward is 1 minus 0.1 for each guess before the right one
-(jaxrl/environments/guess_number.py). The numbers are the answers of generated sums, which the game
-does not show. The prompt contains one game that is played well: without it the model does not play
-(mean reward 0.00 to 0.09 over nine steps).
+(jaxrl/environments/builtin/guess_number.py). The numbers are the answers of generated sums, which
+the game does not show. The prompt contains one game that is played well: without it the model does
+not play (mean reward 0.00 to 0.09 over nine steps).
 
 Minutes and result: 110 s per step on one busy core. Greedy, it finds 0.33 of the 16 validation
 numbers before training and 0.50 after four steps; mean reward of the steps 0.19, 0.26, 0.34, 0.38.

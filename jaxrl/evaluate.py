@@ -39,9 +39,9 @@ from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
-from jaxrl.trainer.reward_errors import RewardErrors
+from jaxrl.trainer.phases.reward_errors import RewardErrors
+from jaxrl.trainer.phases.sampling import score
 from jaxrl.trainer.run import sampling_seed
-from jaxrl.trainer.sampling import score
 from jaxrl.trainer.setup.folder import read_run_config
 from jaxrl.trainer.setup.run import open_evaluation
 from jaxrl.types import ScoredRollout

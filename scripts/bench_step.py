@@ -192,7 +192,7 @@ class Trainer:
 
     def make_batches(self, i: int, rollouts: list) -> list:
         """Mini-batches with random rewards and, if needed, reference logprobs."""
-        from jaxrl.trainer.mini_batches import make_mini_batches, to_sample
+        from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample
 
         rewards = np.random.default_rng(i).random(len(rollouts))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl.config.command_line import read_value
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.items import load_items
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids

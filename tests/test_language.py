@@ -31,7 +31,9 @@ BANNED = {  # what: what to write instead
     r"in eight bits|eight-bit": "int8, fp8, quantized",
     r"few rows": "small batches, skinny",
 }
-PROMPTS = {"jaxrl/environments/calculator.py"}  # texts for models, not for readers of the code
+PROMPTS = {
+    "jaxrl/environments/builtin/calculator.py"
+}  # texts for models, not for readers of the code
 PATTERN = re.compile("|".join(rf"(?P<b{i}>\b(?:{p})\b)" for i, p in enumerate(BANNED)), re.I)
 REMEDIES = list(BANNED.values())
 

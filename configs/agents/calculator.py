@@ -1,13 +1,14 @@
 """An agent with a calculator: the model writes <calc>12 * 34</calc> and reads its result.
 
-It needs the package openai. jaxrl.environments.calculator is the same task as an environment.
+It needs the package openai. jaxrl.environments.builtin.calculator is the same task as an
+environment.
 """
 
 from typing import Any
 
 import openai
 
-from jaxrl.environments.calculator import Calculator, evaluate
+from jaxrl.environments.builtin.calculator import Calculator, evaluate
 from jaxrl.rewards.verifiers.last_number import last_number
 
 MAX_TURNS = 3

@@ -22,13 +22,13 @@ from jaxrl.config.choices import (
     PROMPT_COLUMNS,
 )
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer, Tools
+from jaxrl.data.chat.encoding import ChatRenderer, Tools
+from jaxrl.data.chat.messages import as_messages, check_text_only, prompt_of, tools_of
+from jaxrl.data.chat.turns import MaskedTokens, render_turns
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
-from jaxrl.data.turns import MaskedTokens, render_turns
 from jaxrl.types import Demonstration, Message, TrainingSample
 
 GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer, Tools
+from jaxrl.data.chat.encoding import ChatRenderer, Tools
+from jaxrl.data.chat.messages import as_messages, check_text_only, prompt_of, tools_of
 from jaxrl.data.demonstrations import (
     GIVEN_COLUMNS,
     Messages,
@@ -24,7 +25,6 @@ from jaxrl.data.demonstrations import (
     rendered_turns,
 )
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.messages import as_messages, check_text_only, prompt_of, tools_of
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row

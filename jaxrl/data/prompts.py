@@ -10,8 +10,8 @@ verl's schema                                   plain
   extra_info    optional, passed to the reward
 
 Both may be mixed (question + reward_model, prompt + label). The column `tools` has the tools that
-the chat template offers to the model (jaxrl/data/messages.py). Rewards get an answer as it is in
-the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
+the chat template offers to the model (jaxrl/data/chat/messages.py). Rewards get an answer as it is
+in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
 """
 
 import functools
@@ -23,9 +23,9 @@ import numpy as np
 
 from jaxrl.config.choices import PROMPT_COLUMNS, TRUTH_COLUMNS
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.chat.messages import check_text_only, prompt_of, tools_of
 from jaxrl.data.items import ItemMaker, load_items
-from jaxrl.data.messages import check_text_only, prompt_of, tools_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
 from jaxrl.types import Message, Prompt

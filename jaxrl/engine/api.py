@@ -109,7 +109,7 @@ class Generated:
     tokens: np.ndarray  # int32 [n_new], the stop token included
     # float32 [n_new], of softmax(logits / temperature), without adjustments and filters
     logp: np.ndarray
-    # float32 [n_new], of the distribution that the tokens were sampled from, see engine/sampling.py
+    # float32 [n_new], of the distribution that sampled the tokens, see engine/device/sampling.py
     behavior_logp: np.ndarray
     finish: str  # "stop" | "length" | "error" (of the grammar) | "" while unfinished
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded

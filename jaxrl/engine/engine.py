@@ -9,12 +9,12 @@ from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.data.support import from_bits, unrestricted
-from jaxrl.engine.adjustments import MAX_BIAS
 from jaxrl.engine.api import EngineStats, Generated, GrammarError, Prefix, Request, TopTokens
-from jaxrl.engine.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
-from jaxrl.engine.decode_loop import DecodeOutput
-from jaxrl.engine.kv_pool import KVPoolSpec
-from jaxrl.engine.model_runner import COPIES_PER_CALL, ModelRunner
+from jaxrl.engine.device.adjustments import MAX_BIAS
+from jaxrl.engine.device.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
+from jaxrl.engine.device.decode_loop import DecodeOutput
+from jaxrl.engine.device.kv_pool import KVPoolSpec
+from jaxrl.engine.device.model_runner import COPIES_PER_CALL, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import PageCopy, Plan, PrefillChunk, Scheduler, Sequence

@@ -23,13 +23,13 @@ StepResult = tuple[Observation, Number, bool] | tuple[Observation, Number, bool,
 
 KEY, AGENT_KEY = "env.name", "env.agent"
 BUILT_IN = {
-    "calculator": "jaxrl.environments.calculator:Calculator",
-    "calculator_tool": "jaxrl.environments.calculator:CalculatorTool",
-    "functions": "jaxrl.environments.functions:Functions",
-    "guess_number": "jaxrl.environments.guess_number:GuessNumber",
-    "gymnasium": "jaxrl.environments.gymnasium:TextGame",
-    "mcp": "jaxrl.environments.mcp:McpTools",
-    "retry": "jaxrl.environments.retry:Retry",
+    "calculator": "jaxrl.environments.builtin.calculator:Calculator",
+    "calculator_tool": "jaxrl.environments.builtin.calculator:CalculatorTool",
+    "functions": "jaxrl.environments.builtin.functions:Functions",
+    "guess_number": "jaxrl.environments.builtin.guess_number:GuessNumber",
+    "gymnasium": "jaxrl.environments.builtin.gymnasium:TextGame",
+    "mcp": "jaxrl.environments.builtin.mcp:McpTools",
+    "retry": "jaxrl.environments.builtin.retry:Retry",
 }
 
 

@@ -7,21 +7,21 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from jaxrl.algorithms.aggregation import (
+from jaxrl.algorithms.kl import KL_ESTIMATORS, k3
+from jaxrl.algorithms.losses.aggregation import (
     SumAndWeight,
     aggregate,
     apply_mask,
     masked_max,
     masked_mean,
 )
-from jaxrl.algorithms.clamp import clamp, outside
-from jaxrl.algorithms.importance import CORRECTIONS, logp_diff, rollout_kl
-from jaxrl.algorithms.kl import KL_ESTIMATORS, k3
-from jaxrl.algorithms.policy_loss import POLICY_LOSSES
-from jaxrl.algorithms.rejection import REJECTIONS, off_policy_sequences
+from jaxrl.algorithms.losses.clamp import clamp, outside
+from jaxrl.algorithms.losses.importance import CORRECTIONS, logp_diff, rollout_kl
+from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.losses.rejection import REJECTIONS, off_policy_sequences
+from jaxrl.algorithms.losses.value_loss import clipped, value_loss
 from jaxrl.algorithms.segment import segment_sum
 from jaxrl.algorithms.table import apply, lookup
-from jaxrl.algorithms.value_loss import clipped, value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.learner.requirements import kl_in_loss, needs_every_response, ratio_source
 from jaxrl.learner.router import no_load

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.chat.turns import render_turns
 from jaxrl.data.packing import gather, pack_samples
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
-from jaxrl.data.turns import render_turns
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import find_tensors, load_params, model_config

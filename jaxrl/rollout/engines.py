@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.tracking.progress import Progress

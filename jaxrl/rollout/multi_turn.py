@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.api import Turn

@@ -26,7 +26,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.engine.batches import MAX_STOP_IDS
+from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
 from jaxrl.io.checkpoint.errors import CheckpointError
@@ -36,7 +36,7 @@ from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.options import KEY_VARIABLE, read
-from jaxrl.serve.prompt import Limits, longest_token
+from jaxrl.serve.requests.prompt import Limits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
 

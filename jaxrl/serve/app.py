@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import BodyReader
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
@@ -22,8 +22,8 @@ from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import Json, ResponseFormatter
-from jaxrl.serve.prompt import Limits
-from jaxrl.serve.request import GenerationRequest, parse_chat, parse_completion
+from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.responses.format import ResponsesFormatter
 from jaxrl.serve.responses.request import parse_responses

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import rollout_layout

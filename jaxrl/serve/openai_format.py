@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import END_OF_EVENTS, event
 from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, TopLogprobs, text_offsets

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.api import Generated, Request
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.choice import Choice, Decode, Delta
 from jaxrl.serve.engine_thread import EngineThread, GenerationTask
 from jaxrl.serve.metrics import ServerMetrics
-from jaxrl.serve.request import GenerationRequest
+from jaxrl.serve.requests.request import GenerationRequest
 from jaxrl.serve.score import Scores, score
 from sharding.rules import DECODE
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.engine.adjustments import N_TOP
+from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.models.decoder import Decoder, forward_packed
 from sharding import Rules
 

@@ -4,12 +4,12 @@ import dataclasses
 from typing import Any
 
 from jaxrl.config.schema import key
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.prompt import Limits, encode_text, is_id
-from jaxrl.serve.request import read_messages, render_messages, with_template_arguments
-from jaxrl.serve.request_fields import ModelFields, read_fields
+from jaxrl.serve.requests.fields import ModelFields, read_fields
+from jaxrl.serve.requests.prompt import Limits, encode_text, is_id
+from jaxrl.serve.requests.request import read_messages, render_messages, with_template_arguments
 from jaxrl.serve.structured.tools import check_tools
 
 

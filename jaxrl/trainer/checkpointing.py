@@ -13,8 +13,8 @@ from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
 from jaxrl.trainer.export import classifier_settings, language_model_settings
+from jaxrl.trainer.phases.update import NonFiniteError
 from jaxrl.trainer.run import Core
-from jaxrl.trainer.update import NonFiniteError
 from jaxrl.types import TrainState
 from sharding import hosts
 

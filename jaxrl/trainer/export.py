@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import padding_id, stop_ids
 from jaxrl.io.checkpoint.checkpointer import best_step, complete_steps
 from jaxrl.io.checkpoint.errors import CheckpointError

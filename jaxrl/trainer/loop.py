@@ -9,9 +9,9 @@ from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error
 from jaxrl.trainer.memory import OutOfMemoryError
+from jaxrl.trainer.phases.update import NonFiniteError
 from jaxrl.trainer.profile import traced_step
 from jaxrl.trainer.run import HasCore
-from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
 
 USER_ERRORS = (

@@ -11,8 +11,8 @@ from jaxrl.config.keys import RewardConfig
 from jaxrl.data.packing import Packed, sequence_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import chip_of
+from jaxrl.trainer.phases.shaping import valid_samples
 from jaxrl.trainer.run import Core
-from jaxrl.trainer.shaping import valid_samples
 from jaxrl.types import Rollout, ScoredRollout
 
 

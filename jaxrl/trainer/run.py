@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.digest import Content
 from jaxrl.data.iterator import Batches
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
@@ -29,8 +29,8 @@ from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.signals import StopFlag
-from jaxrl.trainer.reward_errors import RewardErrors
-from jaxrl.trainer.shaping import RewardScale
+from jaxrl.trainer.phases.reward_errors import RewardErrors
+from jaxrl.trainer.phases.shaping import RewardScale
 from jaxrl.types import Prompt, TrainState
 
 

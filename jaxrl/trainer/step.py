@@ -2,11 +2,11 @@
 
 from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
 from jaxrl.trainer.evaluation import validation_metrics
-from jaxrl.trainer.experience import make_experience
 from jaxrl.trainer.metrics import sample_records, speed_metrics
+from jaxrl.trainer.phases.experience import make_experience
+from jaxrl.trainer.phases.sampling import collect, reward, sample
+from jaxrl.trainer.phases.update import refresh_reference, update, update_critic
 from jaxrl.trainer.run import Run
-from jaxrl.trainer.sampling import collect, reward, sample
-from jaxrl.trainer.update import refresh_reference, update, update_critic
 
 
 def train_step(run: Run) -> None:

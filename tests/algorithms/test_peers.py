@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.advantages import ADVANTAGES
-from jaxrl.algorithms.aggregation import AGGREGATIONS, aggregate, apply_mask
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.policy_loss import POLICY_LOSSES
-from jaxrl.algorithms.preference import dpo, ipo, kto
-from jaxrl.algorithms.rejection import REJECTIONS
-from jaxrl.algorithms.value_loss import value_loss
+from jaxrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, apply_mask
+from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.losses.preference import dpo, ipo, kto
+from jaxrl.algorithms.losses.rejection import REJECTIONS
+from jaxrl.algorithms.losses.value_loss import value_loss
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
 from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import (
@@ -30,8 +30,8 @@ from jaxrl.learner.policy_objective import (
     reference_kl,
     token_loss_sums,
 )
-from jaxrl.trainer.advantage import add_advantages
-from jaxrl.trainer.mini_batches import MiniBatch, with_mean_weight
+from jaxrl.trainer.phases.advantage import add_advantages
+from jaxrl.trainer.phases.mini_batches import MiniBatch, with_mean_weight
 from jaxrl.types import TrainingSample
 from tests.algorithms import peers
 

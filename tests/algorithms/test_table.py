@@ -6,10 +6,10 @@ import inspect
 import pytest
 
 from jaxrl.algorithms.advantages import ADVANTAGES
-from jaxrl.algorithms.importance import CORRECTIONS
 from jaxrl.algorithms.kl import KL_ESTIMATORS
-from jaxrl.algorithms.policy_loss import POLICY_LOSSES
-from jaxrl.algorithms.rejection import REJECTIONS
+from jaxrl.algorithms.losses.importance import CORRECTIONS
+from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.losses.rejection import REJECTIONS
 from jaxrl.algorithms.table import Row, apply, lookup
 from jaxrl.config import choices
 from jaxrl.config.keys import AlgorithmConfig

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms import advantages, aggregation, importance, kl, policy_loss, rejection
+from jaxrl.algorithms import advantages, kl
+from jaxrl.algorithms.losses import aggregation, importance, policy_loss, rejection
 from jaxrl.config import choices
 from jaxrl.config.command_line import load_config
 from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/demonstrations.py and jaxrl/data/turns.py: which tokens are learned."""
+"""Tests of jaxrl/data/demonstrations.py and jaxrl/data/chat/turns.py: which tokens are learned."""
 
 import json
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.chat.turns import render_turns
 from jaxrl.data.demonstrations import conversation, demonstration_maker, to_sample
 from jaxrl.data.items import load_items
 from jaxrl.data.packing import pack
-from jaxrl.data.turns import render_turns
 
 STOP = (2,)
 QUESTION = {"role": "user", "content": "1 + 2?"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.engine import programs
+from jaxrl.engine.device import programs
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.decoder import forward_packed
 from sharding import make_mesh

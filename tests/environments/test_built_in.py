@@ -4,10 +4,10 @@ import textwrap
 
 import pytest
 
-from jaxrl.environments.calculator import Calculator, evaluate
-from jaxrl.environments.guess_number import GuessNumber
-from jaxrl.environments.gymnasium import TextGame
-from jaxrl.environments.retry import Retry
+from jaxrl.environments.builtin.calculator import Calculator, evaluate
+from jaxrl.environments.builtin.guess_number import GuessNumber
+from jaxrl.environments.builtin.gymnasium import TextGame
+from jaxrl.environments.builtin.retry import Retry
 
 
 def prompt(answer=""):

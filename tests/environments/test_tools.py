@@ -5,8 +5,8 @@ import time
 import pytest
 
 from jaxrl.config.keys import EnvConfig
-from jaxrl.environments.calculator import CalculatorTool
-from jaxrl.environments.functions import Functions
+from jaxrl.environments.builtin.calculator import CalculatorTool
+from jaxrl.environments.builtin.functions import Functions
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.environments.tools import COUNTS
 from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall

@@ -1,4 +1,4 @@
-"""Logprobs of given tokens, computed as engine/sampling.py computes those of sampled tokens."""
+"""Logprobs of given tokens, as engine/device/sampling.py computes those of sampled tokens."""
 
 import jax.numpy as jnp
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics, initial_coefficients
-from tests.trainer.test_mini_batches import config
+from tests.trainer.phases.test_mini_batches import config
 
 
 def test_fixed_coefficients_stay_constant_and_are_not_logged():

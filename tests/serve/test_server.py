@@ -23,7 +23,7 @@ from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
-from jaxrl.serve.request import parse_completion
+from jaxrl.serve.requests.request import parse_completion
 from tests.serve.serve_cases import KEY, arguments, direct, metric, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)

@@ -7,8 +7,8 @@ import pytest
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.trainer import checkpointing
 from jaxrl.trainer.checkpointing import save_after_error
+from jaxrl.trainer.phases.update import NonFiniteError
 from jaxrl.trainer.run import Core
-from jaxrl.trainer.update import NonFiniteError
 from sharding import hosts
 
 

@@ -14,7 +14,7 @@ from jaxrl.planner.topology import CHIPS, chip_of
 from jaxrl.trainer import metrics
 from jaxrl.trainer.run import Core
 from jaxrl.types import Prompt, Rollout, TrainState
-from tests.trainer.test_mini_batches import config, samples_of
+from tests.trainer.phases.test_mini_batches import config, samples_of
 
 MODEL = DecoderConfig("llama", L=1, D=16, N=2, K=2, H=8, F=32, V=64)
 

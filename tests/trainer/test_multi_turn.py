@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.packing import gather, pack, pack_samples
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engine.api import Engine, EngineStats, Generated
@@ -22,11 +22,11 @@ from jaxrl.layout import Layout
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
-from jaxrl.trainer.mini_batches import make_mini_batches, to_sample
+from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample
 from jaxrl.trainer.setup.engines import check_independent_engines
 from jaxrl.types import Prompt
 from sharding.rules import DECODE, TRAIN
-from tests.trainer.test_mini_batches import config, constant_scores
+from tests.trainer.phases.test_mini_batches import config, constant_scores
 from tests.trainer.test_train import assert_same_weights, metrics
 
 EOS = 2

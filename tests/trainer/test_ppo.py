@@ -1,5 +1,5 @@
-"""Tests of PPO with a critic: GAE returns of random episodes (jaxrl/trainer/advantage.py), tiny
-runs (jaxrl/trainer/experience.py, step.py, update.py), resuming, and rejected configs."""
+"""Tests of PPO with a critic: GAE returns of random episodes (jaxrl/trainer/phases/advantage.py),
+tiny runs (jaxrl/trainer/phases/experience.py, update.py), resuming, and rejected configs."""
 
 import dataclasses
 import json
@@ -16,8 +16,8 @@ from jaxrl.config import resolve
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.train import main, train
-from jaxrl.trainer.advantage import add_advantages
-from jaxrl.trainer.mini_batches import value_metrics
+from jaxrl.trainer.phases.advantage import add_advantages
+from jaxrl.trainer.phases.mini_batches import value_metrics
 from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step
 from jaxrl.types import TrainingSample

@@ -16,7 +16,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import reward_model
-from jaxrl.algorithms.preference import bradley_terry
+from jaxrl.algorithms.losses.preference import bradley_terry
 from jaxrl.config.resolve import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate

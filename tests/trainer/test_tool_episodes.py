@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl.config.keys import EnvConfig, RunConfig, SamplingConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn

@@ -19,7 +19,7 @@ from jaxrl.config import resolve
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
-from jaxrl.trainer.update import NonFiniteError
+from jaxrl.trainer.phases.update import NonFiniteError
 
 TIMES = ("time", "time/", "_per_s", "host_fraction")
 

@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxrl.models.files.atomic_folder import atomic_folder
-from jaxrl.models.files.gguf import convert_gguf
+from jaxrl.models.files.gguf.folder import convert_gguf
 
 PACKAGE = "package:"
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")

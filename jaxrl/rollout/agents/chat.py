@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.messages import tools_of
+from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.tools.messages import as_message

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.generate import Response

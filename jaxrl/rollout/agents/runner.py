@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.http.errors import RequestError

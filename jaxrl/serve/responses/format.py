@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.openai_format import ResponseFormatter

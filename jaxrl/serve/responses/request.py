@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.config.schema import nearest
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.prompt import Limits
-from jaxrl.serve.request import GenerationRequest, chat_request
-from jaxrl.serve.request_fields import IGNORED
+from jaxrl.serve.requests.fields import IGNORED
+from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.request import GenerationRequest, chat_request
 
 Json = dict[str, Any]
 SAME = (  # fields that the chat endpoint has by the same name

@@ -1,6 +1,6 @@
 """Preference optimization (DPO, IPO, KTO) as an objective of the RL learner.
 
-The equations are in algorithms/preference.py.
+The equations are in algorithms/losses/preference.py.
 """
 
 import dataclasses
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.preference import PairLoss, advantages, dpo, ipo, kto
+from jaxrl.algorithms.losses.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.experience import policy_logps, reference_logps
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
+from jaxrl.trainer.phases.experience import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 Numbers = np.ndarray

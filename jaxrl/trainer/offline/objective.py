@@ -12,9 +12,9 @@ from jaxrl.data.items import ItemMaker
 from jaxrl.data.packing import gather, pack_samples, padding_fraction
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.metrics import speed_metrics
-from jaxrl.trainer.mini_batches import MiniBatch
+from jaxrl.trainer.phases.mini_batches import MiniBatch
+from jaxrl.trainer.phases.update import update
 from jaxrl.trainer.run import Core
-from jaxrl.trainer.update import update
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
 # Sections of the config that offline training does not use.

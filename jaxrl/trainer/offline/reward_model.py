@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.preference import PairLoss, advantages, bradley_terry
+from jaxrl.algorithms.losses.preference import PairLoss, advantages, bradley_terry
 from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload

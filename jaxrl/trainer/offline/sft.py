@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrl.data.demonstrations import demonstration_maker, to_sample
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.experience import policy_logps
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
+from jaxrl.trainer.phases.experience import policy_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 

@@ -21,12 +21,12 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.lora import split
+from jaxrl.trainer.phases.shaping import RewardScale
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.folder import record_start
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.state import load_reference, load_state
-from jaxrl.trainer.shaping import RewardScale
 
 
 def build_core(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares

@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from jaxrl.config.keys import RolloutConfig, RunConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool

@@ -6,8 +6,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat import ChatRenderer
-from jaxrl.data.chat_template import prints_date
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.chat.template import prints_date
 from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.requirements import full_kl_in_loss

@@ -20,7 +20,7 @@ from jaxrl.trainer.offline.objective import (
     validate,
     with_objective,
 )
-from jaxrl.trainer.reward_errors import RewardErrors
+from jaxrl.trainer.phases.reward_errors import RewardErrors
 from jaxrl.trainer.run import Evaluation, Run
 from jaxrl.trainer.setup.core import build_core
 from jaxrl.trainer.setup.data import (

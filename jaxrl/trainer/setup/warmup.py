@@ -3,7 +3,7 @@
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
-from jaxrl.trainer.mini_batches import MiniBatch, token_kl, with_mean_weight
+from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, Tree
 from sharding import to_device

@@ -1,6 +1,6 @@
 """Model files with random damage: one ValueError that names the file, or a valid model.
 
-Tests of jaxrl/data/json_object.py, hf_entries.py, safetensors.py, gguf_reader.py and their callers.
+Tests of jaxrl/data/json_object.py, hf_entries.py, safetensors.py, gguf/reader.py and their callers.
 """
 
 import json
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.gguf import convert_gguf
+from jaxrl.models.files.gguf.folder import convert_gguf
 from jaxrl.models.files.hf_config import FAMILIES, folder_config
 from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import map_tensor, read_header

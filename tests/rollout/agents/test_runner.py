@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import EnvConfig, SamplingConfig
-from jaxrl.data.chat import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.agents.endpoint import AgentEndpoint

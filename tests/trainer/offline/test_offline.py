@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import dpo, sft
-from jaxrl.algorithms.preference import dpo as dpo_loss
-from jaxrl.algorithms.preference import ipo as ipo_loss
+from jaxrl.algorithms.losses.preference import dpo as dpo_loss
+from jaxrl.algorithms.losses.preference import ipo as ipo_loss
 from jaxrl.config.keys import PreferenceConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample

@@ -1,0 +1,255 @@
+"""The chat template: messages to tokens and back."""
+
+import copy
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from jaxrl.data.chat.template import check_arguments, read_template, template_names, with_date
+from jaxrl.tools.calls import MalformedCall, ToolCall, template_form
+from jaxrl.types import Message
+
+_PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_BATCH = 1024  # conversations tokenized in one call
+
+Tools = Sequence[dict[str, Any]]  # OpenAI's schemas of the functions that the model may call
+
+
+class ChatRenderer:
+    """Renders conversations with the checkpoint's chat template, or with another one.
+
+    `template` is "" (the checkpoint's), the path of a Jinja file, or the name of a file in
+    templates/ ("chatml": <|im_start|>role ... <|im_end|>, no default system message).
+    `system_prompt` is prepended to every conversation without a system message. `arguments` are
+    variables of the template, such as enable_thinking. `today` is the date that templates print;
+    None is the date at which they are rendered.
+
+    Raises ValueError for an argument that the template does not read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str = "",
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
+        today: datetime.date | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.template = read_template(template) if template else _checkpoint_template(tokenizer)
+        self.arguments = dict(arguments or {})
+        self.today = today
+        self._source = with_date(self.template, today) if today else self.template
+        check_arguments(self.template, self.arguments, tokenizer.special_tokens_map)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatRenderer":
+        """This renderer with further template arguments, which replace its own of the same name.
+
+        They are `chat_template_kwargs` of a request to the server. Raises ValueError for an
+        argument that the template does not read.
+        """
+        check_arguments(self.template, arguments, self.tokenizer.special_tokens_map)
+        changed = copy.copy(self)
+        changed.arguments = {**self.arguments, **arguments}
+        return changed
+
+    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, " prompt_len"]:
+        """Tokens of a conversation, including the generation prompt."""
+        return self.render_all([messages])[0]
+
+    def render_all(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tools] | None = None
+    ) -> list[Int32[np.ndarray, " _"]]:
+        """render() for many conversations; each tokenizer call has a batch and uses all cores.
+
+        `tools` are those that each conversation offers to the model.
+        """
+        tools = [()] * len(conversations) if tools is None else tools
+        pairs = list(zip(conversations, tools, strict=True))
+        rendered = []
+        for first in range(0, len(pairs), _BATCH):
+            texts = [self.text(c, tools=t) for c, t in pairs[first : first + _BATCH]]
+            # the template already contains the special tokens
+            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rendered += [np.array(row, np.int32) for row in ids]
+        return rendered
+
+    def render_reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        stop: Sequence[int],
+        ended: bool,
+        calls: Sequence[ToolCall | MalformedCall] = (),
+    ) -> Int32[np.ndarray, " n"]:
+        """Tokens between two turns of the model.
+
+        They are the end of the first turn, unless the model generated it (`ended`), the reply
+        `messages`, and the generation prompt. They are tokenized separately, so the tokens before
+        them stay those that the model generated, even if their text tokenizes differently. `calls`
+        are those of the first turn, which the reply answers. Raises ValueError if the template
+        does not end a turn with one of the `stop` tokens, or rejects the reply.
+        """
+        text = self._after_turn(messages, calls)
+        tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        ends = np.flatnonzero(np.isin(tokens, stop))
+        if calls and len(ends):  # the rest of the call is before the end of the turn
+            return tokens[ends[0] + ended :]
+        if not len(ends) or self.decode(tokens[: ends[0]]).strip():
+            raise ValueError(
+                f"the chat template continues after an assistant turn with {text[:40]!r}, which "
+                "does not start with an end-of-sequence token, so turns cannot be separated; set "
+                "data.chat_template"
+            )
+        return tokens[ends[0] + 1 :] if ended else tokens
+
+    def _after_turn(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall | MalformedCall]
+    ) -> str:
+        """The text after a placeholder in a turn, or in its last call, and before the next turn.
+
+        Some templates accept one call per turn only, or none.
+        """
+        errors = []
+        for shown in (calls, calls[:1], ()):
+            turns = [{"role": "user", "content": "?"}, _placeholder_turn(shown)]
+            try:
+                text = self.text([*turns, *messages], system_prompt=False)
+            except ValueError as error:
+                errors.append(error)
+                continue
+            return text.split(_PLACEHOLDER, max(len(shown), 1))[-1]
+        raise errors[0]
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template marks the model's text with {% generation %} blocks."""
+        return _GENERATION.search(self.template) is not None
+
+    def generated_spans(
+        self, messages: Sequence[Message], tools: Tools = ()
+    ) -> list[tuple[int, int]]:
+        """Character ranges of {% generation %} blocks in the text without generation prompt."""
+        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.arguments}
+        rendered: Any = render_jinja_template(
+            [self._with_system_prompt(messages)],
+            tools=list(tools) or None,
+            chat_template=self._source,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+        return rendered[1][0]
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        generation_prompt: bool = True,
+        system_prompt: bool = True,
+        tools: Tools = (),
+    ) -> str:
+        """The rendered conversation before tokenization.
+
+        `generation_prompt` adds the header of the assistant turn that the model is to generate,
+        `system_prompt` the renderer's system prompt if the conversation has none. Raises ValueError
+        if the template rejects the conversation, or leaves out tools or calls.
+        """
+        if system_prompt:
+            messages = self._with_system_prompt(messages)
+        try:
+            text = self._applied(messages, generation_prompt, tools)
+        except Exception as error:  # a template is foreign code
+            roles = [m["role"] for m in messages]
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"the chat template rejects a conversation with the roles {roles} ({reason}); "
+                "change the data or set data.chat_template"
+            ) from error
+        check_rendered_tools(text, messages, tools)
+        return text
+
+    def _with_system_prompt(self, messages: Sequence[Message]) -> list[Message]:
+        if not self.system_prompt or any(m["role"] == "system" for m in messages):
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _applied(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools) -> str:
+        def apply(messages: list[Message]) -> str:
+            rendered = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.arguments,
+            )
+            return str(rendered)
+
+        try:
+            return apply(list(messages))
+        except TypeError:
+            if not any(m.get("tool_calls") for m in messages):
+                raise
+            return apply([_with_text_arguments(m) for m in messages])
+
+    def decode(
+        self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True
+    ) -> str:
+        """The text of tokens, by default without special tokens."""
+        ids = np.asarray(tokens).tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as JSON text, which DeepSeek's templates need."""
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        for call in message.get("tool_calls", ())
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _placeholder_turn(calls: Sequence[ToolCall | MalformedCall]) -> Message:
+    """An assistant turn whose text, or the arguments of whose calls, are the placeholder."""
+    if not calls:
+        return {"role": "assistant", "content": _PLACEHOLDER}
+    names = [call.name if isinstance(call, ToolCall) else "malformed" for call in calls]
+    shown = [
+        template_form(ToolCall(name, {"value": _PLACEHOLDER}, call.id))
+        for name, call in zip(names, calls, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": shown}
+
+
+def check_rendered_tools(text: str, messages: Sequence[Message], tools: Tools) -> None:
+    """Raises ValueError if the template has left out a tool or a tool call."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for what, functions in (("tools", tools), ("tool calls", calls)):
+        for function in functions:
+            name = function["function"]["name"]
+            if name not in text:
+                raise ValueError(
+                    f"the chat template leaves out {what} ({name!r} is not in the rendered text), "
+                    "so the model would not see them; set data.chat_template to one that renders "
+                    "them, or remove them from the data"
+                )
+
+
+def _checkpoint_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template; set "
+            "data.chat_template to a Jinja file or to one of " + ", ".join(template_names())
+        )
+    return tokenizer.get_chat_template()

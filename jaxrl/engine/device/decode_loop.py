@@ -1,0 +1,269 @@
+"""The decode loop of one replica: its batch, its loop condition, its steps, and its output."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+
+from jaxrl import types
+from jaxrl.data.support import n_words
+from jaxrl.engine.device.adjustments import (
+    N_TOP,
+    Adjustments,
+    RowState,
+    TokenCounts,
+    count_tokens,
+    sample_adjusted,
+)
+from jaxrl.engine.device.sampling import (
+    N_COLUMNS,
+    Sample,
+    SamplingParams,
+    row_keys,
+    sample_sharded,
+    uniforms,
+)
+from jaxrl.models.cache import KVCache
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.paged import forward_paged
+from sharding import Rules
+
+
+@struct.dataclass
+class DecodeBatch:
+    """The sequences of one dispatch, B rows. A row with position -1 is padding."""
+
+    token: types.Array  # int32 [B], last token of the sequence
+    position: types.Array  # int32 [B], position of that token
+    remaining: types.Array  # int32 [B], tokens that may still be sampled
+    seed: types.Array  # uint32 [B]
+    prompt_id: types.Array  # uint32 [B]
+    sample: types.Array  # uint32 [B]
+    stop_ids: types.Array  # int32 [B, n_stop], -1 = none
+    page_table: types.Array  # int32 [B, C]
+    sampling: SamplingParams
+    # int32 [B, S], all tokens so far; None without speculation and adjustments
+    history: types.Array = None
+    adjustments: Adjustments | None = None  # None if no row has any: then the program has none
+
+    def counts(self, n_vocab: int) -> TokenCounts | None:
+        """The counts that the adjustments need."""
+        if self.adjustments is None:
+            return None
+        return count_tokens(self.history, self.position, self.adjustments, n_vocab)
+
+    def row_state(self, counts: TokenCounts | None, position: jax.Array) -> RowState | None:
+        """What the adjustments of the tokens after `position` depend on."""
+        if self.adjustments is None or counts is None:
+            return None
+        return RowState(self.adjustments, counts, self.stop_ids, position)
+
+
+@struct.dataclass
+class DispatchOutput:
+    """Sampled tokens of one dispatch, on the device."""
+
+    columns: types.Array  # int32 [3, B, S], the tokens and the bits of their logprobs
+    support: types.Array = None  # uint32 [S, B, W], see `Sample.support`
+    top: types.Array = None  # int32 [S, B, 2 * n], see `Sample.top`
+
+    @classmethod
+    def empty(
+        cls, B: int, S: int, *, n_vocab: int, keep_support: bool, keep_top: bool
+    ) -> "DispatchOutput":
+        """No tokens."""
+        support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if keep_support else None
+        top = jnp.zeros((S, B, 2 * min(N_TOP, n_vocab)), jnp.int32) if keep_top else None
+        return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top)
+
+    def at_step(self, step: Int[Array, ""], new: "DispatchOutput") -> "DispatchOutput":
+        """The output with the tokens of one step written to column `step`."""
+
+        def write(rows: jax.Array, one: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(rows, one, (step, 0, 0))
+
+        return DispatchOutput(
+            jax.lax.dynamic_update_slice(self.columns, new.columns, (0, 0, step)),
+            jax.tree.map(write, self.support, new.support),
+            jax.tree.map(write, self.top, new.top),
+        )
+
+
+def decode_loop_condition(
+    n_steps: Int[Array, ""], exit_at: Int[Array, ""], replicas: tuple[str, ...]
+) -> Callable[[tuple], jax.Array]:
+    """The condition of a decode loop whose state begins with (step, cache, position).
+
+    The loop continues for up to `n_steps` steps while a replica has more than `exit_at` running
+    sequences. All replicas make the same number of steps.
+    """
+
+    def condition(state: tuple) -> jax.Array:
+        step, _, position, *_ = state
+        n_running = jnp.sum(position >= 0)
+        if replicas:
+            n_running = jax.lax.pmax(n_running, replicas)
+        return (step < n_steps) & (n_running > exit_at)
+
+    return condition
+
+
+def decode_steps(
+    params: Decoder,
+    cache: KVCache,
+    batch: DecodeBatch,
+    n_steps: Int[Array, ""],
+    exit_at: Int[Array, ""],
+    *,
+    rules: Rules,
+    implementation: str | None,
+    max_steps: int,
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
+    """Up to `n_steps` decode steps of one replica.
+
+    Returns the cache and, for every step, the sampled token (-1 once the sequence has ended), the
+    bits of its float32 logprobs, and its support with `keep_support`.
+    """
+    replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
+    keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
+    B = batch.token.shape[0]
+
+    def one_step(state):
+        step, cache, position, token, remaining, counts, out = state
+        active = position >= 0
+        hidden, cache = forward_paged(
+            params,
+            token[:, None],
+            position[:, None],
+            cache,
+            batch.page_table,
+            rules=rules,
+            implementation=implementation,
+        )
+        new, token = sample_tokens(
+            params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
+        )
+        out = out.at_step(step, new)
+        if counts is not None:
+            counts = counts.add(jnp.arange(B)[:, None], token[:, None], active[:, None])
+        ended = (remaining <= 1) | jnp.any(token[:, None] == batch.stop_ids, axis=1)
+        position = jnp.where(active & ~ended, position + 1, -1)
+        return step + 1, cache, position, token, remaining - 1, counts, out
+
+    start = (
+        jnp.int32(0),
+        cache,
+        batch.position,
+        batch.token,
+        batch.remaining,
+        batch.counts(params.cfg.V),
+        DispatchOutput.empty(
+            B,
+            max_steps,
+            n_vocab=params.cfg.V,
+            keep_support=keep_support,
+            keep_top=batch.adjustments is not None,
+        ),
+    )
+    condition = decode_loop_condition(n_steps, exit_at, replicas)
+    _, cache, *_, out = jax.lax.while_loop(condition, one_step, start)
+    return cache, out
+
+
+def sample_tokens(
+    params: Decoder,
+    hidden: Float[Array, "B 1 D"],
+    keys: Key[Array, "B"],
+    position: Int[Array, "B"],
+    batch: DecodeBatch,
+    counts: TokenCounts | None,
+    rules: Rules,
+    *,
+    keep_support: bool,
+) -> tuple[DispatchOutput, Int[Array, "B"]]:
+    """Samples the token after each `position`.
+
+    Returns the output of one step, with the token -1 in padding rows, and the token as sampled.
+    """
+    logits = params.logits(hidden, rules)[:, 0]
+    sampled = sample_logits(
+        logits,
+        uniforms(keys, position + 1),
+        batch.sampling,
+        batch.row_state(counts, position),
+        rules=rules,
+        keep_support=keep_support,
+    )
+    token = jnp.where(position >= 0, sampled.token, -1)
+    columns = dataclasses.replace(sampled, token=token).columns()[:, :, None]
+    support, top = (None if a is None else a[None] for a in (sampled.support, sampled.top))
+    return DispatchOutput(columns, support, top), sampled.token
+
+
+def sample_logits(
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, "B"],
+    sampling: SamplingParams,
+    state: RowState | None,
+    *,
+    rules: Rules,
+    keep_support: bool,
+) -> Sample:
+    """Samples from the logits, adjusted if there is a state."""
+    if state is None:
+        return sample_sharded(logits, uniform, sampling, rules=rules, keep_support=keep_support)
+    return sample_adjusted(logits, uniform, sampling, state, rules=rules, keep_support=keep_support)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    """Sampled tokens of one dispatch, on the host."""
+
+    tokens: np.ndarray  # int32 [B, n], without gaps, then -1
+    logp: np.ndarray  # float32 [B, n]
+    behavior_logp: np.ndarray  # float32 [B, n]
+    support: np.ndarray | None  # uint32 [n, B, W]; None if not recorded, or without a filter
+    top: np.ndarray | None  # int32 [n, B, 2 * N_TOP], see `Sample.top`; None if no row wants it
+    n_steps: int  # forward passes
+    n_draft_tokens: int = 0
+    n_accepted_tokens: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return int((self.tokens >= 0).sum())
+
+
+def read_decode_output(
+    output: DispatchOutput, *, filtered: bool, with_top: bool, speculative: bool = False
+) -> DecodeOutput:
+    """Copies what `decode_steps` or, if `speculative`, `speculative_steps` returned to the host.
+
+    The supports are copied only if a sequence of the dispatch is `filtered`, and the most likely
+    tokens only `with_top`.
+    """
+    out = np.asarray(output.columns)
+    support = np.asarray(output.support) if filtered and output.support is not None else None
+    top = np.asarray(output.top) if with_top else None
+    if not speculative:
+        n_steps = int((out[0] >= 0).any(axis=0).sum())
+        return DecodeOutput(*_columns(out[..., :n_steps]), support, top, n_steps)
+    columns, (n_passes, n_draft_tokens, _) = out[..., :-1], out[..., -1]
+    n_accepted_tokens = int((columns[0] >= 0).sum() - n_passes.sum())
+    return DecodeOutput(
+        *_columns(columns),
+        support,
+        top,
+        int(n_passes.max()),
+        int(n_draft_tokens.sum()),
+        n_accepted_tokens,
+    )
+
+
+def _columns(out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, *bits = out
+    return tokens, *(column.view(np.float32) for column in bits)

@@ -1,0 +1,245 @@
+"""Runs the compiled programs on the device: fills their arrays, owns and donates the KV cache."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jaxrl.config.keys import RolloutConfig
+from jaxrl.engine.device import programs
+from jaxrl.engine.device.batches import (
+    DispatchShapes,
+    decode_batch,
+    pad_replicas,
+    prefill_arrays,
+)
+from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
+from jaxrl.engine.device.kv_pool import KVPoolSpec
+from jaxrl.engine.device.speculative import SpeculationConfig
+from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
+from jaxrl.models.cache import KVCache
+from jaxrl.types import Tree
+from sharding import on_mesh
+
+COPIES_PER_CALL = 16  # pages copied by one call
+
+
+class ModelRunner:
+    """Prefill, mixed, copy and decode dispatches in declared shapes.
+
+    Rows and sequences come as one list per replica. The cache exists from the first call to
+    `release`.
+    """
+
+    def __init__(
+        self,
+        pool: KVPoolSpec,
+        shapes: DispatchShapes,
+        rollout: RolloutConfig,
+        *,
+        eos_ids: tuple[int, ...],
+        implementation: str | None,
+        keep_support: bool,
+        n_pages: Callable[[], int],
+        on_failure: Callable[[], None],
+    ):
+        """`n_pages` gives the size of each replica's pool when the cache is allocated.
+
+        A failed call loses the donated cache; then `on_failure` drops all references to its pages.
+        """
+        self.pool, self.shapes = pool, shapes
+        self.max_steps = rollout.steps_per_dispatch
+        self.speculation = (
+            SpeculationConfig(rollout.spec_tokens, rollout.spec_ngram)
+            if rollout.spec_tokens
+            else None
+        )
+        self.cache: KVCache | None = None
+        self.device_s = 0.0  # wall time of program calls
+        self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
+        self._eos_ids, self._implementation = eos_ids, implementation
+        self._keep_support = keep_support
+        self._n_pages, self._on_failure = n_pages, on_failure
+
+    @property
+    def n_programs(self) -> int:
+        """Programs compiled so far; constant after the engine's `warmup`."""
+        return len(self.dispatched)
+
+    def allocated_cache(self) -> KVCache:
+        """The cache, allocated if there is none."""
+        if self.cache is None:
+            self.cache = self.pool.allocate(self._n_pages())
+        return self.cache
+
+    def release(self) -> None:
+        """Frees the memory of the cache."""
+        self.cache = None
+
+    def prefill(self, params: Tree, rows: list[list[PrefillChunk]], bucket: int) -> None:
+        """Computes the KV of up to `bucket` prefill rows of each replica."""
+        arrays = self._prefill_arrays(rows, bucket)
+        with self._call("prefill", bucket):
+            self.cache = programs.prefill(
+                params,
+                self.allocated_cache(),
+                *arrays,
+                rules=self.pool.rules,
+                implementation=self._implementation,
+            )
+
+    def mixed(
+        self,
+        params: Tree,
+        rows: list[list[PrefillChunk]],
+        seqs: list[list[Sequence]],
+        *,
+        adjusted: bool = False,
+    ) -> DecodeOutput:
+        """Prefill rows and one decode step of `seqs` in one dispatch.
+
+        Uses the largest buckets only: only long prompts are worth mixing with decode. `adjusted`
+        selects the program with adjustments.
+        """
+        bucket = self.shapes.prefill_buckets[-1]
+        arrays = self._prefill_arrays(rows, bucket)
+        batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
+        with self._call("mixed adjusted" if adjusted else "mixed", bucket):
+            self.cache, out = programs.mixed(
+                params,
+                self.allocated_cache(),
+                *arrays,
+                batch,
+                rules=self.pool.rules,
+                implementation=self._implementation,
+                keep_support=self._keep_support,
+            )
+            return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
+
+    def copy_pages(self, copies: list[list[PageCopy]]) -> None:
+        """Copies up to COPIES_PER_CALL pages of each replica."""
+        padding = (0, self._n_pages())
+        rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
+        pairs = np.array([row or padding for row in rows], np.int32).T
+        with self._call("copy", COPIES_PER_CALL):
+            self.cache = programs.copy_pages(
+                self.allocated_cache(),
+                pairs[0],
+                pairs[1],
+                rules=self.pool.rules,
+                stacked=self.pool.cfg.stacked,
+            )
+
+    def decode(
+        self,
+        params: Tree,
+        seqs: list[list[Sequence]],
+        bucket: int,
+        *,
+        n_steps: int,
+        exit_at: int,
+        adjusted: bool = False,
+    ) -> DecodeOutput:
+        """Up to `n_steps` decode steps, until `exit_at` or fewer sequences of a replica run.
+
+        `adjusted` selects the program with adjustments.
+        """
+        batch = self.decode_batch(seqs, bucket, adjusted=adjusted)
+        with self._call("decode adjusted" if adjusted else "decode", bucket):
+            self.cache, out = programs.decode(
+                params,
+                self.allocated_cache(),
+                batch,
+                np.int32(n_steps),
+                np.int32(exit_at),
+                rules=self.pool.rules,
+                implementation=self._implementation,
+                max_steps=self.max_steps,
+                speculation=self.speculation,
+                keep_support=self._keep_support,
+            )
+            return read_decode_output(
+                out,
+                filtered=_filtered(seqs),
+                with_top=_with_top(seqs),
+                speculative=self.speculation is not None,
+            )
+
+    def lower(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
+        """Lowers the largest program of a kind: prefill, mixed, copy_pages or decode.
+
+        For ahead-of-time compilation on the current mesh, with (abstract) parameters and a pool of
+        `n_pages` pages.
+        """
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
+        rules, implementation = self.pool.rules, self._implementation
+        if kind == "copy_pages":
+            pages = np.zeros(self.pool.n_replicas * COPIES_PER_CALL, np.int32)
+            stacked = self.pool.cfg.stacked
+            return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
+        rows = self._prefill_arrays([], self.shapes.prefill_buckets[-1])
+        if kind == "prefill":
+            return programs.prefill.lower(
+                params, cache, *rows, rules=rules, implementation=implementation
+            )
+        batch = self.decode_batch([], self.shapes.decode_buckets[-1])
+        if kind == "mixed":
+            return programs.mixed.lower(
+                params,
+                cache,
+                *rows,
+                batch,
+                rules=rules,
+                implementation=implementation,
+                keep_support=self._keep_support,
+            )
+        return programs.decode.lower(
+            params,
+            cache,
+            batch,
+            np.int32(0),
+            np.int32(0),
+            rules=rules,
+            implementation=implementation,
+            max_steps=self.max_steps,
+            speculation=self.speculation,
+            keep_support=self._keep_support,
+        )
+
+    def decode_batch(
+        self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
+    ) -> DecodeBatch:
+        rows = pad_replicas(seqs, bucket, self.pool.n_replicas)
+        return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
+
+    def _prefill_arrays(
+        self, rows: list[list[PrefillChunk]], bucket: int
+    ) -> tuple[np.ndarray, ...]:
+        return prefill_arrays(pad_replicas(rows, bucket, self.pool.n_replicas), self.shapes)
+
+    @contextlib.contextmanager
+    def _call(self, program: str, bucket: int) -> Iterator[None]:
+        """Times a program call. If it fails, the donated cache is lost, with everything in it."""
+        self.dispatched.add((program, bucket))
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            self._on_failure()
+            raise
+        finally:
+            self.device_s += time.perf_counter() - start
+
+
+def _filtered(seqs: list[list[Sequence]]) -> bool:
+    """Whether a sequence samples from a truncated distribution."""
+    return any(seq.request.sampling.filters for own in seqs for seq in own)
+
+
+def _with_top(seqs: list[list[Sequence]]) -> bool:
+    """Whether a sequence wants the most likely tokens."""
+    return any(seq.request.top_logprobs for own in seqs for seq in own)

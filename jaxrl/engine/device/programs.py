@@ -1,0 +1,225 @@
+"""The compiled programs: prefill, prefill mixed with a decode step, page copies, decode.
+
+The KV cache is donated to each program, which updates it in place and returns it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Int
+
+from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
+from jaxrl.engine.device.sampling import row_keys
+from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
+from jaxrl.models.cache import KVCache
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.paged import forward_mixed, forward_paged
+from jaxrl.types import Tree
+from sharding import Rules
+
+
+def per_replica(
+    program: Callable,
+    rules: Rules,
+    *,
+    cache_axis: int,
+    n_inputs: int,
+    returns_output: bool = False,
+) -> Callable:
+    """`program(params, cache, *inputs)` of one replica, run by every replica on its shard.
+
+    The pages of the cache (axis `cache_axis`) and the leading axis of the `n_inputs` input trees
+    are sharded over the replicas; parameters are replicated. Replicas communicate only to agree on
+    the end of a decode loop.
+    """
+    axes = rules.mesh_axes("batch")
+    if not axes:
+        return program
+    pages, by_row = jax.P(*(None,) * cache_axis, axes), jax.P(axes)
+    sharded = jax.shard_map(
+        program,
+        in_specs=(jax.P(), pages, *(by_row,) * n_inputs),
+        out_specs=(pages, jax.P(None, axes)) if returns_output else pages,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    def run(params: Tree, cache: KVCache, *inputs: Tree):
+        return sharded(params, cache, *jax.tree.map(lambda a: jax.reshard(a, by_row), inputs))
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+@jax.named_scope("rollout")
+def prefill(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    page_table: Int[Array, "R C"],
+    *,
+    rules: Rules,
+    implementation: str | None,
+) -> KVCache:
+    """Writes the KV of `tokens`.
+
+    Rows may be consecutive pieces of one sequence: every layer writes the KV of all rows before any
+    row attends.
+    """
+
+    def prefill_one(params: Decoder, cache: KVCache, tokens, positions, page_table) -> KVCache:
+        _, cache = forward_paged(
+            params,
+            tokens,
+            positions,
+            cache,
+            page_table,
+            rules=rules.in_replica(),
+            implementation=implementation,
+        )
+        return cache
+
+    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=3)
+    return run(params, cache, tokens, positions, page_table)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("rules", "implementation", "keep_support"),
+    donate_argnames="cache",
+)
+@jax.named_scope("rollout")
+def mixed(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    page_table: Int[Array, "R C"],
+    batch: DecodeBatch,
+    *,
+    rules: Rules,
+    implementation: str | None,
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
+    """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
+
+    def mixed_one(
+        params: Decoder, cache: KVCache, tokens, positions, page_table, batch: DecodeBatch
+    ):
+        local = rules.in_replica()
+        hidden, cache = forward_mixed(
+            params,
+            tokens,
+            positions,
+            page_table,
+            batch.token,
+            batch.position,
+            batch.page_table,
+            cache,
+            rules=local,
+            implementation=implementation,
+        )
+        keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
+        out, _ = sample_tokens(
+            params,
+            hidden,
+            keys,
+            batch.position,
+            batch,
+            batch.counts(params.cfg.V),
+            local,
+            keep_support=keep_support,
+        )
+        return cache, out
+
+    run = per_replica(
+        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=4, returns_output=True
+    )
+    cache, out = run(params, cache, tokens, positions, page_table, batch)
+    return cache, jax.reshard(out, jax.P())
+
+
+@functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
+@jax.named_scope("rollout")
+def copy_pages(
+    cache: KVCache,
+    sources: Int[Array, "n"],
+    targets: Int[Array, "n"],
+    *,
+    rules: Rules,
+    stacked: bool,
+) -> KVCache:
+    """targets[i] <- sources[i] in every layer; a target past the end of the pool is padding."""
+    lead = (slice(None),) if stacked else ()
+
+    def copy_one(_, cache: KVCache, sources, targets) -> KVCache:
+        def copy(pages: jax.Array) -> jax.Array:
+            axes = (*(None,) * len(lead), None, "kv_heads")
+            spec = rules.in_replica().spec(*axes, *(None,) * (pages.ndim - len(axes)))
+            copied = pages.at[(*lead, sources)].get(out_sharding=spec)
+            return pages.at[(*lead, targets)].set(copied, mode="drop", out_sharding=spec)
+
+        return jax.tree.map(copy, cache)
+
+    run = per_replica(copy_one, rules, cache_axis=len(lead), n_inputs=2)
+    return run(None, cache, sources, targets)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
+    donate_argnames="cache",
+)
+@jax.named_scope("rollout")
+def decode(
+    params: Decoder,
+    cache: KVCache,
+    batch: DecodeBatch,
+    n_steps: Int[Array, ""],
+    exit_at: Int[Array, ""],
+    *,
+    rules: Rules,
+    implementation: str | None,
+    max_steps: int,
+    speculation: SpeculationConfig | None = None,
+    keep_support: bool = False,
+) -> tuple[KVCache, DispatchOutput]:
+    """Up to `n_steps` decode steps, until every replica runs `exit_at` sequences or fewer.
+
+    Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
+    is set; then a step samples up to 1 + speculation.n_tokens tokens.
+    """
+
+    def decode_one(params: Decoder, cache: KVCache, batch: DecodeBatch):
+        if speculation is None:
+            return decode_steps(
+                params,
+                cache,
+                batch,
+                n_steps,
+                exit_at,
+                rules=rules,
+                implementation=implementation,
+                max_steps=max_steps,
+                keep_support=keep_support,
+            )
+        return speculative_steps(
+            params,
+            cache,
+            batch,
+            n_steps,
+            exit_at,
+            rules=rules,
+            implementation=implementation,
+            max_steps=max_steps,
+            config=speculation,
+            keep_support=keep_support,
+        )
+
+    run = per_replica(
+        decode_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1, returns_output=True
+    )
+    cache, out = run(params, cache, batch)
+    return cache, jax.reshard(out, jax.P())

@@ -1,0 +1,120 @@
+"""The experience of a step: training samples with values, advantages and logprobs, packed."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import rich
+from rich.text import Text
+
+from jaxrl.data.packing import gather, pack_samples
+from jaxrl.learner.critic import ValueScorer
+from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.trainer.metrics import reward_metrics
+from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
+from jaxrl.trainer.phases.sampling import Collected, with_baselines
+from jaxrl.trainer.phases.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
+from jaxrl.trainer.run import Core, Run
+from jaxrl.types import Batch, ScoredRollout, TrainingSample
+from sharding import hosts, to_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """The input of a step's updates."""
+
+    mini_batches: list[MiniBatch]
+    n_samples: int
+    reward_scale: RewardScale  # includes the rewards of this step
+    metrics: dict[str, float]
+
+
+def make_experience(run: Run, collected: Collected) -> Experience:
+    """Scales the rewards, computes values and advantages, packs, and scores the packed batches.
+
+    It computes only what the algorithm needs (learner/requirements.py). A step without a valid
+    group has no mini-batches.
+    """
+    core, cfg = run.core, run.core.cfg
+    groups, baselines, n_failed = collected.chosen(), None, collected.n_failed
+    if cfg.algorithm.advantage == "remax":
+        n_groups = len(list(filter(None, groups)))
+        groups, baselines = with_baselines(run, groups)
+        n_failed += n_groups - len(list(filter(None, groups)))
+    scale = core.reward_scale.updated(collected.sampled)
+    metrics = reward_metrics(collected.sampled, cfg.reward)
+    metrics["reward/dropped_groups"] = float(n_failed)
+    rollouts = [r for group in groups for r in group]
+    if not rollouts:
+        warn_no_update(core.step + 1, collected.sampled)
+        return Experience([], 0, scale, metrics)
+
+    raw_rewards = np.array([r.reward.value for r in rollouts])
+    metrics |= scale_metrics(raw_rewards, scale, cfg.reward)
+    if baselines is not None:
+        baselines = scaled_rewards(baselines, scale, cfg.reward)
+    sampled = [
+        to_samples(r.rollout, group=i, turn_rewards=turn_rewards(r, scale, cfg.reward))
+        for i, group in enumerate(groups)
+        for r in group
+    ]
+    samples = [s for episode in sampled for s in episode]
+    n_samples = [len(episode) for episode in sampled]  # all with the reward of the episode
+    rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
+    if baselines is not None:
+        baselines = np.repeat(baselines, n_samples)
+    if core.value_scorer is not None:
+        samples = add_values(core, core.value_scorer, samples)
+    with core.timed("adv"), core.no_compile("scoring"):
+        mini_batches, more_metrics = make_mini_batches(
+            samples,
+            rewards,
+            cfg,
+            n_ranks=core.n_ranks,
+            score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,
+            score_ref=functools.partial(reference_logps, core) if needs_ref_logp(cfg) else None,
+            baselines=baselines,
+            kl_coef=core.coefs.kl,
+            seed=core.sampling_seed(validation=False),
+        )
+    return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
+
+
+def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:
+    """Prints that no group of the step has enough valid samples."""
+    n_failed = sum(bool(r.error) for r in rollouts)
+    text = (
+        f"warning: step {step}: no update, because no prompt has enough valid rewards: "
+        f"{n_failed} of {len(rollouts)} responses failed. See the errors in samples.jsonl"
+    )
+    if hosts.is_main_process():
+        rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)
+
+
+def add_values(
+    core: Core, scorer: ValueScorer, samples: Sequence[TrainingSample]
+) -> list[TrainingSample]:
+    """Fills `values` with the critic's value of every response token."""
+    params = core.state.params if core.critic is None else core.critic.state.params
+    packed = pack_samples(samples, scorer.cfg.learner, scorer.n_ranks)
+    with core.timed("values"), core.no_compile("scoring"):
+        values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
+    return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
+
+
+def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The policy's logprobs [B, T] of each packed batch."""
+    layout = core.scorer.layout
+    with (
+        layout.weights(core.state.params, core.timed("reshard")) as params,
+        core.timed("old_log_prob"),
+    ):
+        return core.scorer.logps(params, batches, on_batch=core.check_stop)
+
+
+def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """The reference model's logprobs [B, T] of each packed batch."""
+    with core.ref_scorer.layout.on_mesh(), core.timed("ref"):
+        params = to_device(core.ref_params)
+        return core.ref_scorer.logps(params, batches, on_batch=core.check_stop)

@@ -1,0 +1,286 @@
+"""Mini-batches of a step: advantages, filters, token selection, packing and logprobs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.kl import KL_ESTIMATORS
+from jaxrl.algorithms.losses.aggregation import SumAndWeight, apply_mask
+from jaxrl.algorithms.losses.covariance import covariances
+from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
+from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
+from jaxrl.algorithms.table import apply, lookup
+from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.data.packing import Packed, gather, pack_samples, padding_fraction, response_field
+from jaxrl.learner.requirements import needs_every_response
+from jaxrl.trainer.phases.advantage import add_advantages
+from jaxrl.types import Batch, Rollout, TrainingSample
+
+Score = Callable[[list[Batch]], list[np.ndarray]]  # packed batches -> logp [B, T] of their targets
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """The input of one optimizer step."""
+
+    packed: list[Packed]
+    idle: Sequence[TrainingSample] = ()  # no gradient, so not packed; count in the denominator
+    samples: Sequence[TrainingSample] = ()  # packed and idle samples, for a separate critic
+    mean_weight: float = 1.0  # of the importance weights, which the loss divides by it
+
+
+def to_sample(
+    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
+) -> TrainingSample:
+    """The training sample of a rollout, without advantages and values."""
+    return TrainingSample(
+        prompt_tokens=rollout.prompt.tokens,
+        tokens=rollout.tokens,
+        loss_mask=rollout.loss_mask,
+        rollout_logp=rollout.logp,
+        behavior_logp=rollout.behavior_logp,
+        turn_rewards=turn_rewards,
+        support=rollout.support,
+        truncated=rollout.finish == "length",
+        group=group,
+        prompt_id=rollout.prompt.id,
+        sample=rollout.sample,
+    )
+
+
+def to_samples(
+    rollout: Rollout, *, group: int = 0, turn_rewards: np.ndarray | None = None
+) -> list[TrainingSample]:
+    """One training sample per sequence of a rollout; `turn_rewards` are those of the first."""
+    n_loss_tokens = sum(r.n_loss_tokens for r in rollout.sequences)
+    first = to_sample(rollout, group=group, turn_rewards=turn_rewards)
+    samples = [first, *(to_sample(branch, group=group) for branch in rollout.branches)]
+    if not rollout.branches:
+        return samples
+    return [
+        dataclasses.replace(s, branch=i, episode_loss_tokens=n_loss_tokens)
+        for i, s in enumerate(samples)
+    ]
+
+
+def make_mini_batches(
+    samples: Sequence[TrainingSample],
+    rewards: np.ndarray,
+    cfg: RunConfig,
+    *,
+    n_ranks: int,
+    score_old: Score | None,
+    score_ref: Score | None,
+    baselines: np.ndarray | None = None,
+    kl_coef: float | None = None,
+    seed: int = 0,
+) -> tuple[list[MiniBatch], dict[str, float]]:
+    """Mini-batches of `learner.mini_batch_prompts` prompts each, in the order of the samples.
+
+    Args:
+      samples: at least one, by group; with a critic, they have `values`.
+      rewards: float64 [len(samples)], after scaling.
+      score_old, score_ref: score all packed batches at once, before the first update. None if the
+        algorithm does not need them (learner/requirements.py).
+      baselines: see `add_advantages`.
+      kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
+      seed: seed of the random token selection of clip_cov.
+
+    Returns:
+      (mini-batches, metrics).
+    """
+    metrics: dict[str, float] = {}
+    penalties = None
+    if score_ref is not None and cfg.algorithm.kl_in == "reward":
+        kl, metrics = clamped_kl(
+            reference_kl(samples, cfg, n_ranks, score_ref), samples, cfg.algorithm.kl_clamp
+        )
+        coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
+        penalties = [coef * k for k in kl]
+        score_ref = None
+    samples = add_advantages(
+        samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines
+    )
+    if cfg.has_critic:
+        metrics |= value_metrics(samples)
+    mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
+    metrics |= packing_metrics(mini_batches, len(samples))
+    mini_batches = with_scores(mini_batches, score_old, score_ref)
+    if cfg.algorithm.correction_normalize:
+        mini_batches = [with_mean_weight(mini, cfg.algorithm) for mini in mini_batches]
+    return mini_batches, metrics
+
+
+def split_mini_batches(
+    samples: Sequence[TrainingSample], cfg: RunConfig, *, n_ranks: int, seed: int
+) -> list[MiniBatch]:
+    """Filters samples, selects tokens and packs, separately for each mini-batch.
+
+    Every mini-batch has the groups of as many prompts. Groups may be smaller than `rollout.n` or
+    missing; a mini-batch without samples is left out.
+    """
+    size = cfg.learner.mini_batch_prompts or cfg.data.prompts_per_step
+    mini_batches = []
+    for index, members in itertools.groupby(samples, key=lambda s: s.group // size):
+        mini = drop_overlong(list(members), cfg)
+        mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
+        active, idle = split_idle(mini, cfg)
+        mini_batches.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
+    return mini_batches
+
+
+def packing_metrics(mini_batches: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
+    """perf/idle_fraction and perf/padding_fraction of a step."""
+    return {
+        "perf/idle_fraction": sum(len(m.idle) for m in mini_batches) / n_samples,
+        "perf/padding_fraction": padding_fraction([p for m in mini_batches for p in m.packed]),
+    }
+
+
+def value_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """critic/return_mean and critic/explained_variance, with the values before the step.
+
+    The explained variance is 1 - Var(R - V) / Var(R) over the tokens of the loss mask. No metrics
+    if no sample has such a token.
+    """
+
+    def loss_tokens(fields: Sequence[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(samples, fields, strict=True)
+        return np.concatenate([response_field(s, x)[s.loss_mask] for s, x in pairs]).astype(float)
+
+    returns = loss_tokens([s.returns for s in samples])
+    if not len(returns):
+        return {}
+    values = loss_tokens([s.values for s in samples])
+    explained = 1.0 - (returns - values).var() / max(returns.var(), 1e-8)
+    return {
+        "critic/return_mean": float(returns.mean()),
+        "critic/explained_variance": float(explained),
+    }
+
+
+def reference_kl(
+    samples: Sequence[TrainingSample], cfg: RunConfig, n_ranks: int, score_ref: Score
+) -> list[np.ndarray]:
+    """KL_t(policy | reference) of every response token; 0 outside the loss mask.
+
+    It is the KL penalty of the reward (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). The
+    policy's logprobs are those of the engine.
+    """
+    packed = pack_samples(samples, cfg.learner, n_ranks)
+    batches = [p.batch for p in packed]
+    pairs = zip(batches, score_ref(batches), strict=True)
+    found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)
+    return [np.where(s.loss_mask, kl, 0.0) for s, kl in zip(samples, found, strict=True)]
+
+
+def clamped_kl(
+    kl: Sequence[np.ndarray], samples: Sequence[TrainingSample], bound: float
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """(KL of every response token within ± `bound`, metrics over the loss tokens); 0 = no bound."""
+    n_tokens = max(sum(s.n_loss_tokens for s in samples), 1)
+    clamped = [np.clip(k, -bound, bound) for k in kl] if bound else list(kl)
+    changed = sum(int((a != b).sum()) for a, b in zip(kl, clamped, strict=True))
+    return clamped, {
+        "reward/kl": float(np.concatenate(clamped).sum() / n_tokens),
+        "reward/kl_clamped_fraction": changed / n_tokens,
+    }
+
+
+def token_kl(batch: Batch, ref_logp: np.ndarray, cfg: AlgorithmConfig) -> np.ndarray:
+    """The configured estimate of KL(policy | reference) for every target, [B, T]."""
+    row = lookup(KL_ESTIMATORS, cfg.kl_estimator, "algorithm.kl")
+    inputs = {"logp": jnp.asarray(batch.rollout_logp), "ref_logp": jnp.asarray(ref_logp)}
+    return np.asarray(apply(row, inputs, cfg))
+
+
+def drop_overlong(samples: Sequence[TrainingSample], cfg: RunConfig) -> list[TrainingSample]:
+    """Removes truncated responses from the loss and its denominator, if configured.
+
+    This is the overlong filtering of DAPO (section 3.4, https://arxiv.org/abs/2503.14476).
+    """
+    if not cfg.algorithm.overlong_filtering:
+        return list(samples)
+    return [s for s in samples if not s.truncated]
+
+
+def select_tokens(
+    samples: Sequence[TrainingSample], cfg: AlgorithmConfig, rng: np.random.Generator
+) -> list[TrainingSample]:
+    """Fills `selected` if the policy loss selects tokens by their covariance (clip_cov, kl_cov)."""
+    selection = lookup(POLICY_LOSSES, cfg.policy_loss, "algorithm.policy_loss").selection
+    if selection is None or not samples:
+        return list(samples)
+    mask = np.concatenate([s.loss_mask for s in samples])
+    logp = np.concatenate([response_field(s, s.rollout_logp) for s in samples])[mask]
+    advantages = np.concatenate([response_field(s, s.advantages) for s in samples])[mask]
+    chosen = np.zeros(len(mask), bool)
+    inputs = {"cov": covariances(logp, advantages), "rng": rng}
+    chosen[mask] = apply(selection, inputs, cfg)
+    ends = np.cumsum([len(s.tokens) for s in samples])[:-1]
+    return [
+        dataclasses.replace(s, selected=one)
+        for s, one in zip(samples, np.split(chosen, ends), strict=True)
+    ]
+
+
+def split_idle(
+    samples: Sequence[TrainingSample], cfg: RunConfig
+) -> tuple[list[TrainingSample], list[TrainingSample]]:
+    """(samples with a gradient, samples without a gradient).
+
+    A sample with zero advantages has no gradient unless the loss has another term for it. This
+    concerns groups with equal rewards.
+    """
+    always = needs_every_response(cfg) or not cfg.algorithm.drop_flat_groups
+
+    def has_gradient(s: TrainingSample) -> bool:
+        return s.n_loss_tokens > 0 and (always or s.advantages is None or bool(s.advantages.any()))
+
+    return [s for s in samples if has_gradient(s)], [s for s in samples if not has_gradient(s)]
+
+
+def with_scores(
+    mini_batches: list[MiniBatch], score_old: Score | None, score_ref: Score | None
+) -> list[MiniBatch]:
+    """Fills old_logp and ref_logp of the batches. All mini-batches are scored together."""
+    batches = [packed.batch for mini in mini_batches for packed in mini.packed]
+    if score_old is not None:
+        pairs = zip(batches, score_old(batches), strict=True)
+        batches = [dataclasses.replace(batch, old_logp=logp) for batch, logp in pairs]
+    if score_ref is not None:
+        pairs = zip(batches, score_ref(batches), strict=True)
+        batches = [dataclasses.replace(batch, ref_logp=logp) for batch, logp in pairs]
+    scored = iter(batches)
+
+    def filled(mini: MiniBatch) -> MiniBatch:
+        packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
+        return dataclasses.replace(mini, packed=packed)
+
+    return [filled(mini) for mini in mini_batches]
+
+
+def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:
+    """Fills the mean importance weight of a mini-batch, whose old logprobs are scored already.
+
+    It is over all micro-batches, so that the update does not depend on the packing; rejected tokens
+    count, idle samples do not.
+    """
+    sums = [[float(x) for x in _weight_sums(packed.batch, cfg)] for packed in mini.packed]
+    total, count = sum(s for s, _ in sums), sum(n for _, n in sums)
+    mean = total / max(count, 1.0)
+    return dataclasses.replace(mini, mean_weight=mean if mean > 1e-8 else 1.0)
+
+
+# One program per shape: without jit, every call would compile the scan over a response.
+@functools.partial(jax.jit, static_argnames="cfg")
+def _weight_sums(batch: Batch, cfg: AlgorithmConfig) -> SumAndWeight:
+    row = lookup(CORRECTIONS, cfg.correction, "algorithm.correction")
+    log_ratio = apply_mask(batch.old_logp - batch.behavior_logp, batch.mask)
+    inputs = {"log_ratio": log_ratio, "mask": batch.mask, "segments": batch.segments}
+    return mean_weight(apply(row, inputs, cfg), batch.mask, batch.response_len, level=row.level)

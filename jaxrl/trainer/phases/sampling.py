@@ -1,0 +1,199 @@
+"""Samples the rollouts of a step and computes their rewards; dynamic sampling, ReMax baseline."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.learner.reward_model import RewardModel
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.phases.shaping import (
+    Group,
+    add_overlong_penalty,
+    solved_prompts,
+    split_flat,
+    split_groups,
+    valid_groups,
+    valid_samples,
+)
+from jaxrl.trainer.run import Run
+from jaxrl.types import Prompt, Rollout, ScoredRollout
+from sharding import hosts
+
+
+@dataclasses.dataclass
+class Collected:
+    """The scored rollouts of a step, from one or more batches of prompts."""
+
+    cfg: RunConfig
+    sampled: list[ScoredRollout] = dataclasses.field(default_factory=list)  # all, with penalties
+    # Groups without failed samples and overlong penalties; empty if too few samples are left.
+    kept: list[Group] = dataclasses.field(default_factory=list)
+    dropped: list[Group] = dataclasses.field(default_factory=list)  # by dynamic sampling
+    n_failed: int = 0  # groups with too few valid samples
+    engine_metrics: list[dict[str, float]] = dataclasses.field(default_factory=list)  # per batch
+    n_solved: int = 0  # solved prompts that the iterator skips from now on
+
+    def add(
+        self, sampled: list[ScoredRollout], groups: list[Group], engine_metrics: dict[str, float]
+    ) -> None:
+        """Adds one batch of rollouts and its valid groups.
+
+        Dynamic sampling ignores the overlong penalty, and replaces groups with too few samples.
+        """
+        algo = self.cfg.algorithm
+        kept, dropped = groups, []
+        if algo.dynamic_sampling:
+            kept, dropped = split_flat(list(filter(None, groups)), algo.dynamic_sampling_range)
+        self.kept += kept
+        self.dropped += dropped
+        self.n_failed += sum(not group for group in groups)
+        self.sampled += add_overlong_penalty(sampled, self.cfg)
+        self.engine_metrics.append(engine_metrics)
+
+    @property
+    def full(self) -> bool:
+        """Whether enough groups are kept for a step."""
+        return len(self.kept) >= self.cfg.data.prompts_per_step
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response tokens of all rollouts."""
+        rollouts = [r for scored in self.sampled for r in scored.rollout.sequences]
+        return sum(len(r.prompt.tokens) + len(r.tokens) for r in rollouts)
+
+    def chosen(self) -> list[Group]:
+        """The groups to train on. If too few groups are kept, dropped groups fill the step."""
+        groups = [*self.kept, *self.dropped][: self.cfg.data.prompts_per_step]
+        return [add_overlong_penalty(group, self.cfg) for group in groups]
+
+    def metrics(self) -> dict[str, float]:
+        """rollout/* and data/solved. Seconds are summed over batches, other metrics averaged."""
+        metrics = {
+            name: float(
+                (np.sum if name.startswith("time/") else np.mean)(
+                    [one[name] for one in self.engine_metrics]
+                )
+            )
+            for name in self.engine_metrics[0]
+        }
+        if self.cfg.data.skip_solved:
+            metrics["data/solved"] = float(self.n_solved)
+        if self.cfg.algorithm.dynamic_sampling:
+            n_groups = max(len(self.dropped) + len(self.kept), 1)
+            metrics["rollout/batches"] = float(len(self.engine_metrics))
+            metrics["rollout/flat_fraction"] = len(self.dropped) / n_groups
+        return metrics
+
+
+def collect(run: Run) -> Collected:
+    """Samples and rewards the next batch of prompts.
+
+    Dynamic sampling (algorithm.dynamic_sampling; DAPO, section 3.2, https://arxiv.org/abs/2503.14476)
+    drops groups whose rewards are all equal or whose mean reward is outside dynamic_sampling_range.
+    It samples further batches until the step is full, at most dynamic_sampling_batches in total.
+    Samples whose reward or environment failed leave their group (reward.on_error).
+    """
+    cfg = run.core.cfg
+    n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
+    collected = Collected(cfg)
+    for draw in range(n_batches):
+        rollouts, engine_metrics = sample(run, next(run.core.iterator), draw=draw)
+        sampled = reward(run, rollouts)
+        groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
+        if cfg.data.skip_solved:
+            run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
+            collected.n_solved = run.core.iterator.n_solved
+        collected.add(sampled, groups, engine_metrics)
+        if collected.full:
+            break
+    return collected
+
+
+def with_baselines(run: Run, groups: list[Group]) -> tuple[list[Group], np.ndarray]:
+    """(groups, reward of the greedy response to the prompt of each sample, float64 [N]); ReMax.
+
+    The samples of a prompt share one greedy response. If its reward failed, they have no baseline
+    and the group is empty, except with reward.on_error="value".
+    """
+    cfg = run.core.cfg
+    prompts = [group[0].rollout.prompt for group in groups if group]
+    if not prompts:
+        return groups, np.zeros(0)
+    greedy, _ = sample(run, prompts, greedy=True)
+    scored = reward(run, greedy)
+    run.reward_errors.check(scored, f"greedy baseline of step {run.core.step + 1}")
+    rewarded = iter(add_overlong_penalty(scored, cfg))
+    valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
+    groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]
+    pairs = zip(groups, valid, strict=True)
+    return groups, np.array([one[0].reward.value for group, one in pairs for _ in group])
+
+
+def sample(
+    run: Run,
+    prompts: list[Prompt],
+    *,
+    validation: bool = False,
+    draw: int = 0,
+    greedy: bool = False,
+) -> tuple[list[Rollout], dict[str, float]]:
+    """Samples from the current policy weights. The samples of a prompt are adjacent.
+
+    Args:
+      validation: use the sampling settings and the seed of validation.
+      draw: index of the batch of prompts within the step.
+      greedy: one response per prompt, at temperature 0.
+
+    Returns:
+      (rollouts, rollout/* metrics).
+    """
+    cfg = run.core.cfg
+    n, sampling = cfg.rollout.n, cfg.rollout.sampling
+    if validation:
+        n, sampling = cfg.eval.n, cfg.eval.sampling
+    elif greedy:
+        n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
+    name = "validation" if validation else "rollout"
+    with (
+        run.core.no_compile(name),
+        run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
+        run.core.timed("val" if validation else "gen"),
+    ):
+        return run.engines.sample(
+            params,
+            prompts,
+            n=n,
+            sampling=sampling,
+            seed=run.core.sampling_seed(validation=validation, draw=draw),
+            version=run.core.step,
+            name=name,
+        )
+
+
+def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
+    """All rollouts with their rewards, on every process."""
+    with run.core.timed("val" if validation else "reward"), run.core.no_compile("reward"):
+        return score(run.rewards, run.reward_model, rollouts, run.core.stop)
+
+
+def score(
+    pool: RewardPool,
+    reward_model: RewardModel | None,
+    rollouts: Sequence[Rollout],
+    stop: StopFlag,
+) -> list[ScoredRollout]:
+    """All rollouts with their rewards, on every process.
+
+    Each process runs the reward functions for its share of the rollouts. The reward model runs on
+    all processes together.
+    """
+    with hosts.raise_together():
+        share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
+    stop.check()
+    rewards = hosts.gather_items(share)
+    if reward_model is not None:
+        rewards = reward_model.add_scores(rollouts, rewards, stop.check)
+    return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]

@@ -1,0 +1,141 @@
+"""Optimizer updates of a step: policy, separate critic and reference model."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.algorithms.losses.aggregation import idle_weight
+from jaxrl.data.packing import Packed, pack_samples
+from jaxrl.learner.critic import Critic
+from jaxrl.learner.policy_objective import START_METRICS
+from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
+from jaxrl.trainer.phases.mini_batches import MiniBatch
+from jaxrl.trainer.run import Core
+from sharding import hosts, to_device, to_host
+
+CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss or its gradient is not finite. The update was not applied."""
+
+
+def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """Runs all optimizer updates of the policy in a step; returns metrics averaged over them.
+
+    Skips mini-batches in which no sample has a gradient.
+    """
+    cfg = core.cfg
+    work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        core.timed("update_actor"),
+        core.no_compile("update"),
+        core.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
+    ):
+        ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
+        for mini in work:
+            idle_lens, shares = [s.n_loss_tokens for s in mini.idle], [s.share for s in mini.idle]
+            core.state, one = core.update.update(
+                core.state,
+                [packed.batch for packed in mini.packed],
+                ref_params=ref_params,
+                extra_weight=idle_weight(idle_lens, shares, mode=cfg.algorithm.aggregation),
+                coefs=dataclasses.replace(core.coefs.loss_coefs(), mean_weight=mini.mean_weight),
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            if cfg.check_finite:
+                check_finite(one, mini.packed, core.folder, core.step + 1)
+            core.step_restartable = False
+            metrics.append(one)
+    if not needs_old_logp(cfg):
+        metrics = with_first_mismatch(metrics)
+    return average_updates(metrics) | {"perf/n_updates": float(len(metrics))}
+
+
+def update_critic(
+    core: Core, critic: Critic, mini_batches: Sequence[MiniBatch]
+) -> dict[str, float]:
+    """Runs all updates of a separate critic in a step; returns metrics averaged over them.
+
+    Responses without loss tokens have no value loss; a mini-batch of these alone is skipped.
+    """
+    cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
+    trained = [[s for s in mini.samples if s.n_loss_tokens] for mini in mini_batches]
+    packs = [pack_samples(samples, cfg.learner, n_ranks) for samples in trained if samples]
+    work = packs * cfg.learner.epochs
+    metrics: list[dict[str, float]] = []
+    with (
+        core.timed("update_critic"),
+        core.no_compile("critic"),
+        core.progress.phase("critic", total=sum(map(len, work))) as bar,
+        critic.scorer.layout.on_mesh(),
+    ):
+        for packed in work:
+            critic.state, one = critic.update.update(
+                critic.state,
+                [micro.batch for micro in packed],
+                on_micro_batch=lambda i: bar.advance(1),
+            )
+            one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
+            if core.cfg.check_finite:
+                check_finite(one, packed, core.folder, core.step + 1)
+            core.step_restartable = False
+            metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
+    return average_updates(metrics)
+
+
+def refresh_reference(core: Core) -> None:
+    """Replaces the reference model by the current policy."""
+    with core.timed("ref"):
+        ref = core.ref_scorer.layout.copy(core.state.params)
+        core.ref_params = to_host(ref) if "reference" in core.cfg.learner.offload else ref
+
+
+def with_first_mismatch(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """The metrics of each update, with `START_METRICS` in the first one only.
+
+    Without scored logprobs of the policy at the start of the step, an update compares the engine
+    with the current policy, which is the same policy only before the first update.
+    """
+    later = [{n: x for n, x in one.items() if n not in START_METRICS} for one in metrics[1:]]
+    return [*metrics[:1], *later]
+
+
+def average_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step that have the metric; maxima for metrics named *_max."""
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for one in metrics:
+        for name, value in one.items():
+            values[name].append(value)
+    return {
+        name: max(found) if name.endswith("_max") else float(np.mean(found))
+        for name, found in values.items()
+    }
+
+
+def check_finite(
+    metrics: dict[str, float], micro_batches: Sequence[Packed], folder: Path, step: int
+) -> None:
+    """Raises NonFiniteError if an update was not finite, after writing its batch to `folder`."""
+    if not metrics["optim/nonfinite"]:
+        return
+    path = folder / f"nonfinite_step_{step}.npz"
+    arrays = {}
+    for i, packed in enumerate(micro_batches):
+        fields = vars(packed.batch) | {"support": None}
+        if packed.batch.support is not None:
+            fields |= {f"support_{name}": ids for name, ids in vars(packed.batch.support).items()}
+        arrays |= {f"{i}/{name}": np.asarray(x) for name, x in fields.items() if x is not None}
+    if hosts.is_main_process():
+        np.savez_compressed(path, allow_pickle=False, **arrays)
+    wrong = [name for name, value in metrics.items() if not np.isfinite(value)]
+    raise NonFiniteError(
+        f"step {step}: {', '.join(sorted(wrong))} not finite; the update was not applied. Its "
+        f"batch is saved in {path}. Inspect the batch, lower config.learner.lr or "
+        "config.learner.clip_norm in a new run, or resume this run with "
+        "--config.check_finite=False, which skips such updates"
+    )
