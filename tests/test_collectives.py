@@ -152,7 +152,7 @@ def moved(collectives: list[Collective]) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-DEFAULT = ("fsdp", "fsdp x tensor")  # further layouts are thorough; the longest to compile are slow
+DEFAULT = ("fsdp",)  # further layouts are thorough; the longest to compile are slow
 SLOW = ("ring", "expert", "pipeline")
 
 

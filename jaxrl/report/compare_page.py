@@ -14,7 +14,8 @@ from jaxrl.report.comparison import (
     last_common_step,
     version_rows,
 )
-from jaxrl.report.page import asset, embedded, fill, number
+from jaxrl.report.document import document, fill
+from jaxrl.report.page import number
 
 HEADLINES = ("val/reward", "val/nll", "val/loss", "val/accuracy", "reward/mean", "loss/nll")
 MISSING = "<td>not logged</td>"
@@ -31,18 +32,16 @@ def write_comparison(sides: Sequence[Side], out: Path) -> Path:
 
 def render_comparison(sides: Sequence[Side]) -> str:
     names = " against ".join(side.name for side in sides)
-    return fill(
+    main = fill(
         "compare.html",
-        TITLE=html.escape(names),
-        SUBTITLE=html.escape("; ".join(map(describe, sides))),
         NOTICE="".join(f'<p class="notice">{html.escape(line)}</p>' for line in notices(sides)),
         VALUES=values_table(sides),
         CONFIG=config_table(sides),
         VERSIONS=versions_table(sides),
-        DATA=embedded({"charts": compared_charts(sides)}),
-        STYLE=asset("page.css"),
-        SCRIPT="\n".join(map(asset, ("charts.js", "compare.js"))),
     )
+    subtitle = "; ".join(map(describe, sides))
+    charts = {"charts": compared_charts(sides)}
+    return document(names, subtitle, main, data=charts, scripts=("charts.js", "compare.js"))
 
 
 def describe(side: Side) -> str:

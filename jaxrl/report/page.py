@@ -2,16 +2,15 @@
 
 import html
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import to_dict
 from jaxrl.report.charts import chart_data
+from jaxrl.report.document import document, fill
 from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
 
-WEB = Path(__file__).parent / "web"
 FIELDS = (
     "step",
     "kind",
@@ -42,19 +41,15 @@ def write_report(run_dir: str | Path) -> Path:
 def render(record: Record, folder: str, *, live: bool = False) -> str:
     """The page of a run; a live one asks its server for newer data."""
     shown = page_data(record, folder, live=live)
-    scripts = ("charts.js", "page.js", *("watch.js",) * live)
-    return fill(
+    main = fill(
         "page.html",
-        TITLE=html.escape(shown["title"]),
-        SUBTITLE=html.escape(shown["subtitle"]),
         CARDS="".join(card(*one) for one in shown["cards"]),
         NOTICE=html.escape(shown["notice"]),
         HIDE_NOTICE="" if shown["notice"] else " hidden",
         CONFIG=config_table(record.config),
-        DATA=embedded(shown),
-        STYLE=asset("page.css"),
-        SCRIPT="\n".join(map(asset, scripts)),
     )
+    scripts = ("charts.js", "page.js", *("watch.js",) * live)
+    return document(shown["title"], shown["subtitle"], main, data=shown, scripts=scripts)
 
 
 def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, Any]:
@@ -70,30 +65,6 @@ def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, A
         "samples": sample_rows(record),
         "fields": FIELDS,
     }
-
-
-def asset(name: str) -> str:
-    return (WEB / name).read_text(encoding="utf-8")
-
-
-def fill(template: str, **parts: str) -> str:
-    """A template with each @@NAME@@ replaced by a part, whose own text is left as it is."""
-    pieces = asset(template).split("@@")  # text, name, text, name, ..., text
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def embedded(data: Any) -> str:
-    """JSON for a script element: "<" is escaped and NaN is null."""
-
-    def strict(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.6g}") if math.isfinite(value) else None
-        if isinstance(value, dict):
-            return {key: strict(one) for key, one in value.items()}
-        return [strict(one) for one in value] if isinstance(value, list | tuple) else value
-
-    text = json.dumps(strict(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def sample_rows(record: Record) -> list[list[Any]]:

@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from jaxrl.report.page import embedded, page_data, render
+from jaxrl.report.document import embedded
+from jaxrl.report.page import page_data, render
 from jaxrl.report.record import Record, read_record
 
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")

@@ -9,7 +9,6 @@ its environment while the engine decodes the others.
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,14 +20,14 @@ from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Engine, Request
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
+from jaxrl.rollout.episodes import episode_task, run_episodes
+from jaxrl.rollout.generate import OnProgress, Response, append_generated
 from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
 from jaxrl.tools.formats import ToolFormat
 from jaxrl.tools.parser import parse_turn
 from jaxrl.types import Episode, Message, Prompt, Rollout, TokenSets, Tree
 
-_N_TAIL = 8  # tokens of a generation prompt that may open the reasoning of a turn
-POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two calls of on_progress
+POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two reports of progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,7 @@ class ActiveEpisode:
         )
 
 
-class EpisodeRunner:
+class EnvironmentRunner:
     """The unfinished episodes of one `multi_turn` call, and where each continues."""
 
     def __init__(
@@ -120,23 +119,13 @@ class EpisodeRunner:
         """Starts waiting episodes while the pool has free environments."""
         while self.waiting and self.pool.n_free:
             active = self.waiting.popleft()
-            prompt = active.prompt
-            entropy = [self.seed, prompt.id]
-            active.id = self.pool.start(
-                {
-                    "messages": list(prompt.messages),
-                    "answer": prompt.answer,
-                    "source": prompt.source,
-                    "extra": prompt.extra,
-                    "tools": list(prompt.tools),
-                    "seed": int(np.random.SeedSequence(entropy).generate_state(1)[0]),
-                }
-            )
+            task = episode_task(active.prompt, self.seed)
+            active.id = self.pool.start(task | {"tools": list(active.prompt.tools)})
             self.started[active.id] = active
 
-    def poll_environments(self, timeout_s: float) -> None:
-        """Handles the results of environments, waiting up to `timeout_s` for the first."""
-        for episode_id, turn in self.pool.collect(timeout_s):
+    def poll(self, *, idle: bool) -> None:
+        """Handles the results of environments; waits for the first if the engine is idle."""
+        for episode_id, turn in self.pool.collect(POLL_TIMEOUT_S if idle else 0.0):
             active = self.started[episode_id]
             if turn.error:
                 del self.started[episode_id]  # the pool has ended it
@@ -217,8 +206,7 @@ class EpisodeRunner:
         """The tool calls of a turn; none in an episode without tools."""
         if not active.tools or self.tool_format is None:
             return ParsedTurn()
-        tail = [*active.prompt.tokens[-_N_TAIL:].tolist(), *active.tokens][-_N_TAIL:]
-        thinks = self.renderer.decode(tail, skip_special=False).rstrip().endswith("<think>")
+        thinks = self.renderer.opens_thought([*active.prompt.tokens.tolist(), *active.tokens])
         tokens = response.tokens
         text = self.renderer.decode(
             tokens[:-1] if tokens[-1] in self.eos_ids else tokens, skip_special=False
@@ -285,14 +273,10 @@ def multi_turn(
     The prompt tokens of a rollout are those of the conversation that `reset` returned, or those of
     the dataset if its environment failed before the first turn. `loss_mask` marks the tokens that
     the model sampled; only they have a logprob. `tool_format` is that of the tool calls in episodes
-    whose environment has tools. time/env_s is the wall time
-    of waiting for environments with nothing to decode.
+    whose environment has tools.
     """
-    start = time.perf_counter()
-    engine.take_stats()
-    engine.set_version(version)
     episodes = [ActiveEpisode(prompt, i) for prompt in prompts for i in range(n)]
-    runner = EpisodeRunner(
+    runner = EnvironmentRunner(
         engine,
         pool,
         renderer,
@@ -303,21 +287,12 @@ def multi_turn(
         tool_format=tool_format,
     )
     runner.waiting.extend(episodes)
-    n_tokens, waited_s = 0, 0.0
-    try:
-        while runner.n_unfinished:
-            runner.start_waiting()
-            before, idle = time.perf_counter(), not runner.in_engine
-            runner.poll_environments(POLL_TIMEOUT_S if idle else 0.0)
-            waited_s += idle * (time.perf_counter() - before)
-            if runner.in_engine:
-                n_tokens += runner.decode(params)
-            if on_progress is not None:
-                on_progress(n_tokens, len(episodes) - runner.n_unfinished, len(episodes))
-    except BaseException:
-        runner.cancel()
-        raise
-    rollouts = [active.rollout(version, renderer) for active in episodes]
-    n_kept = sum(r.n_loss_tokens for r in rollouts)
-    metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
-    return rollouts, metrics | {"time/env_s": waited_s}
+    return run_episodes(
+        engine,
+        params,
+        runner,
+        episodes,
+        version=version,
+        renderer=renderer,
+        on_progress=on_progress,
+    )

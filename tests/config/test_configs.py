@@ -93,7 +93,7 @@ def abstract_batch(run: RunConfig, mesh) -> Batch:
     [
         ("grpo_7b", True),
         pytest.param("grpo_7b", False, marks=pytest.mark.thorough),
-        ("grpo_30b_a3b", True),
+        pytest.param("grpo_30b_a3b", True, marks=pytest.mark.thorough),
     ],
 )
 def test_update_and_scoring_of_a_large_model_type_check_on_an_abstract_mesh(name, stacked):

@@ -90,6 +90,7 @@ def started(engine: PagedEngine, params) -> tuple[int, int]:
     return slot, engine.submit(LONG)
 
 
+@pytest.mark.thorough
 def test_sequences_get_a_token_in_every_chunk_of_a_long_prompt(long_llama):
     cfg, params = long_llama
     [want] = run(long_engine(cfg), params, [LONG])

@@ -30,6 +30,7 @@ def rounded(params):
     return jax.tree.map(dequantize, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "stacked"),
     [("llama", False), pytest.param("qwen3_moe", True, marks=pytest.mark.thorough)],

@@ -146,6 +146,7 @@ def test_padding_gives_zeros_and_takes_no_gradient(one_device):
             assert not np.any(x[np.asarray(segments) == 0])
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_computed_in_float32(one_device):
     arrays, segments = problem(6, 2, 32, dtype=jnp.bfloat16)
     want = value_and_grad(reference, [a.astype(jnp.float32) for a in arrays], segments)

@@ -104,6 +104,7 @@ def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, option
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kv_dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.thorough)]
 )
@@ -164,6 +165,7 @@ def test_pages_give_the_bits_of_a_packed_row(one_device, heads, options, page_le
         np.testing.assert_array_equal(token, trained[:, t : t + 1])
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
 def test_bfloat16_pages_give_the_bits_of_a_packed_row(one_device):
     (q, k, v), pools, table = paged_problem(6, 2, 32, dtype=jnp.bfloat16)

@@ -116,6 +116,7 @@ def test_response_level_losses_do_not_depend_on_the_layout(case):
     assert_same(update_once(cfg, batches(ROLLOUTS, **packing), mesh), want)
 
 
+@pytest.mark.thorough
 def test_adapted_coefficients_start_at_the_config_and_change_without_recompiling(one_device):
     keys = dict(entropy_coef=0.01, old_logp="rollout")
     fixed, adapting = run_config(**keys), run_config(**keys, entropy_target=1.0)
@@ -322,6 +323,7 @@ def test_an_update_without_an_accepted_token_leaves_the_state_unchanged(one_devi
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
 
 
+@pytest.mark.thorough
 def test_values_at_masked_tokens_have_no_effect(one_device):
     cfg = run_config(old_logp="recompute", kl_coef=0.1, kl="k3")
     [batch] = batches(ROLLOUTS, **ONE)

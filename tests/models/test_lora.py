@@ -58,7 +58,7 @@ def test_the_scale_is_that_of_lora_and_of_rank_stabilized_lora():
     assert LoRA(rank=16, alpha=8.0, rslora=True).scale == 2.0
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_new_adapters_share_the_base_and_start_at_zero_change(stacked, one_device):
     base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)
     lora = adapters(LoRAConfig(rank=2), TINY)

@@ -130,6 +130,7 @@ def compiled_gradient(cfg: DecoderConfig, remat: str, **sizes: int) -> tuple[str
     return str(program.as_text()), program.memory_analysis()
 
 
+@pytest.mark.thorough
 def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
     """XLA on CPU all-reduces gradients and slices; other backends may reduce-scatter."""
     cfg = dataclasses.replace(SMALL, L=16, stacked=True)

@@ -77,9 +77,10 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
 @pytest.mark.parametrize(
     ("workload", "programs"),
     [
-        (
+        pytest.param(
             OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
             {"accumulate", "apply"},
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
@@ -217,6 +218,7 @@ def test_the_rollout_has_a_gathered_copy_of_the_weights(plan):
     assert gathered < 3 * 4 * 8 * 32 * 4 + 1024
 
 
+@pytest.mark.thorough
 def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
     cfg = run(rollout__dtype="int8", rollout__kv_dtype="int8", algorithm__correction="token_tis")
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):

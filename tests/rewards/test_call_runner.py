@@ -213,7 +213,10 @@ def test_a_system_that_starts_no_process_is_an_error_once_no_worker_is_left(func
         functions.pool("length", workers=2)
 
 
-@pytest.mark.parametrize("n_kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n_kills",
+    [pytest.param(12, marks=pytest.mark.thorough), pytest.param(200, marks=pytest.mark.slow)],
+)
 def test_kills_at_random_moments_cost_only_the_running_calls(functions, n_kills):
     generator = random.Random(0)
     n_killed, n_errors = 0, 0

@@ -346,6 +346,7 @@ def test_a_single_worker_recovers_after_every_hanging_call(pool_of):
     assert [r.value for r in scored] == [0, 1, 0, 1]
 
 
+@pytest.mark.thorough
 def test_math_that_hangs_in_c_is_stopped(pool_of):
     pool = pool_of("math", workers=1, timeout_s=2.0)
     start = time.monotonic()
@@ -375,6 +376,7 @@ def test_close_leaves_no_process(pool_of):
     wait_until_gone([p.pid for p in {*before, *after}])
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_parent_is_quiet_and_leaves_nothing(hazards):
     parent = start_parent(hazards, "time.sleep(0.5); print('scoring', flush=True)")
     pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -166,6 +166,7 @@ def test_old_weights_are_freed_before_new_ones_are_placed(followed, save_next, m
     assert [copy() for copy in read] == [None]  # in host memory
 
 
+@pytest.mark.thorough
 def test_a_running_response_finishes_with_the_weights_it_started_with(
     followed, expected, save_next
 ):

@@ -423,6 +423,7 @@ def test_resuming_without_a_checkpoint_is_rejected(tiny_config):
         train(resolve(tiny_config))
 
 
+@pytest.mark.thorough
 def test_a_nonfinite_loss_stops_the_run_and_saves_the_batch(tiny_config):
     tiny_config.learner.lr = 1e30
     tiny_config.learner.clip_norm = 0.0

@@ -17,6 +17,7 @@ from jaxrl.tools.calls import MalformedCall, ToolCall, template_form
 from jaxrl.types import Message
 
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
+_N_LAST = 8  # tokens of a generation prompt that can open the reasoning
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _BATCH = 1024  # conversations tokenized in one call
 
@@ -202,12 +203,21 @@ class ChatRenderer:
                 raise
             return apply([_with_text_arguments(m) for m in messages])
 
+    def opens_thought(self, prompt: Sequence[int] | Int32[np.ndarray, " n"]) -> bool:
+        """Whether the end of the prompt, of its generation prompt, opens the reasoning."""
+        return opens_thought(self.decode(prompt[-_N_LAST:], skip_special=False))
+
     def decode(
         self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True
     ) -> str:
         """The text of tokens, by default without special tokens."""
         ids = np.asarray(tokens).tolist()
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def opens_thought(text: str) -> bool:
+    """Whether a rendered prompt ends with the start of the model's reasoning."""
+    return text.rstrip().endswith("<think>")
 
 
 def _with_text_arguments(message: Message) -> Message:

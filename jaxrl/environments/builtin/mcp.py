@@ -11,9 +11,8 @@ import shutil
 import sys
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult, Tool
-from jaxrl.environments.builtin.functions import with_system
-from jaxrl.environments.judge import Judge
+from jaxrl.environments.api import Tool
+from jaxrl.environments.builtin.answers import Answers
 
 _START_TIMEOUT_S = 30.0
 # The server has a separate session, so it is not killed with the episode's process group. It gets
@@ -24,12 +23,12 @@ _EXEC = (
 )
 
 
-class McpTools:
+class McpTools(Answers):
     """Offers the tools of a server; a turn without a call is the answer and ends the episode.
 
     `command` starts a server on stdio, one per episode; `url` is the endpoint of a running one.
     `only` selects tools by name, joined by commas. `pass_env` names environment variables that the
-    command needs beyond PATH, HOME and the like. `reward` and `system` are those of `Functions`.
+    command needs beyond PATH, HOME and the like. `reward` and `system` are those of `Answers`.
     Raises ImportError without the package mcp, ValueError or ConnectionError if the server cannot
     be used.
     """
@@ -46,7 +45,7 @@ class McpTools:
     ):
         if bool(command) == bool(url):
             raise ValueError(f"command={command!r} and url={url!r}: set one of the two")
-        self.judge, self.system = Judge(reward) if reward else None, system
+        super().__init__(reward=reward, system=system)
         self._server = command, url, pass_env
         self._stack = contextlib.ExitStack()  # of the connection, from the first call on
         self._portal: Any = None
@@ -58,14 +57,6 @@ class McpTools:
                 f"only={only!r}: the server has no tool {missing[0]!r}; it has {', '.join(schemas)}"
             )
         self.tools = [Tool(schemas[name], functools.partial(self._call, name)) for name in names]
-
-    def reset(self, prompt: dict[str, Any]) -> list[Message] | None:
-        self.prompt = prompt
-        return with_system(prompt["messages"], self.system)
-
-    def step(self, completion: str) -> StepResult:
-        score = self.judge.score(self.prompt, completion) if self.judge else 0.0
-        return "", score, True
 
     def _call(self, tool: str, /, **arguments: Any) -> str:
         """The text of a tool's result.

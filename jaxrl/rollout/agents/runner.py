@@ -10,8 +10,6 @@ import queue
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.api import Engine, Request
@@ -21,7 +19,8 @@ from jaxrl.rollout.agents.chat import Reply
 from jaxrl.rollout.agents.endpoint import AgentEndpoint, Call, RewardCall, TurnCall
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.generate import OnProgress, Response, append_generated, engine_metrics
+from jaxrl.rollout.episodes import episode_task, run_episodes
+from jaxrl.rollout.generate import OnProgress, Response, append_generated
 from jaxrl.types import Prompt, Rollout, Tree
 
 IDLE_S = 0.02  # wait for requests when idle, between two looks at the agents' processes
@@ -76,43 +75,19 @@ class AgentRunner:
         endpoint, pool = self.agents.endpoint, self.agents.pool
         while self.waiting and pool.n_free:
             episode = self.waiting.popleft()
-            prompt, name = episode.prompt, endpoint.open()
-            entropy = [self.seed, prompt.id]
-            number = pool.start(
-                {
-                    "base_url": endpoint.base_url(name),
-                    "api_key": name,
-                    "messages": list(prompt.messages),
-                    "answer": prompt.answer,
-                    "source": prompt.source,
-                    "extra": prompt.extra,
-                    "seed": int(np.random.SeedSequence(entropy).generate_state(1)[0]),
-                }
-            )
+            name = endpoint.open()
+            address = {"base_url": endpoint.base_url(name), "api_key": name}
+            number = pool.start(episode_task(episode.prompt, self.seed) | address)
             self._numbers[name], self._ids[number] = number, name
             self.started[number] = episode
             if self.limits.timeout_s:
                 self._deadlines[number] = time.monotonic() + self.limits.timeout_s
 
-    def take_calls(self, timeout_s: float) -> None:
-        """Handles the calls of agents, waiting up to `timeout_s` for the first."""
-        calls = self.agents.endpoint.calls
-        with contextlib.suppress(queue.Empty):
-            self._handle(calls.get(timeout=timeout_s) if timeout_s else calls.get_nowait())
-            while True:
-                self._handle(calls.get_nowait())
-
-    def poll_agents(self) -> None:
-        """Ends the episodes whose agent has returned, failed or used up its time."""
-        for number, result in self.agents.pool.collect(0.0):
-            episode = self.started[number]
-            numbers = {"reward": result.reward} if result.rewarded and not result.error else {}
-            episode.add_numbers(result.counts | numbers)
-            self._end(number, result.error)
-        now = time.monotonic()
-        for number in [n for n, end in self._deadlines.items() if end < now]:
-            limit = f"{self.limits.timeout_s:g} s (env.episode_timeout_s)"
-            self._end(number, f"the agent did not end within {limit}")
+    def poll(self, *, idle: bool) -> None:
+        """Handles the calls of agents and the ends of their processes."""
+        self._take_calls(IDLE_S if idle else 0.0)
+        self._poll_agents()
+        self._drop_cancelled()
 
     def decode(self, params: Tree) -> int:
         """Runs one dispatch of the engine. Returns the number of tokens that it sampled."""
@@ -129,18 +104,38 @@ class AgentRunner:
                 self._after_turn(active, stop)
         return n_tokens
 
-    def drop_cancelled(self) -> None:
+    def cancel(self) -> None:
+        """Cancels all unfinished episodes."""
+        for number in list(self.started):
+            self._end(number, "the run was interrupted")
+
+    def _take_calls(self, timeout_s: float) -> None:
+        """Handles the calls of agents, waiting up to `timeout_s` for the first."""
+        calls = self.agents.endpoint.calls
+        with contextlib.suppress(queue.Empty):
+            self._handle(calls.get(timeout=timeout_s) if timeout_s else calls.get_nowait())
+            while True:
+                self._handle(calls.get_nowait())
+
+    def _poll_agents(self) -> None:
+        """Ends the episodes whose agent has returned, failed or used up its time."""
+        for number, result in self.agents.pool.collect(0.0):
+            episode = self.started[number]
+            numbers = {"reward": result.reward} if result.rewarded and not result.error else {}
+            episode.add_numbers(result.counts | numbers)
+            self._end(number, result.error)
+        now = time.monotonic()
+        for number in [n for n, end in self._deadlines.items() if end < now]:
+            limit = f"{self.limits.timeout_s:g} s (env.episode_timeout_s)"
+            self._end(number, f"the agent did not end within {limit}")
+
+    def _drop_cancelled(self) -> None:
         """Frees the slots of turns whose client has disconnected."""
         for slot, active in list(self.in_engine.items()):
             if active.call.future.cancelled():
                 self._drop(slot)
                 self.started[active.number].cancel_turn(active.turn)
                 self._resume(active.number)
-
-    def cancel(self) -> None:
-        """Cancels all unfinished episodes."""
-        for number in list(self.started):
-            self._end(number, "the run was interrupted")
 
     def _handle(self, call: Call) -> None:
         number = self._numbers.get(call if isinstance(call, str) else call.episode)
@@ -236,33 +231,19 @@ def run_agents(
     """`n` episodes of the agent per prompt, ordered by prompt, then sample, and rollout/* metrics.
 
     A rollout has the tokens of the conversation with the latest turn, and further conversations as
-    `branches`. time/env_s is the wall time of waiting for agents with nothing to decode.
+    `branches`.
     """
-    start = time.perf_counter()
-    engine.take_stats()
-    engine.set_version(version)
     reader = TurnReader(renderer, eos_ids)
     runner = AgentRunner(engine, agents, reader, sampling=sampling, limits=limits, seed=seed)
     pairs = [(prompt, i) for prompt in prompts for i in range(n)]
     episodes = [AgentEpisode(prompt, i, seed=seed, limits=limits) for prompt, i in pairs]
     runner.waiting.extend(episodes)
-    n_tokens, waited_s = 0, 0.0
-    try:
-        while runner.n_unfinished:
-            runner.start_waiting()
-            before, idle = time.perf_counter(), not runner.in_engine
-            runner.take_calls(IDLE_S if idle else 0.0)
-            runner.poll_agents()
-            runner.drop_cancelled()
-            waited_s += idle * (time.perf_counter() - before)
-            if runner.in_engine:
-                n_tokens += runner.decode(params)
-            if on_progress is not None:
-                on_progress(n_tokens, len(episodes) - runner.n_unfinished, len(episodes))
-    except BaseException:
-        runner.cancel()
-        raise
-    rollouts = [episode.rollout(version, renderer) for episode in episodes]
-    n_kept = sum(s.n_loss_tokens for r in rollouts for s in r.sequences)
-    metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
-    return rollouts, metrics | {"time/env_s": waited_s}
+    return run_episodes(
+        engine,
+        params,
+        runner,
+        episodes,
+        version=version,
+        renderer=renderer,
+        on_progress=on_progress,
+    )

@@ -15,9 +15,6 @@ from jaxrl.tools.formats import ToolFormat, tool_format
 from jaxrl.tools.parser import parse_turn
 from jaxrl.tools.schema import check_tool
 
-N_LAST = 8  # tokens of the generation prompt that can open the reasoning
-_THINK = "<think>"
-
 
 class TurnReader:
     """Begins turns and reads finished ones."""
@@ -46,11 +43,10 @@ class TurnReader:
         if not turn.request.tools or not turn.request.may_call:
             return message, response.finish, 0
         assert self._format is not None  # of `begin`
-        before = self.renderer.decode(turn.tokens[-N_LAST:], skip_special=False)
         parsed = parse_turn(
             self._text(response, stop, skip_special=False),
             self._format,
-            in_thought=before.rstrip().endswith(_THINK),
+            in_thought=self.renderer.opens_thought(turn.tokens),
         )
         if not parsed.calls:  # a malformed call stays text
             return message, response.finish, len(parsed.malformed)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.chat.encoding import ChatRenderer, opens_thought
 from jaxrl.engine.api import LogitAdjustments
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
@@ -83,7 +83,7 @@ def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> Generatio
     # the template already contains the special tokens
     prompt = encode_text(text, renderer, limits, special_tokens=False)
     if tools is not None:
-        tools = dataclasses.replace(tools, in_thought=text.rstrip().endswith("<think>"))
+        tools = dataclasses.replace(tools, in_thought=opens_thought(text))
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in present]
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError(400, "top_logprobs requires logprobs=true", param="top_logprobs")

@@ -94,7 +94,15 @@ def draw(logits_row: np.ndarray, n: int, **kw) -> np.ndarray:
     return np.asarray(jit_sample(logits, u, params(n, **kw)).token)
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(temperature=0.6), dict(top_p=0.9, top_k=100)], ids=str)
+@pytest.mark.parametrize(
+    "kw",
+    [
+        dict(),
+        dict(temperature=0.6),
+        pytest.param(dict(top_p=0.9, top_k=100), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_sampled_frequencies_match_the_distribution(kw):
     row, n = random_logits(1, scale=2.0)[0], 20_000
     temperature = kw.get("temperature", 1.0)

@@ -103,6 +103,7 @@ def test_sft_learns_its_answers_and_writes_a_complete_folder(sft_config):
     assert timed == [{"time/val_s"}] * 2, "validation time is only the scoring of held-out answers"
 
 
+@pytest.mark.thorough
 def test_dpo_learns_to_prefer_the_chosen_answers(dpo_config):
     assert dpo.train(resolve(dpo_config))
     lines = metrics(dpo_config.run_dir)
