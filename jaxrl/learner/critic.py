@@ -16,10 +16,10 @@ from jaxrl.learner.optimizers.patterns import found_patterns
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
 from jaxrl.models.config import DecoderConfig, for_platform
-from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
-from jaxrl.models.files.hf_load import model_config
-from jaxrl.models.lora import combine, split, with_adapters
+from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.models.lora import split, with_adapters, with_base
 from jaxrl.types import TrainState, Tree
 from sharding import target_platform
 
@@ -65,22 +65,21 @@ class Critic:
 
     def load(self, *, offload: bool) -> None:
         """Loads the model from the folder into the state before the first update."""
-        with self.scorer.layout.on_mesh():
-            self.state = init_state(self._read_model(), self.optimizer, offload=offload)
+        seed, layout = self.scorer.cfg.seed, self.scorer.layout
+        with layout.on_mesh():
+            params = load_with_adapters(
+                self.folder, layout.rules, self.decoder, layout.dtype, seed=seed
+            )
+            self.state = init_state(params, self.optimizer, offload=offload)
 
     def restore(self, saved: TrainState) -> None:
         """Takes a saved state over; frozen parameters are read from the model's folder again."""
         self.state = saved
         if self.decoder.lora is not None:
-            with self.scorer.layout.on_mesh():
-                frozen = split(self._read_model())[1]
-            self.state = dataclasses.replace(saved, params=combine(saved.params, frozen))
-
-    def _read_model(self) -> Decoder:
-        cfg, layout = self.scorer.cfg, self.scorer.layout
-        return load_with_adapters(
-            self.folder, layout.rules, self.decoder, layout.dtype, seed=cfg.seed
-        )
+            layout = self.scorer.layout
+            with layout.on_mesh():
+                base = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
+            self.state = dataclasses.replace(saved, params=with_base(saved.params, base))
 
 
 def make_critic(

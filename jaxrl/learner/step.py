@@ -209,8 +209,9 @@ class Update:
             if on_micro_batch is not None:
                 jax.block_until_ready(total.sums.weight)
                 on_micro_batch(i)
-        frozen = split(state.params)[1]  # not donated: others may share the base of adapters
-        state, metrics = self.apply(trained_state(state), total, np.float32(extra_weight))
+        trained, frozen = split(state.params)  # others may share the frozen: not donated
+        state = dataclasses.replace(state, params=trained)
+        state, metrics = self.apply(state, total, np.float32(extra_weight))
         state = dataclasses.replace(state, params=combine(state.params, frozen))
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 

@@ -131,6 +131,18 @@ def combine(trained: Tree, frozen: Tree) -> Decoder:
     )
 
 
+def with_base(trained: Tree, base: Decoder) -> Decoder:
+    """The model of the trained arrays of `split`; its frozen arrays are those of the base model."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(base))
+
+    def leaf(path, array):
+        return leaves[path] if isinstance(array, optax.MaskedNode) else array
+
+    return jax.tree.map_with_path(
+        leaf, trained, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
+
+
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
     if model.cfg.lora is None:

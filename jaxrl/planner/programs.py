@@ -176,6 +176,11 @@ def shares_base(cfg: RunConfig) -> bool:
     return bool(cfg.lora.rank) and not cfg.algorithm.teacher
 
 
+def policy_weights(decoder: DecoderConfig) -> tuple[str, ...]:
+    """The entries of `RunPrograms.resident` that are the policy's weights."""
+    return ("params",) if decoder.lora is None else ("params", "base")
+
+
 def _add_update(
     table: ProgramTable,
     cfg: RunConfig,
@@ -193,7 +198,7 @@ def _add_update(
     ref = None
     if full_kl_in_loss(cfg):
         ref = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
-    policy = ("params",) if decoder.lora is None else ("params", "base")
+    policy = policy_weights(decoder)
     make = make_update if "vocab" in state.params.cfg.heads else make_value_update
     n_vocab = decoder.V if cfg.algorithm.keep_sampling_mask else 0
     update, batch = make(cfg, optimizer, rules), abstract_batch(cfg, rules, mesh, n_vocab=n_vocab)
@@ -218,8 +223,8 @@ def _add_critic(
     """Adds the programs of a value head or a separate critic; returns their model by program."""
     if "score" in decoder.heads:
         scorer = shared_value_scorer(cfg, dtype)
-        policy = ("params",) if decoder.lora is None else ("params", "base")
-        table.add("values", functools.partial(_lower_values, scorer, state.params), *policy)
+        values = functools.partial(_lower_values, scorer, state.params)
+        table.add("values", values, *policy_weights(decoder))
         return {"values": scorer}
     if not cfg.has_critic:
         return {}

@@ -11,7 +11,14 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import decoder_specs, init_model
-from jaxrl.models.lora import adapters, add_adapters, combine, split, without_adapters
+from jaxrl.models.lora import (
+    adapters,
+    add_adapters,
+    combine,
+    split,
+    with_base,
+    without_adapters,
+)
 from jaxrl.models.spec import is_spec
 from sharding.rules import TRAIN
 
@@ -81,8 +88,9 @@ def test_new_adapters_share_the_base_and_start_at_zero_change(stacked, one_devic
     assert len(jax.tree.leaves(trained)) + len(jax.tree.leaves(frozen)) == len(
         jax.tree.leaves(model)
     )
-    whole = combine(trained, frozen)
-    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (whole, model)), strict=True))
+    for whole in (combine(trained, frozen), with_base(trained, base)):
+        assert jax.tree.structure(whole) == jax.tree.structure(model)
+        assert all(a is b for a, b in zip(*map(jax.tree.leaves, (whole, model)), strict=True))
 
 
 def test_stacked_and_listed_layers_start_with_the_same_adapters(one_device):

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -11,7 +13,11 @@ from safetensors.numpy import load_file
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.io.checkpoint.weights import saved_params
+from jaxrl.models.files.adapter import load_with_adapters, save_adapter
+from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.lora import with_adapters
 from jaxrl.train import train
+from sharding import TRAIN, make_mesh
 from tests.trainer.test_train import metrics
 
 
@@ -55,10 +61,21 @@ def weights(config):
     return load_file(Path(config.run_dir) / "adapter" / "adapter_model.safetensors")
 
 
+def write_adapter(config, folder):
+    """Writes new adapters of the config's model."""
+    cfg = with_adapters(resolve(config).lora, model_config(config.model.path))
+    with jax.set_mesh(make_mesh()):
+        model = load_with_adapters(Path(config.model.path), TRAIN, cfg, jnp.float32, seed=7)
+        save_adapter(folder, model, base=config.model.path)
+
+
 @pytest.mark.thorough
 def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp_path):
     lora_config.checkpoint.every = 1
+    write_adapter(lora_config, tmp_path / "adapter")
+    lora_config.lora.path = str(tmp_path / "adapter")
     assert train(resolve(lora_config))
+    shutil.rmtree(tmp_path / "adapter")  # a resumed run has its adapters from the checkpoint
     want = weights(lora_config)
     run_dir = Path(lora_config.run_dir)
     saved = saved_params(run_dir / "checkpoints" / "1")

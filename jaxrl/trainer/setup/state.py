@@ -15,7 +15,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
-from jaxrl.models.lora import combine, split, without_adapters
+from jaxrl.models.lora import with_base, without_adapters
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.models import Models
 from jaxrl.types import TrainState
@@ -64,7 +64,8 @@ def load_state(
         critic.restore(saved.critic)
     params = saved.params
     if policy.decoder.lora is not None:
-        params = combine(params, split(load_policy(cfg, rules, models, policy))[1])
+        base = load_params(models.folders.policy, rules, policy.decoder, policy.dtype)
+        params = with_base(params, base)
     return dataclasses.replace(saved, params=params, critic=None), host
 
 
