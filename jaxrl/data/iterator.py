@@ -17,7 +17,7 @@ class Batches[T](Protocol):
 
     @property
     def items(self) -> Sequence[T]:
-        """All items, in the order of the dataset; none if they are streamed."""
+        """All items in the order of the dataset; those of the first rows if they are streamed."""
         ...
 
     @property

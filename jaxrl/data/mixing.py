@@ -64,7 +64,7 @@ class MixedIterator[T]:
 
     @property
     def items(self) -> Sequence[T]:
-        """All items in memory, in the order of the sources."""
+        """All items in the order of the sources; of a streamed source those of its first row."""
         return [item for source in self._sources for item in source.items]
 
     @property

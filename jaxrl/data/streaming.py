@@ -20,10 +20,10 @@ from jaxrl.data.sources.blocks import Block, LazyRow, fingerprints, index_blocks
 class ItemStream[T]:
     """The endless items of sources that stay on disk; every epoch has another order with `shuffle`.
 
-    Raises ValueError if the first row of a source is invalid, and during iteration for later ones.
+    `items` has those of the first row of each source only. Raises ValueError if the first row of a
+    source is invalid, and during iteration for later ones.
     """
 
-    items: Sequence[T] = ()
     n_solved = 0
 
     def __init__(
@@ -42,8 +42,7 @@ class ItemStream[T]:
         if not self._n_rows:
             raise ValueError(no_items(sources, maker, []))
         self._maker, self._files = maker, fingerprints(blocks)
-        for block in {block.source: block for block in reversed(blocks)}.values():
-            maker.make([block.rows()[0].read(maker.columns)], [])
+        self.items = first_items(blocks, maker)
         order = grain.MapDataset.source(range(len(blocks))).seed(seed)
         order = (order.shuffle() if shuffle else order).repeat()
         read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -77,6 +76,13 @@ class ItemStream[T]:
                 "same files, or start in a new run_dir"
             )
         self._iterator.set_state(state["position"])
+
+
+def first_items[T](blocks: Sequence[Block], maker: ItemMaker[T]) -> list[T]:
+    """The items of the first row of each source, which show its columns and the chat template."""
+    firsts = {block.source: block for block in reversed(blocks)}
+    rows = [firsts[source].rows()[0].read(maker.columns) for source in sorted(firsts)]
+    return [item for row in rows for item in maker.make([row], [])]
 
 
 class _Rows(FlatMapTransform):

@@ -106,6 +106,17 @@ def memory_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def rollout_memory_text() -> str:
+    """The keys that change the memory of generation, for programs without a plan."""
+    rows = (
+        (ROLES["params"][0], "mesh.tensor, rollout.weight_dtype=int8"),
+        ("KV pages", KV_LOWER),
+        ("peak of rollout", PHASE_LOWER["rollout"]),
+    )
+    lines = [f"  {role:<32}{keys}" for role, keys in rows]
+    return "\n".join(["the keys to lower or set:", *lines])
+
+
 def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
     """The compiled candidates, best first."""
     lines = ["candidates, best first: step time at peak rates (estimated), peak memory"]

@@ -39,6 +39,7 @@ from jaxrl.serve.options import KEY_VARIABLE, read
 from jaxrl.serve.requests.prompt import Limits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
+from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,11 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with listener(options.host, options.port) as listening:
             require_key(options, listening)
-            web = server(open_service(options, run), options)
+            with explain_out_of_memory(None, None):
+                web = server(open_service(options, run), options)
             gc.freeze()  # a full collection of jax's objects would stop all threads
             print(f"serving {options.name} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
             web.run(sockets=[listening])
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError, OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # after the shutdown of all requests

@@ -17,6 +17,9 @@ class ServerMetrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of completed requests")
         self.response_tokens = self._counter("response_tokens", "tokens sent in responses")
+        self.malformed_calls = self._counter(
+            "malformed_calls", "tool calls of the model that could not be read"
+        )
         self.prefill_tokens = self._counter("prefill_tokens", "prompt tokens computed by prefill")
         self.shared_tokens = self._counter(
             "shared_tokens", "prompt tokens served from the prefix cache"

@@ -45,6 +45,7 @@ class ResponseFormatter:
         if not self._outputs:
             return text, []
         delta = self._outputs[choice.index].add(text, ended=bool(choice.finish_reason))
+        self._response.count_malformed_calls(delta.n_malformed)
         return delta.content, list(delta.calls)
 
     def token_logprobs(self, choice: Choice, first_token: int) -> list[Json]:

@@ -122,6 +122,10 @@ class ActiveResponse:
         metrics.prompt_tokens.inc(self.request.n_prompt_tokens)
         metrics.response_tokens.inc(self.n_tokens)
 
+    def count_malformed_calls(self, n: int) -> None:
+        """Adds tool calls that could not be read to the metrics."""
+        self._metrics.malformed_calls.inc(n)
+
     @property
     def step(self) -> int | None:
         """Training step of the weights, known from the first delta on; None if not a checkpoint."""

@@ -34,6 +34,8 @@ def as_message(value: Any) -> Message | None:
     reasoning = next((value[key] for key in _REASONING if value.get(key)), None)
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
+    if calls and not isinstance(calls, list):
+        raise ValueError(f"tool_calls is {shown(calls)}, not a list of calls; correct the row")
     return message | {"tool_calls": [tool_call(call) for call in calls]} if calls else message
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.report import format_bytes, memory_text
+from jaxrl.planner.report import format_bytes, memory_text, rollout_memory_text
 from sharding import hosts
 
 
@@ -16,11 +16,13 @@ class OutOfMemoryError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(folder: Path, make_plan: Callable[[], Plan]) -> Iterator[None]:
+def explain_out_of_memory(
+    folder: Path | None, make_plan: Callable[[], Plan] | None
+) -> Iterator[None]:
     """Turns RESOURCE_EXHAUSTED of a device in the block into an OutOfMemoryError.
 
-    Writes the device memory profile to folder/memory.prof, and adds the plan of `make_plan()` and
-    what to lower to the message.
+    Writes the device memory profile to folder/memory.prof if there is a folder, and adds the plan
+    of `make_plan()` and what to lower to the message; None for a program that only generates.
     """
     try:
         yield
@@ -30,15 +32,15 @@ def explain_out_of_memory(folder: Path, make_plan: Callable[[], Plan]) -> Iterat
         raise OutOfMemoryError(explanation(error, folder, make_plan)) from error
 
 
-def explanation(error: Exception, folder: Path, make_plan: Callable[[], Plan]) -> str:
+def explanation(error: Exception, folder: Path | None, make_plan: Callable[[], Plan] | None) -> str:
     """Where the memory ran out, the use of the devices, the plan per role, and what to lower."""
     notes = getattr(error, "__notes__", ())  # the innermost phase is the first
     where = next((note for note in notes if note.startswith(("in ", "while "))), "")
     lines = [f"out of device memory {where}: {' '.join(str(error).split())[:400]}"]
-    lines.append(save_memory_profile(folder))
+    lines += [save_memory_profile(folder)] if folder else []
     lines += memory_use()
     try:
-        lines.append(memory_text(make_plan()))
+        lines.append(memory_text(make_plan()) if make_plan else rollout_memory_text())
     except Exception as failure:  # the first error matters more
         lines.append(f"there is no plan of this run: {failure}")
     return "\n".join(lines)

@@ -65,6 +65,11 @@ def test_restore_continues_identically(shuffle, n_before, tmp_path):
     assert uninterrupted.state() == resumed.state()
 
 
+def test_the_first_row_of_each_source_shows_its_columns(tmp_path):
+    sources = write(tmp_path, "jsonl", 5, start=11), write(tmp_path, "parquet", 5, start=24)
+    assert [n for _, n in stream(*sources).items] == [11, 24]
+
+
 def test_the_seed_changes_the_order(tmp_path):
     source = write(tmp_path, "jsonl")
     assert stream(source, seed=1).take(50) != stream(source, seed=2).take(50)

@@ -358,10 +358,17 @@ def test_tool_calls_of_the_model_are_parsed(served, scripted, stream):
 
 
 def test_a_malformed_call_is_content_and_tool_choice_none_parses_nothing(served, scripted):
+    def n_malformed():
+        lines = httpx.get(f"{served.base}/metrics").text.splitlines()
+        [value] = [x.split()[1] for x in lines if x.startswith("jaxrl_malformed_calls_total ")]
+        return float(value)
+
     scripted("<tool_call>{not json}</tool_call>")
+    before = n_malformed()
     malformed = ask(served, tools=[STOP], extra_body={"ignore_eos": True}).choices[0]
     assert malformed.message.content == "<tool_call>{not json}</tool_call>"
     assert malformed.message.tool_calls is None and malformed.finish_reason == "stop"
+    assert n_malformed() == before + 1
     none = ask(served, tools=[STOP], tool_choice="none", extra_body={"ignore_eos": True})
     assert none.choices[0].message.content == "<tool_call>{not json}</tool_call>"
 

@@ -76,7 +76,7 @@ def test_an_agent_learns_to_use_its_calculator(tmp_path):
     """Right answers to 32 products of two-digit numbers, sampled at temperature 1."""
     config = get_config()
     config.run_dir, config.total_steps = str(tmp_path / "run"), 8
-    config.data.val_prompts, config.eval.every, config.checkpoint.every = 32, 8, 8
+    config.data.val_max_samples, config.eval.every, config.checkpoint.every = 32, 8, 8
     config.eval.sampling.temperature = 1.0
     assert train(resolve(config))
     lines = metrics(config.run_dir)

@@ -71,6 +71,14 @@ def test_the_error_is_explained_without_a_plan_too(tmp_path):
         exhaust()
 
 
+def test_a_program_that_only_generates_gets_its_keys(tmp_path):
+    with (
+        pytest.raises(OutOfMemoryError, match=r"KV pages +rollout\.memory_utilization"),
+        explain_out_of_memory(None, None),
+    ):
+        exhaust()
+
+
 def test_other_errors_of_a_device_are_left_alone(plan, tmp_path):
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),

@@ -17,6 +17,7 @@ class ToolDelta:
 
     content: str
     calls: tuple[dict[str, Any], ...]  # in OpenAI's form, with their index in the response
+    n_malformed: int  # calls that could not be read; their text is content
 
 
 class ToolOutput:
@@ -37,26 +38,31 @@ class ToolOutput:
         """
         if self._parser is None:
             self._json += text
+            n_malformed = 0
             content, calls = self._read_json() if ended else ("", [])
         else:
-            content, calls = self._parse(self._parser, text, ended=ended)
+            content, calls, n_malformed = self._parse(self._parser, text, ended=ended)
         if not self._use.parallel:
             calls = calls[: 1 - self.n_calls]
         numbered = [{"index": i} | openai_form(call) for i, call in enumerate(calls, self.n_calls)]
         self.n_calls += len(calls)
-        return ToolDelta(content, tuple(numbered))
+        return ToolDelta(content, tuple(numbered), n_malformed)
 
     def finish_reason(self, reason: str) -> str:
         """The finish reason in OpenAI's API; `reason` is that of the engine."""
         called = self.n_calls and reason == "stop" and self._use.mode != "named"
         return "tool_calls" if called else reason
 
-    def _parse(self, parser: ToolParser, text: str, *, ended: bool) -> tuple[str, list[ToolCall]]:
+    def _parse(
+        self, parser: ToolParser, text: str, *, ended: bool
+    ) -> tuple[str, list[ToolCall], int]:
+        """Content, calls and the number of malformed calls that the text adds."""
         turns = [parser.add(text), *([parser.finish()] if ended else [])]
         attempts = [attempt for turn in turns for attempt in turn.attempts]
         malformed = [self._written(a) for a in attempts if isinstance(a, MalformedCall)]
         content = "".join(turn.content for turn in turns)
-        return content + "".join(malformed), [a for a in attempts if isinstance(a, ToolCall)]
+        calls = [a for a in attempts if isinstance(a, ToolCall)]
+        return content + "".join(malformed), calls, len(malformed)
 
     def _written(self, call: MalformedCall) -> str:
         assert self._use.format is not None

@@ -45,9 +45,9 @@ def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:
     return load_items(data.val, maker, max_rows=data.val_max_samples) if data.val else []
 
 
-def report_data(progress: Progress, iterator: Batches, val: Sequence) -> None:
+def report_data(cfg: RunConfig, progress: Progress, iterator: Batches, val: Sequence) -> None:
     """Shows how many items there are."""
-    n_train = len(iterator.items) or "streamed"
+    n_train = "streamed" if cfg.data.streaming else len(iterator.items)
     progress.status(f"data: {n_train} training items, {len(val)} for validation")
 
 

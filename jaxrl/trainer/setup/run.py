@@ -13,6 +13,7 @@ from jaxrl.learner.requirements import needs_ref
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.runtime.multihost import check_same_data, check_same_order
 from jaxrl.trainer.loop import run_to_end
+from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.offline.objective import (
     Objective,
     OfflineRun,
@@ -59,7 +60,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(iterator.items)
             environments = open_environments(cfg, stack)
-        report_data(session.progress, iterator, val)
+        report_data(cfg, session.progress, iterator, val)
         check_same_data(iterator.items, val)
         check_same_order(iterator.state())
         policy = open_devices(cfg, models, session, stack)
@@ -107,6 +108,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(prompts)
             environments = open_environments(cfg, stack)
+        stack.enter_context(explain_out_of_memory(cfg.run_path, None))
         session.progress.status(f"data: {len(prompts)} prompts")
         check_same_data([], prompts)
         policy = open_devices(cfg, models, session, stack)
@@ -137,7 +139,7 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
             stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
             maker = objective.maker(models.renderer, cfg.data, stop=stop)
             iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
-        report_data(session.progress, iterator, val)
+        report_data(cfg, session.progress, iterator, val)
         check_same_data(iterator.items, val)
         check_same_order(iterator.state())
         policy = open_devices(cfg, models, session, stack)
