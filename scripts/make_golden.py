@@ -9,6 +9,7 @@ torch is not a dependency of the project; run this in a separate environment:
     /tmp/torch/bin/python scripts/make_golden.py tests/models
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -113,8 +114,61 @@ MODELS = {
             sliding_window=9,
         ),
     ),
+    "llama_yarn_rope": (
+        "Llama",
+        dict(
+            num_hidden_layers=2,
+            hidden_size=64,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500.0,
+                factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
 }
 SCORED = ("llama", "qwen2", "gemma3")
+# Rotary frequencies of full-size models: name -> (head size, rope_parameters).
+QWEN_YARN = dict(
+    rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768
+)
+ROPES = {
+    "qwen2.5 default": (128, dict(rope_type="default", rope_theta=1e6)),
+    "qwen2.5 yarn": (128, QWEN_YARN),
+    "qwen2.5 yarn, attention_factor": (128, QWEN_YARN | dict(attention_factor=0.8)),
+    "llama 2 yarn": (
+        128,
+        QWEN_YARN
+        | dict(rope_theta=1e4, factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    ),
+    "deepseek yarn": (
+        64,
+        QWEN_YARN
+        | dict(
+            rope_theta=1e4,
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=1.0,
+            mscale_all_dim=0.707,
+        ),
+    ),
+    "linear": (64, dict(rope_type="linear", rope_theta=1e4, factor=8.0)),
+    "dynamic": (64, dict(rope_type="dynamic", rope_theta=1e4, factor=8.0)),
+    "llama3": (
+        128,
+        dict(
+            rope_type="llama3",
+            rope_theta=5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+}
 ROWS, LENGTH = 2, 40
 
 
@@ -161,7 +215,29 @@ def write_scores(target: Path, name: str, seed: int) -> None:
     print(f"{name}: |score| up to {scores.abs().max():.1f}")
 
 
+def write_ropes(path: Path) -> None:
+    """Frequencies and amplitudes of transformers, before any sequence is longer than usual."""
+    found = []
+    for name, (head_dim, parameters) in ROPES.items():
+        config = transformers.LlamaConfig(
+            **SHAPE | dict(max_position_embeddings=131072, head_dim=head_dim),
+            rope_parameters=dict(parameters),
+        )
+        rope = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+        found.append(
+            dict(
+                name=name,
+                head_dim=head_dim,
+                rope_parameters=parameters,
+                inv_freq=rope.inv_freq.tolist(),
+                attention_factor=rope.attention_scaling,
+            )
+        )
+    path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+
+
 def main(target: Path) -> None:
+    write_ropes(target / "layers" / "golden_rope.json")
     for seed, name in enumerate(SCORED):
         write_scores(target / "golden_scores", name, 100 + seed)
     target /= "golden"

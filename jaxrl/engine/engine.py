@@ -314,9 +314,9 @@ def _top(output: DecodeOutput, row: int, n_new: int) -> TopTokens | None:
 
 
 def _check(rollout: RolloutConfig, cfg: DecoderConfig, max_len: int) -> None:
-    if max_len > cfg.max_len:
+    if max_len > cfg.context_len:
         raise ValueError(
-            f"prompt and response may take {max_len} tokens, the model supports {cfg.max_len}; "
+            f"prompt and response may take {max_len} tokens, the model supports {cfg.context_len}; "
             "lower config.data.max_prompt_len or config.data.max_response_len"
         )
     for name in ("max_num_seqs", "max_num_batched_tokens", "page_len", "steps_per_dispatch"):

@@ -9,17 +9,23 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
 from sharding import Rules
 
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary embedding of one kind of layer: base period and frequency scaling."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # "default" | "linear" | "llama3"
+    kind: str = "default"  # one of ROPE_KINDS
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as are the next two
-    high_freq_factor: float = 4.0
-    original_len: int = 8192
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_len: int = 8192  # llama3 and yarn: tokens of the sequences before the extension
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the transition begins and ends at whole feature pairs
+    attention_factor: float = 1.0  # of rotated queries and of rotated keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,12 @@ class DecoderConfig:
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
     stacked: bool = False  # layers are stacked on a leading axis and scanned (TPU), else a list
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest sequence that the model supports."""
+        extended = self.rope.original_len * self.rope.factor if self.rope.kind == "yarn" else 0
+        return max(self.max_len, int(extended))
 
     @property
     def scale(self) -> float:

@@ -5,6 +5,7 @@ Training and rollout call the same `Decoder`; they differ only in the `attend` f
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_sp
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
 from jaxrl.models.layers.norms import RMSNorm
-from jaxrl.models.layers.rope import inverse_frequencies, rotate
+from jaxrl.models.layers.rope import Rotation, rotate, rotations
 from jaxrl.models.pipeline import run_stages
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
@@ -79,12 +80,12 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
 
     def __call__(
-        self, x, positions, inv_freq, window, layer_index, attend: Attend, state, rules: Rules
+        self, x, positions, rotation, window, layer_index, attend: Attend, state, rules: Rules
     ):
         q, k, v = apply_linears(x, self.q, self.k, self.v, rules=rules)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
-        q, k = rotate(q, positions, inv_freq), rotate(k, positions, inv_freq)
+        q, k = rotate(q, positions, rotation), rotate(k, positions, rotation)
         out, state = attend(q, k, v, window, layer_index, state)
         return self.o(out, rules), state
 
@@ -106,11 +107,11 @@ class Layer(nnx.Module):
         self.post_mlp_norm = norm("post_feedforward_layernorm") if cfg.post_norms else None
 
     def __call__(
-        self, x, live, positions, inv_freq, window, layer_index, attend: Attend, state, rules: Rules
+        self, x, live, positions, rotation, window, layer_index, attend: Attend, state, rules: Rules
     ):
         """(x, state, router load or None)."""
         h = self.attn_norm(x)
-        h, state = self.attn(h, positions, inv_freq, window, layer_index, attend, state, rules)
+        h, state = self.attn(h, positions, rotation, window, layer_index, attend, state, rules)
         x = x + (h if self.post_attn_norm is None else self.post_attn_norm(h))
         h, load = self.mlp_norm(x), None
         if isinstance(self.mlp, MoE):
@@ -257,11 +258,11 @@ def run_layers(
             model.cfg, layers, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=False)
-    return _loop_layers(model, layer_fn, x, _frequencies(model.cfg), state)
+    return _loop_layers(model, layer_fn, x, _rotations(model.cfg), state)
 
 
 def stacked_layers(model: Decoder, rules: Rules) -> tuple:
-    """Inputs of `scan_layers`: (layers, frequencies, windows, indices), each with a leading L."""
+    """Inputs of `scan_layers`: (layers, rotations, windows, indices), each with a leading L."""
     cfg = model.cfg
     # A traced window cannot be 0 for "none", so such layers get the largest one.
     windows = [cfg.window(i) or np.iinfo(np.int32).max for i in range(cfg.L)]
@@ -273,7 +274,7 @@ def stacked_layers(model: Decoder, rules: Rules) -> tuple:
     layers = jax.tree.map(shard_layers, model.layers)
     return (
         layers,
-        jnp.asarray(_frequencies(cfg)),
+        jax.tree.map(jnp.asarray, _rotations(cfg)),
         jnp.asarray(windows, jnp.int32),
         jnp.arange(cfg.L),
     )
@@ -296,22 +297,22 @@ def scan_layers(
     layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=traced_windows)
 
     def body(carry, per_layer):
-        (x, state), (layer, inv_freq, window, layer_index) = carry, per_layer
+        (x, state), (layer, rotation, window, layer_index) = carry, per_layer
         window = window if traced_windows else 0
-        x, state, load = layer_fn(layer, x, inv_freq, window, layer_index, state)
+        x, state, load = layer_fn(layer, x, rotation, window, layer_index, state)
         return (x, state), load
 
     (x, state), load = jax.lax.scan(body, (x, state), layers)
     return x, state, load
 
 
-def _frequencies(cfg: DecoderConfig) -> np.ndarray:
-    return np.stack([inverse_frequencies(cfg.layer_rope(i), cfg.H) for i in range(cfg.L)])
+def _rotations(cfg: DecoderConfig) -> Rotation:
+    return rotations([cfg.layer_rope(i) for i in range(cfg.L)], cfg.H)
 
 
 def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, traced_windows: bool):
-    def layer_fn(layer: Layer, x, inv_freq, window, layer_index, state):
-        return layer(x, live, positions, inv_freq, window, layer_index, attend, state, rules)
+    def layer_fn(layer: Layer, x, rotation, window, layer_index, state):
+        return layer(x, live, positions, rotation, window, layer_index, attend, state, rules)
 
     if remat == "none":
         return layer_fn
@@ -320,11 +321,12 @@ def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, trac
     return jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
 
 
-def _loop_layers(model: Decoder, layer_fn: Callable, x, freqs: np.ndarray, state: Any):
+def _loop_layers(model: Decoder, layer_fn: Callable, x, per_layer: Rotation, state: Any):
     """`run_layers` over a list of layers."""
     loads = []
     for i, layer in enumerate(model.layers):
-        x, state, load = layer_fn(layer, x, freqs[i], model.cfg.window(i), i, state)
+        rotation = jax.tree.map(operator.itemgetter(i), per_layer)
+        x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
         loads.append(load)
     return x, state, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)
 

@@ -49,7 +49,7 @@ def open_model(
     set_compilation_cache(run)
     folder = resolve_model(run.model.path)
     decoder = model_config(folder)
-    max_len = min(max_len, decoder.max_len)
+    max_len = min(max_len, decoder.context_len)
     lengths = dataclasses.replace(run.data, max_prompt_len=max_len - 1, max_response_len=1)
     run = dataclasses.replace(run, data=lengths)
     renderer = make_renderer(run, folder, decoder)

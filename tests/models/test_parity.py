@@ -92,10 +92,13 @@ def test_the_load_balancing_loss_is_that_of_transformers(name, one_device):
     np.testing.assert_allclose(float(balance_loss(load, load)), expected, rtol=1e-5)
 
 
+YARN_WITHOUT_FACTOR = Rope(theta=500.0, kind="yarn", factor=4.0, original_len=32)
 PLAIN = [
     ("llama", dict(rope=Rope())),
     ("llama3_rope", dict(rope=Rope())),
     ("llama_linear_rope", dict(rope=Rope())),
+    ("llama_yarn_rope", dict(rope=Rope())),
+    ("llama_yarn_rope", dict(rope=YARN_WITHOUT_FACTOR)),
     ("qwen2", dict(windows=())),
     ("mistral", dict(windows=())),
     ("gemma2", dict(windows=())),

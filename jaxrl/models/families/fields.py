@@ -5,10 +5,11 @@ files have `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are r
 are written, because every version understands them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.config import ROPE_KINDS, DecoderConfig, Rope
 
 Json = Mapping[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -66,7 +67,7 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
 def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
     """Rotary embedding of one kind of layer; `theta` is the family's default base.
 
-    Raises ValueError for scalings other than "default", "linear" and "llama3".
+    Raises ValueError for scalings that are not in `ROPE_KINDS`.
     """
     parameters = c.get("rope_parameters") or {}
     parameters = (parameters.get(kind) or {}) if {LOCAL, GLOBAL} & parameters.keys() else parameters
@@ -77,8 +78,8 @@ def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
     match scaling.get("rope_type") or scaling.get("type") or "default":
         case "default":
             return Rope(theta=float(theta))
-        case "linear":
-            return Rope(theta=float(theta), kind="linear", factor=float(scaling["factor"]))
+        case ("linear" | "dynamic") as kind:
+            return Rope(theta=float(theta), kind=kind, factor=float(scaling["factor"]))
         case "llama3":
             return Rope(
                 theta=float(theta),
@@ -88,20 +89,54 @@ def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
                 high_freq_factor=float(scaling["high_freq_factor"]),
                 original_len=int(scaling["original_max_position_embeddings"]),
             )
+        case "yarn":
+            return _read_yarn(scaling, theta=float(theta), max_len=c["max_position_embeddings"])
         case other:
             raise ValueError(
-                f"rope scaling {other!r} is not supported; supported: default, linear, llama3. "
+                f"rope scaling {other!r} is not supported; supported: {', '.join(ROPE_KINDS)}. "
                 "Without scaling the model is correct only up to its original length; to use it "
                 "there, remove rope_scaling from config.json"
             )
+
+
+def _read_yarn(scaling: Json, *, theta: float, max_len: int) -> Rope:
+    original_len = int(scaling.get("original_max_position_embeddings") or max_len)
+    factor = float(scaling.get("factor") or max_len / original_len)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if not one or not all_dims:
+            one, all_dims = 1.0, 0.0
+        attention_factor = yarn_amplitude(factor, one) / yarn_amplitude(factor, all_dims)
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_len=original_len,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=scaling.get("truncate", True),
+        attention_factor=float(attention_factor),
+    )
+
+
+def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
+    """sqrt(1 / t) = 0.1 ln(factor) + 1 (https://arxiv.org/abs/2309.00071, equation 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def scaling_json(rope: Rope) -> dict[str, Any] | None:
     """`rope_scaling` of a config file; None without scaling."""
     if rope.kind == "default":
         return None
-    if rope.kind == "linear":
-        return dict(rope_type="linear", factor=rope.factor)
+    if rope.kind in ("linear", "dynamic"):
+        return dict(rope_type=rope.kind, factor=rope.factor)
+    if rope.kind == "yarn":
+        usual = Rope(attention_factor=yarn_amplitude(rope.factor))
+        names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+        changed = {n: getattr(rope, n) for n in names if getattr(rope, n) != getattr(usual, n)}
+        original = dict(original_max_position_embeddings=rope.original_len)
+        return dict(rope_type="yarn", factor=rope.factor) | original | changed
     return dict(
         rope_type="llama3",
         factor=rope.factor,

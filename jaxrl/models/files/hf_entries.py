@@ -38,6 +38,11 @@ NUMBERS = {
     "factor": (1e-6, 1e6),
     "low_freq_factor": (1e-6, 1e6),
     "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
 }
 FLAGS = {
@@ -45,6 +50,7 @@ FLAGS = {
     "mlp_bias",
     "norm_topk_prob",
     "tie_word_embeddings",
+    "truncate",
     "use_bidirectional_attention",
     "use_sliding_window",
 }
@@ -62,9 +68,12 @@ NULLABLE = {
     *TEXTS,
     *LISTS,
     *OBJECTS,
+    "attention_factor",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "head_dim",
+    "mscale",
+    "mscale_all_dim",
     "num_key_value_heads",
     "sliding_window",
     "sliding_window_pattern",

@@ -3,40 +3,90 @@ Face.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.config import Rope
+from jaxrl import types
+from jaxrl.models.config import ROPE_KINDS, Rope
+
+
+@struct.dataclass
+class Rotation:
+    """Rotary embedding of one layer, or of all with a leading axis."""
+
+    inv_freq: types.Array  # float32 [H / 2], radians per position of each feature pair
+    amplitude: types.Array | None = None  # float32 [], factor of rotated pairs; None: 1
+
+
+def rotations(ropes: Sequence[Rope], head_dim: int) -> Rotation:
+    """The rotary embeddings of layers, stacked."""
+    amplitudes = np.array([rope.attention_factor for rope in ropes], np.float32)
+    inv_freq = np.stack([inverse_frequencies(rope, head_dim) for rope in ropes])
+    return Rotation(inv_freq, amplitudes if np.any(amplitudes != 1) else None)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """float32 [head_dim / 2]: radians per position of each feature pair.
 
     "linear" divides positions by `factor` (https://arxiv.org/abs/2306.15595); "llama3" divides only
-    the long wavelengths, with a smooth transition (Llama 3.1, https://arxiv.org/abs/2407.21783).
+    the long wavelengths, with a smooth transition (Llama 3.1, https://arxiv.org/abs/2407.21783);
+    "yarn" has another transition (https://arxiv.org/abs/2309.00071, section 3.2). "dynamic" changes
+    the base only for sequences longer than `DecoderConfig.max_len`, which are not supported.
     """
     inv = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    if rope.kind == "default":
-        return inv.astype(np.float32)
-    if rope.kind == "linear":
-        return (inv / rope.factor).astype(np.float32)
-    if rope.kind == "llama3":
-        wavelength = 2 * math.pi / inv
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = np.clip((rope.original_len / wavelength - low) / (high - low), 0.0, 1.0)
-        return ((1 - smooth) * inv / rope.factor + smooth * inv).astype(np.float32)
-    raise ValueError(f"rope scaling {rope.kind!r} is not known; known: default, linear, llama3")
+    match rope.kind:
+        case "default" | "dynamic":
+            scaled = inv
+        case "linear":
+            scaled = inv / rope.factor
+        case "llama3":
+            wavelength = 2 * math.pi / inv
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            smooth = np.clip((rope.original_len / wavelength - low) / (high - low), 0.0, 1.0)
+            scaled = (1 - smooth) * inv / rope.factor + smooth * inv
+        case "yarn":
+            divided = _divided_share(rope, head_dim)
+            scaled = (1 - divided) * inv + divided * inv / rope.factor
+        case other:
+            raise ValueError(f"rope scaling {other!r} is not known; known: {', '.join(ROPE_KINDS)}")
+    return scaled.astype(np.float32)
+
+
+def _divided_share(rope: Rope, head_dim: int) -> np.ndarray:
+    """[head_dim / 2] from 0 to 1: how far YaRN divides the frequency of each pair.
+
+    Pairs with more than `beta_fast` turns within the original length keep their frequency, those
+    with fewer than `beta_slow` are divided (1 - γ in equation 18 of the paper, as a function of the
+    pair's index as in Hugging Face).
+    """
+
+    def pair(turns: float) -> float:
+        """Index of the pair with this number of turns within the original length."""
+        wavelength = rope.original_len / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # a step if both are the same pair
+    return np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / width, 0.0, 1.0)
 
 
 def rotate(
-    x: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
-    inv_freq: Float[Array | np.ndarray, "H2"],
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
-    """Rotates the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * inv_freq
+    """Rotates the feature pairs (x[i], x[i + H/2]) by position * inv_freq[i], in float32.
+
+    They are scaled by the amplitude, so scores are scaled by its square.
+    """
+    angles = positions[:, :, None, None].astype(jnp.float32) * rotation.inv_freq
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rotation.amplitude is not None:
+        cos, sin = cos * rotation.amplitude, sin * rotation.amplitude
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)

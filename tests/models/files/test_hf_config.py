@@ -106,7 +106,8 @@ def test_qwen_windows_are_used_only_if_enabled():
     ("change", "message"),
     [
         (dict(model_type="gpt2"), r"'gpt2' is not known; known: gemma2, .*qwen3"),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), r"'yarn' is not supported.*llama3"),
+        (dict(rope_scaling=dict(rope_type="longrope")), r"'longrope' is not supported.*llama3"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=0.0)), r"factor is 0.0, expected a num"),
         (dict(hidden_act="relu"), r"'relu' is not known"),
         (dict(quantization_config=dict(bits=4)), r"quantized"),
         (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_"),
