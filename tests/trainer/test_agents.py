@@ -1,16 +1,20 @@
 """Runs with an agent: exact tokens, branches, resume, evaluation; and the calculator learned."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from configs.calculator_agent_smollm2 import get_config
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.train import train
 from tests.trainer.test_train import assert_same_weights, metrics
 
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "calculator_agent_smollm2.py"
 AGENT = '''
 import json
 import urllib.request
@@ -74,11 +78,18 @@ def test_a_run_with_an_agent_resumes_bitwise_and_evaluates_as_validated(agent_co
 @pytest.mark.slow
 def test_an_agent_learns_to_use_its_calculator(tmp_path):
     """Right answers to 32 products of two-digit numbers, sampled at temperature 1."""
-    config = get_config()
-    config.run_dir, config.total_steps = str(tmp_path / "run"), 8
-    config.data.val_max_samples, config.eval.every, config.checkpoint.every = 32, 8, 8
-    config.eval.sampling.temperature = 1.0
-    assert train(resolve(config))
-    lines = metrics(config.run_dir)
-    values = [line["val/env/right"] for line in lines if "val/env/right" in line]
+    run, n_steps = tmp_path / "run", 8
+    command = [sys.executable, "-m", "jaxrl.train", f"--config={CONFIG}"]
+    settings = {
+        "run_dir": run,
+        "total_steps": n_steps,
+        "data.val_max_samples": 32,
+        "eval.every": n_steps,
+        "eval.sampling.temperature": 1.0,
+        "checkpoint.every": n_steps,
+    }
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device
+    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    subprocess.run(command, env=env, cwd=ROOT, check=True)
+    values = [line["val/env/right"] for line in metrics(run) if "val/env/right" in line]
     assert values[0] < 0.7 and values[-1] >= 0.9

@@ -132,6 +132,12 @@ class ChatRenderer:
             return text.split(_PLACEHOLDER, max(len(shown), 1))[-1]
         raise errors[0]
 
+    def turn_end(self) -> str:
+        """The text that the template writes after that of an assistant turn."""
+        turns = [{"role": "user", "content": "?"}, _placeholder_turn(())]
+        text = self.text(turns, generation_prompt=False, system_prompt=False)
+        return text.rpartition(_PLACEHOLDER)[2]
+
     @property
     def marks_generation(self) -> bool:
         """Whether the template marks the model's text with {% generation %} blocks."""

@@ -1,22 +1,25 @@
 """Loads the data of a run: tokenizer and chat template, prompts, and the batch iterator."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxrl.config.keys import RunConfig
+from jaxrl.config.keys import RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.items import ItemMaker, load_items, load_sources
 from jaxrl.data.iterator import Batches, BatchIterator, EndlessItems
 from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
-from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
 from jaxrl.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatRenderer:
@@ -24,13 +27,33 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
     tokenizer = load_tokenizer(folder, trust_remote_code=cfg.model.trust_remote_code)
     check_tokenizer(tokenizer, decoder.V)
     data = cfg.data
-    return ChatRenderer(
+    renderer = ChatRenderer(
         tokenizer,
         template=data.chat_template,
         system_prompt=data.system_prompt,
         arguments=data.template_kwargs,
         today=data.date,
     )
+    if data.chat_template:  # a checkpoint's own template belongs to its tokenizer
+        warn_of_endless_turns(renderer, stop_ids(folder, tokenizer), cfg.rollout.sampling)
+    return renderer
+
+
+def warn_of_endless_turns(
+    renderer: ChatRenderer, stop: Sequence[int], sampling: SamplingConfig
+) -> None:
+    """Warns if the template ends a turn with nothing that stops generation."""
+    end = renderer.turn_end()
+    tokens = renderer.tokenizer(end, add_special_tokens=False)["input_ids"]
+    stops = {*stop, *sampling.stop_token_ids}
+    if not stops.intersection(tokens) and not any(text in end for text in sampling.stop):
+        logger.warning(
+            "data.chat_template ends an assistant turn with %r, which has no stop token (%s), so a "
+            "model that follows it never stops; add its token to rollout.sampling.stop_token_ids, "
+            "or set another template",
+            end[:40],
+            ", ".join(map(repr, renderer.tokenizer.convert_ids_to_tokens(sorted(stops)))),
+        )
 
 
 def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:
