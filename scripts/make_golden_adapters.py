@@ -1,8 +1,9 @@
 """Writes adapters of PEFT for the tiny checkpoints of the model tests, or checks jaxrl's in PEFT.
 
 tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/,
-saved by PEFT, and the logits of PEFT's torch model. With --check=FOLDER, it loads the adapter in
-FOLDER/<name> into each checkpoint and compares the logits with those in its golden.npz.
+saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. Folders that
+exist are kept. With --check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and
+compares the logits with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
@@ -19,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[report
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+DORA = ("gemma2", "mixtral", "qwen2")  # checkpoints with a DoRA adapter
 SHOWN = slice(None, None, 5)  # positions whose logits are kept
 
 
@@ -34,44 +36,50 @@ def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens).long()).logits.numpy()[:, SHOWN]
 
 
-def write(models: Path, seed: int, name: str) -> None:
+def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     """Dense models have adapters on all linear layers; a mixture of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
     targets = ATTENTION + MLP * dense
     config = LoraConfig(
-        r=4, lora_alpha=6, use_rslora=seed % 2 == 1, target_modules=targets, task_type="CAUSAL_LM"
+        r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM", **settings
     )
     model = get_peft_model(base_model(models / "golden" / name), config).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter, weight in model.named_parameters():
         if "lora_B" in parameter:
             weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
-    target = models / "golden_adapters" / name
+        if "lora_magnitude_vector" in parameter:
+            weight.data *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
+    target = models / "golden_adapters" / case
     model.save_pretrained(target)
     (target / "README.md").unlink(missing_ok=True)
     tokens = np.load(models / "golden" / name / "golden.npz")["tokens"]
     np.savez(target / "golden.npz", logits=logits(model, tokens))
 
 
-def check(models: Path, folder: Path, name: str) -> None:
-    saved = np.load(folder / name / "golden.npz")
+def check(models: Path, case: str, name: str, folder: Path) -> None:
+    saved = np.load(folder / case / "golden.npz")
     base = base_model(models / "golden" / name)
     tokens = np.load(models / "golden" / name / "golden.npz")["tokens"]
     before = logits(base, tokens)
-    found = logits(PeftModel.from_pretrained(base, str(folder / name)).eval(), tokens)
+    found = logits(PeftModel.from_pretrained(base, str(folder / case)).eval(), tokens)
     worst = np.abs(found - saved["logits"]).max()
-    print(f"{name}: differs by {worst:.1e}, the adapter changes {np.abs(found - before).max():.1e}")
+    print(f"{case}: differs by {worst:.1e}, the adapter changes {np.abs(found - before).max():.1e}")
     assert worst < 2e-4
 
 
 def main() -> None:
-    (models, *options) = sys.argv[1:]
+    models, *options = sys.argv[1:]
     names = sorted(path.name for path in (Path(models) / "golden").iterdir())
-    for seed, name in enumerate(names):
+    cases = {name: (name, {"use_rslora": i % 2 == 1}) for i, name in enumerate(names)}
+    cases |= {f"{name}_dora": (name, {"use_dora": True}) for name in DORA}
+    for seed, (case, (name, settings)) in enumerate(cases.items()):
         if options:
-            check(Path(models), Path(options[0].removeprefix("--check=")), name)
-        else:
-            write(Path(models), seed, name)
+            folder = Path(options[0].removeprefix("--check="))
+            if (folder / case).is_dir():
+                check(Path(models), case, name, folder)
+        elif not (Path(models) / "golden_adapters" / case).is_dir():
+            write(Path(models), seed, case, name, **settings)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class LoRA:
     rank: int
     alpha: float
     rslora: bool = False  # https://arxiv.org/abs/2312.03732
+    dora: bool = False  # https://arxiv.org/abs/2402.09353
     targets: tuple[str, ...] = ()  # last parts of the names of the layers: "q_proj", ...
 
     @property

@@ -6,11 +6,15 @@ a model that has one; the base weights stay as they are, in the same arrays.
 """
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import LoRAConfig
@@ -48,7 +52,7 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"most {min(out, into)}, or exclude this layer"
         )
     targets = tuple(name.rpartition(".")[2] for name in names)
-    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, targets)
+    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets)
 
 
 def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
@@ -97,14 +101,46 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
 def add_adapters(
     base: Decoder, lora: LoRA, *, seed: int, rules: Rules, dtype: DTypeLike
 ) -> Decoder:
-    """The model with new adapters, whose B is zero: it computes the same. The base is shared."""
+    """The model with new adapters, whose B is zero: it computes the same. The base is shared.
+
+    A magnitude (DoRA) is the norm of its weights.
+    """
     key, leaves = jax.random.key(seed), dict(jax.tree_util.tree_leaves_with_path(base))
     specs = decoder_specs(dataclasses.replace(base.cfg, lora=lora))
 
     def leaf(path, spec: ParamSpec) -> jax.Array:
         return leaves[path] if path in leaves else init_params(key, spec, rules, dtype)
 
-    return jax.tree.map_with_path(leaf, specs, is_leaf=is_spec)
+    model = jax.tree.map_with_path(leaf, specs, is_leaf=is_spec)
+    return (
+        map_linears(functools.partial(with_magnitude, rules=rules), model) if lora.dora else model
+    )
+
+
+def map_linears(fn: Callable[[Linear], Linear], model: Decoder) -> Decoder:
+    """The model with fn(linear) in place of every linear layer."""
+    return jax.tree.map(
+        lambda node: fn(node) if isinstance(node, Linear) else node,
+        model,
+        is_leaf=lambda node: isinstance(node, Linear),
+    )
+
+
+def with_magnitude(linear: Linear, *, rules: Rules) -> Linear:
+    """The layer with the norm of each output's weights as the magnitude of its adapter."""
+    if linear.lora is None:
+        return linear
+    new = jax.tree.map(lambda leaf: leaf, linear)
+    new.lora.m = nnx.data(_norms(linear.w, linear.lora.m))
+    return new
+
+
+@jax.jit
+def _norms(w: jax.Array, like: jax.Array) -> jax.Array:
+    """The norms [*out] of w [*out, *in], with the dtype and sharding of `like`."""
+    into = tuple(range(like.ndim, w.ndim))
+    norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=into))
+    return jax.reshard(norms.astype(like.dtype), jax.typeof(like).sharding.spec)
 
 
 def without_adapters(model: Decoder) -> Decoder:

@@ -65,6 +65,20 @@ def test_the_scale_is_that_of_lora_and_of_rank_stabilized_lora():
     assert LoRA(rank=16, alpha=8.0, rslora=True).scale == 2.0
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_new_magnitudes_are_the_norms_of_the_weights(stacked, one_device):
+    base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)
+    lora = adapters(LoRAConfig(rank=2, dora=True, target_modules=("q_proj", "o_proj")), TINY)
+    model = add_adapters(base, lora, seed=1, rules=TRAIN, dtype=jnp.float32)
+    attention = model.layers.attn if stacked else model.layers[0].attn
+    q, o = attention.q, attention.o  # q [N, H, D], o [D, N, H], with the layers first if stacked
+    np.testing.assert_allclose(q.lora.m, np.linalg.norm(q.w, axis=-1), rtol=1e-6)
+    flat = np.reshape(o.w, (*o.w.shape[:-2], -1))
+    np.testing.assert_allclose(o.lora.m, np.linalg.norm(flat, axis=-1), rtol=1e-6)
+    trained = jax.tree.leaves(split(model)[0])
+    assert len(trained) == (1 if stacked else TINY.L) * 2 * 3  # A, B and m of two projections
+
+
 @pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_new_adapters_share_the_base_and_start_at_zero_change(stacked, one_device):
     base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)

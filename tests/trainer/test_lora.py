@@ -136,6 +136,25 @@ def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_lay
 
 
 @pytest.mark.thorough
+def test_dora_trains_magnitudes_in_engine_and_trainer_alike_on_a_mesh(lora_config, tmp_path):
+    lora_config.lora.dora, lora_config.total_steps = True, 1
+    assert train(resolve(lora_config))
+    (line,) = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]
+    assert line["mismatch/logp_diff_max"] < 1e-5
+    want = weights(lora_config)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector"
+    base = load_file(Path(lora_config.model.path) / "model.safetensors")
+    norms = np.linalg.norm(base["model.layers.0.mlp.up_proj.weight"], axis=1)
+    assert 0.01 < np.abs(want[name] - norms).max() < 0.1  # lr 0.05
+    lora_config.run_dir = str(tmp_path / "mesh")
+    lora_config.mesh.fsdp, lora_config.mesh.tensor = 2, 2
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    for name in want:
+        np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.thorough
 def test_ppo_trains_adapters_of_actor_and_critic(lora_config):
     lora_config.algorithm.advantage = "gae"
     lora_config.critic.lr = 0.01

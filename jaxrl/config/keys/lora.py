@@ -14,6 +14,11 @@ class LoRAConfig:
     rslora: bool = key(
         False, "Scale by alpha / sqrt(rank) (rank-stabilized LoRA) instead of alpha / rank"
     )
+    dora: bool = key(
+        False,
+        "Train the magnitude of every output's weights separately from their direction "
+        "(weight-decomposed LoRA, DoRA)",
+    )
     target_modules: tuple[str, ...] = key(
         ("all-linear",),
         "Linear layers with adapters: all-linear, names such as q_proj, or regular expressions "

@@ -25,7 +25,6 @@ ADVICE = "set config.lora.path to a folder that PEFT or jaxrl wrote"
 TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
 # Settings of PEFT that change what an adapter computes, with the only value that is read.
 UNSUPPORTED = {
-    "use_dora": False,
     "bias": "none",
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -88,6 +87,7 @@ def peft_config(lora: LoRA, heads: tuple[str, ...], base: str) -> dict[str, Any]
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": sorted(lora.targets),
         "modules_to_save": ["score"] if "score" in heads else None,
         "lora_dropout": 0.0,
@@ -117,7 +117,8 @@ def adapter_config(folder: Path) -> LoRA:
     match found:
         case [int(rank), int() | float() as alpha, [_, *_] as targets] if rank > 0:
             names = sorted({str(name).rpartition(".")[2] for name in targets})
-            return LoRA(rank, float(alpha), bool(config.get("use_rslora")), tuple(names))
+            rslora, dora = (bool(config.get(name)) for name in ("use_rslora", "use_dora"))
+            return LoRA(rank, float(alpha), rslora, dora, tuple(names))
     raise ValueError(
         f"{path} has r, lora_alpha and target_modules {found}; expected two numbers and a list of "
         f"names; {ADVICE}"
@@ -134,12 +135,12 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
     assert lora is not None
     wanted = dataclasses.replace(lora, targets=tuple(sorted(lora.targets)))
     if found != wanted:
-        keys = ("rank", "alpha", "rslora", "targets")
+        keys = ("rank", "alpha", "rslora", "dora", "targets")
         differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
         lines = [f"{k} {getattr(found, k)!r}, not {getattr(wanted, k)!r}" for k in differ]
         raise ValueError(
             f"the adapter in {folder} has {', '.join(lines)}; set config.lora.rank, .alpha, "
-            ".rslora and .target_modules to those of the adapter"
+            ".rslora, .dora and .target_modules to those of the adapter"
         )
     tensors = {
         name.removeprefix(PREFIX): info for name, info in read_header(folder / WEIGHTS).items()

@@ -31,7 +31,7 @@ from sharding import hosts
 SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
 COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
-ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight")
+ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -122,14 +122,16 @@ def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
-        pair = [tensors.get(name.removesuffix("weight") + part) for part in ADAPTER_PARTS]
+        parts = [tensors.get(name.removesuffix("weight") + part) for part in ADAPTER_PARTS]
         target_dtype = np.dtype(tensor.dtype if dtype is None else dtype)
 
-        def read(tensor=tensor, pair=pair, target_dtype=target_dtype) -> np.ndarray:
+        def read(tensor=tensor, parts=parts, target_dtype=target_dtype) -> np.ndarray:
             weight = tensor.read()
-            a, b = (one and one.read().astype(np.float32) for one in pair)
+            a, b, magnitude = (part and part.read().astype(np.float32) for part in parts)
             if a is not None and b is not None and params.cfg.lora is not None:
                 weight = weight.astype(np.float32) + params.cfg.lora.scale * (b @ a)
+            if magnitude is not None:
+                weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
             return weight.astype(target_dtype, copy=False)
 
         yield Tensor(name, target_dtype, tensor.shape, read)
@@ -148,7 +150,7 @@ def stored_tensors(params: Decoder) -> Iterator[Tensor]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is the A or B of an adapter."""
+    """Whether a tensor is the A, the B or the magnitude of an adapter."""
     return name.endswith(ADAPTER_PARTS)
 
 

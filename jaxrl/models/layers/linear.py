@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
-from jaxrl.kernels.quantized import Quantized
+from jaxrl.kernels.quantized import Quantized, dequantize
 from jaxrl.models.config import LoRA
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
@@ -20,7 +21,11 @@ ACTIVATION_AXES: dict[str | None, str] = {"w_embed": "embed"}
 
 
 class Adapter(nnx.Module):
-    """The low-rank change of a linear layer, scale B A x: A is [rank, *in], B is [*out, rank]."""
+    """The low-rank change of a linear layer, scale B A x: A is [rank, *in], B is [*out, rank].
+
+    With a magnitude m [*out], the layer's output is also multiplied by m / ||W + scale B A||, where
+    the norm is that of an output's weights (DoRA, https://arxiv.org/abs/2402.09353, equation 5).
+    """
 
     def __init__(
         self,
@@ -54,6 +59,12 @@ class Adapter(nnx.Module):
                 init="zeros",
                 hf_shape=(out, lora.rank),
             )
+        )
+        magnitude = f"{name}.lora_magnitude_vector"
+        self.m = nnx.data(
+            make(magnitude, shape[:n_out], axes[:n_out], init="ones", hf_shape=(out,))
+            if lora.dora
+            else None
         )
 
     def change(
@@ -131,8 +142,37 @@ class Linear(nnx.Module):
         if self.lora is not None:
             change = self.lora.change(x, self.out_axes[0], rules)
             y = y + jnp.reshape(change, shape, out_sharding=out)
+            if self.lora.m is not None:
+                y = (y.astype(jnp.float32) * self.gain(rules)).astype(y.dtype)
         y = materialize_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
+
+    def gain(self, rules: Rules) -> Float[Array, "*out"]:
+        """m / ||W + scale B A|| of every output, float32; for an adapter with magnitudes.
+
+        The norm is a constant in the gradient (section 4.3 of the paper). Its square is
+        ||W||² + (2 scale W Aᵀ + scale² B A Aᵀ)·B, per output: no other [out, in] array is made, and
+        the shards of W stay where they are.
+        """
+        lora, n_in = self.lora, len(self.axes) - self.n_out
+        assert lora is not None
+        w, a, b = (
+            jax.lax.stop_gradient(jax.reshard(x, rules.spec(*axes))).astype(jnp.float32)
+            for x, axes in (
+                (dequantize(self.w), self.axes),
+                (lora.a, lora.a_axes),
+                (lora.b, lora.b_axes),
+            )
+        )
+        out, into = "OPQ"[: self.n_out], "IJK"[:n_in]
+        b_spec = rules.spec(*lora.b_axes)
+        wa = jnp.einsum(f"{out}{into},R{into}->{out}R", w, a, out_sharding=b_spec)
+        aa = jnp.einsum(f"R{into},S{into}->RS", a, a, out_sharding=jax.P(None, None))
+        baa = jnp.einsum(f"{out}R,RS->{out}S", b, aa, out_sharding=b_spec)
+        cross = jnp.sum(materialize((2 * lora.scale * wa + lora.scale**2 * baa) * b), axis=-1)
+        square = jnp.sum(materialize(w * w), axis=tuple(range(self.n_out, w.ndim))) + cross
+        norm = jax.reshard(jnp.sqrt(square), rules.gathered(*self.bias_axes))
+        return jax.reshard(lora.m, rules.gathered(*self.bias_axes)).astype(jnp.float32) / norm
 
     @property
     def out_axes(self) -> list[str | None]:

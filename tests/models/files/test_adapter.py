@@ -19,25 +19,32 @@ from sharding.rules import TRAIN
 from tests.models.test_parity import GOLDEN, MODELS, cases, golden, packed_logits
 
 ADAPTERS = GOLDEN.parent / "golden_adapters"
+DORA = sorted(path.name for path in ADAPTERS.glob("*_dora"))
+
+
+def base_of(name):
+    """The checkpoint of an adapter."""
+    return GOLDEN / name.removesuffix("_dora")
 
 
 def load(name, folder=None, *, stacked=False, **changes):
     """The checkpoint with PEFT's adapter; `changes` are of the adapters that the run asks for."""
     folder = folder or ADAPTERS / name
     lora = dataclasses.replace(adapter_config(ADAPTERS / name), **changes)
-    cfg = dataclasses.replace(model_config(GOLDEN / name), lora=lora, stacked=stacked)
-    return load_with_adapters(GOLDEN / name, TRAIN, cfg, jnp.float32, seed=0, adapter=str(folder))
+    base = base_of(name)
+    cfg = dataclasses.replace(model_config(base), lora=lora, stacked=stacked)
+    return load_with_adapters(base, TRAIN, cfg, jnp.float32, seed=0, adapter=str(folder))
 
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
     cases(
-        [(name, stacked) for name in MODELS for stacked in (False, True)],
-        lambda name, stacked: (name, stacked) == ("qwen2", False),
+        [(name, stacked) for name in (*MODELS, *DORA) for stacked in (False, True)],
+        lambda name, stacked: (name, stacked) == ("qwen2_dora", False),
     ),
 )
 def test_logits_equal_those_of_peft(name, stacked, one_device):
-    tokens, plain = golden(name)
+    tokens, plain = golden(base_of(name).name)
     expected = np.load(ADAPTERS / name / "golden.npz")["logits"]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     model = load(name, stacked=stacked)
@@ -49,8 +56,8 @@ def test_logits_equal_those_of_peft(name, stacked, one_device):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     cases(
-        [(name, sizes) for name in MODELS for sizes in ({}, dict(fsdp=2, tensor=2))],
-        lambda name, sizes: name == "llama",
+        [(name, sizes) for name in (*MODELS, *DORA) for sizes in ({}, dict(fsdp=2, tensor=2))],
+        lambda name, sizes: name in ("llama", "qwen2_dora"),
     ),
 )
 def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
@@ -77,6 +84,19 @@ def test_the_merged_weights_are_those_that_peft_adds_up(one_device):
     np.testing.assert_array_equal(merged["model.norm.weight"], base["model.norm.weight"])
 
 
+def test_merged_dora_weights_have_the_magnitudes_as_norms(one_device):
+    merged = {tensor.name: tensor.read() for tensor in param_tensors(load("qwen2_dora"), None)}
+    base = load_file(GOLDEN / "qwen2" / "model.safetensors")
+    adapter = load_file(ADAPTERS / "qwen2_dora" / "adapter_model.safetensors")
+    name = "model.layers.0.self_attn.k_proj."
+    a, b = (adapter[f"base_model.model.{name}lora_{part}.weight"] for part in "AB")
+    magnitude = adapter[f"base_model.model.{name}lora_magnitude_vector"]
+    changed = base[f"{name}weight"] + 1.5 * b @ a  # alpha 6, rank 4
+    weight = magnitude[:, None] * changed / np.linalg.norm(changed, axis=1, keepdims=True)
+    np.testing.assert_allclose(merged[f"{name}weight"], weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(merged[f"{name}bias"], base[f"{name}bias"])
+
+
 def changed_config(**changes):
     def change(folder):
         path = folder / "adapter_config.json"
@@ -101,7 +121,8 @@ def remove_config(folder):
     [
         (remove_config, "no adapter_config.json"),
         (changed_config(peft_type="IA3"), "only LORA is supported"),
-        (changed_config(use_dora=True), "merge it into its base model"),
+        (changed_config(use_dora=True), "dora True, not False; set config.lora.rank"),
+        (changed_config(bias="all"), "merge it into its base model"),
         (changed_config(target_modules="all-linear"), "a list of names"),
         (changed_config(r=8), "rank 8, not 4"),
         (changed_config(lora_alpha=1), "alpha 1.0, not 6.0"),
