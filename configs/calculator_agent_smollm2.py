@@ -23,4 +23,5 @@ def get_config() -> ConfigDict:
 
     config.env.agent = "configs.agents.calculator:agent?call_reward=0.2"
     config.env.max_turns = 3
+    config.env.timeout_s = 120.0  # 64 programs start at once on two cores, each with its client
     return config

@@ -7,6 +7,7 @@ environment.
 from typing import Any
 
 import openai
+import openai.resources.chat  # openai imports it at the first use: in the process of every episode
 
 from jaxrl.environments.builtin.calculator import Calculator, evaluate
 from jaxrl.rewards.verifiers.last_number import last_number
