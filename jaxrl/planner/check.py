@@ -74,7 +74,7 @@ def attached_plan(
     )
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
     run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload)
-    programs = compile_programs(run, lengths)
+    programs = compile_programs(run, lengths, machine)
     return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 

@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from jaxrl.kernels.attention.blocks import BLOCK
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
+from jaxrl.learner.xla import compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.planner.cost import Cost, TripCounts, program_cost
 from jaxrl.planner.hlo import Shape
@@ -22,6 +23,7 @@ from jaxrl.planner.kernels import (
     paged_work,
 )
 from jaxrl.planner.programs import Lengths, Lower, RunPrograms
+from jaxrl.planner.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +51,19 @@ class ProgramTooLarge(ValueError):
 
 
 def compile_programs(
-    programs: RunPrograms, lengths: Lengths, on_start: Callable[[str], None] = lambda name: None
+    programs: RunPrograms,
+    lengths: Lengths,
+    machine: Topology,
+    on_start: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Program]:
-    """Compiles all programs; `reference` reuses `score` if both are present and equal.
+    """Compiles all programs for `machine`; `reference` reuses `score` if both exist and are equal.
 
     Raises ProgramTooLarge if the compiler runs out of device memory.
     """
     cfg, table = programs.cfg, programs.table
     compiled: dict[str, Program] = {}
+    chosen = compiler_options(cfg.learner.xla, machine.platform)
+    options = {name: on for name, on in machine.compiler_options.items() if name not in chosen}
     for name, lower in table.lower.items():
         same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
         if name == "reference" and "score" in compiled and same_as_score:
@@ -66,11 +73,12 @@ def compile_programs(
             continue
         on_start(f"compiling {name}")
         start = time.perf_counter()
-        executable = _compile(name, lower)
+        executable = _compile(name, lower, options)
         seconds = time.perf_counter() - start
         memory, text = executable.memory_analysis(), executable.as_text()
         assert memory is not None and text is not None, "CPU, GPU and TPU backends have both"
-        trips, kernels = trip_counts(name, programs, lengths), kernel_costs(name, programs, lengths)
+        trips = trip_counts(name, programs, lengths)
+        kernels = kernel_costs(name, programs, lengths, machine.chip.l2_bytes)
         compiled[name] = Program(
             argument_bytes=memory.argument_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
@@ -84,9 +92,9 @@ def compile_programs(
     return compiled
 
 
-def _compile(name: str, lower: Lower) -> jax.stages.Compiled:
+def _compile(name: str, lower: Lower, options: Mapping[str, bool]) -> jax.stages.Compiled:
     try:
-        return lower().compile()
+        return lower().compile(dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -135,15 +143,20 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
     return trips
 
 
-def kernel_costs(program: str, programs: RunPrograms, lengths: Lengths) -> KernelCosts:
-    """Work of attention kernels; in training a query attends on average to half of its segment."""
+def kernel_costs(
+    program: str, programs: RunPrograms, lengths: Lengths, l2_bytes: float = 0.0
+) -> KernelCosts:
+    """Work of attention kernels; in training a query attends on average to half of its segment.
+
+    `l2_bytes` is the size of the chip's L2 cache.
+    """
 
     def work(
         op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
     ) -> KernelWork | None:
         paged = paged_work(op_name, operands, results, keys=_paged_keys(program, op_name, lengths))
         keys = _segment_len(program, programs, lengths) / 2
-        packed = attention_work(op_name, operands, results, keys=keys)
+        packed = attention_work(op_name, operands, results, keys=keys, l2_cache_bytes=l2_bytes)
         return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
 
     return work

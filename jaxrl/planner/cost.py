@@ -7,12 +7,13 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.planner.hlo import Computation, Instruction, Module, Shape, parse
+from jaxrl.planner.hlo import Computation, Instruction, Module, Shape, flops_of, parse
 from jaxrl.planner.kernels import KernelCosts
+from jaxrl.planner.schedule import Collective, Done, Kernel, Loop, Start, Step
 
 # op_name of a loop with a data-dependent bound -> trip count, or None if unknown
 TripCounts = Callable[[str], float | None]
@@ -32,24 +33,6 @@ FREE_OPCODES = {
 CALL_OPCODES = ("call", "async-start")
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective operation of a program."""
-
-    kind: str
-    bytes: float  # per device: the result of an all-gather, else the operands
-    n_devices: int  # per replica group
-    spread: int  # distance between the first and the last device of the group
-    times: float  # executions in one call of the program
-    loops: tuple[str, ...]  # op_name of every enclosing loop
-    shapes: tuple[Shape, ...]  # of the result
-    op_name: str
-
-    @property
-    def in_loop(self) -> bool:
-        return bool(self.loops)
-
-
 @dataclasses.dataclass
 class Cost:
     """Cost per device and call.
@@ -61,9 +44,11 @@ class Cost:
         default_factory=lambda: collections.defaultdict(float)
     )
     bytes_accessed: float = 0.0  # of HBM
+    l2_bytes: float = 0.0  # that kernels read again from a cache that holds them
     host_bytes: float = 0.0  # copied from or to host memory
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)  # counted once
+    steps: list[Step] = dataclasses.field(default_factory=list)  # in scheduled order
 
     @property
     def total_flops(self) -> float:
@@ -91,8 +76,20 @@ def program_cost(
     results. A conditional counts as its cheapest branch, plus the collectives of all branches.
     """
     visitor = _CostVisitor(parse(text), trips, kernels)
-    visitor.computation(visitor.module.entry, 1.0, ())
+    visitor.cost.steps = visitor.computation(visitor.module.entry, 1.0, ())
     return visitor.cost
+
+
+@dataclasses.dataclass
+class _Work:
+    """What one kernel does, and the collectives inside it."""
+
+    flops: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    bytes: float = 0.0  # of HBM
+    l2_bytes: float = 0.0
+    steps: list[Step] = dataclasses.field(default_factory=list)
 
 
 class _CostVisitor:
@@ -101,27 +98,42 @@ class _CostVisitor:
     def __init__(self, module: Module, trips: TripCounts, kernels: KernelCosts):
         self.module, self.trips, self.kernels, self.cost = module, trips, kernels, Cost()
 
-    def computation(self, name: str, times: float, loops: tuple[str, ...]) -> None:
+    def computation(self, name: str, times: float, loops: tuple[str, ...]) -> list[Step]:
+        """Adds the cost of a computation that runs so many times; returns one execution's steps."""
         inside = self.module.computations[name]
+        steps: list[Step] = []
         for one in inside.instructions.values():
             if one.opcode == "while":
-                self._loop(one, inside, times, loops)
+                steps.append(self._loop(one, inside, times, loops))
             elif one.opcode == "conditional":
-                self._conditional(one, times, loops)
+                steps += self._conditional(one, times, loops)
             elif one.opcode in CALL_OPCODES:
-                name = one.called("to_apply") or one.called("calls") or ""
-                self.computation(name, times, loops)
-            elif one.opcode == "fusion":
-                self._fused(one.called("calls") or "", times, loops)
-                self.cost.bytes_accessed += times * self._fusion_bytes(one, inside)
+                called = one.called("to_apply") or one.called("calls") or ""
+                steps += _started(one, self.computation(called, times, loops))
+            elif one.opcode in ("fusion", "fusion-start"):
+                work = _Work(bytes=self._fusion_bytes(one, inside))
+                self._fused(one.called("calls") or "", times, loops, work)
+                steps += [*work.steps, self._kernel(work, times)]
             elif kind := _kind(one):
-                self._collective(kind, one, inside, times, loops)
-            elif one.opcode not in FREE_OPCODES and not one.opcode.endswith(("-done", "-update")):
-                self._flops(one, inside, times)
-                self.cost.bytes_accessed += times * _bytes(one, inside)
+                steps += self._collective(kind, one, inside, times, loops)
+            elif one.opcode.endswith("-done"):
+                steps.append(Done(one.operands[0]))
+            elif one.opcode not in FREE_OPCODES and not one.opcode.endswith("-update"):
+                work = _Work(bytes=_bytes(one, inside))
+                self._instruction(one, inside, work)
                 self.cost.host_bytes += times * _host_bytes(one, inside)
+                steps.append(self._kernel(work, times))
+        return steps
 
-    def _loop(self, loop: Instruction, inside: Computation, times: float, loops) -> None:
+    def _kernel(self, work: _Work, times: float) -> Kernel:
+        """Adds the work of a kernel that runs so many times."""
+        for dtype, flops in work.flops.items():
+            self.cost.flops[dtype] += times * flops
+        self.cost.bytes_accessed += times * work.bytes
+        self.cost.l2_bytes += times * work.l2_bytes
+        return Kernel(dict(work.flops), work.bytes)
+
+    def _loop(self, loop: Instruction, inside: Computation, times: float, loops) -> Loop:
         trips = self.module.trip_count(loop, inside)
         if trips is None:
             trips = self.trips(loop.op_name)
@@ -129,73 +141,84 @@ class _CostVisitor:
             self.cost.unknown_loops.append(loop.op_name)
             trips = 1
         body = loop.called("body") or ""
-        self.computation(body, times * trips, (*loops, loop.op_name))
+        return Loop(float(trips), self.computation(body, times * trips, (*loops, loop.op_name)))
 
-    def _conditional(self, one: Instruction, times: float, loops) -> None:
+    def _conditional(self, one: Instruction, times: float, loops) -> list[Step]:
         names = one.called_list("branch_computations")
         names = names or [one.called(f"{side}_computation") or "" for side in ("true", "false")]
         branches = []
         for name in names:
             visitor = _CostVisitor(self.module, self.trips, self.kernels)
-            visitor.computation(name, times, loops)
+            visitor.cost.steps = visitor.computation(name, times, loops)
             branches.append(visitor.cost)
         cheapest = min(branches, key=lambda cost: (cost.total_flops, cost.bytes_accessed))
         for dtype, flops in cheapest.flops.items():
             self.cost.flops[dtype] += flops
         self.cost.bytes_accessed += cheapest.bytes_accessed
+        self.cost.l2_bytes += cheapest.l2_bytes
         for branch in branches:
             self.cost.collectives += branch.collectives
             self.cost.unknown_loops += branch.unknown_loops
+        return cheapest.steps
 
-    def _fused(self, name: str, times: float, loops) -> None:
-        """FLOPs and collectives inside a fusion; `_fusion_bytes` has its memory traffic.
+    def _fused(self, name: str, times: float, loops, work: _Work) -> None:
+        """Adds FLOPs and collectives inside a fusion; `_fusion_bytes` has its memory traffic.
 
         On TPU an asynchronous collective appears in every fusion that it overlaps with; it counts
         in the one that starts it. A reduce-scatter is an all-reduce fused with its slices.
         """
         inside = self.module.computations[name]
         targets = {one.target for one in inside.instructions.values()}
-        continues_async = name.startswith("async_collective") or "AsyncCollectiveDone" in targets
-        scatters = "all-reduce-scatter" in name
+        starts, ends = ("AsyncCollective" + end in targets for end in ("Start", "Done"))
+        continues = name.startswith("async_collective") or ends
         for one in inside.instructions.values():
             if one.opcode == "fusion":
-                self._fused(one.called("calls") or "", times, loops)
-            elif kind := _kind(one):
-                if not continues_async or "AsyncCollectiveStart" in targets:
-                    kind = "reduce-scatter" if scatters else kind
-                    self._collective(kind, one, inside, times, loops)
-            else:
-                self._flops(one, inside, times)
+                self._fused(one.called("calls") or "", times, loops, work)
+            elif (kind := _kind(one)) and (starts or not continues):
+                kind = "reduce-scatter" if "all-reduce-scatter" in name else kind
+                found = self._collective(kind, one, inside, times, loops)
+                work.steps += found[:1] if starts else found
+            elif kind and ends:
+                work.steps.append(Done(one.channel))
+            elif not kind:
+                self._instruction(one, inside, work)
 
-    def _collective(self, kind: str, one: Instruction, inside: Computation, times, loops) -> None:
+    def _collective(
+        self, kind: str, one: Instruction, inside: Computation, times, loops
+    ) -> list[Step]:
+        """Adds a collective; returns its start, and its end unless another instruction waits."""
         members = replica_group(one.attributes)
         n = len(members)
         if n < 2:
-            return
+            return []
         size = sum(_operand_bytes(one, inside))
-        self.cost.collectives.append(
-            Collective(
-                kind=kind,
-                bytes=size * n if kind == "all-gather" else size,
-                n_devices=n,
-                spread=max(members) - min(members),
-                times=times,
-                loops=loops,
-                shapes=one.shapes,
-                op_name=one.op_name,
-            )
+        collective = Collective(
+            kind=kind,
+            bytes=size * n if kind == "all-gather" else size,
+            n_devices=n,
+            spread=max(members) - min(members),
+            times=times,
+            loops=loops,
+            shapes=one.shapes,
+            op_name=one.op_name,
         )
+        self.cost.collectives.append(collective)
         self.cost.bytes_accessed += times * _bytes(one, inside)
+        if one.opcode.endswith("-start"):
+            return [Start(one.name, collective)]
+        return [Start(one.channel, collective), Done(one.channel)]
 
-    def _flops(self, one: Instruction, inside: Computation, times: float) -> None:
-        flops, dtype = _flops_of(one, inside)
+    def _instruction(self, one: Instruction, inside: Computation, work: _Work) -> None:
+        """Adds the FLOPs of an instruction, and what a known kernel reads again."""
+        flops, dtype = flops_of(one, inside)
         if one.opcode == "custom-call" and one.operands:
             operands = [inside.instructions[name].shapes[0] for name in one.operands]
-            if work := self.kernels(one.op_name, operands, one.shapes):
-                flops, dtype = work.flops, work.dtype
-                self.cost.bytes_accessed += times * work.extra_bytes
+            if known := self.kernels(one.op_name, operands, one.shapes):
+                flops, dtype = known.flops, known.dtype
+                work.bytes += known.extra_bytes
+                work.l2_bytes += known.l2_bytes
         if flops:
-            self.cost.flops[dtype] += times * flops
+            work.flops[dtype] += flops
 
     def _fusion_bytes(self, fusion: Instruction, inside: Computation) -> float:
         """HBM traffic of a fusion.
@@ -212,11 +235,20 @@ class _CostVisitor:
         if called.root.opcode == "tuple":
             roots = [called.instructions[name] for name in called.root.operands]
         written = [_written_bytes(root, called) for root in roots]
-        if len(written) == len(fusion.shapes):
+        # The results of fusion-start are its operands, its results and a context.
+        if fusion.opcode == "fusion" and len(written) == len(fusion.shapes):
             return total + sum(
                 n for n, shape in zip(written, fusion.shapes, strict=True) if shape.in_hbm
             )
         return total + sum(written)
+
+
+def _started(one: Instruction, steps: list[Step]) -> list[Step]:
+    """The steps of a called computation; an asynchronous one ends at the call's own end."""
+    if one.opcode != "async-start":
+        return steps
+    steps = [step for step in steps if not isinstance(step, Done)]
+    return [Start(one.name, s.collective) if isinstance(s, Start) else s for s in steps]
 
 
 def _kind(one: Instruction) -> str | None:
@@ -224,7 +256,7 @@ def _kind(one: Instruction) -> str | None:
     return name if name in COLLECTIVES else None
 
 
-def _hbm(shapes: tuple[Shape, ...]) -> float:
+def _hbm(shapes: Sequence[Shape]) -> float:
     return sum((shape.bytes for shape in shapes if shape.in_hbm), 0.0)
 
 
@@ -241,9 +273,16 @@ def _bytes(one: Instruction, inside: Computation) -> float:
         return 2 * sum((_hbm(o.shapes) for o in operands[1:]), 0.0)
     if one.target == "AllocateBuffer":
         return 0.0
-    # The results of copy-start are the copy, its source and a context.
-    written = one.shapes[:1] if one.opcode == "copy-start" else one.shapes
-    return _hbm(written) + sum(_hbm(o.shapes) for o in operands)
+    return _hbm(_results(one)) + sum(_hbm(o.shapes) for o in operands)
+
+
+def _results(one: Instruction) -> Sequence[Shape]:
+    """The results that an instruction writes."""
+    if one.opcode == "copy-start":  # the others are its source and a context
+        return one.shapes[:1]
+    if one.target.startswith("__cublas") and one.shapes[-1].dtype == "s8":
+        return one.shapes[:-1]  # the last is scratch memory
+    return one.shapes
 
 
 def _host_bytes(one: Instruction, inside: Computation) -> float:
@@ -295,61 +334,7 @@ def _written_bytes(root: Instruction, called: Computation) -> float:
         root = called.instructions[root.operands[0]]
     if root.opcode in ("dynamic-update-slice", "scatter"):
         return sum(_operand_bytes(root, called)[1:], 0.0)
-    return root.bytes
-
-
-def _flops_of(one: Instruction, inside: Computation) -> tuple[float, str]:
-    """(2 x multiply-adds, operand dtype) of a matrix product or convolution, else (0, "")."""
-    gemm = one.opcode == "custom-call" and ("gemm" in one.target or "matmul" in one.target)
-    if one.opcode not in ("dot", "convolution") and not gemm:
-        return 0.0, ""
-    operands = [inside.instructions[o] for o in one.operands[:2] if o in inside.instructions]
-    if len(operands) < 2:
-        return 0.0, ""
-    left, right = operands[0].shapes[0], operands[1].shapes[0]
-    out = math.prod(one.shapes[0].dims)
-    if one.opcode == "convolution":
-        return 2.0 * out * _window(one, left, right), left.dtype
-    dims = one.numbers(
-        "lhs_contracting_dims" if one.opcode == "dot" else "lhs_contracting_dimensions"
-    )
-    return 2.0 * out * math.prod(left.dims[d] for d in dims), left.dtype
-
-
-def _window(one: Instruction, image: Shape, kernel: Shape) -> float:
-    """Multiply-adds per output of a convolution: input features times valid window positions.
-
-    On TPU the batch of a matrix product is a window with one valid position.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
-    if labels is None:
-        return 0.0
-    sizes = dict(zip(labels[2], kernel.dims, strict=True))
-    inputs = dict(zip(labels[1], image.dims, strict=True))
-    outputs = dict(zip(labels[3], one.shapes[0].dims, strict=True))
-    match = re.search(r"\bwindow=\{([^}]*)\}", one.attributes)
-    fields = dict(re.findall(r"(\w+)=([\w\-]+)", match[1])) if match else {}
-    total = float(sizes["i"])
-    for d in sorted(label for label in sizes if label.isdigit()):
-        n = int(d)
-        stride, pad, lhs, rhs = (
-            fields[name].split("x")[n] if name in fields else default
-            for name, default in (
-                ("stride", "1"),
-                ("pad", "0_0"),
-                ("lhs_dilate", "1"),
-                ("rhs_dilate", "1"),
-            )
-        )
-        at = (
-            np.arange(outputs[d])[:, None] * int(stride)
-            + np.arange(sizes[d])[None] * int(rhs)
-            - int(pad.split("_")[0])
-        )
-        valid = (at >= 0) & (at < (inputs[d] - 1) * int(lhs) + 1) & (at % int(lhs) == 0)
-        total *= valid.sum() / outputs[d]
-    groups = re.search(r"batch_group_count=(\d+)", one.attributes)
-    return total / (int(groups[1]) if groups else 1)
+    return sum((shape.bytes for shape in _results(root)), 0.0)
 
 
 def replica_group(attributes: str) -> list[int]:

@@ -5,6 +5,8 @@ import functools
 import math
 import re
 
+import numpy as np
+
 ITEM_BYTES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4,
     "s64": 8, "u64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8,
@@ -69,6 +71,12 @@ class Instruction:
     @property
     def bytes(self) -> float:
         return sum((shape.bytes for shape in self.shapes), 0.0)
+
+    @property
+    def channel(self) -> str:
+        """What identifies a collective in all fusions that a TPU's compiler splits it over."""
+        match = re.search(r"channel_id=(\d+)", self.attributes)
+        return f"channel {match[1]}" if match else self.name
 
     @property
     def target(self) -> str:
@@ -167,6 +175,60 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("not the text of a compiled module: it has no ENTRY computation")
     return Module(entry, computations)
+
+
+def flops_of(one: Instruction, inside: Computation) -> tuple[float, str]:
+    """(2 x multiply-adds, operand dtype) of a matrix product or convolution, else (0, "")."""
+    gemm = one.opcode == "custom-call" and ("gemm" in one.target or "matmul" in one.target)
+    if one.opcode not in ("dot", "convolution") and not gemm:
+        return 0.0, ""
+    operands = [inside.instructions[o] for o in one.operands[:2] if o in inside.instructions]
+    if len(operands) < 2:
+        return 0.0, ""
+    left, right = operands[0].shapes[0], operands[1].shapes[0]
+    out = math.prod(one.shapes[0].dims)
+    if one.opcode == "convolution":
+        return 2.0 * out * _window(one, left, right), left.dtype
+    dims = one.numbers(
+        "lhs_contracting_dims" if one.opcode == "dot" else "lhs_contracting_dimensions"
+    )
+    return 2.0 * out * math.prod(left.dims[d] for d in dims), left.dtype
+
+
+def _window(one: Instruction, image: Shape, kernel: Shape) -> float:
+    """Multiply-adds per output of a convolution: input features times valid window positions.
+
+    On TPU the batch of a matrix product is a window with one valid position.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+    if labels is None:
+        return 0.0
+    sizes = dict(zip(labels[2], kernel.dims, strict=True))
+    inputs = dict(zip(labels[1], image.dims, strict=True))
+    outputs = dict(zip(labels[3], one.shapes[0].dims, strict=True))
+    match = re.search(r"\bwindow=\{([^}]*)\}", one.attributes)
+    fields = dict(re.findall(r"(\w+)=([\w\-]+)", match[1])) if match else {}
+    total = float(sizes["i"])
+    for d in sorted(label for label in sizes if label.isdigit()):
+        n = int(d)
+        stride, pad, lhs, rhs = (
+            fields[name].split("x")[n] if name in fields else default
+            for name, default in (
+                ("stride", "1"),
+                ("pad", "0_0"),
+                ("lhs_dilate", "1"),
+                ("rhs_dilate", "1"),
+            )
+        )
+        at = (
+            np.arange(outputs[d])[:, None] * int(stride)
+            + np.arange(sizes[d])[None] * int(rhs)
+            - int(pad.split("_")[0])
+        )
+        valid = (at >= 0) & (at < (inputs[d] - 1) * int(lhs) + 1) & (at % int(lhs) == 0)
+        total *= valid.sum() / outputs[d]
+    groups = re.search(r"batch_group_count=(\d+)", one.attributes)
+    return total / (int(groups[1]) if groups else 1)
 
 
 def _instruction(line: str) -> Instruction | None:

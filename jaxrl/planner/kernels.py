@@ -25,6 +25,8 @@ BLOCK_WORK = {
 }
 CUDNN = re.compile("cudnn_attention_(fwd|bwd)")
 CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes the scores
+# Tokens of the blocks that a GPU computes at a time: two blocks of 64 on each of 132 cores.
+IN_FLIGHT = 2 * 132 * 64
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 
 
@@ -35,15 +37,23 @@ class KernelWork:
     flops: float
     dtype: str  # of the operands of its matrix products
     extra_bytes: float  # of HBM, beyond reading every operand and writing every result once
+    l2_bytes: float = 0.0  # read again from the L2 cache
 
 
 def attention_work(
-    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+    op_name: str,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    keys: float,
+    l2_cache_bytes: float = 0.0,
 ) -> KernelWork | None:
     """Training attention (kernels/attention/splash.py, triton.py); a query attends to `keys`.
 
     `keys` is an average. A block of queries visits whole blocks of keys: on average an extra half
     block at its own end, and half a block at the start of its segment, once per head.
+
+    What blocks read again comes from an L2 cache that holds it for the blocks computed at a time.
+    These belong to one head after the other, and the last head is counted whole.
     """
     match = ATTENTION.search(op_name)
     if match is None:
@@ -54,7 +64,11 @@ def attention_work(
     block = T / per_block.dims[1]
     macs = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # of one matrix product
     sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in reread if operands[i].in_hbm]
-    return KernelWork(2 * products * macs, q.dtype, sum(sizes) * macs / block)
+    flops, read_again = 2 * products * macs, sum(sizes) * macs / block
+    working_set = (IN_FLIGHT + T) * q.dims[-1] * sum(sizes)
+    if working_set <= l2_cache_bytes:
+        return KernelWork(flops, q.dtype, 0.0, read_again)
+    return KernelWork(flops, q.dtype, read_again)
 
 
 def cudnn_work(

@@ -11,8 +11,8 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
-from jaxrl.planner.cost import Collective
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs, uses_ref
+from jaxrl.planner.schedule import Times, collective_seconds, times
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
@@ -30,6 +30,7 @@ class Phase:
     live_bytes: int  # peak, without KV pages
     fits: bool  # with the KV pages
     roofline_s: float
+    serial_s: float  # kernels one after the other, and exposed collectives and host transfers
     bound: str  # of the slowest program: "flops" | "memory" | "collectives" | "host"
     tokens_per_s: float
 
@@ -51,8 +52,10 @@ class Plan:
     kv_pages: int
     max_concurrent_sequences: int
     expected_step_s: float
+    serial_step_s: float
     tokens_per_s: float
     lengths: Lengths
+    note: str  # what the compilation assumes about the machine, or ""
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
@@ -65,7 +68,9 @@ class Plan:
                     "output_bytes": p.output_bytes,
                     "flops": p.cost.total_flops,
                     "bytes_accessed": p.cost.bytes_accessed,
-                    "collectives": p.cost.collectives_by_kind(),
+                    "l2_bytes": p.cost.l2_bytes,
+                    "kernels_s": serial(p, self.chip).kernels_s,
+                    "collectives": _collectives(p, self.chip),
                     "compile_s": round(p.compile_s, 2),
                 }
                 for name, p in self.programs.items()
@@ -74,7 +79,21 @@ class Plan:
             "kv_pages": self.kv_pages,
             "max_concurrent_sequences": self.max_concurrent_sequences,
             "expected_step_s": self.expected_step_s,
+            "serial_step_s": self.serial_step_s,
         }
+
+
+def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | float]]:
+    """{kind: {"count", "bytes", "seconds", "exposed_s"}} of one call."""
+    found = serial(program, chip)
+    return {
+        kind: one
+        | {
+            "seconds": found.collectives_s.get(kind, 0.0),
+            "exposed_s": found.exposed_s.get(kind, 0.0),
+        }
+        for kind, one in program.cost.collectives_by_kind().items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +138,7 @@ def make_plan(
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes, role_decoders, workload)
-        programs = compile_programs(run, lengths, on_start)
+        programs = compile_programs(run, lengths, machine, on_start)
     return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 
@@ -153,8 +172,10 @@ def assemble_plan(
         kv_pages=memory.kv_pages,
         max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
+        serial_step_s=sum(phase.serial_s for phase in phases.values()),
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
+        note=machine.note,
     )
 
 
@@ -186,16 +207,18 @@ def _plan_phase(
     chip: Chip,
     lengths: Lengths,
 ) -> Phase:
-    times = {name: calls[name] * roofline(programs[name], chip)[0] for name in names}
-    slowest = max(names, key=times.__getitem__)
+    ideal = {name: calls[name] * roofline(programs[name], chip)[0] for name in names}
+    slowest = max(names, key=ideal.__getitem__)
     peak = max(memory.live_bytes[name] for name in names)
-    total = sum(times.values())
+    loaded = 0.0
     if "reference" in run.cfg.learner.offload and any(uses_ref(run.cfg, name) for name in names):
-        total += run.resident["ref"] / chip.host_bytes_per_s  # loaded for the phase
+        loaded = run.resident["ref"] / chip.host_bytes_per_s  # loaded for the phase
+    total = loaded + sum(ideal.values())
     return Phase(
         live_bytes=peak,
         fits=peak + memory.min_pages * memory.page_bytes <= memory.budget_bytes,
         roofline_s=total,
+        serial_s=loaded + sum(calls[name] * serial_seconds(programs[name], chip) for name in names),
         bound=roofline(programs[slowest], chip)[1],
         tokens_per_s=_n_tokens(run, lengths, phase) / total,
     )
@@ -246,17 +269,17 @@ def roofline(program: Program, chip: Chip) -> tuple[float, str]:
     return float(times[bound]), bound
 
 
-def collective_seconds(one: Collective, chip: Chip) -> float:
-    """Time of all executions of a collective on a ring of n devices.
+def serial_seconds(program: Program, chip: Chip) -> float:
+    """Seconds of one call with kernels one after the other.
 
-    Each device sends (n - 1) / n of the data, twice for an all-reduce.
+    Collectives count as far as kernels do not cover them, host transfers in full.
     """
-    crosses = chip.node and one.spread >= chip.node
-    rate = chip.network_bytes_per_s if crosses else chip.link_bytes_per_s
-    if one.kind == "collective-permute":
-        return one.times * one.bytes / rate
-    rounds = 2 if one.kind == "all-reduce" else 1
-    return one.times * rounds * one.bytes * (one.n_devices - 1) / one.n_devices / rate
+    return serial(program, chip).total_s + program.cost.host_bytes / chip.host_bytes_per_s
+
+
+def serial(program: Program, chip: Chip) -> Times:
+    """The times of one call with kernels one after the other."""
+    return times(program.cost.steps, chip)
 
 
 def calls_per_step(

@@ -7,8 +7,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.planner.plan import Plan, roofline
+from jaxrl.planner.compilation import Program
+from jaxrl.planner.plan import Plan, roofline, serial
 from jaxrl.planner.search import Candidate
+from jaxrl.planner.topology import Chip
 
 WIDTH = 150
 SHORT = {
@@ -45,6 +47,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"mesh {mesh}; "
         f"sequences of {lengths.prompt} + {lengths.response} tokens"
     )
+    head += f"; {plan.note}" if plan.note else ""
     verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
     state = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.resident.items())
     pages = (
@@ -56,7 +59,8 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"resident on every device: {state}\n"
         f"{pages if plan.page_bytes else ''}"
         f"step at peak rates: {format_seconds(plan.expected_step_s)}, "
-        f"{plan.tokens_per_s:,.0f} tokens/s"
+        f"{plan.tokens_per_s:,.0f} tokens/s; "
+        f"with kernels one after the other: {format_seconds(plan.serial_step_s)}"
     )
     parts = [Text(head), _programs(plan, with_compile_s), _phases(plan), Text(last)]
     if unknown := {loop for p in plan.programs.values() for loop in p.cost.unknown_loops}:
@@ -132,18 +136,15 @@ def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
 
 
 def _programs(plan: Plan, with_compile_s: bool) -> Table:
-    table = Table(
-        title="one call of each program, per device", box=SIMPLE_HEAD, title_justify="left"
-    )
+    title = "one call of each program, per device"
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("program", no_wrap=True)
-    names = ["arguments", "temporaries", "outputs", "flops", "HBM", "collectives", "time", "bound"]
-    for name in names + ["compile"] * with_compile_s:
+    with_l2 = any(p.cost.l2_bytes for p in plan.programs.values())
+    names = ["arguments", "temporaries", "outputs", "flops", "HBM", *["L2"] * with_l2]
+    names += ["collectives, covered", "time", "bound", "serial", *["compile"] * with_compile_s]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for name, p in plan.programs.items():
-        collectives = "\n".join(
-            f"{SHORT[kind]} {one['count']}: {format_bytes(one['bytes'])}"
-            for kind, one in p.cost.collectives_by_kind().items()
-        )
         seconds, bound = roofline(p, plan.chip)
         row = [
             name,
@@ -152,12 +153,23 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
             format_bytes(p.output_bytes),
             f"{p.cost.total_flops:.2e}",
             format_bytes(p.cost.bytes_accessed),
-            collectives,
+            *[format_bytes(p.cost.l2_bytes)] * with_l2,
+            _collectives(p, plan.chip),
             format_seconds(seconds),
             bound,
+            format_seconds(serial(p, plan.chip).total_s),
         ]
         table.add_row(*row, *([f"{p.compile_s:.1f} s"] if with_compile_s else []))
     return table
+
+
+def _collectives(program: Program, chip: Chip) -> str:
+    """A line per kind: executions, bytes, and the share of its time that kernels cover."""
+    found = serial(program, chip)
+    return "\n".join(
+        f"{SHORT[kind]} {one['count']}: {format_bytes(one['bytes'])} {found.covered(kind):4.0%}"
+        for kind, one in program.cost.collectives_by_kind().items()
+    )
 
 
 def _phases(plan: Plan) -> Table:
@@ -165,7 +177,7 @@ def _phases(plan: Plan) -> Table:
     title += ", including KV pages" if plan.page_bytes else ""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("phase")
-    for name in ("live without KV", "fits", "time", "bound", "tokens/s"):
+    for name in ("live without KV", "fits", "time", "bound", "serial", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, phase in plan.phases.items():
         table.add_row(
@@ -174,6 +186,7 @@ def _phases(plan: Plan) -> Table:
             "yes" if phase.fits else "no",
             format_seconds(phase.roofline_s),
             phase.bound,
+            format_seconds(phase.serial_s),
             f"{phase.tokens_per_s:,.0f}",
         )
     return table

@@ -12,13 +12,14 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 GIB = 2**30
+L2_BYTES = 50.0 * 2**20  # of H100 and H200
 # Environment for libtpu without a chip: no metadata server, concurrent processes, quiet logs.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -44,6 +45,7 @@ class Chip:
     network_bytes_per_s: float  # between nodes, per device
     host_bytes_per_s: float  # between a device and its host, one way
     node: int  # devices per node; 0 = all
+    l2_bytes: float = 0.0  # cache between HBM and the cores; 0 = none, or unknown
 
     def rate(self, dtype: str) -> float:
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
@@ -57,7 +59,7 @@ def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: flo
 
 def _gpu(name: str, gib: float, giga: float) -> Chip:
     flops = {"bf16": 989e12, "f16": 989e12, "f32": 494e12}  # float32 products as TF32
-    return Chip(name, gib * GIB, flops, giga * 1e9, 450e9, 50e9, 64e9, 8)
+    return Chip(name, gib * GIB, flops, giga * 1e9, 450e9, 50e9, 64e9, 8, L2_BYTES)
 
 
 CHIPS = {
@@ -78,6 +80,10 @@ DEVICE_KINDS = {
 }
 KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip supports), h100:64, h200:8, cpu:8"
 
+# The compiler chooses between Triton's and cuBLASLt's matrix products by timing both. Without a
+# device it takes Triton's, which it compiles without tuning.
+CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
+
 # The compiler's description of a GPU
 # (openxla/xla, xla/stream_executor/device_description.proto).
 GPU_DESCRIPTION = """
@@ -94,7 +100,7 @@ gpu_device_info {{
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth}
-  l2_cache_size: 52428800
+  l2_cache_size: {l2}
   clock_rate_ghz: 1.98
   device_memory_size: {memory}
   shared_memory_per_block_optin: 232448
@@ -116,6 +122,9 @@ class Topology:
     platform: str  # "cpu" | "gpu" | "tpu"
     chip: Chip
     devices: Sequence[Any]
+    # Compiler options that stand for decisions which the compiler makes by measuring on a device.
+    compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    note: str = ""  # what these options assume
 
 
 def topology(name: str) -> Topology:
@@ -132,7 +141,8 @@ def topology(name: str) -> Topology:
         return _cpu(name, n)
     if kind.startswith("v"):
         return Topology(name, "tpu", CHIPS[kind], _tpu_devices(name))
-    return Topology(name, "gpu", CHIPS[kind], _gpu_devices(kind, n))
+    devices = _gpu_devices(kind, n)
+    return Topology(name, "gpu", CHIPS[kind], devices, CUBLASLT, "matrix products of cuBLASLt")
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -190,7 +200,10 @@ def _gpu_devices(kind: str, n: int) -> Sequence[Any]:
             f"{kind}:{n} is not a whole number of nodes of {node} GPUs; set a multiple of {node}"
         )
     target = GPU_DESCRIPTION.format(
-        bandwidth=int(chip.memory_bytes_per_s), memory=int(chip.memory_bytes), name=chip.name
+        bandwidth=int(chip.memory_bytes_per_s),
+        memory=int(chip.memory_bytes),
+        l2=int(L2_BYTES),
+        name=chip.name,
     )
     return topologies.get_topology_desc(
         platform="cuda",

@@ -227,6 +227,40 @@ ENTRY %main (x: s8[64,8], n: s32[]) -> s8[1,8] {
     assert program_cost(text).bytes_accessed == 2 * 8 + 4
 
 
+def test_an_asynchronous_slice_of_a_gpu_counts_as_the_slice():
+    text = """
+%slice (p: f32[64,8], i: s32[]) -> f32[1,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,8}
+}
+
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %s = ((f32[64,8]{1,0}, s32[]), f32[1,8]{1,0}, u32[]) fusion-start(%x, %n), kind=kLoop, calls=%slice
+  ROOT %y = f32[1,8]{1,0} fusion-done(%s)
+}
+"""  # noqa: E501
+    assert program_cost(text).bytes_accessed == 2 * 8 * FLOAT + 4
+
+
+def test_the_scratch_memory_of_a_matrix_library_is_no_traffic():
+    text = """
+ENTRY %main (a: bf16[4,8], b: bf16[6,8]) -> (bf16[4,6], s8[1000]) {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = bf16[6,8]{1,0} parameter(1)
+  ROOT %c = (bf16[4,6]{1,0}, s8[1000]{0}) custom-call(%a, %b), custom_call_target=TARGET, CONFIG
+}
+"""
+    text = text.replace("TARGET", '"__cublas$lt$matmul"')
+    text = text.replace("CONFIG", 'backend_config={"lhs_contracting_dimensions":["1"]}')
+    cost = program_cost(text)
+    assert cost.flops == {"bf16": 2 * 4 * 6 * 8}
+    assert cost.bytes_accessed == 2 * (4 * 8 + 6 * 8 + 4 * 6)
+
+
 def kernel_of_gpu(name: str, results: str, operands: list[str]) -> str:
     """The text of a GPU module with one kernel; the kernel's code is shortened."""
     lines = [f"  %p.{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
@@ -269,7 +303,15 @@ def test_the_work_of_gpu_training_attention_is_known(name, products, operands, r
     )  # pairs of a block of 64 queries and a block of 64 keys
     assert cost.flops == {"bf16": products * 2 * visits * 64 * 64 * H}
     # each pair reads two blocks again: keys and values, or queries and gradients
-    assert cost.bytes_accessed - blind.bytes_accessed == visits * 2 * 64 * H * 2
+    again = visits * 2 * 64 * H * 2
+    assert cost.bytes_accessed - blind.bytes_accessed == again and not cost.l2_bytes
+    # what a GPU computes at a time are 264 blocks of 64; they and the last head's read two arrays
+    working_set = (264 * 64 + T) * H * 2 * 2
+    for cache, cached in ((float(working_set), again), (working_set - 1.0, 0)):
+        work = functools.partial(attention_work, keys=256.0, l2_cache_bytes=cache)
+        cost = program_cost(text, kernels=work)
+        assert cost.l2_bytes == cached
+        assert cost.bytes_accessed == blind.bytes_accessed + again - cached
 
 
 @pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("bwd", 5)])

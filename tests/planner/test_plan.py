@@ -23,13 +23,11 @@ from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
-from jaxrl.planner.cost import Collective
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
     calls_per_step,
-    collective_seconds,
     live_bytes,
     make_plan,
     mixed_dispatches,
@@ -37,6 +35,7 @@ from jaxrl.planner.plan import (
 )
 from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
+from jaxrl.planner.schedule import Collective, collective_seconds
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
 from sharding import make_mesh
@@ -50,10 +49,11 @@ JSON_KEYS = (
     "kv_pages",
     "max_concurrent_sequences",
     "expected_step_s",
+    "serial_step_s",
 )
 PROGRAM_KEYS = (
-    "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "collectives",
-    "compile_s",
+    "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "l2_bytes",
+    "kernels_s", "collectives", "compile_s",
 )  # fmt: skip
 
 
@@ -71,7 +71,10 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     ]  # fmt: skip
     assert all(tuple(program) == PROGRAM_KEYS for program in found["programs"].values())
     assert set(found["phases"]) == {"rollout", "scoring", "update"}
-    assert found["fits"] and found["expected_step_s"] > 0
+    assert found["fits"] and 0 < found["expected_step_s"] <= found["serial_step_s"]
+    for program in found["programs"].values():
+        for moved in program["collectives"].values():
+            assert 0 <= moved["exposed_s"] <= moved["seconds"] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -571,7 +574,16 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_1p5b.v5e-2x4", "grpo_7b.v5p-4x4x4"])
-def test_plans_for_tpus_match_the_docs(name):
-    pytest.importorskip("libtpu")
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [
+        ("grpo_1p5b.v5e-2x4", "libtpu"),
+        ("grpo_7b.v5p-4x4x4", "libtpu"),
+        ("grpo_1p5b.h100-1", "jax_cuda13_plugin"),
+        ("grpo_7b.h100-64", "jax_cuda13_plugin"),
+    ],
+)
+def test_plans_for_absent_devices_match_the_docs(name, compiler):
+    """Bytes, FLOPs and temporaries of every program, so that a change that adds some fails here."""
+    pytest.importorskip(compiler)
     assert_close(*golden(name))

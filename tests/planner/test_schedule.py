@@ -1,0 +1,115 @@
+"""Serial times of compiled programs: jaxrl/planner/schedule.py."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl.planner.cost import program_cost
+from jaxrl.planner.schedule import Collective, Done, Kernel, Loop, Start, times
+from jaxrl.planner.topology import CHIPS
+
+CHIP = dataclasses.replace(
+    CHIPS["h100"],
+    flops_per_s={"bf16": 100.0, "f32": 50.0},
+    memory_bytes_per_s=10.0,
+    link_bytes_per_s=1.0,
+)
+GATHER = Collective("all-gather", 8.0, 2, 1, 1.0, (), (), "")  # 8 bytes x 1/2 at 1 byte/s: 4 s
+
+
+def compute(seconds: float) -> Kernel:
+    return Kernel({"bf16": 100.0 * seconds}, 0.0)
+
+
+def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic():
+    assert Kernel({"bf16": 200.0, "f32": 50.0}, 10.0).seconds(CHIP) == 2.0 + 1.0
+    assert Kernel({"bf16": 200.0}, 50.0).seconds(CHIP) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("between", "exposed"),
+    [((), 4.0), ((compute(1.0),), 3.0), ((compute(3.0), compute(3.0)), 0.0)],
+)
+def test_a_collective_is_exposed_as_far_as_kernels_do_not_cover_it(between, exposed):
+    found = times([compute(1.0), Start("a", GATHER), *between, Done("a"), compute(2.0)], CHIP)
+    assert found.collectives_s == {"all-gather": 4.0}
+    assert found.exposed_s == {"all-gather": exposed}
+    assert found.kernels_s == 3.0 + sum(one.seconds(CHIP) for one in between)
+    assert found.total_s == found.kernels_s + exposed
+    assert found.covered("all-gather") == 1 - exposed / 4
+
+
+def test_collectives_queue_for_the_link():
+    # the second begins when the first ends, after 4 s, and ends after 8: 5 s of kernels cover it
+    steps = [Start("a", GATHER), Start("b", GATHER), compute(5.0), Done("a"), Done("b")]
+    assert times(steps, CHIP).exposed_s == {"all-gather": 3.0}
+
+
+def test_a_wait_counts_for_the_collective_that_has_the_link():
+    reduce = dataclasses.replace(GATHER, kind="all-reduce")  # twice as long: 8 s
+    steps = [Start("a", GATHER), Start("b", reduce), Done("b"), Done("a")]
+    assert times(steps, CHIP).exposed_s == {"all-gather": 4.0, "all-reduce": 8.0}
+
+
+def test_a_loop_multiplies_kernels_and_collectives():
+    body = [Start("a", GATHER), compute(1.0), Done("a")]
+    found = times([Loop(3.0, body), compute(1.0)], CHIP)
+    assert (found.kernels_s, found.exposed_s) == (4.0, {"all-gather": 9.0})
+
+
+def test_the_schedule_of_a_program_has_its_collectives_and_the_kernels_between():
+    text = """
+%wrapped (p: f32[4]) -> f32[2] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %s = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[2], w: f32[4]) -> f32[4] {
+  %x = f32[2]{0} parameter(0)
+  %w = f32[4]{0} parameter(1)
+  %g = (f32[2]{0}, f32[4]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %n = f32[4]{0} negate(%w)
+  %h = f32[4]{0} all-gather-done(%g)
+  %r = ((f32[4]{0}), f32[2]{0}) async-start(%n), calls=%wrapped
+  %e = f32[2]{0} async-done(%r)
+  ROOT %y = f32[4]{0} add(%h, %n)
+}
+"""
+    found = program_cost(text).steps
+    kinds = [type(step).__name__ for step in found]
+    assert kinds == ["Start", "Kernel", "Done", "Start", "Done", "Kernel"]
+    assert [step.collective.kind for step in found if isinstance(step, Start)] == [
+        "all-gather",
+        "reduce-scatter",
+    ]
+    # 32 bytes of the negation take 3.2 s of the gather's 16 / 2; the reduce-scatter waits
+    assert times(found, CHIP).exposed_s == pytest.approx(
+        {"all-gather": 8.0 - 3.2, "reduce-scatter": 8.0}
+    )
+
+
+def test_a_collective_that_a_tpu_splits_over_fusions_ends_in_the_last():
+    text = """
+%start (p: bf16[8]) -> (bf16[8], bf16[32]) {
+  %p = bf16[8]{0} parameter(0)
+  %g = bf16[32]{0} all-gather(%p), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %s = (bf16[8]{0}, bf16[32]{0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (p: bf16[8]) -> bf16[32] {
+  %p.1 = bf16[8]{0} parameter(0)
+  %g.1 = bf16[32]{0} all-gather(%p.1), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %d = bf16[32]{0} custom-call(%g.1), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[8], w: bf16[8]) -> bf16[32] {
+  %x = bf16[8]{0} parameter(0)
+  %w = bf16[8]{0} parameter(1)
+  %a = (bf16[8]{0}, bf16[32]{0}) fusion(%x), kind=kCustom, calls=%start
+  %y = bf16[8]{0} get-tuple-element(%a), index=0
+  %n = bf16[8]{0} negate(%w)
+  ROOT %b = bf16[32]{0} fusion(%y), kind=kCustom, calls=%done
+}
+"""
+    found = [type(step).__name__ for step in program_cost(text).steps]
+    assert found == ["Start", "Kernel", "Kernel", "Done", "Kernel"]
