@@ -2,9 +2,12 @@
 
 SRC is any value of config.model.path: a model folder, a GGUF file, a hub id or 'package:NAME'.
 
+python -m jaxrl.convert SRC DST --adapter=FOLDER merges an adapter in PEFT's format into the model.
+
 python -m jaxrl.convert RUN --step=48 --output=DST exports a checkpoint of a run folder: an
-intermediate one, the best, or the last of a run that was interrupted. It needs one host and no
-accelerator, and memory for a part of one tensor.
+intermediate one, the best, or the last of a run that was interrupted. Adapters are merged into
+the model, or written in PEFT's format with --part=adapter. It needs one host and no accelerator,
+and memory for a part of one tensor.
 """
 
 import argparse
@@ -16,8 +19,11 @@ import numpy as np
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.files.adapter import open_adapter
+from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_save import SHARD_BYTES, convert_model
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.lora import split
 from jaxrl.models.spec import count_params
 from jaxrl.trainer.export import PARTS, export_checkpoint
 
@@ -42,7 +48,11 @@ def main(argv: list[str] | None = None) -> None:
         "--part",
         choices=PARTS,
         default="policy",
-        help="what to export: the trained model (default), the critic or the averaged weights",
+        help="what to export: the trained model (default), the critic, the averaged weights, or "
+        "the adapter in PEFT's format",
+    )
+    parser.add_argument(
+        "--adapter", type=Path, help="folder of an adapter in PEFT's format to merge into the model"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     parser.add_argument(
@@ -53,11 +63,13 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("set the output folder, as TARGET or with --output")
     if args.step is None and args.part != "policy":
         parser.error(f"--part={args.part} needs --step")
+    if args.step is not None and args.adapter is not None:
+        parser.error("--adapter merges into a model folder; leave out --step")
     try:
         cfg, what = convert(args, args.target or args.output)
     except (ValueError, OSError, CheckpointError) as error:
         parser.exit(1, f"error: {error}\n")
-    n_params = count_params(decoder_specs(cfg))
+    n_params = count_params(split(decoder_specs(cfg))[0])  # of an adapter: its own
     print(
         f"{args.target or args.output}: {what}{cfg.family}, {cfg.L} layers, {n_params:,} parameters"
     )
@@ -68,8 +80,10 @@ def convert(args: argparse.Namespace, target: Path) -> tuple[DecoderConfig, str]
     dtype = args.dtype and DTYPES[args.dtype]
     if args.step is None:
         source = resolve_model(args.source)
+        adapter = args.adapter and open_adapter(args.adapter, folder_config(source))
         limit = args.max_shard_bytes
-        return convert_model(source, target, dtype=dtype, max_shard_bytes=limit), ""
+        cfg = convert_model(source, target, dtype=dtype, max_shard_bytes=limit, adapter=adapter)
+        return cfg, "" if adapter is None else f"{args.adapter} merged, "
     step, cfg = export_checkpoint(
         Path(args.source),
         args.step,

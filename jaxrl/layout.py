@@ -17,6 +17,9 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.moe import MoE
+from jaxrl.models.lora import merge, replace_weights
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.quantize import int8_specs, map_matrices, quantize_int8
 from jaxrl.models.spec import abstract_params, partition_specs
@@ -57,31 +60,39 @@ class Layout:
     dtype: jnp.dtype  # of activations, and of weights that are not int8
     per_process: bool = False  # every process has a separate mesh over its local devices
     int8: bool = False  # matrices are quantized to int8 from training's weights for every use
+    merge: bool = False  # adapters are merged into the weights for every use
 
     @contextlib.contextmanager
     def weights(
         self, params: Tree, timed: contextlib.AbstractContextManager | None = None
     ) -> Iterator[Tree]:
-        """The policy's weights resharded for the role, with the role's mesh set.
+        """The policy's weights as the role reads them, with the role's mesh set.
 
         Copied arrays are deleted at the end of the block. Copying them is timed by `timed`.
         """
-        if self.resharding is None:
+        if not self.copies:
             yield params
             return
         with timed or contextlib.nullcontext():
-            quantized = self.quantize(params)
-            shared = [leaf.is_shared for leaf in self._leaves(quantized)]
-            resharded = self.resharding.reshard(quantized, self.specs, self.dtype)
-            resharded = jax.block_until_ready(resharded)
-            del quantized
+            prepared = self.prepare(params)
+            shared = [leaf.is_shared for leaf in self._leaves(params, prepared)]
+            copied = prepared
+            if self.resharding is not None:
+                copied = self.resharding.reshard(prepared, self.specs, self.dtype)
+            copied = jax.block_until_ready(copied)
+            del prepared
         with self.on_mesh():
             try:
-                yield resharded
+                yield copied
             finally:  # deleted at once, even if other references exist
-                for leaf, is_shared in zip(jax.tree.leaves(resharded), shared, strict=True):
+                for leaf, is_shared in zip(jax.tree.leaves(copied), shared, strict=True):
                     if not is_shared:
                         leaf.delete()
+
+    @property
+    def copies(self) -> bool:
+        """Whether the role reads other arrays than training's."""
+        return self.resharding is not None or self.merge
 
     def copy(self, params: Tree) -> Tree:
         """A copy of the current weights for the role, in buffers that no update donates."""
@@ -96,9 +107,23 @@ class Layout:
             return contextlib.nullcontext()
         return jax.set_mesh(self.resharding.mesh)
 
-    def quantize(self, params: Tree) -> Tree:
-        """The weights in the role's format, not yet resharded; unquantized arrays are shared."""
-        return quantize_int8(params, self.dtype) if self.int8 else params
+    def prepare(self, params: Tree) -> Tree:
+        """The weights in the role's format, not yet resharded; unchanged arrays are shared.
+
+        Layer by layer, so that only one merged layer waits for its quantization. `params` may also
+        be one layer.
+        """
+        if not (self.merge or self.int8):
+            return params
+
+        def prepare_layer(layer: Tree) -> Tree:
+            layer = merge(layer) if self.merge else layer
+            return quantize_int8(layer, self.dtype) if self.int8 else layer
+
+        prepared = jax.tree.map(
+            prepare_layer, params, is_leaf=lambda node: isinstance(node, Linear | MoE)
+        )
+        return merge(prepared) if self.merge else prepared  # the config of the model
 
     def mesh(self, training: Mesh) -> Mesh:
         """The role's mesh, given that of training."""
@@ -109,9 +134,9 @@ class Layout:
 
         Shared arrays are those of training, which the role reads without a copy.
         """
-        if self.resharding is None:
+        if not self.copies:
             return bytes_per_device(params), 0
-        leaves = self._leaves(self._abstract(params, jax.sharding.get_mesh()))
+        leaves = self._leaves(params, self._abstract(params, jax.sharding.get_mesh()))
         shared = bytes_per_device([leaf.array for leaf in leaves if leaf.is_shared])
         copied = [leaf.array for leaf in leaves if leaf.of_training and not leaf.is_shared]
         return shared, bytes_per_device(copied)
@@ -119,8 +144,8 @@ class Layout:
     def lower(self, params: Tree) -> jax.stages.Lowered:
         """The program that reshards the (abstract) weights, for ahead-of-time compilation."""
         assert self.resharding is not None
-        quantized = self._abstract(params, jax.sharding.get_mesh())
-        return self.resharding.lower(quantized, self.specs, self.dtype)
+        prepared = self._abstract(params, jax.sharding.get_mesh())
+        return self.resharding.lower(prepared, self.specs, self.dtype)
 
     def abstract_weights(self, decoder: DecoderConfig, training: Mesh) -> Tree:
         """Shapes, dtypes and shardings of the role's weights, given the mesh of training."""
@@ -129,26 +154,30 @@ class Layout:
         with jax.set_mesh(mesh):
             return self._abstract(params, mesh)
 
-    def _leaves(self, quantized: Tree) -> list["_Leaf"]:
-        assert self.resharding is not None
-        of_training = jax.tree.map(lambda leaf: True, quantized)
+    def _leaves(self, params: Tree, prepared: Tree) -> list["_Leaf"]:
+        """The arrays of `prepared`, made of `params`."""
+        of_training = jax.tree.map(lambda leaf: True, params)
+        if self.merge:
+            of_training = replace_weights(lambda linear, change: False, of_training)
         if self.int8:
             of_training = map_matrices(lambda w, n_in: Quantized(False, False), of_training)
-        leaves = zip(*map(jax.tree.leaves, (quantized, of_training, self.specs)), strict=True)
-        return [
-            _Leaf(array, same, same and self.resharding.shares_buffers(array, spec, self.dtype))
-            for array, same, spec in leaves
-        ]
+        leaves = zip(*map(jax.tree.leaves, (prepared, of_training, self.specs)), strict=True)
+
+        def is_shared(array: Any, spec: jax.P) -> bool:
+            moves = self.resharding
+            return moves is None or moves.shares_buffers(array, spec, self.dtype)
+
+        return [_Leaf(array, same, same and is_shared(array, spec)) for array, same, spec in leaves]
 
     def _abstract(self, params: Tree, mesh: Mesh) -> Tree:
-        return on_mesh(jax.eval_shape(self.quantize, params), mesh)
+        return on_mesh(jax.eval_shape(self.prepare, params), mesh)
 
 
 class _Leaf(NamedTuple):
-    """One array of the quantized weights."""
+    """One array of the role's weights."""
 
     array: Any
-    of_training: bool  # training's array, not one made by quantization
+    of_training: bool  # training's array, not one made by merging or quantization
     is_shared: bool  # read by the role without a copy
 
 
@@ -212,10 +241,13 @@ def _engine_layout(
     int8 = rollout.dtype == "int8"
     engine_dtype = dtype if int8 or rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
     in_place = resharding.mesh == mesh and engine_dtype == dtype and not int8
-    specs = partition_specs(decoder_specs(decoder), rules)
+    merge = cfg.lora.merge and decoder.lora is not None
+    read = dataclasses.replace(decoder, lora=None) if merge else decoder
+    specs = partition_specs(decoder_specs(read), rules)
     if int8:
         specs = int8_specs(specs)
-    return Layout(rules, None if in_place else resharding, specs, engine_dtype, per_process, int8)
+    moves = None if in_place else resharding
+    return Layout(rules, moves, specs, engine_dtype, per_process, int8, merge)
 
 
 def _engine_mesh_sizes(cfg: RunConfig, mesh: Mesh, per_process: bool) -> dict[str, int]:

@@ -76,6 +76,7 @@ class Request:
     ignore_stop: bool = False  # sample exactly max_tokens tokens: forced lengths in benchmarks
     adjustments: LogitAdjustments | None = None
     top_logprobs: bool = False  # also return the most likely tokens at each position
+    adapter: int = 0  # 0 = the base model, i = the i-th of the adapters that the engine has
 
     @property
     def adjusted(self) -> bool:
@@ -91,6 +92,7 @@ class Prefix:
     pages: tuple[int, ...]
     version: int = 0  # policy version that computed the KV
     replica: int = 0  # replica whose pool holds the pages
+    adapter: int = 0  # with which the KV was computed; 0 = the base model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +166,11 @@ class Engine(Protocol):
         """Sets the policy version of the next calls. A change invalidates the prefix cache."""
         ...
 
-    def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
-        """Computes the KV of a prompt. The handle keeps its pages until `release_prefix`."""
+    def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
+        """Computes the KV of a prompt with an adapter.
+
+        The handle keeps its pages until `release_prefix`.
+        """
         ...
 
     def release_prefix(self, prefix: Prefix) -> None: ...

@@ -58,7 +58,7 @@ class PagedEngine:
         self.max_len, self.eos_ids = max_len, tuple(eos_ids)
         self.keep_support, self.adjustable = keep_support, adjustable
         self.pool = KVPoolSpec(cfg, rollout.page_len, page_dtype(rollout.kv_dtype, dtype), rules)
-        self.shapes = dispatch_shapes(rollout, max_len, cfg.V)
+        self.shapes = dispatch_shapes(rollout, max_len, cfg)
         self.runner = ModelRunner(
             self.pool,
             self.shapes,
@@ -77,8 +77,8 @@ class PagedEngine:
     def set_version(self, version: int) -> None:
         self.scheduler.set_version(version)
 
-    def prefill(self, params: Tree, tokens: np.ndarray) -> Prefix:
-        prefix, plans = self.scheduler.prefill(tokens)
+    def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
+        prefix, plans = self.scheduler.prefill(tokens, adapter)
         self._prefill(params, plans)
         return prefix
 
@@ -286,6 +286,11 @@ class PagedEngine:
         )
 
     def _check_request(self, request: Request) -> None:
+        n_adapters = self.cfg.lora.n_stacked if self.cfg.lora else 0
+        if not 0 <= request.adapter <= n_adapters:
+            raise ValueError(
+                f"adapter {request.adapter} of a request is not there; the engine has {n_adapters}"
+            )
         if (n := len(stop_ids(request, self.eos_ids))) > MAX_STOP_IDS:
             raise ValueError(
                 f"{n} stop token ids (end-of-sequence ids included), at most {MAX_STOP_IDS} are "

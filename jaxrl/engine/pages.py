@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ROOT = -1  # parent of the first page of every sequence
+ROOT = -1  # parent of the first page of a sequence of the base model
 
 
 class OutOfPages(RuntimeError):
@@ -141,13 +141,15 @@ class PagePool:
                         self._tree.remove(page)
                     self._empty.append(page)
 
-    def add_prefix(self, tokens: np.ndarray, pages: Sequence[int]) -> list[int]:
+    def add_prefix(self, tokens: np.ndarray, pages: Sequence[int], adapter: int = 0) -> list[int]:
         """Adds the pages that hold the KV of int32 `tokens`, from position 0 on, to the tree.
+
+        The KV of one adapter is no match for another one or for the base model, 0.
 
         Returns the pages that the sequence uses from now on: a duplicate of a page that is already
         in the tree is released, and the cached page takes its place.
         """
-        pages, parent = list(pages), ROOT
+        pages, parent = list(pages), _root(adapter)
         for i, page_tokens in enumerate(self._page_tokens(tokens)):
             page, same = pages[i], self._tree.find_child(parent, page_tokens)
             if same is None:
@@ -162,9 +164,9 @@ class PagePool:
             parent = pages[i]
         return pages
 
-    def match_prefix(self, tokens: np.ndarray) -> PrefixMatch:
-        """The pages in the tree that hold the longest prefix of these tokens."""
-        pages, parent = [], ROOT
+    def match_prefix(self, tokens: np.ndarray, adapter: int = 0) -> PrefixMatch:
+        """The pages in the tree that hold the longest prefix of these tokens with the adapter."""
+        pages, parent = [], _root(adapter)
         for page_tokens in self._page_tokens(tokens):
             page, n = self._tree.best_match(parent, page_tokens)
             if n < self.page_len:
@@ -187,6 +189,11 @@ class PagePool:
 
 
 ITEM = np.dtype(np.int32).itemsize
+
+
+def _root(adapter: int) -> int:
+    """The parent of the first page of a sequence that uses this adapter."""
+    return ROOT - adapter
 
 
 def _n_common(a: bytes, b: bytes) -> int:

@@ -56,10 +56,10 @@ class ReplicaScheduler:
         for scheduler in self.schedulers:
             scheduler.set_version(version)
 
-    def prefill(self, tokens: np.ndarray) -> tuple[Prefix, list[Plan]]:
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, list[Plan]]:
         """`Scheduler.prefill` on the replica with the most free pages; one plan per replica."""
         r = max(range(len(self.schedulers)), key=lambda r: self.schedulers[r].pool.n_free)
-        prefix, plan = self.schedulers[r].prefill(tokens)
+        prefix, plan = self.schedulers[r].prefill(tokens, adapter)
         return dataclasses.replace(prefix, replica=r), self._plans(r, plan)
 
     def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[Plan]]:

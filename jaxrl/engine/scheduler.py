@@ -73,6 +73,7 @@ class PrefillChunk:
     tokens: np.ndarray
     start: int
     pages: list[int]  # of the sequence from position 0
+    adapter: int = 0  # of the sequence; 0 = the base model
 
 
 PageCopy = tuple[int, int]  # from page, to page
@@ -158,8 +159,8 @@ class Scheduler:
             for seq in self.running:
                 seq.mixed_versions = True
 
-    def prefill(self, tokens: np.ndarray) -> tuple[Prefix, Plan]:
-        """Allocates the pages of a prompt and plans its prefill.
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, Plan]:
+        """Allocates the pages of a prompt and plans its prefill with an adapter.
 
         Raises OutOfPages, or ValueError if the prompt leaves no room for a response.
         """
@@ -170,10 +171,10 @@ class Scheduler:
                 f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
             )
         plan, cached = Plan(), tokens[:-1]
-        pages, n_found = self._allocate(cached, n_tokens=len(cached), plan=plan)
+        pages, n_found = self._allocate(cached, adapter, n_tokens=len(cached), plan=plan)
         self.n_cached_tokens += n_found
-        self._prefill(cached, n_found, pages, plan)
-        return Prefix(tokens, tuple(pages), self.version), plan
+        self._prefill(cached, n_found, pages, plan, adapter)
+        return Prefix(tokens, tuple(pages), self.version, adapter=adapter), plan
 
     def insert(self, prefix: Prefix, request: Request) -> tuple[int, Plan]:
         """Starts a sequence from `prefix`. Returns its slot and a plan with the page copy it needs.
@@ -181,9 +182,11 @@ class Scheduler:
         Raises OutOfPages, or ValueError if all slots are taken, the prompts differ, or the policy
         version has changed.
         """
-        if not np.array_equal(prefix.tokens, request.tokens):
+        same = np.array_equal(prefix.tokens, request.tokens)
+        if not same or prefix.adapter != request.adapter:
             raise ValueError(
-                "the request's tokens differ from those of the prefix; prefill them first"
+                "the request's tokens or adapter differ from those of the prefix; prefill them "
+                "first"
             )
         if prefix.version != self.version:
             raise ValueError(
@@ -322,14 +325,16 @@ class Scheduler:
         """
         tokens, n_tokens = seq.cached_tokens(), seq.n_cached_after(plan.n_steps)
         try:
-            pages, n_found = self._allocate(tokens, n_tokens=n_tokens, plan=plan)
+            pages, n_found = self._allocate(
+                tokens, seq.request.adapter, n_tokens=n_tokens, plan=plan
+            )
         except OutOfPages:
             return False
         if len(tokens) - n_found > plan.row_budget * self.row_len:
             self._prefill_chunk(seq, n_found, pages, plan)
             return True
         self.n_cached_tokens += max(n_found - seq.n_chunk_tokens, 0)
-        self._prefill(tokens, n_found, pages, plan)
+        self._prefill(tokens, n_found, pages, plan, seq.request.adapter)
         seq.pages, seq.mixed_versions, seq.n_chunk_tokens = pages, False, 0
         self.running.append(self.waiting.popleft())
         return True
@@ -339,18 +344,20 @@ class Scheduler:
         n = (n_found + plan.row_budget * self.row_len) // self.pool.page_len  # more than found
         self.pool.release(pages[n:])
         chunk = seq.cached_tokens()[: n * self.pool.page_len]
-        self._prefill(chunk, n_found, pages[:n], plan)
+        self._prefill(chunk, n_found, pages[:n], plan, seq.request.adapter)
         self.pool.release(pages[:n])
         seq.n_chunk_tokens += len(chunk) - n_found
 
-    def _allocate(self, tokens: np.ndarray, *, n_tokens: int, plan: Plan) -> tuple[list[int], int]:
+    def _allocate(
+        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, plan: Plan
+    ) -> tuple[list[int], int]:
         """Pages for `n_tokens` tokens that start with `tokens`, and how many are already cached.
 
         Full pages in the prefix cache are shared, a partly matching page is copied. Raises
         OutOfPages and changes nothing if too few pages are free.
         """
         pool = self.pool
-        found = pool.match_prefix(tokens)
+        found = pool.match_prefix(tokens, adapter)
         pages = pool.share(found.pages)
         try:
             n_new = max(pool.pages_for(n_tokens), pool.pages_for(len(tokens))) - len(pages)
@@ -371,20 +378,23 @@ class Scheduler:
             n_cached += found.n_partial
         return pages, n_cached
 
-    def _prefill(self, tokens: np.ndarray, start: int, pages: list[int], plan: Plan) -> None:
+    def _prefill(
+        self, tokens: np.ndarray, start: int, pages: list[int], plan: Plan, adapter: int
+    ) -> None:
         """Adds the prefill of the tokens from `start` on to the plan."""
         if start < len(tokens):
-            plan.prefill.append(PrefillChunk(tokens[start:], start, pages))
+            plan.prefill.append(PrefillChunk(tokens[start:], start, pages, adapter))
             plan.row_budget -= -(-(len(tokens) - start) // self.row_len)
             plan.prefilled_pages.update(
                 pages[start // self.pool.page_len : self.pool.pages_for(len(tokens))]
             )
-            self.pool.add_prefix(tokens, pages)
+            self.pool.add_prefix(tokens, pages, adapter)
 
     def _end(self, seq: Sequence) -> None:
         """Releases the pages of a sequence, after adding them to the prefix cache if enabled."""
         self.running.remove(seq)
         if self.pool.keep and not seq.mixed_versions:
-            seq.pages = self.pool.add_prefix(seq.cached_tokens(), seq.pages)
+            adapter = seq.request.adapter
+            seq.pages = self.pool.add_prefix(seq.cached_tokens(), seq.pages, adapter)
         self.pool.release(seq.pages)
         seq.pages = []

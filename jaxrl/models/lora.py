@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
-from jaxrl.models.layers.linear import Linear
+from jaxrl.models.layers.linear import Adapter, Linear
 from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
 from jaxrl.types import Tree
 from sharding import Rules
@@ -146,6 +147,66 @@ def _norms(w: jax.Array, like: jax.Array) -> jax.Array:
 def without_adapters(model: Decoder) -> Decoder:
     """The base model: the same arrays without the adapters."""
     return restrict(model, dataclasses.replace(model.cfg, lora=None))
+
+
+def merge(model: Tree) -> Tree:
+    """The base model, whose layers with adapters have the weights W + scale B A.
+
+    With a magnitude m (DoRA), the weights of each output are scaled to the norm m. Computed in
+    float32 in the sharding of W: the rank is not sharded, so only norms need communication. All
+    other arrays are shared. `model` may also be one layer.
+    """
+    return replace_weights(
+        lambda linear, change: merged_weight(
+            linear.w, change.a, change.b, change.m, scale=change.scale, n_out=linear.n_out
+        ),
+        model,
+    )
+
+
+def replace_weights(fn: Callable[[Linear, Adapter], Any], model: Tree) -> Tree:
+    """The base model with fn(layer, adapter) in place of the weight of every layer with adapters.
+
+    Leaves may be arrays or any stand-in. `model` may also be one layer.
+    """
+
+    def base_layer(module: Any) -> Any:
+        if not isinstance(module, Linear) or module.lora is None:
+            return module
+        new = jax.tree.map(lambda leaf: leaf, module)
+        new.w = nnx.data(fn(module, module.lora))
+        new.lora = nnx.data(None)
+        return new
+
+    new = jax.tree.map(base_layer, model, is_leaf=lambda node: isinstance(node, Linear))
+    if isinstance(new, Decoder):
+        new.cfg = dataclasses.replace(new.cfg, lora=None)
+    return new
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "n_out"))
+def merged_weight(
+    w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array | None, *, scale: float, n_out: int
+) -> jax.Array:
+    """w [*out, *in] + scale b [*out, rank] a [rank, *in], with the norms m [*out] if there are any.
+
+    All may have leading layers.
+    """
+    n_lead = b.ndim - n_out - 1
+    lead, out, into = "l" * n_lead, "ijk"[:n_out], "xyz"[: w.ndim - n_out - n_lead]
+    change = jnp.einsum(
+        f"{lead}{out}r,{lead}r{into}->{lead}{out}{into}",
+        b.astype(jnp.float32),
+        a.astype(jnp.float32),
+        out_sharding=jax.typeof(w).sharding.spec,
+    )
+    merged = w.astype(jnp.float32) + scale * change
+    if m is not None:
+        inputs = tuple(range(n_lead + n_out, w.ndim))
+        norm = jnp.sqrt(jnp.sum(jnp.square(merged), axis=inputs))
+        gain = m.astype(jnp.float32) / jax.reshard(norm, jax.typeof(m).sharding.spec)
+        merged = merged * jnp.expand_dims(gain, inputs)
+    return merged.astype(w.dtype)
 
 
 def split(model: Decoder) -> tuple[Tree, Tree]:

@@ -271,8 +271,9 @@ def _memory_bytes(
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
     work = local * wide * (d.L * kept + 4 * dots) + 3 * sizes.layer * wide + chunk
     work += 2 * 4 * sizes.head / tp
-    if cfg.rollout.layout == "replicas":
-        work = max(work, sizes.rollout_copy * wide if sizes.fsdp > 1 else 0)
+    copies = sizes.fsdp > 1 and cfg.rollout.layout == "replicas"
+    if copies or cfg.lora.merge:
+        work = max(work, sizes.rollout_copy * wide)
     optimizer = sizes.optimizer_bytes
     return state + (max(work, optimizer) if "optimizer" in offload else optimizer + work)
 

@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
             with explain_out_of_memory(None, None):
                 web = server(open_service(options, run), options)
             gc.freeze()  # a full collection of jax's objects would stop all threads
-            print(f"serving {options.name} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
+            names = ", ".join((options.name, *options.adapters))
+            print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
             web.run(sockets=[listening])
     except (ValueError, OSError, CheckpointError, OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,6 +109,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
             model.renderer.tokenizer, model.engine.cfg.V, model.engine.eos_ids
         ),
         tool_format=known_format(model.renderer.template, options.tool_format),
+        adapters=tuple(options.adapters),
     )
     engine = EngineThread(
         model.engine, model.params, model.mesh, metrics, max_tasks=max_tasks, step=model.step
@@ -133,7 +135,8 @@ def load_first_model(options: argparse.Namespace, run: RunConfig) -> Model:
 
     A run in training may delete a checkpoint during loading; this then loads a newer one.
     """
-    open_step = functools.partial(open_model, run, max_len=options.max_len)
+    adapters = tuple(options.adapters.values())
+    open_step = functools.partial(open_model, run, max_len=options.max_len, adapters=adapters)
     if (checkpoints := options.checkpoints) is None:
         return open_step()
     step = first_step(checkpoints, options.step, follow=options.follow)

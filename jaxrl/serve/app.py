@@ -22,6 +22,7 @@ from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import Json, ResponseFormatter
+from jaxrl.serve.requests.fields import unknown_model
 from jaxrl.serve.requests.prompt import Limits
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
@@ -98,13 +99,13 @@ class Service:
     async def complete(self, http_request: Request, parse: Parse[GenerationRequest]) -> Response:
         request = await self.parsed(http_request, parse)
         response = self.start(request)
-        formatter = ResponseFormatter(response, self.renderer, self.limits.model_name)
+        formatter = ResponseFormatter(response, self.renderer)
         return await self.respond(http_request, response, formatter)
 
     async def responses(self, http_request: Request) -> Response:
         request, repeated = await self.parsed(http_request, parse_responses)
-        response, name = self.start(request), self.limits.model_name
-        formatter = ResponsesFormatter(response, self.renderer, name, repeated)
+        response = self.start(request)
+        formatter = ResponsesFormatter(response, self.renderer, repeated)
         return await self.respond(http_request, response, formatter)
 
     async def tokenize(self, request: Request) -> Response:
@@ -135,13 +136,13 @@ class Service:
             return JSONResponse(formatter.full())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        names = self.limits.model_names
+        return JSONResponse({"object": "list", "data": list(map(self._model, names))})
 
     async def retrieve_model(self, request: Request) -> Response:
-        name = self.limits.model_name
-        if request.path_params["name"] != name:
-            raise RequestError(404, f"only {name!r} is served here", code="model_not_found")
-        return JSONResponse(self._model())
+        if (name := request.path_params["name"]) not in self.limits.model_names:
+            raise unknown_model(name, self.limits.model_names)
+        return JSONResponse(self._model(name))
 
     async def health(self, request: Request) -> Response:
         alive = self.engine.alive
@@ -150,14 +151,16 @@ class Service:
     async def prometheus(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    def _model(self) -> Json:
+    def _model(self, name: str) -> Json:
+        base = self.limits.model_name
         return {
-            "id": self.limits.model_name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "jaxrl",
             "max_model_len": self.limits.max_model_len,
             "step": self.engine.step,
+            "parent": None if name == base else base,  # of an adapter
         }
 
 

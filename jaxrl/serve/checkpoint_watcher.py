@@ -15,6 +15,7 @@ from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.moe import MoE
+from jaxrl.models.lora import split
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.types import Tree
@@ -36,22 +37,51 @@ class Checkpoints:
         """The last step with a complete checkpoint; None if there is none."""
         return max(complete_steps(self.directory), default=None)
 
-    def read(self, step: int) -> Decoder:
-        """The language model of a step, in host memory. Raises CheckpointError."""
-        return _language_model(read_weights(self.directory, step, self.policy))
+    @property
+    def only_adapters(self) -> bool:
+        """Whether the checkpoints have adapters, of a base model that does not change."""
+        return self.policy.cfg.lora is not None
 
-    def place(self, weights: Decoder) -> Tree:
-        """Copies weights from `read` to the devices, in the engine's layout.
+    def read(self, step: int) -> Tree:
+        """The language model of a step, or its adapters, in host memory. Raises CheckpointError."""
+        weights = read_weights(self.directory, step, split(self.policy)[0])
+        return weights if self.only_adapters else _language_model(weights)
 
-        Copies one module at a time, so that device memory peaks at the weights plus one module.
+    def place(self, weights: Tree, old: Tree = None) -> Decoder:
+        """Copies weights from `read` to the devices, in the engine's layout, in place of `old`.
+
+        Adapters replace those of `old`, whose base model is kept. Everything that is replaced is
+        freed first.
         """
+        if self.only_adapters:
+            return replace_leaves(old, weights)
+        for leaf in jax.tree.leaves(old):
+            leaf.delete()
+        return self._place_model(weights)
+
+    def _place_model(self, weights: Decoder) -> Decoder:
+        """Copies module by module, so that device memory peaks at the weights plus one module."""
 
         def put(part: Tree, like: Tree) -> Tree:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-            return jax.block_until_ready(self.layout.quantize(jax.device_put(part, shardings)))
+            return jax.block_until_ready(self.layout.prepare(jax.device_put(part, shardings)))
 
         like = _language_model(self.policy)
         return jax.tree.map(put, weights, like, is_leaf=lambda node: isinstance(node, Linear | MoE))
+
+
+def replace_leaves(old: Tree, new: Tree) -> Tree:
+    """The tree `old` with the leaves of `new`, in its shardings; replaced ones are freed."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(new))
+
+    def replace(path, leaf: jax.Array) -> jax.Array:
+        if path not in leaves:
+            return leaf
+        sharding = leaf.sharding
+        leaf.delete()
+        return jax.device_put(leaves[path], sharding)
+
+    return jax.block_until_ready(jax.tree_util.tree_map_with_path(replace, old))
 
 
 def _language_model(policy: Decoder) -> Decoder:

@@ -66,7 +66,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tasks: dict[int, GenerationTask] = {}  # by engine slot
         self._keeping_weights: set[GenerationTask] = set()  # generation ended, scoring has not
-        self._new_weights: tuple[Callable[[], Tree], int] | None = None
+        self._new_weights: tuple[Callable[[Tree], Tree], int] | None = None
         self._deferred: list[GenerationTask] = []  # until the new weights are loaded
         self._accepted: set[GenerationTask] = set()  # running, queued and not yet submitted
         self._lock = threading.Lock()  # of the accepted tasks and the end of the thread
@@ -126,8 +126,11 @@ class EngineThread:
         """Whether new weights are waiting for running tasks to end."""
         return self._new_weights is not None
 
-    def update_weights(self, place: Callable[[], Tree], step: int) -> None:
-        """Calls `place` to load new weights, once all tasks have ended and the old are freed."""
+    def update_weights(self, place: Callable[[Tree], Tree], step: int) -> None:
+        """Calls `place` with the old weights, which it may free, once all tasks have ended.
+
+        It returns the new ones.
+        """
         assert not self.updating
         self._new_weights = place, step
         self._commands.put(lambda: None)  # wakes the thread if it is idle
@@ -165,10 +168,8 @@ class EngineThread:
             task.deliver(RequestError(503, "the server is shutting down"))
         self._run_queued()
 
-    def _load_weights(self, place: Callable[[], Tree], step: int) -> None:
-        for leaf in jax.tree.leaves(self._params):
-            leaf.delete()
-        self._params = place()
+    def _load_weights(self, place: Callable[[Tree], Tree], step: int) -> None:
+        self._params = place(self._params)
         self._engine.set_version(step)
         self.step, self._new_weights = step, None
         self._metrics.weights_step.set(step)

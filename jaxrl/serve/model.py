@@ -1,6 +1,8 @@
 """The served model: weights, tokenizer, and an engine with compiled programs."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -10,11 +12,14 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.io.tracking.progress import Progress
-from jaxrl.layout import rollout_layout
-from jaxrl.models.config import for_platform
-from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.hf_load import load_params, model_config
+from jaxrl.layout import Layout, rollout_layout
+from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.files.adapter import load_with_adapters
+from jaxrl.models.files.adapter_stack import stack_adapters
+from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
@@ -37,12 +42,18 @@ class Model:
 
 
 def open_model(
-    run: RunConfig, *, max_len: int, checkpoints: Path | None = None, step: int | None = None
+    run: RunConfig,
+    *,
+    max_len: int,
+    checkpoints: Path | None = None,
+    step: int | None = None,
+    adapters: Sequence[Path] = (),
 ) -> Model:
     """Loads the model of `run.model.path` on the devices of `run.mesh` and compiles its programs.
 
     With `checkpoints`, the checkpoint folder of a run that started from that model, loads the
-    weights of `step`; step 0 is the model itself. The KV pool and the model can lower `max_len`.
+    weights of `step`; step 0 is the model itself. `adapters` are folders of adapters of the model
+    in PEFT's format. The KV pool and the model can lower `max_len`.
 
     Raises ValueError, OSError or CheckpointError, with one message, if the model cannot be loaded.
     """
@@ -56,6 +67,7 @@ def open_model(
     if (backend := jax.default_backend()) == "cpu":
         keep_freed_memory()
     dtype, policy = for_platform(run, decoder, backend)
+    policy = with_adapters(run.lora, policy)
     decoder = dataclasses.replace(policy, heads=("vocab",))
     with Progress() as progress:
         progress.status(f"{run.model.path}: {decoder.family}, {dtype}, on {backend}")
@@ -69,14 +81,34 @@ def open_model(
             specs = decoder_specs(policy)
             abstract = abstract_params(specs, layout.rules, layout.dtype, mesh)
             saved = None if checkpoints is None else Checkpoints(checkpoints, abstract, layout)
-            if saved is not None and step:
-                params = saved.place(saved.read(step))
+            load = functools.partial(load_initial, folder, decoder, layout, seed=run.seed)
+            if saved is None or not step:
+                params = layout.prepare(load(start=run.lora.path, served=adapters))
             else:
-                params = layout.quantize(load_params(folder, layout.rules, decoder, layout.dtype))
+                base = layout.prepare(load()) if saved.only_adapters else None
+                params = saved.place(saved.read(step), base)
             engine = make_engine(
-                run, run.rollout, layout, decoder, folder, renderer, adjustable=True
+                run, run.rollout, layout, params.cfg, folder, renderer, adjustable=True
             )
             engine.warmup(params)
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)
     return Model(renderer, engine, params, mesh, max_model_len, step, saved)
+
+
+def load_initial(
+    folder: Path,
+    decoder: DecoderConfig,
+    layout: Layout,
+    *,
+    seed: int,
+    start: str = "",
+    served: Sequence[Path] = (),
+) -> Decoder:
+    """The model in `folder`; with the adapters of `decoder`, or those that are `served`.
+
+    `start` is the folder of the adapters that the run of `decoder` continued from.
+    """
+    rules, dtype = layout.rules, layout.dtype
+    params = load_with_adapters(folder, rules, decoder, dtype, seed=seed, adapter=start)
+    return stack_adapters(params, served, rules=rules, dtype=dtype) if served else params

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 class ResponseFormatter:
     """Formats one response, in full or as chunks."""
 
-    def __init__(self, response: ActiveResponse, renderer: ChatRenderer, model_name: str):
+    def __init__(self, response: ActiveResponse, renderer: ChatRenderer):
         self._response, self._request, self._renderer = response, response.request, renderer
         tools = self._request.tools
         self._outputs = [ToolOutput(tools) for _ in response.choices] if tools else []
@@ -26,7 +26,7 @@ class ResponseFormatter:
             "id": f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if self._request.chat else "text_completion",
             "created": int(time.time()),
-            "model": model_name,
+            "model": self._request.model,
         }
 
     def full(self) -> Json:

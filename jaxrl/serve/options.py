@@ -10,7 +10,7 @@ from jaxrl.config.checks.data import data_errors
 from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
-from jaxrl.config.schema import build
+from jaxrl.config.schema import build, to_dict
 from jaxrl.tools.formats import FORMATS
 from jaxrl.trainer.setup.folder import read_run_config
 
@@ -64,6 +64,7 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         parser.error("--no-api-key contradicts the API key that is set")
     if options.follow and options.step is not None:
         parser.error("--follow starts from the newest checkpoint; leave out --step")
+    adapters = read_adapters(options.adapter, parser)
     try:
         config = initial_config(options)
     except ValueError as error:
@@ -73,13 +74,37 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         parser.error(f"unknown argument {unknown[0]}")
     if options.checkpoints is None:
         override(config, "model.path", options.model)
-    options.name = options.name or default_name(options.model)
+    options.name, options.adapters = options.name or default_name(options.model), adapters
+    if options.name in adapters:
+        parser.error(f"--adapter={options.name}=... has the name of the base model; set --name")
+    if adapters and options.checkpoints is not None:
+        parser.error(
+            "--adapter needs a model folder as --model; a checkpoint of a run is served without "
+            "--adapter"
+        )
     run, errors = build(RunConfig, config.to_dict())
     try:
         raise_errors([*errors, *data_errors(run.data)])
     except ValueError as error:
         stop(str(error))
     return options, run
+
+
+def read_adapters(values: list[str], parser: argparse.ArgumentParser) -> dict[str, Path]:
+    """The folders of the adapters by their model names. Exits with a message if one is invalid.
+
+    A run folder stands for the adapter that it exported.
+    """
+    adapters: dict[str, Path] = {}
+    for value in values:
+        name, _, path = value.partition("=")
+        if not (name and path):
+            parser.error(f"--adapter={value} must be NAME=PATH")
+        if name in adapters:
+            parser.error(f"--adapter={value}: there are two adapters of the name {name}")
+        folder = Path(path).expanduser()
+        adapters[name] = folder / "adapter" if (folder / "adapter").is_dir() else folder
+    return adapters
 
 
 def default_name(model: str) -> str:
@@ -108,6 +133,14 @@ def arguments() -> argparse.ArgumentParser:
         help="serve the newest checkpoint of a run, and reload when a newer one is complete",
     )
     add("--step", type=int, help="serve the checkpoint of this training step of a run")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="also serve a low-rank adapter of the model, in PEFT's format, as the model NAME; may "
+        "be repeated. PATH is its folder, or that of a run that trained it",
+    )
     add(
         "--name",
         help="served model name (default: the name of the folder or file of --model, or the hub "
@@ -156,12 +189,8 @@ def initial_config(options: argparse.Namespace) -> ConfigDict:
         values["data.system_prompt"] = trained.data.system_prompt
         values["data.template_kwargs"] = str(trained.data.template_kwargs)
         if needs_checkpoint or not (folder / "hf").is_dir():
-            if trained.lora.rank:
-                raise ValueError(
-                    f"the checkpoints of {folder} have only the adapters of lora.rank="
-                    f"{trained.lora.rank}, which are not served yet; serve the run without --step "
-                    "and --follow once it has ended, from its merged export in hf/"
-                )
+            # The server reads base and adapters, so that a new checkpoint replaces only adapters.
+            config.update({"lora": to_dict(trained.lora) | {"merge": False}})
             options.checkpoints = folder / "checkpoints"
             values["model.path"] = trained.model.path
             values["critic.shared"] = str(trained.critic.shared)

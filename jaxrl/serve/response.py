@@ -70,6 +70,7 @@ class ActiveResponse:
             ignore_stop=request.ignore_stop,
             adjustments=request.adjustments,
             top_logprobs=request.logprobs and request.n_top > 0,
+            adapter=request.adapter,
         )
         return GenerationTask(
             engine_request, self._deliver_to(index), keep_weights=request.needs_scoring
@@ -153,10 +154,12 @@ class ActiveResponse:
 
     def _score(self, choice: Choice) -> Future[Scores]:
         tokens = self.prompt_of(choice)
-        temperature = self.request.sampling.temperature
+        temperature, adapter = self.request.sampling.temperature, self.request.adapter
         return self._engine.finish_with_weights(
             self._tasks[choice.index],
-            lambda params: score(params, tokens, temperature=temperature, rules=DECODE),
+            lambda params: score(
+                params, tokens, temperature=temperature, adapter=adapter, rules=DECODE
+            ),
         )
 
     def _deliver_to(self, index: int) -> Callable[[Generated | RequestError], None]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl.engine.device.adjustments import N_TOP
+from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.decoder import Decoder, forward_packed
 from sharding import Rules
 
@@ -29,16 +30,20 @@ class Scores:
         return [list(zip(*row, strict=True)) for row in rows]
 
 
-def score(params: Decoder, tokens: np.ndarray, *, temperature: float, rules: Rules) -> Scores:
+def score(
+    params: Decoder, tokens: np.ndarray, *, temperature: float, rules: Rules, adapter: int = 0
+) -> Scores:
     """Scores tokens by softmax(logits / temperature), with temperature 1 for 0, as the engine does.
 
-    Compiles one program per length bucket (128, 256, 512, ... tokens) on first use.
+    `adapter` is that of the request. Compiles one program per length bucket (128, 256, 512, ...
+    tokens) on first use.
     """
     n = len(tokens)
     row = np.zeros((1, max(CHUNK, 1 << (n - 1).bit_length())), np.int32)
     row[0, :n] = tokens
     scale = np.float32(temperature or 1.0)
-    scored = jax.device_get(score_row(params, row, np.int32(n), scale, rules=rules))
+    chosen = np.int32(adapter)
+    scored = jax.device_get(score_row(params, row, np.int32(n), scale, chosen, rules=rules))
     return Scores(*(column[: n - 1] for column in scored))
 
 
@@ -48,12 +53,14 @@ def score_row(
     tokens: Int[Array, "1 T"],
     n_tokens: Int[Array, ""],
     temperature: Float[Array, ""],
+    adapter: Int[Array, ""],
     *,
     rules: Rules,
 ) -> tuple[Float[Array, "T"], Int[Array, "T n_top"], Float[Array, "T n_top"]]:
     """The fields of Scores; index t is about the token after tokens[:, t]."""
     positions = jnp.arange(tokens.shape[1])[None]
     segments = (positions < n_tokens).astype(jnp.int32)
+    params = choose_adapters(params, jnp.broadcast_to(adapter, tokens.shape))
     hidden = forward_packed(params, tokens, segments, positions, rules=rules)
     targets = jnp.roll(tokens[0], -1)
 

@@ -31,7 +31,7 @@ class DetokenizeFields(ModelFields):
 def tokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, Any]:
     """The tokens of a prompt or of messages. Raises RequestError if the body is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
-    fields, present = read_fields(TokenizeFields, body, limits.model_name)
+    fields, present = read_fields(TokenizeFields, body, limits.model_names)
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise RequestError(400, "send either prompt or messages", param="prompt")
     if (text := body.get("prompt")) is None:
@@ -58,7 +58,7 @@ def tokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, An
 def detokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, Any]:
     """The text of tokens, special ones included. Raises RequestError if the body is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
-    read_fields(DetokenizeFields, body, limits.model_name)
+    read_fields(DetokenizeFields, body, limits.model_names)
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(is_id(t) and 0 <= t < limits.vocab for t in tokens):
         raise RequestError(

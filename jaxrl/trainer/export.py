@@ -1,10 +1,12 @@
 """Exports a checkpoint of a run as a Hugging Face folder, on one host and without its devices."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -15,14 +17,25 @@ from jaxrl.io.checkpoint.checkpointer import best_step, complete_steps
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.io.checkpoint.saved_arrays import SavedArrays
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.files.adapter import write_adapter
 from jaxrl.models.files.hf_config import folder_config
-from jaxrl.models.files.hf_save import SHARD_BYTES, Settings
+from jaxrl.models.files.hf_save import (
+    SHARD_BYTES,
+    Settings,
+    StoredAdapter,
+    Tensor,
+    convert_model,
+)
 from jaxrl.models.files.hf_stream import specs_by_path, stream_model
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.lora import split, with_adapters
+from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from jaxrl.trainer.setup.data import make_renderer
 from jaxrl.trainer.setup.folder import read_run_config
 
-PARTS = ("policy", "critic", "ema")  # policy: the model that the run trains, also a reward model
+# policy: the model that the run trains, also a reward model; adapter: its adapter, in PEFT's format
+PARTS = ("policy", "critic", "ema", "adapter")
 MAX_SHOWN = 4  # differences in one error message
 
 
@@ -57,10 +70,9 @@ def export_checkpoint(
             f"{run} is not a run folder with a config.json and checkpoints; --step exports a "
             "checkpoint of a run"
         )
-    if cfg.lora.rank:
+    if part == "adapter" and not cfg.lora.rank:
         raise ValueError(
-            f"{run} trains adapters (lora.rank={cfg.lora.rank}); --step does not export these yet. "
-            "Resume the run to its end, which writes hf/ and adapter/"
+            f"--part=adapter: {run} trains all weights (lora.rank=0); set --part=policy"
         )
     directory = run / "checkpoints"
     number = find_step(directory, step, cfg)
@@ -68,23 +80,63 @@ def export_checkpoint(
     source = _source(cfg, part, arrays.shapes)
     stacked = not any(name.startswith(f"{source.prefix}layers/0/") for name in arrays.shapes)
     decoder = dataclasses.replace(folder_config(source.folder), heads=source.heads, stacked=stacked)
+    decoder = with_adapters(cfg.lora, decoder)
     dtypes = _dtypes(decoder, source.prefix, arrays)
-    if dtype is not None:
-        dtypes = dict.fromkeys(dtypes, np.dtype(dtype))
+    stored = None
+    if decoder.lora is not None:
+        stored = _stored_adapter(decoder, dtypes, source.prefix, arrays)
+    if part == "adapter" and stored is not None:
+        write_adapter(target, stored, source.heads, cfg.model.path)
+        return number, decoder
     policy = resolve_model(cfg.model.path)
     renderer = make_renderer(cfg, policy, folder_config(policy))
     is_language_model = "vocab" in source.heads
     settings_of = language_model_settings if is_language_model else classifier_settings
+    settings = settings_of(cfg, renderer, source.folder)
+    if stored is not None:
+        merged = convert_model(
+            source.folder,
+            target,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            adapter=stored,
+            settings=settings,
+        )
+        return number, merged
+    if dtype is not None:
+        dtypes = dict.fromkeys(dtypes, np.dtype(dtype))
     stream_model(
         target,
         decoder,
         dtypes,
         lambda path: arrays.parts(source.prefix + path),
         source=source.folder,
-        settings=settings_of(cfg, renderer, source.folder),
+        settings=settings,
         max_shard_bytes=max_shard_bytes,
     )
     return number, decoder
+
+
+def _stored_adapter(
+    decoder: DecoderConfig,
+    dtypes: Mapping[str, np.dtype],
+    prefix: str,
+    arrays: SavedArrays,
+) -> StoredAdapter:
+    """The adapters in a checkpoint, and the head of a part that is a classifier."""
+    tensors: dict[str, Tensor] = {}
+    for path, spec in specs_by_path(decoder).items():
+        if path not in dtypes:
+            continue
+        read_all = functools.cache(functools.partial(arrays.read, prefix + path))
+        for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
+
+            def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path]) -> np.ndarray:
+                return read_all()[index].reshape(spec.hf_shape).astype(dtype, copy=False)
+
+            tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
+    assert decoder.lora is not None
+    return StoredAdapter(decoder.lora, tensors, dtype=next(iter(dtypes.values())))
 
 
 def find_step(directory: Path, step: str, cfg: RunConfig) -> int:
@@ -153,14 +205,15 @@ def _policy_heads(
     cfg: RunConfig, decoder: DecoderConfig, saved: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The head of the export: logits, unless the run trains a reward model."""
-    has_logits = cfg.critic.shared if decoder.tied else "params/lm_head" in saved
+    frozen = decoder.tied or cfg.lora.rank  # no head of logits in a checkpoint
+    has_logits = cfg.critic.shared if frozen else "params/lm_head" in saved
     return ("vocab",) if has_logits or "params/score" not in saved else ("score",)
 
 
 def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[str, np.dtype]:
-    """The dtype of every parameter: the policy's. Raises CheckpointError for another model."""
-    both = specs_by_path(dataclasses.replace(decoder, heads=("vocab", "score")))
-    specs, saved = specs_by_path(decoder), arrays.shapes
+    """The policy's dtype of every trained parameter. Raises CheckpointError for another model."""
+    both = _trained_specs(dataclasses.replace(decoder, heads=("vocab", "score")))
+    specs, saved = _trained_specs(decoder), arrays.shapes
     there = {n.removeprefix(prefix): leaf for n, leaf in saved.items() if n.startswith(prefix)}
     errors = [f"{path} is not in it" for path in specs if path not in there]
     errors += [f"{path} is in it but not in the model" for path in there if path not in both]
@@ -176,3 +229,11 @@ def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[st
         )
     trained = "critic/params/" if prefix.startswith("critic/") else "params/"
     return {path: np.dtype(saved[trained + path].dtype) for path in specs}
+
+
+def _trained_specs(decoder: DecoderConfig) -> dict[str, ParamSpec]:
+    """The parameters that a checkpoint of this model has, by key path."""
+    specs = specs_by_path(decoder)
+    trained = jax.tree.leaves(split(decoder_specs(decoder))[0], is_leaf=is_spec)
+    names = {spec.hf for spec in trained}
+    return {path: spec for path, spec in specs.items() if spec.hf in names}

@@ -272,3 +272,15 @@ def test_freeing_an_unknown_slot_raises():
     s.free(slot)
     with pytest.raises(KeyError, match="neither waiting nor running"):
         s.free(slot)
+
+
+def test_pages_of_one_adapter_match_no_other_adapter():
+    pool, tokens = PagePool(8, page_len=4), np.arange(8, dtype=np.int32)
+    pages = [pool.add_prefix(tokens, pool.allocate(2), adapter) for adapter in range(3)]
+    assert len({page for own in pages for page in own}) == 6
+    for adapter in range(3):
+        assert pool.match_prefix(tokens, adapter).pages == pages[adapter]
+    assert pool.match_prefix(tokens, 3) == PrefixMatch([])
+    for own in pages:
+        pool.release(own)
+    assert pool.allocate(8) and pool.match_prefix(tokens, 1) == PrefixMatch([])  # all evicted

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import RoleConfig
+from jaxrl.config.keys import MeshConfig, RoleConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
@@ -38,7 +38,7 @@ from jaxrl.planner.report import as_text
 from jaxrl.planner.schedule import Collective, collective_seconds
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import CHIPS, Topology, topology
-from sharding import make_mesh
+from sharding import bytes_per_device, make_mesh
 from tests.planner.tiny_run import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -167,6 +167,33 @@ def test_adapters_alone_have_moments_and_the_base_is_the_reference():
     counted = parts.table.counted_state
     assert counted["accumulate"] == ("params", "base") and counted["reference"] == ("base",)
     assert counted["apply"] == ("params", "opt_state")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(replica=4, tensor=2),
+        pytest.param(dict(fsdp=4, tensor=2), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_merged_adapters_take_a_copy_of_the_weights_that_they_change(sizes):
+    cfg = run(lora__rank=4, lora__target_modules=("q_proj", "down_proj"), lora__merge=True)
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(**({"fsdp": 1} | sizes)))
+    with jax.set_mesh(make_mesh(**sizes)):
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        unmerged = dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, merge=False))
+        before = run_programs(unmerged, TINY, CHIPS["cpu"].memory_bytes)
+        weights = rollout_layout(cfg, parts.decoder, np.dtype("float32")).abstract_weights(
+            parts.decoder, jax.sharding.get_mesh()
+        )
+    merged = 4 * 2 * (64 * 64 + 64 * 128) // 2  # q and down of 2 layers over tensor
+    aliased = [p.role_weights["rollout_aliased"] for p in (parts, before)]
+    if "fsdp" not in sizes:  # the other weights are read in place
+        assert "reshard" not in parts.table.lower
+        assert aliased[0] == parts.resident["base"] - merged
+    assert aliased[0] <= aliased[1]
+    assert weights.cfg.lora is None and bytes_per_device(weights) - aliased[0] >= merged
 
 
 @pytest.mark.thorough

@@ -153,14 +153,14 @@ def test_a_followed_run_is_served_with_its_newest_weights(followed, expected, sa
 
 
 def test_old_weights_are_freed_before_new_ones_are_placed(followed, save_next, monkeypatch):
-    engine, place, freed, read = followed.service.engine, Checkpoints.place, [], []
+    engine, place, freed, read = followed.service.engine, Checkpoints._place_model, [], []
 
     def recorded(checkpoints, weights):
         read.append(weakref.ref(weights))
         freed.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(engine._params)))
         return place(checkpoints, weights)
 
-    monkeypatch.setattr(Checkpoints, "place", recorded)
+    monkeypatch.setattr(Checkpoints, "_place_model", recorded)
     wait_for_step(followed, save_next())
     assert freed == [True]
     assert [copy() for copy in read] == [None]  # in host memory

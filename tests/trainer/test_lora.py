@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl import convert
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.io.checkpoint.weights import saved_params
@@ -80,6 +81,18 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp
     run_dir = Path(lora_config.run_dir)
     saved = saved_params(run_dir / "checkpoints" / "1")
     assert saved and all("/lora/" in name for name in saved)
+    exported = tmp_path / "exported"
+    for part, folder, name in (
+        ("policy", "hf", "model.safetensors"),
+        ("adapter", "adapter", "adapter_model.safetensors"),
+    ):
+        convert.main([str(run_dir), "--step=2", f"--output={exported}", f"--part={part}"])
+        for file in (run_dir / folder).glob("*.json"):
+            assert (exported / file.name).read_text() == file.read_text()
+        ours, theirs = load_file(exported / name), load_file(run_dir / folder / name)
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in theirs)
+        shutil.rmtree(exported)
     lora_config.run_dir = str(tmp_path / "resumed")
     shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
     shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
@@ -87,6 +100,19 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp
     assert train(resolve(lora_config))
     found = weights(lora_config)
     assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.thorough
+def test_merging_for_the_rollout_changes_a_run_by_rounding_only(lora_config, tmp_path):
+    assert train(resolve(lora_config))
+    want = weights(lora_config)
+    lora_config.run_dir, lora_config.lora.merge = str(tmp_path / "merged"), True
+    assert train(resolve(lora_config))
+    lines = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]
+    assert all(m["mismatch/logp_diff_max"] < 1e-4 and m["time/reshard_s"] > 0 for m in lines)
+    found = weights(lora_config)
+    for name in want:
+        np.testing.assert_allclose(found[name], want[name], atol=2e-3, err_msg=name)
 
 
 @pytest.mark.thorough

@@ -10,9 +10,12 @@ import pytest
 
 from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate
+from jaxrl.kernels.quantized import dequantize
 from jaxrl.layout import rollout_layout
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_model
+from jaxrl.models.decoder import decoder_specs, init_model
+from jaxrl.models.lora import add_adapters, combine, split, with_adapters
+from jaxrl.models.spec import count_params
 from jaxrl.train import train
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -63,6 +66,67 @@ def test_resharded_weights_are_freed_after_the_rollout_and_shared_ones_kept(tiny
         np.testing.assert_array_equal(there.norm.w, params.norm.w)
         copied = sum(leaf.is_deleted() for leaf in jax.tree.leaves(there))
         assert layout.weight_bytes(params)[0] > 0 and copied == 2 + 7 * MODEL.L
+
+
+def merging(tiny_config, **sizes):
+    """(layout of a rollout that merges, params with adapters), on the current mesh."""
+    tiny_config.mesh.update({"tensor": 1, "fsdp": 1} | sizes)
+    tiny_config.lora.update(dict(rank=2, alpha=3.0, exclude_modules=("o_proj",), merge=True))
+    cfg = resolve(tiny_config)
+    base = init_model(MODEL, seed=0, rules=TRAIN)
+    params = add_adapters(
+        base, with_adapters(cfg.lora, MODEL).lora, seed=1, rules=TRAIN, dtype=base.embed.dtype
+    )
+    trained, frozen = split(params)
+    params = combine(jax.tree.map(lambda leaf: leaf + 0.5, trained), frozen)
+    return rollout_layout(cfg, params.cfg, params.embed.dtype), params
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(fsdp=1),
+        pytest.param(dict(fsdp=2, tensor=2), marks=pytest.mark.thorough),
+        pytest.param(dict(replica=2, tensor=2), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_merged_weights_are_made_on_device_and_freed_after_the_rollout(tiny_config, sizes):
+    with jax.set_mesh(make_mesh(**sizes)):
+        layout, params = merging(tiny_config, **sizes)
+        with layout.weights(params):  # compiles
+            pass
+        with jax.transfer_guard("disallow"), layout.weights(params) as there:
+            pass
+        assert there.cfg == MODEL
+        with layout.weights(params) as there:
+            for kept, read in ((params.layers[1].mlp.up, there.layers[1].mlp.up),
+                               (params.layers[0].attn.q, there.layers[0].attn.q)):  # fmt: skip
+                a, b = (np.asarray(kept.lora.a), np.asarray(kept.lora.b))
+                want = np.asarray(kept.w) + 1.5 * np.tensordot(b, a, 1)
+                np.testing.assert_allclose(read.w, want, atol=1e-6)
+                assert read.w.sharding.spec[0] == "tensor" or "tensor" not in sizes
+            same, o = there.layers[1].attn_norm.w, there.layers[0].attn.o.w
+            np.testing.assert_array_equal(o, params.layers[0].attn.o.w)
+        assert read.w.is_deleted() and not kept.w.is_deleted() and not same.is_deleted()
+        assert o.is_deleted() == ("fsdp" in sizes and sizes["fsdp"] > 1)
+        if layout.resharding is None:
+            merged = 4 * 2 * (3 * 64 * 32 + 32 * 32 + 2 * 16 * 32)  # float32, 2 layers, not o_proj
+            base = 4 * count_params(decoder_specs(MODEL))
+            assert layout.weight_bytes(params) == (base - merged, 0)
+
+
+@pytest.mark.thorough
+def test_merged_weights_are_quantized_for_an_int8_rollout(tiny_config):
+    tiny_config.rollout.dtype, tiny_config.algorithm.correction = "int8", "token_tis"
+    with jax.set_mesh(make_mesh()):
+        layout, params = merging(tiny_config)
+        with layout.weights(params) as there:
+            up, kept = there.layers[0].mlp.up, params.layers[0].mlp.up
+            want = kept.w + 1.5 * np.asarray(kept.lora.b) @ np.asarray(kept.lora.a)
+            assert up.lora is None and up.w.values.dtype == jax.numpy.int8
+            np.testing.assert_allclose(dequantize(up.w), want, atol=np.abs(want).max() / 127)
+        assert up.w.values.is_deleted() and not kept.w.is_deleted()
 
 
 def test_one_device_and_pure_tensor_parallelism_need_no_resharding(tiny_config):

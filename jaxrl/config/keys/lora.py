@@ -27,6 +27,12 @@ class LoRAConfig:
     exclude_modules: tuple[str, ...] = key(
         (), "Names or regular expressions of linear layers without adapters"
     )
+    merge: bool = key(
+        False,
+        "The engine reads W + scale B A, computed once per update: decoding is as fast as without "
+        "adapters, for a copy of the adapted weights and logprobs that differ in rounding. False = "
+        "the engine reads base and adapters from training's arrays",
+    )
     path: str = key(
         "",
         "Folder of an adapter in PEFT's format to continue from; its rank, alpha and target "

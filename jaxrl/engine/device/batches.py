@@ -14,6 +14,7 @@ from jaxrl.engine.device.decode_loop import DecodeBatch
 from jaxrl.engine.device.sampling import SamplingParams
 from jaxrl.engine.scheduler import PrefillChunk
 from jaxrl.engine.scheduler import Sequence as RunningSequence
+from jaxrl.models.config import DecoderConfig
 
 MAX_STOP_IDS = 16  # stop token ids per request
 PREFILL_LEN = 64  # tokens of a prefill row; longer pages make longer rows
@@ -33,10 +34,11 @@ class DispatchShapes:
     decode_buckets: tuple[int, ...]  # sequences of a decode batch, ascending
     prefill_buckets: tuple[int, ...]  # rows of a prefill dispatch, ascending
     mixed: bool  # whether prefill and a decode step may share a dispatch
+    adapters: bool  # whether every row has an adapter, or none
 
 
-def dispatch_shapes(rollout: RolloutConfig, max_len: int, n_vocab: int) -> DispatchShapes:
-    """The shapes for `rollout` and sequences of up to `max_len` tokens.
+def dispatch_shapes(rollout: RolloutConfig, max_len: int, cfg: DecoderConfig) -> DispatchShapes:
+    """The shapes for `rollout`, the model and sequences of up to `max_len` tokens.
 
     Mixing prefill with decode needs prompts long enough to fill a dispatch (those of all slots
     together), and the prefix cache, which holds the chunks of a prompt.
@@ -51,10 +53,11 @@ def dispatch_shapes(rollout: RolloutConfig, max_len: int, n_vocab: int) -> Dispa
         max_pages_per_seq=max_pages,
         history_len=max_pages * page_len,
         keep_history=rollout.spec_tokens > 0,
-        n_vocab=n_vocab,
+        n_vocab=cfg.V,
         decode_buckets=decode_buckets(rollout.max_num_seqs),
         prefill_buckets=prefill,
         mixed=rollout.prefix_cache and prompt_rows >= prefill[-1],
+        adapters=cfg.lora is not None and cfg.lora.n_stacked > 0,
     )
 
 
@@ -90,7 +93,7 @@ def pad_replicas[T](by_replica: list[list[T]], bucket: int, n_replicas: int) -> 
 def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
     """Splits the chunks into rows of `row_len` tokens."""
     return [
-        PrefillChunk(chunk.tokens[i : i + row_len], chunk.start + i, chunk.pages)
+        PrefillChunk(chunk.tokens[i : i + row_len], chunk.start + i, chunk.pages, chunk.adapter)
         for chunk in chunks
         for i in range(0, len(chunk.tokens), row_len)
     ]
@@ -98,15 +101,20 @@ def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
 
 def prefill_arrays(
     rows: list[PrefillChunk | None], shapes: DispatchShapes
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32 tokens and positions [R, row_len], page table [R, C]; position -1 is padding."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """int32 tokens and positions [R, row_len], page table [R, C], adapters [R].
+
+    Position -1 is padding. The adapters are None for an engine without any.
+    """
     tokens = np.zeros((len(rows), shapes.prefill_row_len), np.int32)
     positions = np.full((len(rows), shapes.prefill_row_len), -1, np.int32)
     for b, row in enumerate(rows):
         if row is not None:
             tokens[b, : len(row.tokens)] = row.tokens
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
-    return tokens, positions, _page_table(rows, shapes.max_pages_per_seq)
+    ids = [0 if row is None else row.adapter for row in rows]
+    adapters = np.array(ids, np.int32) if shapes.adapters else None
+    return tokens, positions, _page_table(rows, shapes.max_pages_per_seq), adapters
 
 
 def decode_batch(
@@ -143,6 +151,7 @@ def decode_batch(
         ),
         history=_history(rows, shapes.history_len) if shapes.keep_history or adjusted else None,
         adjustments=_adjustments(rows, shapes.n_vocab) if adjusted else None,
+        adapter=column(np.int32, 0, lambda seq: seq.request.adapter) if shapes.adapters else None,
     )
 
 

@@ -27,6 +27,7 @@ from jaxrl.engine.device.sampling import (
     sample_sharded,
     uniforms,
 )
+from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -49,6 +50,12 @@ class DecodeBatch:
     # int32 [B, S], all tokens so far; None without speculation and adjustments
     history: types.Array = None
     adjustments: Adjustments | None = None  # None if no row has any: then the program has none
+    adapter: types.Array = None  # int32 [B], 0 = none; None for an engine without adapters
+
+    @property
+    def adapter_of_tokens(self) -> jax.Array | None:
+        """int32 [B, 1], for one token per row."""
+        return None if self.adapter is None else self.adapter[:, None]
 
     def counts(self, n_vocab: int) -> TokenCounts | None:
         """The counts that the adjustments need."""
@@ -132,6 +139,7 @@ def decode_steps(
     replicas, rules = rules.mesh_axes("batch"), rules.in_replica()
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
     B = batch.token.shape[0]
+    params = choose_adapters(params, batch.adapter_of_tokens)
 
     def one_step(state):
         step, cache, position, token, remaining, counts, out = state

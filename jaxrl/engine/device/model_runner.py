@@ -217,7 +217,7 @@ class ModelRunner:
 
     def _prefill_arrays(
         self, rows: list[list[PrefillChunk]], bucket: int
-    ) -> tuple[np.ndarray, ...]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         return prefill_arrays(pad_replicas(rows, bucket, self.pool.n_replicas), self.shapes)
 
     @contextlib.contextmanager

@@ -7,11 +7,13 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
 from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
+from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_mixed, forward_paged
@@ -59,6 +61,7 @@ def prefill(
     tokens: Int[Array, "R T"],
     positions: Int[Array, "R T"],
     page_table: Int[Array, "R C"],
+    adapters: Int[Array, "R"] | None,
     *,
     rules: Rules,
     implementation: str | None,
@@ -69,7 +72,8 @@ def prefill(
     row attends.
     """
 
-    def prefill_one(params: Decoder, cache: KVCache, tokens, positions, page_table) -> KVCache:
+    def prefill_one(params: Decoder, cache, tokens, positions, page_table, adapters) -> KVCache:
+        params = choose_adapters(params, adapter_of_tokens(adapters, tokens))
         _, cache = forward_paged(
             params,
             tokens,
@@ -81,8 +85,15 @@ def prefill(
         )
         return cache
 
-    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=3)
-    return run(params, cache, tokens, positions, page_table)
+    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=4)
+    return run(params, cache, tokens, positions, page_table, adapters)
+
+
+def adapter_of_tokens(
+    adapters: Int[Array, "R"] | None, tokens: Int[Array, "R T"]
+) -> Int[Array, "R T"] | None:
+    """The adapter of every token, of rows with one adapter each."""
+    return None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape)
 
 
 @functools.partial(
@@ -97,6 +108,7 @@ def mixed(
     tokens: Int[Array, "R T"],
     positions: Int[Array, "R T"],
     page_table: Int[Array, "R C"],
+    adapters: Int[Array, "R"] | None,
     batch: DecodeBatch,
     *,
     rules: Rules,
@@ -106,9 +118,13 @@ def mixed(
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
     def mixed_one(
-        params: Decoder, cache: KVCache, tokens, positions, page_table, batch: DecodeBatch
+        params: Decoder, cache: KVCache, tokens, positions, page_table, adapters, batch: DecodeBatch
     ):
         local = rules.in_replica()
+        prefilled = adapter_of_tokens(adapters, tokens)
+        if prefilled is not None:
+            prefilled = jnp.concatenate([prefilled.reshape(-1), batch.adapter])[None]
+        params = choose_adapters(params, prefilled)
         hidden, cache = forward_mixed(
             params,
             tokens,
@@ -135,9 +151,9 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=4, returns_output=True
+        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=5, returns_output=True
     )
-    cache, out = run(params, cache, tokens, positions, page_table, batch)
+    cache, out = run(params, cache, tokens, positions, page_table, adapters, batch)
     return cache, jax.reshard(out, jax.P())
 
 

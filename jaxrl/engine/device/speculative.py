@@ -25,6 +25,7 @@ from jaxrl.engine.device.decode_loop import (
     sample_logits,
 )
 from jaxrl.engine.device.sampling import N_COLUMNS, Sample, row_keys, uniforms
+from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_paged
@@ -93,6 +94,8 @@ def speculative_steps(
         lambda column: column[expand], (batch.sampling, batch.adjustments, batch.stop_ids)
     )
     row = jnp.arange(B)[:, None]
+    adapters = batch.adapter_of_tokens
+    params = choose_adapters(params, None if adapters is None else adapters[expand])
 
     def one_pass(state):
         step, cache, position, remaining, history, n_sampled, token_counts, out, counts = state

@@ -54,6 +54,14 @@ class SavedArrays:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._unreadable(error) from error
 
+    def read(self, name: str) -> np.ndarray:
+        """The whole array."""
+        shape, dtype = self.shapes[name].shape, self.shapes[name].dtype
+        values = np.empty(shape, dtype)
+        for box, part in self.parts(name):
+            values[box] = part
+        return values
+
     def _open(self, name: str) -> ts.TensorStore:
         base = (self.folder / "state").absolute().as_uri()
         path = name.replace("/", ".") + "/"

@@ -13,7 +13,14 @@ from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_load import load_params, read_param
-from jaxrl.models.files.hf_save import Tensor, is_adapter, natural_sort_key, stored_tensors
+from jaxrl.models.files.hf_save import (
+    StoredAdapter,
+    Tensor,
+    is_adapter,
+    natural_sort_key,
+    stored_tensor,
+    stored_tensors,
+)
 from jaxrl.models.files.safetensors import TensorInfo, read_header, write_tensors
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
@@ -21,7 +28,7 @@ from sharding import Rules, hosts
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor name in PEFT's files
-ADVICE = "set config.lora.path to a folder that PEFT or jaxrl wrote"
+ADVICE = "give the folder of an adapter that PEFT or jaxrl wrote"
 TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
 # Settings of PEFT that change what an adapter computes, with the only value that is read.
 UNSUPPORTED = {
@@ -63,14 +70,29 @@ def save_adapter(folder: Path, params: Decoder, *, base: str) -> None:
     if lora is None:
         raise ValueError("the model has no adapters to save")
     kept = [t for t in stored_tensors(params) if is_adapter(t.name) or t.name.startswith("score")]
-    tensors = sorted(kept, key=lambda tensor: natural_sort_key(tensor.name))
     if not hosts.is_main_process():
-        for tensor in tensors:
+        for tensor in kept:
             tensor.read()
         return
+    write_adapter(folder, StoredAdapter(lora, {t.name: t for t in kept}), params.cfg.heads, base)
+
+
+def write_adapter(folder: Path, adapter: StoredAdapter, heads: tuple[str, ...], base: str) -> None:
+    """Writes an adapter of a model with these heads to `folder`; replaces it."""
+    tensors = sorted(adapter.tensors.values(), key=lambda t: natural_sort_key(t.name))
     with atomic_folder(folder) as target:
         write_weights(target / WEIGHTS, tensors)
-        write_json(target / CONFIG, peft_config(lora, params.cfg.heads, base))
+        write_json(target / CONFIG, peft_config(adapter.lora, heads, base))
+
+
+def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
+    """The adapter in `folder`, not loaded yet.
+
+    Raises ValueError if it is not an adapter of this decoder.
+    """
+    lora, infos = adapter_config(folder), adapter_tensors(folder)
+    check_tensors(decoder_specs(dataclasses.replace(decoder, lora=lora)), infos, folder)
+    return StoredAdapter(lora, {name: stored_tensor(name, info) for name, info in infos.items()})
 
 
 def write_weights(path: Path, tensors: list[Tensor]) -> None:
@@ -142,10 +164,7 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
             f"the adapter in {folder} has {', '.join(lines)}; set config.lora.rank, .alpha, "
             ".rslora, .dora and .target_modules to those of the adapter"
         )
-    tensors = {
-        name.removeprefix(PREFIX): info for name, info in read_header(folder / WEIGHTS).items()
-    }
-    specs = decoder_specs(model.cfg)
+    tensors, specs = adapter_tensors(folder), decoder_specs(model.cfg)
     check_tensors(specs, tensors, folder)
     mesh = jax.sharding.get_mesh()
 
@@ -159,6 +178,12 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
     return jax.tree.map(leaf, specs, model, is_leaf=is_spec)
 
 
+def adapter_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of an adapter, by the names that their layers have in the base model."""
+    header = read_header(folder / WEIGHTS)
+    return {name.removeprefix(PREFIX): info for name, info in header.items()}
+
+
 def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:
     """Raises ValueError, listing the names, unless the tensors are those of the adapters."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
@@ -169,6 +194,6 @@ def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) 
     if wrong:
         raise ValueError(
             f"the adapter in {folder} is of another model: {len(wrong)} tensors are missing, "
-            f"unknown or of another shape: {', '.join(wrong[:8])}; set config.model.path to its "
+            f"unknown or of another shape: {', '.join(wrong[:8])}; use it with its "
             "base model"
         )

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.data.json_object import read_object
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_config import (
@@ -23,8 +23,8 @@ from jaxrl.models.files.hf_config import (
     same_model,
 )
 from jaxrl.models.files.hf_load import find_tensors
-from jaxrl.models.files.safetensors import Layout, map_tensor, write_tensors
-from jaxrl.models.files.tensor_shapes import check_shapes, expected_shapes
+from jaxrl.models.files.safetensors import Layout, TensorInfo, map_tensor, write_tensors
+from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
 
@@ -52,6 +52,20 @@ class Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter that is not loaded: its A and B, and a trained value or reward head, by name."""
+
+    lora: LoRA
+    tensors: Mapping[str, Tensor]
+    dtype: np.dtype | None = None  # of the model that it was trained with; None: that of the base
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Heads of the model with the adapter."""
+        return ("score",) if SCORE in self.tensors else ("vocab",)
 
 
 def save_model(
@@ -87,25 +101,40 @@ def convert_model(
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = SHARD_BYTES,
+    adapter: StoredAdapter | None = None,
+    settings: Settings | None = None,
 ) -> DecoderConfig:
-    """Copies the language model in `source` to `target`, cast to `dtype`; uses no device."""
+    """Copies the language model in `source` to `target`, cast to `dtype`; uses no device.
+
+    `adapter` is merged into it, as `save_model` merges the adapters of a model.
+    """
     cfg = folder_config(source)
-    tensors_in_source, specs = find_tensors(source), decoder_specs(cfg)
-    shapes = {name: info.shape for name, info in tensors_in_source.items()}
-    check_shapes(specs, shapes, f"the tensors in {source} do not match its config.json")
-    tensors = []
-    for name in sorted(expected_shapes(specs), key=natural_sort_key):
-        info = tensors_in_source[name]
-        target_dtype = np.dtype(info.dtype if dtype is None else dtype)
-
-        def read(info=info, target_dtype=target_dtype) -> np.ndarray:
-            return np.asarray(map_tensor(info)).astype(target_dtype, copy=False)
-
-        tensors.append(Tensor(name, target_dtype, info.shape, read))
+    if adapter is not None:
+        cfg = dataclasses.replace(cfg, heads=adapter.heads)
+    specs, found = decoder_specs(cfg), find_tensors(source)
+    shapes = {name: info.shape for name, info in found.items()}
+    complaint = f"the tensors in {source} do not match its config.json"
+    check_shapes(decoder_specs(folder_config(source)), shapes, complaint)
+    stored = dict(adapter.tensors) if adapter is not None else {}
+    base_dtype = adapter and adapter.dtype
+    for name in expected_shapes(specs).keys() - stored.keys():
+        stored[name] = stored_tensor(name, found[name], base_dtype)
+    lora = None if adapter is None else adapter.lora
+    tensors = sorted(merge_tensors(stored, lora, dtype), key=lambda t: natural_sort_key(t.name))
     with atomic_folder(target) as folder:
         write_weights(folder, tensors, max_shard_bytes)
-        write_settings(folder, cfg, tensors[0].dtype, source)
+        write_settings(folder, cfg, tensors[0].dtype, source, settings)
     return cfg
+
+
+def stored_tensor(name: str, info: TensorInfo, dtype: DTypeLike | None = None) -> Tensor:
+    """A tensor of a file, cast to `dtype` when it is read."""
+    target = np.dtype(info.dtype if dtype is None else dtype)
+
+    def read() -> np.ndarray:
+        return np.asarray(map_tensor(info)).astype(target, copy=False)
+
+    return Tensor(name, target, info.shape, read)
 
 
 def natural_sort_key(name: str) -> tuple:
@@ -116,9 +145,19 @@ def natural_sort_key(name: str) -> tuple:
 def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
     """The parameters under their Hugging Face names and shapes, stacked ones layer by layer.
 
-    Adapters are merged into the weights that they change, one tensor at a time in float32.
+    Adapters are merged into the weights that they change.
     """
     tensors = {tensor.name: tensor for tensor in stored_tensors(params)}
+    return merge_tensors(tensors, params.cfg.lora, dtype)
+
+
+def merge_tensors(
+    tensors: Mapping[str, Tensor], lora: LoRA | None, dtype: DTypeLike | None
+) -> Iterator[Tensor]:
+    """The tensors of the model without adapters, which are merged into the weights they change.
+
+    One tensor at a time in float32. `dtype` None keeps the dtypes.
+    """
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
@@ -128,8 +167,8 @@ def param_tensors(params: Decoder, dtype: DTypeLike | None) -> Iterator[Tensor]:
         def read(tensor=tensor, parts=parts, target_dtype=target_dtype) -> np.ndarray:
             weight = tensor.read()
             a, b, magnitude = (part and part.read().astype(np.float32) for part in parts)
-            if a is not None and b is not None and params.cfg.lora is not None:
-                weight = weight.astype(np.float32) + params.cfg.lora.scale * (b @ a)
+            if a is not None and b is not None and lora is not None:
+                weight = weight.astype(np.float32) + lora.scale * (b @ a)
             if magnitude is not None:
                 weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
             return weight.astype(target_dtype, copy=False)

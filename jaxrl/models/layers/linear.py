@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
@@ -25,6 +26,9 @@ class Adapter(nnx.Module):
 
     With a magnitude m [*out], the layer's output is also multiplied by m / ||W + scale B A||, where
     the norm is that of an output's weights (DoRA, https://arxiv.org/abs/2402.09353, equation 5).
+
+    With `n_stacked` it has several adapters, one after the other along the rank of A and B, and
+    every token uses the one that `ids` names (models/adapter_stack.py).
     """
 
     def __init__(
@@ -40,7 +44,10 @@ class Adapter(nnx.Module):
     ):
         self.scale, self.n_out = lora.scale, n_out
         self.a_axes, self.b_axes = (None, *axes[n_out:]), (*axes[:n_out], None)
-        a_shape, b_shape = (lora.rank, *shape[n_out:]), (*shape[:n_out], lora.rank)
+        self.rank, self.n_stacked = lora.rank, lora.n_stacked
+        self.ids: Int[Array, "B T"] | None = nnx.data(None)  # 0 = none, i = the i-th adapter
+        rank = lora.rank * max(lora.n_stacked, 1)
+        a_shape, b_shape = (rank, *shape[n_out:]), (*shape[:n_out], rank)
         out, into = hf_shape
         self.a = nnx.data(
             make(
@@ -48,7 +55,7 @@ class Adapter(nnx.Module):
                 a_shape,
                 self.a_axes,
                 init="lora_a",
-                hf_shape=(lora.rank, into),
+                hf_shape=(rank, into),
             )
         )
         self.b = nnx.data(
@@ -57,7 +64,7 @@ class Adapter(nnx.Module):
                 b_shape,
                 self.b_axes,
                 init="zeros",
-                hf_shape=(out, lora.rank),
+                hf_shape=(out, rank),
             )
         )
         magnitude = f"{name}.lora_magnitude_vector"
@@ -74,8 +81,16 @@ class Adapter(nnx.Module):
         a = gather_matrix(self.a, rules, self.a_axes, 1)
         b = gather_matrix(self.b, rules, self.b_axes, self.n_out)
         low = matmul(x, a, out_sharding=rules.spec("batch", "time", None))
+        if self.n_stacked:
+            low = self._own(low)
         y = matmul(low, b, out_sharding=rules.spec("batch", "time", out_axis))
         return y * jnp.asarray(self.scale, y.dtype)
+
+    def _own(self, low: Float[Array, "B T r"]) -> Float[Array, "B T r"]:
+        """A x of each token's own adapter; zeros in place of the others."""
+        assert self.ids is not None, "choose_adapters sets the adapter of every token"
+        owner = 1 + np.repeat(np.arange(self.n_stacked), self.rank)
+        return jnp.where(self.ids[..., None] == owner, low, 0)
 
 
 class Linear(nnx.Module):

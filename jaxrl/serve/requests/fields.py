@@ -1,7 +1,7 @@
 """Fields of the request bodies: OpenAI's, vLLM's extensions, and those that are not supported."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxrl.config.schema import build, flatten, key, keys, nearest, to_dict
@@ -9,6 +9,7 @@ from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.http.errors import RequestError
 
 MAX_INT = 2**31 - 1
+MAX_LISTED = 8  # model names in an error
 MAX_FIELD_LEN = 1024  # characters of a string or items of a list, in typed fields
 # Unsupported fields of OpenAI and vLLM, with the values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -39,7 +40,7 @@ class ModelFields:
     """Fields of every endpoint. `untyped` are fields of several types, which others parse."""
 
     untyped: ClassVar[tuple[str, ...]] = ()
-    model: str = key("", "served model name; '' accepts any")
+    model: str = key("", "served model name; '' is the base model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,13 @@ class CompletionFields(Fields):
     echo: bool = key(False, "return the prompt in front of the response")
 
 
-def read_fields[F: ModelFields](schema: type[F], body: Any, model: str) -> tuple[F, dict[str, Any]]:
+def read_fields[F: ModelFields](
+    schema: type[F], body: Any, models: Sequence[str]
+) -> tuple[F, dict[str, Any]]:
     """(typed fields with defaults, the values that the body sets by dotted name).
 
     Raises RequestError if the body is no JSON object, has an unknown or unsupported field, a value
-    of the wrong type or range, or names a model other than `model`.
+    of the wrong type or range, or names a model that is not in `models`.
     """
     if not isinstance(body, Mapping):
         raise RequestError(400, "the body of the request must be a JSON object")
@@ -135,14 +138,21 @@ def read_fields[F: ModelFields](schema: type[F], body: Any, model: str) -> tuple
     if errors:
         named = [name for name in present if errors[0].startswith(f"{name}=")]
         raise RequestError(400, "; ".join(errors), param=named[0] if named else None)
-    if fields.model not in ("", model):
-        raise RequestError(
-            404,
-            f"the model {fields.model!r} is not served here; use {model!r}",
-            param="model",
-            code="model_not_found",
-        )
+    if fields.model not in ("", *models):
+        raise unknown_model(fields.model, models)
     return fields, present
+
+
+def unknown_model(name: str, models: Sequence[str]) -> RequestError:
+    """The error for a model name that is not in `models`."""
+    names = ", ".join(map(repr, models[:MAX_LISTED]))
+    more = ", ..." if len(models) > MAX_LISTED else ""
+    return RequestError(
+        404,
+        f"the model {name[:64]!r} is not served here; use {names}{more}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def _members(

@@ -28,6 +28,12 @@ class Limits:
     longest_token: int  # bytes
     grammars: GrammarCompiler | None = None
     tool_format: ToolFormat | None = None  # in which the model writes tool calls
+    adapters: tuple[str, ...] = ()  # model names of the adapters, in the engine's order
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that a request may choose: the base model, then its adapters."""
+        return (self.model_name, *self.adapters)
 
     @property
     def max_text_bytes(self) -> int:

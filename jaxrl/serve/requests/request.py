@@ -32,6 +32,8 @@ class GenerationRequest:
     """A validated request for `n` choices per prompt."""
 
     endpoint: Literal["chat", "completions", "responses"]
+    model: str  # its name
+    adapter: int  # of the engine; 0 = the base model
     prompts: tuple[np.ndarray, ...]  # int32 [prompt_len] each
     max_tokens: tuple[int, ...]  # one per prompt
     sampling: SamplingConfig
@@ -74,7 +76,7 @@ def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Generation
 
 def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
     """The request of the JSON value of a body. Raises RequestError if it is invalid."""
-    fields, present = read_fields(ChatFields, body, limits.model_name)
+    fields, present = read_fields(ChatFields, body, limits.model_names)
     _check_limits(fields, limits, n_prompts=1)
     messages = read_messages(body, limits)
     tools = read_tools(body, limits.tool_format, parallel=fields.parallel_tool_calls)
@@ -105,7 +107,7 @@ def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> Generatio
 def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
     """The request of a body of /v1/completions. Raises RequestError if it is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
-    fields, present = read_fields(CompletionFields, body, limits.model_name)
+    fields, present = read_fields(CompletionFields, body, limits.model_names)
     texts = _prompts(body.get("prompt"))
     _check_limits(fields, limits, len(texts))
     prompts = [_tokenize(text, renderer, limits) for text in texts]
@@ -147,8 +149,11 @@ def _request(
     if tools is not None:
         grammar = tools.grammar(limits.grammars)
     adjustments = read_adjustments(fields, body.get("logit_bias"), grammar, limits)
+    model = fields.model or limits.model_name
     return GenerationRequest(
         endpoint=endpoint,
+        model=model,
+        adapter=limits.model_names.index(model),
         prompts=tuple(prompts),
         max_tokens=tuple(_max_tokens(len(p), max_tokens, fields, limits) for p in prompts),
         sampling=SamplingConfig(

@@ -18,17 +18,15 @@ Json = dict[str, Any]
 class ResponsesFormatter:
     """Formats one response, in full or as events."""
 
-    def __init__(
-        self, response: ActiveResponse, renderer: ChatRenderer, model_name: str, repeated: Json
-    ):
+    def __init__(self, response: ActiveResponse, renderer: ChatRenderer, repeated: Json):
         """`repeated` are the fields of the response object that repeat the request."""
         self._response = response
-        self._chat = ResponseFormatter(response, renderer, model_name)
+        self._chat = ResponseFormatter(response, renderer)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model_name,
+            "model": response.request.model,
         } | repeated
         self._output: list[Json] = []  # complete items
         self._open: Json | None = None  # the message whose text is being streamed

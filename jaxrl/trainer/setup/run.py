@@ -119,7 +119,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         with session.progress.waiting("loading weights, compiling prefill and decode"):
             folder = models.folders.policy
             params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
-            params = layout.quantize(params)
+            params = layout.prepare(params)
             engines.engine.warmup(params)
         yield Evaluation(prompts, rewards, reward_model, engines, params)
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl import convert
 from jaxrl.models.files.adapter import adapter_config, load_with_adapters, save_adapter
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.hf_save import param_tensors
+from jaxrl.models.lora import merge
 from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.models.test_parity import GOLDEN, MODELS, cases, golden, packed_logits
@@ -95,6 +97,31 @@ def test_merged_dora_weights_have_the_magnitudes_as_norms(one_device):
     weight = magnitude[:, None] * changed / np.linalg.norm(changed, axis=1, keepdims=True)
     np.testing.assert_allclose(merged[f"{name}weight"], weight, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(merged[f"{name}bias"], base[f"{name}bias"])
+
+
+@pytest.mark.parametrize("name", ["qwen2_dora", pytest.param("llama", marks=pytest.mark.thorough)])
+def test_weights_merged_on_devices_are_those_of_a_merged_export(name, one_device):
+    model = load(name)
+    merged = merge(model)
+    assert merged.cfg.lora is None
+    wanted = {tensor.name: tensor.read() for tensor in param_tensors(model, None)}
+    for tensor in param_tensors(merged, None):
+        np.testing.assert_allclose(tensor.read(), wanted[tensor.name], rtol=1e-5, atol=1e-6)
+
+
+def test_convert_merges_an_adapter(tmp_path, capsys, one_device):
+    target = tmp_path / "merged"
+    convert.main([str(GOLDEN / "llama"), str(target), f"--adapter={ADAPTERS / 'llama'}"])
+    assert "merged, llama, " in capsys.readouterr().out
+    written = load_file(target / "model.safetensors")
+    wanted = {tensor.name: tensor.read() for tensor in param_tensors(load("llama"), None)}
+    assert written.keys() == wanted.keys()
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(written[name], values, err_msg=name)
+    options = [str(GOLDEN / "qwen3"), str(tmp_path / "no"), f"--adapter={ADAPTERS / 'llama'}"]
+    with pytest.raises(SystemExit):
+        convert.main(options)
+    assert "is of another model" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def changed_config(**changes):
