@@ -5,8 +5,9 @@
 The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: the
 prompt tokens of each step and the length of every response, so that all systems do the same work.
 Only these tokens count: response tokens for gen; prompt and response tokens for score, update and
-step. With `--cores 1` all threads run on one core; tokens per CPU-second are then comparable on a
-shared machine.
+step. `--lora RANK` trains adapters on all linear layers instead of all weights; `--merge` merges
+them into the weights for generation, whose time includes the merge. With `--cores 1` all threads
+run on one core; tokens per CPU-second are then comparable on a shared machine.
 
 Prints one JSON line with medians over the steps after --warm:
 
@@ -56,6 +57,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--remat", default="none", help="learner.remat")
     parser.add_argument("--dtype", default="float32", help="dtype of the weights")
     parser.add_argument("--kl-coef", type=float, default=0.04, help="0 skips reference scoring")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 = full weights")
+    parser.add_argument("--merge", action="store_true", help="with --lora: lora.merge")
     return parser.parse_args()
 
 
@@ -119,11 +122,13 @@ class Trainer:
 
         from jaxrl.data.packing import empty_batch
         from jaxrl.engine.engine import PagedEngine
+        from jaxrl.layout import rollout_layout
         from jaxrl.learner.optimizer import make_optimizer
         from jaxrl.learner.state import init_state
         from jaxrl.learner.step import make_score, make_update
         from jaxrl.models.decoder import decoder_specs
         from jaxrl.models.files.hf_load import load_model
+        from jaxrl.models.lora import adapters, add_adapters, split, without_adapters
         from jaxrl.runtime.host_memory import keep_freed_memory
         from sharding import copy_tree
         from sharding.rules import DECODE, TRAIN
@@ -133,8 +138,12 @@ class Trainer:
         self.cfg, self.scores_reference = cfg, bool(args.kl_coef)
         self.clock, self.losses = Clock(), []
         model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
-        optimizer = make_optimizer(cfg.learner, n_steps, decoder_specs(model_cfg))
-        self.reference = copy_tree(params)
+        if lora := adapters(cfg.lora, model_cfg):
+            params = add_adapters(params, lora, seed=0, rules=TRAIN, dtype=args.dtype)
+            model_cfg = params.cfg
+        optimizer = make_optimizer(cfg.learner, n_steps, split(decoder_specs(model_cfg))[0])
+        self.reference = without_adapters(params) if lora else copy_tree(params)
+        self.layout = rollout_layout(cfg, model_cfg, params.embed.dtype)
         self.state = init_state(params, optimizer)
         del params
         self.engine = PagedEngine(
@@ -145,7 +154,8 @@ class Trainer:
             max_len=cfg.data.max_len,
         )
         self.update, self.score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
-        self.engine.warmup(self.state.params)
+        with self.layout.weights(self.state.params) as weights:
+            self.engine.warmup(weights)
         for shape in cfg.learner.shapes:
             self.score(self.reference, self.update.put(empty_batch(*shape)))
             self.state, _ = self.update.update(self.state, [empty_batch(*shape)])
@@ -176,18 +186,19 @@ class Trainer:
         prompts = [
             Prompt(j, (), np.array(p["ids"], np.int32), "") for j, p in enumerate(work["prompts"])
         ]
-        rollouts, self.stats = generate(
-            self.engine,
-            self.state.params,
-            prompts,
-            n=rollout.n,
-            sampling=rollout.sampling,
-            max_tokens=lens,
-            seed=i,
-            version=i,
-            decode=lambda tokens: "",
-            ignore_stop=True,
-        )
+        with self.layout.weights(self.state.params) as weights:
+            rollouts, self.stats = generate(
+                self.engine,
+                weights,
+                prompts,
+                n=rollout.n,
+                sampling=rollout.sampling,
+                max_tokens=lens,
+                seed=i,
+                version=i,
+                decode=lambda tokens: "",
+                ignore_stop=True,
+            )
         return rollouts
 
     def make_batches(self, i: int, rollouts: list) -> list:
@@ -228,6 +239,7 @@ def make_config(args: argparse.Namespace, workload: dict):
     config.learner.token_budget = args.token_budget
     config.learner.remat = args.remat
     config.learner.lr = 1e-5
+    config.lora.rank, config.lora.merge = args.lora, args.merge
     return resolve(config)
 
 
