@@ -47,7 +47,12 @@ def training_rules(cfg: RunConfig) -> Rules:
 def _rules(cfg: RunConfig, stage: int, sequence: int) -> Rules:
     if stage != 1:
         return PIPELINE
-    return TRAIN if sequence == 1 else PRESETS[cfg.learner.sequence_parallel]
+    if sequence == 1:
+        return TRAIN
+    rules = PRESETS[cfg.learner.sequence_parallel]
+    # A role with a smaller sequence axis has smaller places in its ring.
+    ulysses = math.gcd(cfg.learner.ulysses_size, max(sequence, 0))
+    return dataclasses.replace(rules, ulysses=ulysses) if rules.ring else rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Under a causal mask the last tokens of a row have many keys and the first have few. So a row is
 split into 2n chunks for n devices, and device i takes chunks i and 2n - 1 - i: each device has the
-same work (as in https://arxiv.org/abs/2407.21783, section 3.3.2). The order changes only when a
+same work (as in https://arxiv.org/abs/2407.21783, section 3.3.2). If neighbours form one place of
+the ring (`Rules.ulysses`), they divide the tokens of its two chunks. The order changes only when a
 batch is put onto the mesh and when per-token results return; in between, every token carries its
 position and segment.
 """
@@ -33,21 +34,21 @@ def mesh_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.n
     """Rows in the token order of the current mesh."""
     if not rules.ring:
         return rows
-    return rows[:, zigzag(rows.shape[1], rules.n_shards("time"))]
+    return rows[:, zigzag(rows.shape[1], rules.ring_size)]
 
 
 def row_order(rows: Shaped[np.ndarray, "B T ..."], rules: Rules) -> Shaped[np.ndarray, "B T ..."]:
     """The inverse of `mesh_order`."""
     if not rules.ring:
         return rows
-    return rows[:, np.argsort(zigzag(rows.shape[1], rules.n_shards("time")))]
+    return rows[:, np.argsort(zigzag(rows.shape[1], rules.ring_size))]
 
 
 def unshuffle(rows: Shaped[Array, "B T"], rules: Rules) -> Shaped[Array, "B T"]:
     """`row_order` on the mesh, for computations over neighbours; each device gets whole rows."""
     if not rules.ring:
         return rows
-    n = rules.n_shards("time")
+    n = rules.ring_size
     chunks = jax.reshard(rows, rules.spec("batch", None)).reshape(len(rows), n, 2, -1)
     ordered = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], axis=1)], axis=1)
     return ordered.reshape(rows.shape)

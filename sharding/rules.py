@@ -24,6 +24,7 @@ class Rules:
     layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
     ring: bool = False  # ring attention: rows stay sharded over `time`, in zig-zag order
+    ulysses: int = 1  # ring: neighbours that form one place of it and exchange tokens for heads
 
     def spec(self, *logical: str | None) -> jax.P:
         """PartitionSpec of an array whose dimensions carry these logical axes (None: replicated).
@@ -40,6 +41,11 @@ class Rules:
         """Number of shards of this logical axis on the current mesh."""
         sizes = jax.sharding.get_abstract_mesh().shape
         return math.prod(sizes[axis] for axis in self.mesh_axes(logical))
+
+    @property
+    def ring_size(self) -> int:
+        """Places of the ring that shares a row on the current mesh."""
+        return self.n_shards("time") // self.ulysses
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         axis = getattr(self, logical)

@@ -38,6 +38,7 @@ MODEL = DecoderConfig(
 EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
 ROW = LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024)
 LONG_ROW = dataclasses.replace(ROW, token_budget=512, sequence_parallel="ring")
+PLACES = dataclasses.replace(LONG_ROW, ulysses_size=2)
 M = 4  # rows per rank in the pipeline
 ROWS = dataclasses.replace(ROW, token_budget=M * 128, buckets=(128,))
 MATRIX = 1024  # elements; the smallest shard of a matrix here has 64 * 64 / 4
@@ -55,6 +56,8 @@ EXCHANGES = L * 3 * 4
 # Ring: keys and values make three hops around four devices, in forward, recomputed, and in
 # backward. There their gradient sums travel too, in two chunks each, and one hop further, home.
 HOPS = L * (3 * 2 * 3 + 2 * 2 * 4)
+# Around two places the recomputed hop is the same as that of backward, and XLA merges them.
+HOPS_OF_TWO = L * (1 * 2 * 2 + 2 * 2 * 2)
 # Pipeline: M rows and two stages of L / 2 layers take M + 1 ticks, each with a gather of the
 # stage's layers.
 TICKS = M + 1
@@ -88,6 +91,17 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
         LONG_ROW,
         MODEL,
         {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "collective-permute": HOPS},
+    ),
+    "ring of ulysses": (
+        dict(fsdp=2, sequence=4),
+        PLACES,
+        MODEL,
+        {
+            "all-gather": GATHERS,
+            "reduce-scatter": SCATTERS,
+            "collective-permute": HOPS_OF_TWO,
+            "all-to-all": EXCHANGES,
+        },
     ),
     "expert": (
         dict(fsdp=4, expert=2),

@@ -46,6 +46,8 @@ def check_mesh(
             f"{cfg.N} query heads over {shown} in attention "
             "(not with learner.sequence_parallel='ring')"
         )
+    if rules.ulysses > 1:
+        errors.update(_place_errors(cfg, shards("time")[0], shards("kv_heads")[0], rules.ulysses))
     n, shown = shards("experts")
     if n > 1 and not cfg.E:
         errors.add(f"no experts to shard over {shown}")
@@ -62,3 +64,14 @@ def check_mesh(
             f"the mesh does not divide this {cfg.family} model evenly: "
             f"{'; '.join(sorted(errors))}. Set {keys} that divide these numbers"
         )
+
+
+def _place_errors(cfg: DecoderConfig, n_time: int, n_tensor: int, ulysses: int) -> list[str]:
+    """What the devices that form one place of a ring do not divide."""
+    errors = []
+    if n_time % ulysses:
+        errors.append(f"sequence={n_time} devices over learner.ulysses_size={ulysses}")
+    if cfg.K % (n_tensor * ulysses):
+        shown = f"tensor={n_tensor} x learner.ulysses_size={ulysses}"
+        errors.append(f"{cfg.K} kv heads over {shown}")
+    return errors

@@ -1,6 +1,5 @@
 """Compiles a run's programs and reads memory and cost from the compiled modules."""
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -113,22 +112,17 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
     keys; ring attention splits these into as many parts as there are chunks. Decode: the keys of
     the prompt and half the response, one step. Prefill: half the prompt. Logprobs: all tokens.
     """
-    cfg, rules = programs.cfg, training_rules(programs.cfg)
-    on_mesh = contextlib.nullcontext()
-    if scorer := programs.value_scorers.get(program):
-        cfg, rules = scorer.cfg, scorer.layout.rules
-        on_mesh = scorer.layout.on_mesh()
+    scorer = programs.value_scorers.get(program)
+    cfg = programs.cfg if scorer is None else scorer.cfg
     rows, row_len = cfg.learner.shapes[-1]
     segment = _segment_len(program, programs, lengths)
-    chunk = logprob_chunk(cfg)
-    with on_mesh:
-        n_time = rules.n_shards("time")
+    chunk, n_places = logprob_chunk(cfg), _ring_size(program, programs)
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:
             return float(math.ceil(_paged_keys(program, op_name, lengths) / BLOCK))
         if "ring_attention" in op_name:  # one chunk of keys at a time; each device has two
-            return segment / 2 / BLOCK / (2 * n_time) + 0.5
+            return segment / 2 / BLOCK / (2 * n_places) + 0.5
         if "cudnn_attention" in op_name:  # the call before the loop counts for all segments
             return 0.0
         if "attention" in op_name:
@@ -148,18 +142,28 @@ def kernel_costs(
 ) -> KernelCosts:
     """Work of attention kernels; in training a query attends on average to half of its segment.
 
-    `l2_bytes` is the size of the chip's L2 cache.
+    Each call of a ring has a part of the row's keys. `l2_bytes` is the size of the chip's L2 cache.
     """
+    n_places = _ring_size(program, programs)
 
     def work(
         op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
     ) -> KernelWork | None:
         paged = paged_work(op_name, operands, results, keys=_paged_keys(program, op_name, lengths))
         keys = _segment_len(program, programs, lengths) / 2
+        keys /= n_places if "ring_attention" in op_name else 1
         packed = attention_work(op_name, operands, results, keys=keys, l2_cache_bytes=l2_bytes)
         return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
 
     return work
+
+
+def _ring_size(program: str, programs: RunPrograms) -> int:
+    """Places of the ring that shares a row, if attention is a ring."""
+    if scorer := programs.value_scorers.get(program):
+        with scorer.layout.on_mesh():
+            return scorer.layout.rules.ring_size
+    return training_rules(programs.cfg).ring_size
 
 
 def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:

@@ -19,9 +19,9 @@ BLOCK_WORK = {
     "splash_mha_fwd": (2, 2, (3, 4)),
     "splash_mha_dq": (3, 2, (3, 4)),
     "splash_mha_dkv": (4, 2, (2, 6)),
-    "packed_attention_fwd": (2, 1, (2, 3)),
-    "packed_attention_dq": (3, 1, (2, 3)),
-    "packed_attention_dkv": (4, 1, (1, 4)),
+    "packed_attention_fwd": (2, 2, (3, 4)),
+    "packed_attention_dq": (3, 2, (3, 4)),
+    "packed_attention_dkv": (4, 2, (2, 5)),
 }
 CUDNN = re.compile("cudnn_attention_(fwd|bwd)")
 CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes the scores

@@ -108,7 +108,7 @@ def test_triton_equals_the_reference(one_device, heads, options):
 
 def test_splash_visits_only_visible_blocks():
     # Blocks 0 and 1 are one segment, block 2's segment starts in block 1, block 3 is separate.
-    seen, keys, queries = _block_schedule(jnp.array([0, 0, 1, 3]))
+    seen, keys, queries = _block_schedule(jnp.array([0, 0, 1, 3]), jnp.arange(1, 5))
     np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
     # After its last block, a row of queries prefetches the next row's first block.
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])

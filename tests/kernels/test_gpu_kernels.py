@@ -1,5 +1,6 @@
 """The GPU kernels compile for Hopper chips that are not attached."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,10 +13,11 @@ from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
 from jaxrl.planner.topology import topology
-from sharding import DECODE, TRAIN, make_mesh
+from sharding import DECODE, RING, TRAIN, make_mesh
 from tests.kernels.abstract_arrays import abstract
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed")
@@ -91,6 +93,38 @@ def test_training_attention_compiles(sizes, heads, options):
     # A query attends to half of the row and half of its block of 64. Forward 2 products, backward
     # 3 and 4.
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 64) / 2 * H / mesh.size
+    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize(("ulysses", "heads"), [(1, (28, 4, 128)), (2, (8, 4, 256))])
+def test_ring_attention_compiles(ulysses, heads):
+    N, K, H = heads
+    B, T, n = 2, 16384, 4 // ulysses
+    rules = dataclasses.replace(RING, ulysses=ulysses)
+    mesh = make_mesh(topology("h100:8").devices, fsdp=2, sequence=4)
+    with jax.set_mesh(mesh):
+        row = [rules.spec("batch", "time", name, None) for name in ("heads", "kv_heads")]
+        q, k = (
+            abstract(mesh, (B, T, n_heads, H), jnp.bfloat16, spec)
+            for n_heads, spec in zip((N, K), row, strict=True)
+        )
+        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
+
+        def loss(q, k, v, segments, window):
+            spec = AttentionSpec(H**-0.5, None, rules)
+            out = ring_attention(q, k, v, spec=spec, segments=segments, window=window)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        window = jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
+    cost = program_cost(
+        compiled.as_text(), kernels=functools.partial(attention_work, keys=T / 2 / n)
+    )
+    # In each of n steps a query attends to half of the keys of a place, and half of a block of 64.
+    # Forward 2 products, backward 3 and 4.
+    macs = B * N * T * (T / n + 64) / 2 * n * H / mesh.size
+    assert cost.total_flops == (2 + 3 + 4) * 2 * macs
     scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 

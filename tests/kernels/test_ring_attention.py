@@ -1,5 +1,6 @@
 """Ring and Ulysses attention over sharded rows against the reference on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,9 @@ import pytest
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.ring_attention import ring_attention
+from jaxrl.kernels.ring_attention.blocks import combine
+from jaxrl.kernels.ring_attention.splash import ring_splash
+from jaxrl.kernels.ring_attention.triton import ring_triton
 from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh, mesh_order, row_order
 
 # Segments of a row of 512 tokens. Over 4 devices a chunk is 64 tokens.
@@ -80,15 +84,25 @@ def alone():
     return arrays, segments, one(arrays, segments, **OPTIONS)
 
 
+BOTH = dataclasses.replace(RING, ulysses=2)  # places of two devices, which share the heads
+triton = functools.partial(ring_triton, interpret=True)
+splash = functools.partial(ring_splash, interpret=True)
 QUICK = [
     (ring_attention, RING, dict(fsdp=2, sequence=2, tensor=2)),
     (attention, ULYSSES, dict(fsdp=2, sequence=2, tensor=2)),
+    pytest.param(ring_attention, BOTH, dict(sequence=4), marks=pytest.mark.thorough),
     pytest.param(ring_attention, RING, dict(sequence=4), marks=pytest.mark.thorough),
+    pytest.param(triton, BOTH, dict(sequence=4), marks=pytest.mark.thorough),
+    pytest.param(splash, RING, dict(sequence=2), marks=pytest.mark.thorough),
 ]
 MORE = [
     (ring_attention, RING, dict()),
     (ring_attention, RING, dict(sequence=8)),  # chunks of 32 tokens, padded to blocks of 64
     (functools.partial(ring_attention, implementation="reference"), RING, dict(sequence=4)),
+    (functools.partial(ring_attention, implementation="reference"), BOTH, dict(sequence=8)),
+    (ring_attention, BOTH, dict(sequence=4, tensor=1, fsdp=2)),
+    (triton, RING, dict(sequence=8)),  # chunks of 32 tokens, two in a block of 64
+    (splash, BOTH, dict(sequence=8)),
     (attention, ULYSSES, dict(sequence=4)),
 ]
 
@@ -119,6 +133,61 @@ def test_a_ring_supports_soft_caps_and_windows(heads, options):
     arrays, segments = problem(*heads)
     got = value_and_grad(ring_attention, RING, dict(sequence=4), arrays, segments, **options)
     assert_close(got, one(arrays, segments, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attend", [triton, splash], ids=["triton", "splash"])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [((4, 2, 32), dict()), ((2, 2, 16), dict(softcap=2.0)), ((4, 1, 16), dict(window=100))],
+)
+def test_the_kernels_support_soft_caps_and_windows(attend, heads, options):
+    arrays, segments = problem(*heads)
+    got = value_and_grad(attend, RING, dict(sequence=2), arrays, segments, **options)
+    assert_close(got, one(arrays, segments, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attend", [triton, splash], ids=["triton", "splash"])
+def test_the_kernels_in_bfloat16_combine_in_float32(attend):
+    arrays, segments = problem(4, 2, 16, dtype=jnp.bfloat16)
+    got = value_and_grad(attend, RING, dict(sequence=4), arrays, segments)
+    want = one([a.astype(np.float32) for a in arrays], segments)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_close([x.astype(np.float32) for x in got], want, tol=3e-2)  # rounding of four results
+    for x in got:
+        assert not np.any(x[segments == 0]) and np.any(x)  # padding
+
+
+def test_two_means_combine_to_the_mean_over_all_keys():
+    rng = np.random.default_rng(0)
+    scores, values = rng.standard_normal((3, 10)), rng.standard_normal((10, 4))
+
+    def mean(of: slice):
+        weights = np.exp(scores[:, of])
+        total = weights.sum(-1)
+        return jnp.float32(weights @ values[of] / total[:, None]), jnp.float32(np.log(total))
+
+    for got, want in zip(
+        combine(*mean(slice(0, 7)), *mean(slice(7, 10))), mean(slice(0, 10)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    # No visible key: the other mean stays.
+    nothing = jnp.full((3, 4), 9.0), jnp.full(3, -1e30)
+    for got, want in zip(combine(*nothing, *mean(slice(0, 7))), mean(slice(0, 7)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_every_device_has_the_same_number_of_visible_keys():
+    """A row of 512 tokens is one segment, over 4 places or over 4 devices in 2 places."""
+    n_keys = np.arange(1, T + 1)  # of each query, in the original order
+    for rules in (RING, BOTH):
+        with jax.set_mesh(make_mesh(sequence=4)):
+            ordered = mesh_order(n_keys[None], rules)[0]
+            places = ordered.reshape(rules.ring_size, -1)
+        # After the exchange each device of a place has all its tokens and a part of the heads.
+        assert len(set(places.sum(axis=1))) == 1
+        assert places[0].tolist() != n_keys[: places.shape[1]].tolist()
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """The TPU kernels compile for chips that are not attached, on training and rollout meshes."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,13 +13,14 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import program_cost
 from jaxrl.planner.kernels import attention_work
 from jaxrl.planner.topology import topology
-from sharding import DECODE, TRAIN, ULYSSES, make_mesh
+from sharding import DECODE, RING, TRAIN, ULYSSES, make_mesh
 from tests.kernels.abstract_arrays import abstract
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
@@ -57,6 +59,40 @@ def test_training_attention_compiles(chips, rules, sizes, heads, options):
     # A query attends to half of the row and half of its block of 512. Forward 2 products, backward
     # 3 and 4.
     assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 512) / 2 * H / mesh.size
+    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "heads", "softcap"), [(1, (28, 4, 128), None), (2, (8, 4, 256), 50.0)]
+)
+def test_ring_attention_compiles(ulysses, heads, softcap):
+    N, K, H = heads
+    B, T, n = 2, 16384, 4 // ulysses
+    rules = dataclasses.replace(RING, ulysses=ulysses)
+    mesh = make_mesh(topology("v5p:2x2x2").devices, fsdp=2, sequence=4)
+    with jax.set_mesh(mesh):
+        row = [rules.spec("batch", "time", name, None) for name in ("heads", "kv_heads")]
+        q, k = (
+            abstract(mesh, (B, T, n_heads, H), jnp.bfloat16, spec)
+            for n_heads, spec in zip((N, K), row, strict=True)
+        )
+        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
+
+        def loss(q, k, v, segments, window):
+            spec = AttentionSpec(H**-0.5, softcap, rules)
+            out = ring_attention(q, k, v, spec=spec, segments=segments, window=window)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        window = jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = grad.lower(q, k, k, rows, window).compile()
+    text = compiled.as_text()
+    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2 / n))
+    # In each of n steps a query attends to half of the keys of a place, and half of a block of 512.
+    # Forward 2 products, backward 3 and 4.
+    macs = B * N * T * (T / n + 512) / 2 * n * H / mesh.size
+    assert cost.total_flops == (2 + 3 + 4) * 2 * macs
     scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 

@@ -15,10 +15,11 @@ from tests.learner.tiny_policy import MODEL, all_numbers, batches, rollouts, run
 BATCHES = batches(rollouts(40), row_len=128, token_budget=128, n_ranks=4)
 CFG = run_config(old_logp="rollout", entropy_coef=0.01)
 REMAT = run_config(dict(remat="full"), old_logp="rollout", entropy_coef=0.01)
-PRESETS = {"ulysses": ULYSSES, "ring": RING}
+PRESETS = {"ulysses": ULYSSES, "ring": RING, "both": dataclasses.replace(RING, ulysses=2)}
 QUICK = [
     pytest.param("ulysses", dict(fsdp=2, sequence=2, tensor=2), marks=pytest.mark.thorough),
     ("ring", dict(replica=2, fsdp=2, sequence=2)),
+    ("both", dict(fsdp=2, sequence=4)),
 ]
 MORE = [
     ("ulysses", dict(sequence=2)),
@@ -28,6 +29,8 @@ MORE = [
     ("ring", dict(sequence=4)),
     ("ring", dict(sequence=8)),
     ("ring", dict(fsdp=2, sequence=2, tensor=2)),
+    ("both", dict(sequence=2)),
+    ("both", dict(sequence=8)),
 ]
 
 

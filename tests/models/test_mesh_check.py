@@ -62,6 +62,15 @@ def abstract_forward(
         return out, jax.eval_shape(jax.grad(loss), params, tokens)
 
 
+def test_places_of_a_ring_must_divide_the_kv_heads():
+    rules = dataclasses.replace(RING, ulysses=4)
+    check_mesh(QWEN2_7B, abstract_mesh(8, sequence=8).shape, rules)
+    with pytest.raises(ValueError, match=r"4 kv heads over tensor=2 x learner.ulysses_size=4"):
+        check_mesh(QWEN2_7B, abstract_mesh(16, sequence=8, tensor=2).shape, rules)
+    with pytest.raises(ValueError, match=r"sequence=2 devices over learner.ulysses_size=4"):
+        check_mesh(QWEN2_7B, abstract_mesh(2, sequence=2).shape, rules)
+
+
 def test_a_7b_model_type_checks_on_64_absent_devices():
     mesh = abstract_mesh(64, fsdp=16, tensor=4)
     logits, grads = abstract_forward(QWEN2_7B, mesh, row_len=4096)

@@ -46,7 +46,7 @@ def sharding_errors(run: RunConfig, n_devices: int | None) -> list[str]:
     if n_devices is not None:
         rest = n_devices // math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: rest if size == -1 else size for axis, size in sizes.items()}
-    errors = _role_errors(run, "mesh", sizes)
+    errors = _ulysses_errors(run) + _role_errors(run, "mesh", sizes)
     critic, reward_model = run.critic, run.reward_model
     roles = (
         ("score", run.score, run, 0),
@@ -69,6 +69,23 @@ def sharding_errors(run: RunConfig, n_devices: int | None) -> list[str]:
     return errors
 
 
+def _ulysses_errors(run: RunConfig) -> list[str]:
+    learner, sequence = run.learner, run.mesh.sequence
+    size = learner.ulysses_size
+    if size == 1:
+        return []
+    if learner.sequence_parallel != "ring":
+        return [
+            f"learner.ulysses_size={size} groups the devices of a ring, but learner."
+            f"sequence_parallel={learner.sequence_parallel!r}; set 'ring', or ulysses_size=1"
+        ]
+    if sequence > 0 and sequence % size:
+        return [
+            f"learner.ulysses_size={size} does not divide mesh.sequence={sequence}; set a divisor"
+        ]
+    return []
+
+
 def _role_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
     """Errors of one role: unsupported pipeline settings, and rows that do not divide evenly."""
     learner = run.learner
@@ -78,7 +95,8 @@ def _role_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[st
     if errors or n <= 1:
         return errors
     ring = axis == "sequence" and learner.sequence_parallel == "ring"
-    unit = 2 * RING_BLOCK_LEN * n if ring else n
+    places = n // math.gcd(learner.ulysses_size, n)
+    unit = math.lcm(2 * RING_BLOCK_LEN * places, n) if ring else n
     indivisible = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
     if not indivisible:
         return []

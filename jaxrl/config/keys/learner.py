@@ -44,6 +44,12 @@ class LearnerConfig:
         "heads, ring = keys and values pass from device to device",
         choices=SEQUENCE_PARALLELS,
     )
+    ulysses_size: int = key(
+        1,
+        "sequence_parallel = ring: neighbours that exchange tokens for heads, as Ulysses does, and "
+        "form one place of the ring; must divide mesh.sequence and the kv heads of a tensor shard",
+        ge=1,
+    )
     remat: str = key(
         "full",
         "Activations recomputed in backward: full = whole layers, dots = all but matmul results, "
@@ -82,6 +88,11 @@ class LearnerConfig:
         "Dtype of the moments of adamw, lion and muon between steps: bfloat16 halves them, int8 "
         "quantizes blocks of 16 x 16 numbers",
         choices=MOMENT_DTYPES,
+    )
+    master_weights: bool = key(
+        True,
+        "Keep float32 weights of bfloat16 parameters (4 bytes each) and round the parameters from "
+        "them; False updates the parameters themselves, with stochastic rounding",
     )
     lr: float = key(1e-6, "Peak learning rate", ge=0)
     lr_factors: tuple[str, ...] = key(

@@ -7,6 +7,7 @@ repeating it. Scores, softmax and sums are float32; matrix products use the oper
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +44,18 @@ def attention_splash(
     """
     if not interpret:
         check_platform("config.model.attention", "splash", "tpu")
-    if q.shape[1] > MAX_LEN:
-        raise NotImplementedError(
-            f"config.model.attention='splash' supports rows of up to {MAX_LEN} tokens, this one "
-            f"has {q.shape[1]}; set it to 'auto' or 'blockwise', or lower config.learner.buckets"
-        )
+    check_row_len(q.shape[1])
     attend = functools.partial(_local_attention, spec, interpret)
     return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
+
+
+def check_row_len(n_tokens: int) -> None:
+    """Raises NotImplementedError if a device's rows are too long for two positions in an int32."""
+    if n_tokens > MAX_LEN:
+        raise NotImplementedError(
+            f"config.model.attention='splash' supports rows of up to {MAX_LEN} tokens, this one "
+            f"has {n_tokens}; set it to 'auto' or 'blockwise', or lower config.learner.buckets"
+        )
 
 
 def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window):
@@ -61,19 +67,36 @@ def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, wi
     first = jnp.pad(first, ((0, 0), (0, -T % BLOCKS[-1])), constant_values=T)
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     rows = (pad_axis(x, 1, BLOCKS[-1]).swapaxes(1, 2) for x in (q, k, v))
-    out = lax.map(functools.partial(_row, spec, interpret), (*rows, first))
+    last = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32), first.shape)
+    out = lax.map(functools.partial(_row, spec, interpret), (*rows, first, last))
     return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
 
 
 def _row(spec: AttentionSpec, interpret: bool, row):
-    """(q [N, T, H], k and v [K, T, H], first [T]) -> [N, T, H]"""
-    q, k, v, first = row
-    T = q.shape[1]
+    """(q [N, T, H], k and v [K, T, H], first and last [T]) -> [N, T, H]"""
+    q, k, v, first, last = row
+    return make_kernel(spec, interpret, first, last)(q, k, v)
+
+
+def make_kernel(
+    spec: AttentionSpec,
+    interpret: bool,
+    first: Int[Array, "T"],
+    last: Int[Array, "T"],
+    *,
+    save_residuals: bool = False,
+) -> splash.SplashAttentionKernel:
+    """Splash attention of queries that see the keys from `first` to `last`; none if first > last.
+
+    There are as many keys as queries, and neither end ever decreases from one query to the next.
+    """
+    T = first.shape[0]
     block = next(b for b in BLOCKS if T % b == 0)
+    low, high = (x.reshape(-1, block) for x in (first, last))
     visible, next_keys, next_queries = _block_schedule(
-        jnp.min(first.reshape(-1, block), axis=1) // block
+        jnp.min(low, axis=1) // block, jnp.max(high, axis=1) // block + 1
     )
-    ranges = first << BITS | jnp.arange(T, dtype=jnp.int32)
+    ranges: Any = jnp.where(first > last, 1 << BITS, first << BITS | last)
 
     def mask(following):
         return MaskInfo(following[None], None, visible[None], None, ranges)  # shared by all heads
@@ -86,35 +109,38 @@ def _row(spec: AttentionSpec, interpret: bool, row):
         block_q_dkv=block,
         block_kv_dkv=block,
     )
-    kernel = splash.SplashAttentionKernel(
+    return splash.SplashAttentionKernel(
         mask(next_keys),
         mask(next_keys),
         mask(next_queries),
         block_sizes=sizes,
         is_mqa=False,
-        save_residuals=False,
+        save_residuals=save_residuals,
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=spec.softcap,
         residual_checkpoint_name=None,
         mask_function=_is_visible,
         interpret=interpret,
     )
-    return kernel(q, k, v)
 
 
-def _block_schedule(low: Int[Array, "n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _block_schedule(
+    low: Int[Array, "n"], high: Int[Array, "n"]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(visited, next_keys, next_queries), int32 [n, n]: schedule of query x key blocks.
 
-    Query block i visits the key blocks from `low[i]` to i. `next_keys` and `next_queries` name the
-    block to prefetch meanwhile: the key block of the next visit in a row, and the query block of a
-    column.
+    Query block i visits the key blocks from `low[i]` up to, but not including, `high[i]`.
+    `next_keys` and `next_queries` name the block to prefetch meanwhile: the key block of the next
+    visit in a row, and the first query block of a column.
     """
     n = low.shape[0]
     i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
-    lows = low[:, None]
-    visible = (lows <= j) & (j <= i)
-    next_keys = jnp.where(j > i, jnp.roll(lows, -1, axis=0), jnp.maximum(lows, j))
-    return visible.astype(jnp.int32), next_keys, jnp.where(visible, i, j)
+    lows, highs = low[:, None], high[:, None]
+    visible = (lows <= j) & (j < highs)
+    next_keys = jnp.where(j >= highs, jnp.roll(lows, -1, axis=0), jnp.maximum(lows, j))
+    begin = jnp.sum(highs <= j, axis=0, keepdims=True, dtype=jnp.int32)
+    next_queries = jnp.where(visible, i, jnp.minimum(begin, n - 1))
+    return visible.astype(jnp.int32), jnp.minimum(next_keys, n - 1), next_queries
 
 
 def _is_visible(ranges: jax.Array, key: jax.Array) -> jax.Array:

@@ -3,14 +3,27 @@
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention.splash import MAX_LEN
+from jaxrl.kernels.attention.triton import unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
+from jaxrl.kernels.ring_attention.splash import ring_splash
+from jaxrl.kernels.ring_attention.triton import ring_triton
 
-IMPLEMENTATIONS = {"blockwise": ring_blockwise, "reference": ring_reference}
-PLANNED = {name: "as a ring step" for name in ("splash", "triton", "cudnn")}
-DEFAULTS = {name: ("blockwise", "the only ring kernel") for name in ("cpu", "gpu", "tpu")}
+IMPLEMENTATIONS = {
+    "blockwise": ring_blockwise,
+    "reference": ring_reference,
+    "splash": ring_splash,
+    "triton": ring_triton,
+}
+PLANNED = {"cudnn": "as a ring step"}
+DEFAULTS = {
+    "cpu": ("blockwise", "plain XLA"),
+    "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
+    "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
+}
 
 
 def ring_attention(
@@ -27,14 +40,21 @@ def ring_attention(
 
     Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device
     visit all others. Causality, segments and windows follow the original token order of the row.
-    `implementation` is config.model.attention; None or "auto" selects by backend.
+    `implementation` is config.model.attention; None or "auto" selects by backend and shapes.
     """
+    defaults, n_tokens = DEFAULTS, q.shape[1] // spec.rules.ring_size
+    if n_tokens > MAX_LEN:
+        reason = f"plain XLA, because 'splash' does not support {n_tokens} tokens per device"
+        defaults = defaults | {"tpu": ("blockwise", reason)}
+    if why := unsupported_by_triton(q):
+        reason = f"plain XLA, because 'triton' does not support {why}"
+        defaults = defaults | {"gpu": ("blockwise", reason)}
     attend = choose(
         "config.model.attention",
         implementation,
         implementations=IMPLEMENTATIONS,
         planned=PLANNED,
-        defaults=DEFAULTS,
+        defaults=defaults,
     )
     with jax.named_scope("ring_attention"):
         return attend(q, k, v, spec=spec, segments=segments, window=window)

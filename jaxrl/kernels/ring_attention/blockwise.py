@@ -1,13 +1,11 @@
 """Block-wise ring attention: n steps, in each of which one device's keys meet all queries.
 
-A device holds two chunks of c tokens of each row, one from either half (sharding/order.py), and so
-do the travelling keys. The online softmax of its queries continues from step to step. Loop bounds
+The online softmax of a device's queries continues from step to step. Loop bounds
 are read from the segments, so invisible keys cost only their transfer. The backward pass sends keys
 around again together with the sums of their gradients, which return home after n steps. The next
 keys are transferred while the present ones are processed.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -25,34 +23,9 @@ from jaxrl.kernels.attention.blockwise import (
     from_query_rows,
     key_rows,
     query_rows,
-    visible_range,
 )
 from jaxrl.kernels.attention_spec import AttentionSpec
-from sharding import zigzag
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Static parameters: scores, the mesh axes that share a row, and the chunk length."""
-
-    spec: AttentionSpec
-    axes: tuple[str, ...]
-    chunk: int  # tokens
-
-    @property
-    def size(self) -> int:
-        return lax.axis_size(self.axes)
-
-    def bases(self, step):
-        """First row positions of the two key chunks that are on this device after `step` steps."""
-        n = self.size
-        source = (lax.axis_index(self.axes) - step) % n
-        return source * self.chunk, (2 * n - 1 - source) * self.chunk
-
-    def pass_on(self, tree):
-        """Sends `tree` to the next device."""
-        to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, to_next), tree)
+from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
 
 
 def ring_blockwise(
@@ -65,31 +38,14 @@ def ring_blockwise(
     window: int | Int[Array, ""],
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
-    rules = spec.rules
-    heads, kv_heads = (rules.spec("batch", "time", h, None) for h in ("heads", "kv_heads"))
-    rows = rules.spec("batch", "time")
-    axes = rules.mesh_axes("time")
-    n = rules.n_shards("time")
-    zigzag(q.shape[1], n)  # raises ValueError for a length that does not divide
-    ring = Ring(spec, axes, q.shape[1] // (2 * n))
-    local = jax.shard_map(
-        functools.partial(_local_ring, ring),
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
-        out_specs=heads,
-        check_vma=False,
-    )
-    q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
-    window = jnp.asarray(window, jnp.int32)
-    return local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+    return shard_ring(_local_ring, q, k, v, spec=spec, segments=segments, window=window)
 
 
-def _local_ring(ring: Ring, q, k, v, segments, window):
+def _local_ring(ring: Ring, q, k, v, first, last):
     B, N, H = q.shape[0], *q.shape[2:]
     G = N // k.shape[2]
     block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
-    cut = [
-        blocks_of(a.reshape(2 * B, -1), block) for a in _local_visible_range(ring, segments, window)
-    ]
+    cut = [blocks_of(a.reshape(2 * B, -1), block) for a in (first, last)]
     first, last = (jnp.repeat(a, G, -1) for a in cut)
     keys = [_key_chunks(x) for x in (k, v)]
     q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
@@ -105,16 +61,6 @@ def _key_chunks(k):
     B, T, K, H = k.shape
     rows = key_rows(k.reshape(2 * B, T // 2, K, H)).astype(k.dtype)
     return rows.reshape(B, 2, *rows.shape[1:]).swapaxes(0, 1)
-
-
-def _local_visible_range(ring: Ring, segments, window):
-    """First and last visible key of this device's queries, as positions in the row."""
-    T = segments.shape[1]
-    segments = lax.all_gather(segments, ring.axes, axis=1, tiled=True)
-    order = zigzag(segments.shape[1], ring.size)
-    bounds = visible_range(segments[:, order.argsort()], window)
-    begin = lax.axis_index(ring.axes) * T
-    return [lax.dynamic_slice_in_dim(a[:, order], begin, T, axis=1) for a in bounds]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

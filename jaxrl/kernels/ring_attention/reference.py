@@ -23,7 +23,7 @@ def ring_reference(
     """Attention over whole rows on every device of the ring."""
     rules = spec.rules
     whole = dataclasses.replace(rules, time=None, ring=False)
-    order = zigzag(q.shape[1], rules.n_shards("time"))
+    order = zigzag(q.shape[1], rules.ring_size)
 
     def take(x, order_of_row, *logical):
         sharding = whole.spec("batch", None, *logical)

@@ -1,0 +1,52 @@
+"""Ring attention on NVIDIA GPUs; the packed kernels compute its blocks."""
+
+import dataclasses
+import functools
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxrl.kernels.attention import triton
+from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.ring_attention.blocks import ring_in_blocks
+from jaxrl.kernels.ring_attention.ring import shard_ring
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonBlocks:
+    """kernels/attention/triton.py as a `BlockKernel`."""
+
+    kernels: triton.Kernels
+    heads_first: bool = False
+    block: int = triton.BLOCK
+
+    def forward(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
+        out, norm = triton.forward(self.kernels, q, k, v, first, last)
+        return out, norm.swapaxes(1, 2)
+
+    def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
+        norm = norm.swapaxes(1, 2)
+        return triton.backward(self.kernels, q, k, v, out, norm, d_out, first, last)
+
+
+def ring_triton(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    spec: AttentionSpec,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(q kᵀ * scale)) v; each device keeps its queries.
+
+    `interpret` emulates the kernels with XLA on any backend. Raises NotImplementedError without a
+    GPU and for head widths that are not a power of two.
+    """
+    if not interpret:
+        check_platform("config.model.attention", "triton", "gpu")
+    triton.check_heads(q)
+    attend = functools.partial(ring_in_blocks, TritonBlocks(triton.Kernels(spec, interpret)))
+    return shard_ring(attend, q, k, v, spec=spec, segments=segments, window=window)
