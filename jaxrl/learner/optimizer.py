@@ -39,6 +39,7 @@ class Optimizer:
     lr: optax.Schedule  # optimizer steps taken so far -> learning rate of the next one
     clip_norm: float  # 0 = off
     ema: float = 0.0  # decay of the moving average of the weights per step; 0 = no average
+    master: bool = True  # keep float32 weights of narrower parameters; else round stochastically
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
@@ -62,7 +63,7 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
     factors = lr_factors(cfg, specs)
     if factors is not None:
         steps.append(optax.stateless(lambda updates, _: jax.tree.map(_times, updates, factors)))
-    return Optimizer(optax.chain(*steps), lr, cfg.clip_norm, cfg.ema)
+    return Optimizer(optax.chain(*steps), lr, cfg.clip_norm, cfg.ema, cfg.master_weights)
 
 
 def check_moments(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:

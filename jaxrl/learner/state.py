@@ -1,6 +1,8 @@
 """Train state: parameters in the compute dtype, optimizer state and float32 master weights."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool
 
 from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.rounding import round_tree
 from jaxrl.models.lora import combine, split
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
@@ -22,7 +25,7 @@ class OptState:
 
     # Each for the arrays that training changes: with adapters, only these (models/lora.py).
     inner: Tree  # optax's state: moments
-    master: Tree  # float32 weights of narrower parameters; MaskedNode for float32 ones
+    master: Tree  # float32 weights of narrower parameters; MaskedNode for those without
     ema: Tree = None  # float32 moving average of the weights, if the optimizer keeps one
 
 
@@ -62,7 +65,7 @@ def abstract_state(
 def init_opt_state(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
     """Optimizer state, master weights and moving average before the first update."""
     params = split(params)[0]
-    master = jax.tree.map(_master_weight, params)
+    master = jax.tree.map(functools.partial(_master_weight, keep=optimizer.master), params)
     weights = _float32(params, master)
     ema = (
         jax.tree.map(lambda w: jnp.copy(w.astype(jnp.float32)), weights) if optimizer.ema else None
@@ -76,7 +79,8 @@ def apply_gradients(
 ) -> TrainState:
     """One optimizer step in float32 on the master weights; the parameters are rounded from them.
 
-    `state` and `grads` have only the parameters that training changes.
+    Without master weights the step starts from the parameters, which are rounded stochastically
+    (rounding.py). `state` and `grads` have only the parameters that training changes.
 
     A moving average of the weights, if kept, becomes ema * average + (1 - ema) * weights
     (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
@@ -87,7 +91,10 @@ def apply_gradients(
     old = _float32(state.params, state.opt_state.master)
     updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)
-    params = jax.tree.map(lambda p, w: w.astype(p.dtype), state.params, new)
+    if optimizer.master:
+        params = jax.tree.map(lambda p, w: w.astype(p.dtype), state.params, new)
+    else:
+        params = round_tree(new, state.params, state.step)
     master = jax.tree.map(
         lambda p, m, w: m if isinstance(m, optax.MaskedNode) else w,
         state.params,
@@ -114,11 +121,15 @@ def trained_state(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=split(state.params)[0])
 
 
-def _master_weight(param: jax.Array):
+def _master_weight(param: jax.Array, *, keep: bool):
     wide = param.dtype.itemsize >= 4
-    return optax.MaskedNode() if wide else param.astype(jnp.float32)
+    return optax.MaskedNode() if wide or not keep else param.astype(jnp.float32)
 
 
 def _float32(params: Tree, master: Tree) -> Tree:
     """The float32 weights that the optimizer updates."""
-    return jax.tree.map(lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master)
+
+    def one(param: jax.Array, master: Any) -> jax.Array:
+        return param.astype(jnp.float32) if isinstance(master, optax.MaskedNode) else master
+
+    return jax.tree.map(one, params, master)

@@ -16,6 +16,7 @@ def optimizer_errors(run: RunConfig) -> list[str]:
     return [
         *_name_errors(learner),
         *_moment_errors(learner),
+        *_master_errors(run),
         *pattern_errors("learner.lr_factors", learner.lr_factors),
         *pattern_errors("learner.weight_decays", learner.weight_decays),
     ]
@@ -74,6 +75,15 @@ def _name_errors(learner: LearnerConfig) -> list[str]:
     return [
         f"learner.optimizer has {name!r}, which is not known; {hint}set one of "
         f"{', '.join(OPTIMIZERS)}, or 'package.module:function' such as 'optax:adabelief'"
+    ]
+
+
+def _master_errors(run: RunConfig) -> list[str]:
+    if run.learner.master_weights or run.model.dtype != "float32":
+        return []
+    return [
+        "learner.master_weights=False has no effect on float32 parameters, which have no master "
+        "weights; set model.dtype='bfloat16', or leave it out"
     ]
 
 
