@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from sharding import TRAIN, Rules
 
+SAVED_NAME = "attention"  # of outputs and normalizers that the backward pass may keep
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention_spec import SAVED_NAME as ATTENTION
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
@@ -31,11 +33,16 @@ from sharding import Rules, gather_matrix, target_platform
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
-REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "none": None,
+# Activations that the backward pass keeps, by learner.remat. They have names where they are made,
+# so that a policy holds for any sharding: "o" is the sum over the devices of a tensor axis.
+SAVED = {
+    "full": (),
+    "mlp": ("gate_up", ATTENTION),
+    "dots": ("qkv", ATTENTION, "o", "gate_up", "down"),
 }
+REMAT_POLICIES = {
+    name: jax.checkpoint_policies.save_only_these_names(*names) for name, names in SAVED.items()
+} | {"none": None}
 
 
 def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
@@ -82,12 +89,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x, positions, rotation, window, layer_index, attend: Attend, state, rules: Rules
     ):
-        q, k, v = apply_linears(x, self.q, self.k, self.v, rules=rules)
+        projected = apply_linears(x, self.q, self.k, self.v, rules=rules)
+        q, k, v = checkpoint_name(projected, "qkv")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(prevent_norm_fusion(q)), self.k_norm(prevent_norm_fusion(k))
         q, k = rotate(q, positions, rotation), rotate(k, positions, rotation)
         out, state = attend(q, k, v, window, layer_index, state)
-        return self.o(out, rules), state
+        return checkpoint_name(self.o(out, rules), "o"), state
 
 
 class Layer(nnx.Module):
@@ -249,8 +257,8 @@ def run_layers(
     """Runs all layers in order: a scan over stacked layers, a loop over a list.
 
     `state` passes from layer to layer; as a scan carry it is updated in place. `remat` names what
-    the backward pass may keep: "none" everything, "dots" the results of weight products, "full" the
-    layer inputs.
+    the backward pass may keep: "none" everything, "full" the layer inputs, others also those of
+    `SAVED`.
     """
     if model.cfg.stacked:
         layers = stacked_layers(model, rules)
@@ -321,10 +329,27 @@ def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, trac
     return jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
 
 
+@jax.custom_vjp
+def finish_gradients(x: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
+    """Identity; in backward, the gradient of x waits for all gradients of the layer.
+
+    XLA otherwise runs the backward passes of all layers first, and keeps what the gradients of
+    their weights need.
+    """
+    return x, layer
+
+
+finish_gradients.defvjp(
+    lambda x, layer: ((x, layer), None), lambda _, grads: jax.lax.optimization_barrier(grads)
+)
+
+
 def _loop_layers(model: Decoder, layer_fn: Callable, x, per_layer: Rotation, state: Any):
     """`run_layers` over a list of layers."""
     loads = []
     for i, layer in enumerate(model.layers):
+        if model.cfg.lora is None:  # otherwise frozen weights would get gradients
+            x, layer = finish_gradients(x, layer)
         rotation = jax.tree.map(operator.itemgetter(i), per_layer)
         x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
         loads.append(load)

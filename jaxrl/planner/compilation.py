@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.xla import compiler_options
@@ -116,7 +117,8 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
     cfg = programs.cfg if scorer is None else scorer.cfg
     rows, row_len = cfg.learner.shapes[-1]
     segment = _segment_len(program, programs, lengths)
-    chunk, n_places = logprob_chunk(cfg), _ring_size(program, programs)
+    chunk, grouped = logprob_chunk(cfg), grouped_chunks()
+    n_places = _ring_size(program, programs)
 
     def trips(op_name: str) -> float | None:
         if "paged_attention" in op_name:
@@ -129,7 +131,7 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:
             chunks = rows * row_len / chunk
-            return float(math.ceil(chunks / 4 if "transpose" in op_name else chunks))
+            return float(math.ceil(chunks / grouped if "transpose" in op_name else chunks))
         if program == "decode":
             return 1.0
         return None

@@ -85,7 +85,7 @@ class Times:
     def covered(self, kind: str) -> float:
         """The share of a kind's time between its start and its end in which kernels run."""
         total = self.collectives_s.get(kind, 0.0)
-        return 1.0 - self.exposed_s[kind] / total if total else 0.0
+        return max(1.0 - self.exposed_s[kind] / total, 0.0) if total else 0.0
 
 
 def collective_seconds(one: Collective, chip: Chip) -> float:

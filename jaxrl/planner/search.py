@@ -32,7 +32,8 @@ from jaxrl.planner.topology import Chip, Topology
 from sharding import abstract_mesh, bytes_per_device
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
-RECOMPUTED_FRACTION = {"full": 1.0, "dots": 0.1, "none": 0.0}  # of the forward pass, in backward
+# of the forward pass, in backward
+RECOMPUTED_FRACTION = {"full": 1.0, "mlp": 0.15, "dots": 0.02, "none": 0.0}
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
 HEAD_CHUNK = 1024  # tokens whose logits exist at one time
 
@@ -267,7 +268,8 @@ def _memory_bytes(
     state = sizes.held * wide * (1 + reference) + sizes.trained * 4
     ffw = e * d.top_k * (d.F_expert + d.D) if d.E else d.F
     dots = 2 * d.D + (2 * (d.N + d.K) * d.H + 3 * ffw) / tp
-    kept = {"full": d.D, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
+    mlp = (2 * ffw + d.N * d.H) / tp
+    kept = {"full": d.D, "mlp": d.D + mlp, "dots": d.D + dots, "none": d.D + 3 * dots}[remat]
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
     work = local * wide * (d.L * kept + 4 * dots) + 3 * sizes.layer * wide + chunk
     work += 2 * 4 * sizes.head / tp

@@ -148,7 +148,7 @@ def test_remat_does_not_change_gradients(stacked, one_device):
     _, model = load_model(GOLDEN / "llama", rules=TRAIN, stacked=stacked)
     batch = tuple(jax.device_put(x, TRAIN.spec("batch", "time")) for x in rows())
     (value, _), grads = value_and_grad(model, batch)
-    for remat in ("dots", "full"):
+    for remat in ("mlp", "dots", "full"):
         (value_r, _), grads_r = value_and_grad(model, batch, remat=remat)
         np.testing.assert_allclose(float(value_r), float(value), rtol=1e-6)
         assert_close_trees(jax.device_get(grads_r), jax.device_get(grads))

@@ -23,11 +23,11 @@ def machine(memory_bytes: float = float(GIB)) -> Topology:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(run(), TINY, machine(), LENGTHS))
-    # 2 KV heads: tensor 1 or 2; four token budgets; three remat policies; with or without offload
-    assert [c.mesh for c in found[:: 4 * 3 * 2]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
+    # 2 KV heads: tensor 1 or 2; four token budgets; four remat policies; with or without offload
+    assert [c.mesh for c in found[:: 4 * 4 * 2]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
     assert {c.offload for c in found} == {(), ("optimizer", "reference")}
-    assert len(found) == 2 * 4 * 3 * 2
+    assert len(found) == 2 * 4 * 4 * 2
 
 
 def test_estimated_memory_follows_the_remat_policy():
@@ -35,7 +35,7 @@ def test_estimated_memory_follows_the_remat_policy():
         sizes = {"fsdp": 8 // tensor, "tensor": tensor}
         return estimate(run(), TINY, machine(), LENGTHS, sizes, tokens, remat).bytes
 
-    assert bytes_of("full") < bytes_of("dots") < bytes_of("none")
+    assert bytes_of("full") < bytes_of("mlp") < bytes_of("dots") < bytes_of("none")
     assert bytes_of("full", 128) < bytes_of("full", 1024)
 
 

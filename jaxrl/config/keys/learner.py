@@ -52,8 +52,8 @@ class LearnerConfig:
     )
     remat: str = key(
         "full",
-        "Activations recomputed in backward: full = whole layers, dots = all but matmul results, "
-        "none",
+        "Activations recomputed in backward: full = whole layers, mlp = all but attention and the "
+        "gate and up products, dots = all but attention and matrix products, none",
         choices=REMATS,
     )
     offload: tuple[str, ...] = key(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import (
@@ -26,7 +27,7 @@ from jaxrl.kernels.attention.blocks import (
     normalize,
     pad_axis,
 )
-from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.shard_attention import shard_attention
 
 QUERY_BLOCK = 128  # query positions, of G rows each
@@ -130,6 +131,7 @@ def _flash_forward(spec: AttentionSpec, q, k, v, span: Span):
         return normalize(accumulate_keys(spec, state, q[i], k, v, i // per_row, span, i))
 
     out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
+    out, norm = checkpoint_name((out, norm), SAVED_NAME)
     return out, (q, k, v, span, out, norm)
 
 

@@ -17,9 +17,10 @@ import json
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
@@ -125,6 +126,7 @@ def _forward(config: CudnnConfig, q, k, v, segments):
 
     norm = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     out, norm = _call_in_turn(call, q, k, segments, [q, norm])
+    out, norm = checkpoint_name((out, norm), SAVED_NAME)
     return out, (q, k, v, segments, out, norm)
 
 

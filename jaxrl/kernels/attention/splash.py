@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import pad_axis
 from jaxrl.kernels.attention.blockwise import visible_range
-from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
@@ -118,7 +118,7 @@ def make_kernel(
         save_residuals=save_residuals,
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=spec.softcap,
-        residual_checkpoint_name=None,
+        residual_checkpoint_name=SAVED_NAME,
         mask_function=_is_visible,
         interpret=interpret,
     )

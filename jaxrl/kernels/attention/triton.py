@@ -14,13 +14,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
 from jaxrl.kernels.attention.blockwise import visible_range
-from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 
@@ -117,7 +118,7 @@ def _flash(kernels: Kernels, q, k, v, first, last):
 
 
 def _flash_forward(kernels: Kernels, q, k, v, first, last):
-    out, norm = forward(kernels, q, k, v, first, last)
+    out, norm = checkpoint_name(forward(kernels, q, k, v, first, last), SAVED_NAME)
     return out, (q, k, v, out, norm, first, last)
 
 

@@ -17,9 +17,11 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
+from jaxrl.kernels.attention_spec import SAVED_NAME
 from jaxrl.kernels.ring_attention.ring import Ring
 
 
@@ -94,7 +96,7 @@ def _forward(ring: Ring, kernel: BlockKernel, q, k, v, first, last):
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED, jnp.float32)
     keys, so_far = lax.fori_loop(0, ring.size - 1, step, ((k, v), nothing))
     out, norm = attend(ring.size - 1, keys, so_far)
-    out = out.astype(q.dtype)
+    out, norm = checkpoint_name((out.astype(q.dtype), norm), SAVED_NAME)
     return out, (q, k, v, first, last, out, norm)
 
 

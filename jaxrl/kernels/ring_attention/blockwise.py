@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import BLOCK, Softmax, init_softmax, normalize
@@ -24,7 +25,7 @@ from jaxrl.kernels.attention.blockwise import (
     key_rows,
     query_rows,
 )
-from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
 
 
@@ -90,6 +91,7 @@ def _ring_forward(ring: Ring, q, k, v, first, last):
     states = init_softmax(q.shape[:3], v.shape[-1])
     keys, states = lax.fori_loop(0, ring.size - 1, step, ((k, v), states))
     out, norm = normalize(attend_to(ring.size - 1, keys, states))
+    out, norm = checkpoint_name((out, norm), SAVED_NAME)
     return out, (q, k, v, first, last, out, norm)
 
 
