@@ -11,27 +11,52 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --job=NAME             program that the config is for: train (default), sft, dpo, reward_model
     --json                 print one JSON object instead of tables
     --search[=N]           try meshes, token budgets and remat policies; compile until N (3) fit
+    --compare A B          print the numbers in which two plans differ (files with --json output)
+
+Simulates schedules of rollout and training (sync, partial, async) from the plan's lower bounds:
+
+    python -m jaxrl.plan --config=configs/boba_7b.py --topology=h100:192 --schedule=async \\
+        --lengths="lognormal?mean=14000" --search
+
+    --schedule=NAME        sync, partial or async; async on every split of the devices
+    --lengths=FILE         response lengths, one prompt's per line, or "lognormal?mean=N&sigma=X"
+    --max-staleness=N      training steps between the first token and the update (1)
+    --oversample=X         steps of groups that partial has in flight (max-staleness + 1)
+    --rollout-devices=N    this split only
+    --search               all schedules, splits and staleness; names the best
+    --plan=FILE            --json output to simulate, instead of compiling
 """
 
 import json
+import math
 import os
+import pathlib
 import sys
+from typing import Any
 
 if __name__ == "__main__":  # before jax is imported: does not open attached devices
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
+from ml_collections import ConfigDict
 
 from jaxrl.config.command_line import read_args, read_options, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.report import search_text, show
+from jaxrl.planner.schedules.command import (
+    SCHEDULE_OPTIONS,
+    Simulation,
+    read_schedule,
+    simulate_text,
+)
 from jaxrl.planner.search import search
 from jaxrl.planner.topology import KNOWN, Topology, simulated_cpus, topology
 from jaxrl.trainer.offline.dpo import DPO
@@ -39,35 +64,71 @@ from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.reward_model import REWARD_MODEL
 from jaxrl.trainer.offline.sft import SFT
 
-OPTIONS = ("topology", "model-config", "prompt-len", "response-len", "search", "job", "json")
+OPTIONS = (
+    "topology",
+    "model-config",
+    "prompt-len",
+    "response-len",
+    "search",
+    "job",
+    "json",
+    *SCHEDULE_OPTIONS,
+)
 OBJECTIVES = {"sft": SFT, "dpo": DPO, "reward_model": REWARD_MODEL}
 
 
 def main() -> int:
     """Exit status: 0 the run fits, 1 an error that the message explains, 2 it does not fit."""
-    config, rest = read_args(sys.argv[1:])
+    arguments = sys.argv[1:]
+    if "--compare" in arguments:
+        return _compare(arguments)
+    config, rest = read_args(arguments)
     options = read_options(rest, OPTIONS)
     _check_options(options)
-    if n := simulated_cpus(options["topology"]):
-        jax.config.update("jax_num_cpu_devices", n)
     try:
-        machine = topology(options["topology"])
-        n_devices = None if "search" in options else len(machine.devices)
-        cfg = resolve(config, n_devices=n_devices)
-        decoder = model_shape(cfg.model.path, options.get("model-config", ""))
-        lengths = Lengths(
-            int(options.get("prompt-len", cfg.data.max_prompt_len)),
-            int(options.get("response-len", cfg.data.max_response_len)),
-        )
-        if "search" in options:
-            plan = _search(cfg, decoder, machine, lengths, options)
+        simulation = read_schedule(options)
+        plan = _saved_plan(options["plan"], "rollout_weight_bytes") if "plan" in options else None
+        if plan is not None:
+            cfg = resolve(config, n_devices=math.prod(plan["mesh"].values()))
+            decoder = model_shape(cfg.model.path, options.get("model-config", ""))
         else:
-            plan = _plan(cfg, decoder, machine, lengths, options.get("job", "train"))
+            compiled, cfg, decoder = _compiled_plan(config, options, simulation)
+            if simulation is None or compiled is None:
+                return _show(compiled, options)
+            plan = compiled.json()
+        assert simulation is not None, "read_schedule rejects --plan without --schedule"
+        print(simulate_text(simulation, cfg, decoder, plan), end="")
     except ProgramTooLarge as error:
         print(error, file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         stop(str(error))
+    return 0
+
+
+def _compiled_plan(
+    config: ConfigDict, options: dict[str, str], simulation: Simulation | None
+) -> tuple[Plan | None, RunConfig, DecoderConfig]:
+    """(plan or None if a program is too large, the run, its model), compiled for the topology."""
+    if n := simulated_cpus(options["topology"]):
+        jax.config.update("jax_num_cpu_devices", n)
+    machine = topology(options["topology"])
+    searches = "search" in options and simulation is None
+    cfg = resolve(config, n_devices=None if searches else len(machine.devices))
+    decoder = model_shape(cfg.model.path, options.get("model-config", ""))
+    response_len = simulation.mean_len(cfg) if simulation else cfg.data.max_response_len
+    lengths = Lengths(
+        int(options.get("prompt-len", cfg.data.max_prompt_len)),
+        int(options.get("response-len", response_len)),
+    )
+    if searches:
+        return _search(cfg, decoder, machine, lengths, options), cfg, decoder
+    plan = _plan(cfg, decoder, machine, lengths, options.get("job", "train"))
+    return plan, cfg, decoder
+
+
+def _show(plan: Plan | None, options: dict[str, str]) -> int:
+    """Prints a plan; returns the exit status."""
     if plan is None:
         return 2
     if "json" in options:
@@ -77,9 +138,33 @@ def main() -> int:
     return 0 if plan.fits else 2
 
 
+def _saved_plan(file: str, needed: str) -> dict[str, Any]:
+    """The object in a file with --json output, which must have the key `needed`."""
+    try:
+        plan = json.loads(pathlib.Path(file).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error}); write it with --json") from error
+    if not isinstance(plan, dict) or needed not in plan:
+        raise ValueError(f"{file} is not a plan with {needed}; write it again with --json")
+    return plan
+
+
+def _compare(arguments: list[str]) -> int:
+    at = arguments.index("--compare")
+    files = arguments[at + 1 :]
+    if len(files) != 2 or at:
+        stop("--compare takes two files with --json output and nothing else: --compare A B")
+    try:
+        a, b = (_saved_plan(file, "programs") for file in files)
+    except (ValueError, OSError) as error:
+        stop(str(error))
+    print(comparison_text(a, b, (pathlib.Path(files[0]).stem, pathlib.Path(files[1]).stem)), end="")
+    return 0
+
+
 def _check_options(options: dict[str, str]) -> None:
     """Exits with one message if options are missing or contradict each other."""
-    if "topology" not in options:
+    if "topology" not in options and "plan" not in options:
         stop(f"--topology is missing; set it to one of {KNOWN}")
     job = options.get("job", "train")
     if job not in ("train", *OBJECTIVES):

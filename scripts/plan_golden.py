@@ -11,6 +11,7 @@ for the TPU and GPU plans (see jaxrl/planner/topology.py). Example output:
 """
 
 import json
+import math
 import os
 import pathlib
 import sys
@@ -20,14 +21,23 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 from jaxrl.config.command_line import load_config, override
+from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
+from jaxrl.planner.programs import Lengths
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import topology
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "plans"
+BOBA_LENGTHS = Lengths(prompt=256, response=14000)
+STACKED = {"model.layers": "stacked"}  # compiles in a tenth of the time
+LENGTHS = {  # of an average sequence, where it is not the longest
+    "boba_1p5b.h100-8": BOBA_LENGTHS,
+    "boba_7b.h100-64": BOBA_LENGTHS,
+    "boba_7b.v5p-4x4x4": BOBA_LENGTHS,
+}
 PLANS = {  # name -> config, topology, overrides
     "quickstart.cpu-2": (
         "quickstart",
@@ -39,6 +49,9 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_7b.h100-64": ("grpo_7b", "h100:64", {}),
     "grpo_7b.v5p-4x4x4": ("grpo_7b", "v5p:4x4x4", {}),
     "grpo_70b_longctx.v5p-4x8x8": ("grpo_70b_longctx", "v5p:4x8x8", {}),
+    "boba_1p5b.h100-8": ("boba_1p5b", "h100:8", {"mesh.replica": "1"} | STACKED),
+    "boba_7b.h100-64": ("boba_7b", "h100:64", {"mesh.replica": "8"} | STACKED),
+    "boba_7b.v5p-4x4x4": ("boba_7b", "v5p:4x4x4", {"mesh.replica": "1", "mesh.fsdp": "64"}),
     "boba_1p5b.h100-128": ("boba_1p5b", "h100:128", {}),
     "boba_7b.h100-192": ("boba_7b", "h100:192", {}),
     "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
@@ -46,21 +59,28 @@ PLANS = {  # name -> config, topology, overrides
 }
 
 
-def plan_of(name: str) -> Plan:
-    """Compiles the plan of one of PLANS."""
+def config_of(name: str) -> RunConfig:
+    """The run of one of PLANS."""
     file, machine_name, overrides = PLANS[name]
     config = load_config(str(ROOT / "configs" / f"{file}.py"))
     for key, text in overrides.items():
         override(config, key, text)
-    machine = topology(machine_name)
-    cfg = resolve(config, n_devices=len(machine.devices))
-    return make_plan(cfg, model_shape(cfg.model.path), machine)
+    sizes = machine_name.partition(":")[2].split("x")
+    return resolve(config, n_devices=math.prod(map(int, sizes)))
+
+
+def plan_of(name: str) -> Plan:
+    """Compiles the plan of one of PLANS."""
+    cfg, machine = config_of(name), topology(PLANS[name][1])
+    return make_plan(cfg, model_shape(cfg.model.path), machine, lengths=LENGTHS.get(name))
 
 
 def command(name: str) -> str:
     """The command line that prints the same plan."""
     file, machine_name, overrides = PLANS[name]
     keys = "".join(f" --config.{key}={text}" for key, text in overrides.items())
+    if lengths := LENGTHS.get(name):
+        keys += f" --prompt-len={lengths.prompt} --response-len={lengths.response}"
     return f"python -m jaxrl.plan --config=configs/{file}.py --topology={machine_name}{keys}"
 
 

@@ -56,10 +56,15 @@ class Plan:
     tokens_per_s: float
     lengths: Lengths
     note: str  # what the compilation assumes about the machine, or ""
+    n_replicas: int  # of the engine
+    rollout_weight_bytes: int  # of the weights that it reads
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
         return {
+            "topology": self.topology,
+            "mesh": {axis: n for axis, n in self.mesh.items() if n > 1},
+            "lengths": dataclasses.asdict(self.lengths),
             "fits": self.fits,
             "programs": {
                 name: {
@@ -71,12 +76,18 @@ class Plan:
                     "l2_bytes": p.cost.l2_bytes,
                     "kernels_s": serial(p, self.chip).kernels_s,
                     "collectives": _collectives(p, self.chip),
+                    "seconds": resource_seconds(p, self.chip),
                     "compile_s": round(p.compile_s, 2),
                 }
                 for name, p in self.programs.items()
             },
             "phases": {name: dataclasses.asdict(phase) for name, phase in self.phases.items()},
+            "resident": self.resident,
+            "budget_bytes": self.budget_bytes,
+            "page_bytes": self.page_bytes,
             "kv_pages": self.kv_pages,
+            "n_replicas": self.n_replicas,
+            "rollout_weight_bytes": self.rollout_weight_bytes,
             "max_concurrent_sequences": self.max_concurrent_sequences,
             "expected_step_s": self.expected_step_s,
             "serial_step_s": self.serial_step_s,
@@ -176,7 +187,16 @@ def assemble_plan(
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
         note=machine.note,
+        n_replicas=run.n_replicas,
+        rollout_weight_bytes=_rollout_weight_bytes(run, programs),
     )
+
+
+def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int:
+    """Weights that the engine reads: the arguments of decode without the KV pool."""
+    if "decode" not in programs:
+        return 0
+    return programs["decode"].argument_bytes - run.page_bytes * run.n_pages
 
 
 def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
@@ -258,15 +278,20 @@ def roofline(program: Program, chip: Chip) -> tuple[float, str]:
 
     The maximum of compute, HBM traffic, collectives and host transfers, as if all overlapped.
     """
-    cost = program.cost
-    times = {
-        "flops": sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items()),
-        "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
-        "collectives": sum(collective_seconds(one, chip) for one in cost.collectives),
-        "host": cost.host_bytes / chip.host_bytes_per_s,
-    }
+    times = resource_seconds(program, chip)
     bound = max(times, key=times.__getitem__)
     return float(times[bound]), bound
+
+
+def resource_seconds(program: Program, chip: Chip) -> dict[str, float]:
+    """Seconds that one call keeps each resource busy at its peak rate."""
+    cost = program.cost
+    return {
+        "flops": float(sum(flops / chip.rate(dtype) for dtype, flops in cost.flops.items())),
+        "memory": cost.bytes_accessed / chip.memory_bytes_per_s,
+        "collectives": float(sum(collective_seconds(one, chip) for one in cost.collectives)),
+        "host": cost.host_bytes / chip.host_bytes_per_s,
+    }
 
 
 def serial_seconds(program: Program, chip: Chip) -> float:

@@ -43,17 +43,14 @@ from tests.planner.tiny_run import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 JSON_KEYS = (
-    "fits",
-    "programs",
-    "phases",
-    "kv_pages",
-    "max_concurrent_sequences",
+    "topology", "mesh", "lengths", "fits", "programs", "phases", "resident", "budget_bytes",
+    "page_bytes", "kv_pages", "n_replicas", "rollout_weight_bytes", "max_concurrent_sequences",
     "expected_step_s",
     "serial_step_s",
-)
+)  # fmt: skip
 PROGRAM_KEYS = (
     "argument_bytes", "temp_bytes", "output_bytes", "flops", "bytes_accessed", "l2_bytes",
-    "kernels_s", "collectives", "compile_s",
+    "kernels_s", "collectives", "seconds", "compile_s",
 )  # fmt: skip
 
 
@@ -75,6 +72,11 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
     for program in found["programs"].values():
         for moved in program["collectives"].values():
             assert 0 <= moved["exposed_s"] <= moved["seconds"] * (1 + 1e-9)
+    for name, program in plan.programs.items():
+        assert max(found["programs"][name]["seconds"].values()) == roofline(program, plan.chip)[0]
+    # the copy of a replica: see test_the_rollout_has_a_gathered_copy_of_the_weights
+    copied = found["programs"]["reshard"]["output_bytes"]
+    assert found["rollout_weight_bytes"] == pytest.approx(copied, rel=0.1)
 
 
 @pytest.mark.parametrize(

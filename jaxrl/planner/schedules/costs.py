@@ -1,0 +1,189 @@
+"""Costs of a simulated run from the numbers of its plan, for any split of the devices.
+
+The plan is of all devices. A replica of the engine costs the same in every split. Training on m of
+n devices takes n / m times as long, and holds n / m times the state per device: the micro-batch of
+a device is the same, and there are n / m times as many of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.engine.device.batches import dispatch_shapes
+from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.schedules.simulation import Costs, Engines, Usage
+from jaxrl.planner.topology import CHIPS
+
+ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
+Numbers = Mapping[str, Any]  # Plan.json()
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Devices of the rollout and of training; the same ones if `shared`."""
+
+    rollout: int
+    training: int
+    shared: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rollout}" if self.shared else f"{self.rollout} + {self.training}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCosts:
+    """The plan of a run as costs. `inner` devices of training share the tokens of a sequence."""
+
+    cfg: RunConfig
+    decoder: DecoderConfig
+    plan: Numbers
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.plan["mesh"].values())
+
+    @property
+    def replica_devices(self) -> int:
+        return self.n_devices // self.plan["n_replicas"]
+
+    @property
+    def inner(self) -> int:
+        sizes = {"fsdp": 1, "replica": 1} | self.plan["mesh"]
+        return self.n_devices // (sizes["fsdp"] * sizes["replica"])
+
+    def shared(self) -> Split:
+        return Split(self.n_devices, self.n_devices, shared=True)
+
+    def splits(self, most: int = 15) -> list[Split]:
+        """Every split into whole replicas and whole training ranks, at most `most`, evenly spaced.
+
+        Those whose training does not fit are left out.
+        """
+        unit = math.lcm(self.replica_devices, self.inner)
+        unit *= max(self.n_devices // unit // (most + 1), 1)
+        every = [Split(n, self.n_devices - n) for n in range(unit, self.n_devices, unit)]
+        return [split for split in every if not self.misfit(split)]
+
+    def split(self, rollout_devices: int) -> Split:
+        """The split with that many rollout devices. Raises ValueError if it cannot be."""
+        n, inner, replica = self.n_devices, self.inner, self.replica_devices
+        split = Split(rollout_devices, n - rollout_devices)
+        if not 0 < rollout_devices < n:
+            raise ValueError(
+                f"{rollout_devices} rollout devices of {n} leave {n - rollout_devices} for "
+                f"training; set a number between {replica} and {n - inner}"
+            )
+        if rollout_devices % replica or split.training % inner:
+            raise ValueError(
+                f"{rollout_devices} rollout and {split.training} training devices are not whole "
+                f"replicas of {replica} and whole ranks of {inner}; set a multiple of "
+                f"{math.lcm(replica, inner)}"
+            )
+        if reason := self.misfit(split):
+            raise ValueError(f"{reason}; set fewer rollout devices or a smaller token budget")
+        return split
+
+    def misfit(self, split: Split) -> str:
+        """Why the split cannot run, else ''."""
+        growth = self.n_devices / split.training - 1
+        state = growth * sum(self.plan["resident"].values())
+        peak = max(
+            phase["live_bytes"] for name, phase in self.plan["phases"].items() if name != "rollout"
+        )
+        if (needs := peak + state) > self.plan["budget_bytes"]:
+            return (
+                f"training on {split.training} devices needs {needs / 2**30:.1f} GiB of "
+                f"{self.plan['budget_bytes'] / 2**30:.1f} GiB per device"
+            )
+        if not self.slots(split):
+            return "no KV cache of a sequence of maximum length fits the rollout devices"
+        return ""
+
+    def slots(self, split: Split) -> int:
+        """Sequences of maximum length that a replica holds.
+
+        Separate rollout devices have weights, temporaries and KV pages only.
+        """
+        rollout, plan = self.cfg.rollout, self.plan
+        programs = plan["programs"]
+        temporaries = max(programs[n]["temp_bytes"] for n in ENGINE_PROGRAMS if n in programs)
+        used = plan["rollout_weight_bytes"] + temporaries
+        if split.shared:
+            used = max(phase["live_bytes"] for phase in plan["phases"].values())
+        free = plan["budget_bytes"] - used
+        pages_per_seq = -(-self.cfg.data.max_len // rollout.page_len)
+        pages = max(int(free // plan["page_bytes"]), 0)
+        return min(rollout.max_num_seqs, pages // pages_per_seq)
+
+    def engines(self, split: Split) -> Engines:
+        return Engines(split.rollout // self.replica_devices, self.slots(split))
+
+    def costs(self, split: Split) -> Costs:
+        programs, phases = self.plan["programs"], self.plan["phases"]
+        shapes = dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder.V)
+        prefill_tokens = shapes.prefill_buckets[-1] * shapes.prefill_row_len
+        slower = self.n_devices / split.training
+        update_s = self.cfg.updates_per_step * _seconds(programs["apply"])
+        passes_s = sum(phases[name]["roofline_s"] for name in phases if name != "rollout")
+        lengths = self.plan["lengths"]
+        seq_len = lengths["prompt"] + lengths["response"]
+        token_s = (passes_s - update_s) / (self.cfg.sequences_per_step * seq_len)
+        pair_s = self._attention_pair_s()
+        return Costs(
+            decode=self._decode(),
+            prefill_s=_seconds(programs["prefill"]) / prefill_tokens,
+            train_s=slower * max(token_s - pair_s * seq_len / 2, 0.0),
+            train_pair_s=slower * pair_s,
+            update_s=slower * update_s,
+            transfer_s=self._transfer_s(split),
+        )
+
+    def _attention_pair_s(self) -> float:
+        """Time of all passes for one query and one key, on all devices together.
+
+        A forward pass has two products of a query and a key, backward five, and full remat repeats
+        the forward pass.
+        """
+        cfg, d, decode = self.cfg, self.decoder, self.plan["programs"]["decode"]
+        update = 2 + 5 + 2 * (cfg.learner.remat == "full")
+        scored = 2 * (needs_old_logp(cfg) + needs_ref_logp(cfg))
+        flops = 2 * (scored + update * cfg.learner.epochs) * d.L * d.N * d.H
+        return flops * decode["seconds"]["flops"] / decode["flops"] / self.n_devices
+
+    def _decode(self) -> tuple[Usage, ...]:
+        """The decode program's seconds, divided into weights, sequences and keys."""
+        program, lengths = self.plan["programs"]["decode"], self.plan["lengths"]
+        n, d = self.cfg.rollout.max_num_seqs, self.decoder
+        keys = n * (lengths["prompt"] + lengths["response"] / 2)
+        seconds = program["seconds"]
+        per_byte = seconds["memory"] / program["bytes_accessed"]
+        per_flop = seconds["flops"] / program["flops"]
+        tensor = self.cfg.rollout.tensor or self.cfg.mesh.tensor
+        key_s = self.plan["page_bytes"] / self.cfg.rollout.page_len * per_byte
+        weights_s = self.plan["rollout_weight_bytes"] * per_byte
+        attention_s = 4 * d.L * d.N * d.H / tensor * per_flop  # two products of a query and a key
+        memory_s = max(seconds["memory"] - weights_s - keys * key_s, 0.0) / n
+        flops_s = max(seconds["flops"] - keys * attention_s, 0.0) / n
+        return (
+            Usage(weights_s, memory_s, key_s),
+            Usage(0.0, flops_s, attention_s),
+            Usage(0.0, seconds["collectives"] / n, 0.0),
+        )
+
+    def _transfer_s(self, split: Split) -> float:
+        """Time of new weights: the reshard on shared devices, else over the network once."""
+        programs = self.plan["programs"]
+        if split.shared:
+            return _seconds(programs["reshard"]) if "reshard" in programs else 0.0
+        chip = CHIPS[self.plan["topology"].partition(":")[0]]
+        slow = chip.node and self.n_devices > chip.node
+        rate = chip.network_bytes_per_s if slow else chip.link_bytes_per_s
+        return self.plan["rollout_weight_bytes"] / rate
+
+
+def _seconds(program: Numbers) -> float:
+    """Time of a call, as if all resources overlapped."""
+    return max(program["seconds"].values())

@@ -1,0 +1,98 @@
+"""Text of simulated schedules: a table, and the assumptions of its numbers."""
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.planner.schedules.costs import RunCosts
+from jaxrl.planner.schedules.search import Simulated, best
+
+COLUMNS = (
+    "schedule", "devices", "max_staleness", "s/step", "tokens/s", "to sync", "rollout idle",
+    "trainer idle", "mean staleness", "versions",
+)  # fmt: skip
+WIDTH = 160
+
+
+def schedules_text(
+    costs: RunCosts, found: Sequence[Simulated], lengths: np.ndarray, spec: str
+) -> str:
+    """The simulated schedules as a Markdown table; the first one is the baseline."""
+    chosen = best(list(found))
+    lines = [
+        f"simulated schedules of {costs.cfg.name} on {costs.plan['topology']}",
+        "",
+        _table(found),
+        "",
+        f"best: {_name(chosen)}, {_gain(chosen, found[0])} of {_name(found[0])}",
+        "",
+        "assumptions:",
+        *(textwrap.fill(one, 120, initial_indent="- ", subsequent_indent="  ")
+          for one in _assumptions(costs, lengths, spec)),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: Sequence[Simulated]) -> str:
+    table = Table(box=MARKDOWN)
+    for i, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+    for one in found:
+        schedule, outcome = one.schedule, one.outcome
+        table.add_row(
+            schedule.mode,
+            str(one.split),
+            str(schedule.max_staleness),
+            f"{outcome.step_s:,.1f}",
+            f"{outcome.tokens_per_s:,.0f}",
+            _gain(one, found[0]),
+            f"{outcome.rollout_idle:.0%}",
+            "" if one.split.shared else f"{outcome.trainer_idle:.0%}",
+            f"{outcome.staleness_mean:.2f}",
+            f"{outcome.versions_per_response:.2f}",
+        )
+    console = Console(width=WIDTH, force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
+
+
+def _name(one: Simulated) -> str:
+    if one.schedule.mode == "sync":
+        return "sync"
+    devices = "" if one.split.shared else f" on {one.split} devices"
+    return f"{one.schedule.mode}{devices} with max_staleness={one.schedule.max_staleness}"
+
+
+def _gain(one: Simulated, base: Simulated) -> str:
+    return f"{one.outcome.tokens_per_s / base.outcome.tokens_per_s:.2f}x"
+
+
+def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
+    cfg, plan = costs.cfg, costs.plan
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan["mesh"].items() if n > 1) or "1"
+    planned = plan["lengths"]
+    rollout_slots = [costs.slots(costs.shared())]
+    rollout_slots += [costs.slots(split) for split in costs.splits()[:1]]
+    slots = " (shared devices) or ".join(str(n) for n in rollout_slots)
+    return [
+        f"{cfg.data.prompts_per_step} prompts of {planned['prompt']} tokens x {cfg.rollout.n} "
+        f"samples per step; lengths of responses: {spec}, mean {lengths.mean():,.0f}, median "
+        f"{np.median(lengths):,.0f}, longest {lengths.max():,} tokens, "
+        f"{(lengths == lengths.max()).mean():.0%} of that length",
+        "every program takes its time at peak rates, as the plan computes it (mesh "
+        f"{mesh}, sequences of {planned['prompt']} + {planned['response']} tokens), with compute, "
+        "HBM traffic and collectives overlapped; host, rewards and checkpoints take no time",
+        "a decode step reads the weights once and the KV cache of its sequences; a replica has "
+        f"{costs.replica_devices} devices and {slots} slots for sequences of maximum length",
+        "training on m of n devices takes n / m times as long; its attention costs by the length "
+        "of each sequence, everything else by token",
+        "unfinished responses compute their KV again when the weights change"
+        + "; new weights pass the links of a rollout device once",
+        "a step waits for groups that would become too old, so none is dropped; async trains on "
+        "groups in the order of their prompts",
+    ]

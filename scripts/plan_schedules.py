@@ -1,0 +1,52 @@
+"""Writes the simulated schedules of docs/plans/schedules.md, from the plans in docs/plans.
+
+    python scripts/plan_schedules.py
+
+It compiles nothing; scripts/plan_golden.py writes the plans. Example output:
+
+    ## boba_1p5b.h100-8
+    ...
+    best: async on 3 + 5 devices with max_staleness=1, 1.24x of sync
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from plan_golden import FOLDER, LENGTHS, config_of
+
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.schedules.command import Simulation, simulate_text
+from jaxrl.planner.schedules.simulation import Schedule
+
+SPEC = "lognormal?mean=14000&sigma=1"
+HEAD = """# Simulated schedules
+
+After this page you know what partial rollouts and separate rollout devices could gain for long
+responses, before any of it has run on an accelerator. `python scripts/plan_schedules.py` writes
+this page from the plans in this folder; [the planner](../how_to/planner.md#simulate-schedules)
+explains the model. Times are lower bounds at the chips' peak rates, not measurements.
+"""
+
+
+def section(name: str) -> str:
+    """The simulated schedules of one of PLANS."""
+    cfg = config_of(name)
+    plan = json.loads((FOLDER / f"{name}.json").read_text())
+    simulation = Simulation(Schedule("async", 1), SPEC, rollout_devices=0, search=True)
+    return f"## {name}\n\n{simulate_text(simulation, cfg, model_shape(cfg.model.path), plan)}"
+
+
+def page() -> str:
+    """The whole page: every plan of long responses that is in the folder."""
+    names = [name for name in LENGTHS if (FOLDER / f"{name}.json").is_file()]
+    return "\n".join([HEAD, *map(section, names)])
+
+
+if __name__ == "__main__":
+    (FOLDER / "schedules.md").write_text(page())
+    print(page())

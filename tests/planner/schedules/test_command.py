@@ -1,0 +1,60 @@
+"""`python -m jaxrl.plan --schedule=...` (jaxrl/planner/schedules/command.py and report.py)."""
+
+import pathlib
+import sys
+
+import pytest
+
+from jaxrl.plan import main
+
+ROOT = pathlib.Path(__file__).parents[3]
+QUICKSTART = (
+    f"--config={ROOT / 'configs' / 'quickstart.py'}",
+    "--config.mesh.fsdp=2",
+    f"--plan={ROOT / 'docs' / 'plans' / 'quickstart.cpu-2.json'}",
+)
+
+
+def printed(capsys, monkeypatch, *options: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["plan", *QUICKSTART, *options])
+    assert main() == 0
+    return capsys.readouterr().out
+
+
+def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys, monkeypatch):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("2 2 2 2 2 2 2 16\n4 4 4 4 4 4 4 8\n")
+    text = printed(capsys, monkeypatch, "--schedule=async", f"--lengths={lengths}")
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    assert [[cell.strip() for cell in row] for row in rows[1:]] == [
+        ["sync", "2"],
+        ["async", "1 + 1"],
+    ]
+    assert "best: " in text and "peak rates" in text
+    again = printed(capsys, monkeypatch, "--schedule=async", f"--lengths={lengths}")
+    assert again == text
+    partial = printed(capsys, monkeypatch, "--schedule=partial", f"--lengths={lengths}")
+    assert "| partial  | 2 " in partial
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedule=later", "--lengths=x"], "set one of sync, partial, async"),
+        (["--schedule=async"], "--lengths is missing"),
+        (["--lengths=x"], "set --schedule=async as well"),
+        (["--schedule=sync", "--lengths=x", "--max-staleness=1"], "sync has no staleness"),
+        (["--schedule=async", "--lengths=x", "--max-staleness=0.5"], "0 or more whole steps"),
+        (["--schedule=partial", "--lengths=x", "--rollout-devices=1"], "is for --schedule=async"),
+        (["--schedule=async", "--lengths=x", "--rollout-devices=two"], "=two is not a number"),
+        (["--schedule=async", "--lengths=missing.txt"], "No such file"),
+        (
+            ["--schedule=async", "--lengths=lognormal?mean=8", "--rollout-devices=2"],
+            "2 rollout devices of 2 leave 0 for training",
+        ),
+    ],
+)
+def test_options_that_cannot_be_simulated_are_rejected(options, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", *QUICKSTART, *options])
+    with pytest.raises(SystemExit, match=message):
+        main()

@@ -1,0 +1,126 @@
+"""Costs of simulated schedules from the numbers of a plan (jaxrl/planner/schedules/costs.py)."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl.planner.schedules.costs import RunCosts, Split
+from jaxrl.planner.schedules.lengths import response_lengths
+from jaxrl.planner.schedules.report import schedules_text
+from jaxrl.planner.schedules.search import best, search_schedules, simulate_async, simulate_sync
+from jaxrl.planner.schedules.simulation import Schedule
+from tests.planner.tiny_run import TINY, run
+
+# Eight devices, mesh fsdp 4 x tensor 2: four replicas of two devices, 8 sequences each. A step has
+# 8 x 4 sequences of 64 + 64 tokens.
+PLAN = {
+    "topology": "cpu:8",
+    "mesh": {"fsdp": 4, "tensor": 2},
+    "n_replicas": 4,
+    "max_concurrent_sequences": 16,
+    "budget_bytes": 1000,
+    "page_bytes": 64 * 2,  # 2 bytes per token
+    "rollout_weight_bytes": 100,
+    "resident": {"params": 40, "opt_state": 60},
+    "lengths": {"prompt": 64, "response": 64},
+    "phases": {
+        "rollout": {"live_bytes": 500, "roofline_s": 5.0},
+        "scoring": {"live_bytes": 300, "roofline_s": 2.0},
+        "update": {"live_bytes": 700, "roofline_s": 6.0},
+    },
+    "programs": {
+        "apply": {"seconds": {"memory": 0.5, "flops": 0.0}, "temp_bytes": 0},
+        "prefill": {"seconds": {"memory": 0.5, "flops": 1.0}, "temp_bytes": 4},
+        "reshard": {"seconds": {"memory": 0.25, "collectives": 0.125}, "temp_bytes": 0},
+        "decode": {
+            # 8 sequences x (64 + 32) keys of 2 bytes, 100 bytes of weights, and 16 bytes each
+            "bytes_accessed": 8 * 96 * 2 + 100 + 8 * 16,
+            # 4 L N H / tensor flops per key, and 100 per sequence
+            "flops": 8 * 96 * 4 * 2 * 4 * 16 / 2 + 8 * 100,
+            "seconds": {"memory": 1764.0, "flops": 197408.0, "collectives": 8.0},
+            "temp_bytes": 4,
+        },
+    },
+}  # fmt: skip
+
+
+def costs(**changes) -> RunCosts:
+    return RunCosts(run(), TINY, copy.deepcopy(PLAN) | changes)
+
+
+def test_decode_is_divided_into_weights_sequences_and_keys():
+    # 1 byte and 1 flop take 1 s in this plan.
+    memory, flops, collectives = costs().costs(costs().shared()).decode
+    assert dataclasses.astuple(memory) == pytest.approx((100.0, 16.0, 2.0))
+    assert dataclasses.astuple(flops) == pytest.approx((0.0, 100.0, 256.0))
+    assert dataclasses.astuple(collectives) == pytest.approx((0.0, 1.0, 0.0))
+
+
+def test_training_on_fewer_devices_takes_longer():
+    # 2 updates a step of 0.5 s; the other 7 s are for 32 sequences of 128 tokens
+    shared, half = (costs().costs(split) for split in (costs().shared(), costs().split(4)))
+    assert shared.update_s == 1.0 and half.update_s == 2.0
+    # Two scoring passes of 2 products of a query and a key, an update of 9; of 2 flops each, for
+    # 2 layers and 4 heads of 16, on 8 devices; a flop takes 1 s.
+    assert shared.train_pair_s == 2 * (2 * 2 + 9) * 2 * 4 * 16 / 8
+    assert half.train_pair_s == 2 * shared.train_pair_s
+    per_pair = {"seconds": {"memory": 1764.0, "flops": 0.0, "collectives": 8.0}}
+    programs = PLAN["programs"] | {"decode": PLAN["programs"]["decode"] | per_pair}
+    for split, slower in ((costs().shared(), 1), (costs().split(4), 2)):
+        found = costs(programs=programs).costs(split)
+        assert found.train_s == pytest.approx(slower * 7 / (32 * 128))
+    assert shared.prefill_s == half.prefill_s == 1.0 / 512  # tokens of a prefill dispatch
+    assert shared.transfer_s == 0.25
+    assert half.transfer_s == pytest.approx(100 / 10e9)  # over the links
+
+
+def test_rollout_devices_have_more_room_for_sequences():
+    # A page has 128 bytes, a sequence of 128 tokens two pages. 1000 bytes less 500 of the largest
+    # phase; of rollout devices less 100 of weights and 4 of temporaries.
+    phases = {name: phase | {"live_bytes": 500} for name, phase in PLAN["phases"].items()}
+    assert costs(phases=phases).slots(costs().shared()) == 1
+    assert costs().slots(costs().split(4)) == 3
+    assert costs().engines(costs().split(4)).n_replicas == 2
+
+
+def test_splits_have_whole_replicas_and_ranks_and_fit():
+    # 6 of 8 devices leave a quarter of them for training: 4 x 100 bytes of state on each
+    assert [str(split) for split in costs().splits()] == ["2 + 6", "4 + 4", "6 + 2"]
+    found = costs(budget_bytes=900).splits()
+    assert [str(split) for split in found] == ["2 + 6", "4 + 4"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "message"),
+    [
+        (8, {}, "8 rollout devices of 8 leave 0 for training"),
+        (0, {}, "set a number between 2 and 6"),
+        (3, {}, "not whole replicas of 2 .*set a multiple of 2"),
+        (6, {"budget_bytes": 900}, "training on 2 devices needs"),
+        (4, {"page_bytes": 800}, "no KV cache of a sequence"),
+    ],
+)
+def test_a_split_that_cannot_be_is_rejected(devices, changes, message):
+    with pytest.raises(ValueError, match=message):
+        costs(**changes).split(devices)
+
+
+def test_the_search_names_the_best_schedule():
+    lengths = response_lengths("lognormal?mean=30&sigma=1", 100, 4, limit=64)
+    found = search_schedules(costs(), lengths, Schedule("async"))
+    assert [one.schedule.mode for one in found[:3]] == ["sync", "partial", "async"]
+    chosen = best(found)
+    most = max(one.outcome.tokens_per_s for one in found)
+    assert chosen.outcome.tokens_per_s >= 0.98 * most
+    text = schedules_text(costs(), found, lengths, "a lognormal")
+    assert text.count("\n|") == len(found) + 2 and "\nbest: sync, 1.00x of sync\n" in text
+
+
+def test_async_without_a_split_that_fits_is_rejected():
+    lengths = np.full((10, 4), 20)
+    simulate_sync(costs(), lengths)
+    with pytest.raises(ValueError, match="no split of 8 devices fits this run: training on 4"):
+        simulate_async(costs(budget_bytes=701), lengths, Schedule("async", 1))
+    assert Split(4, 4) in costs().splits()
