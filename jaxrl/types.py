@@ -194,7 +194,10 @@ class Batch:
     tokens: Array  # int32 [B, T]
     targets: Array  # int32 [B, T]
     segments: Array  # int32 [B, T], 1.. per sequence in its row, 0 = padding
-    positions: Array  # int32 [B, T], restart with every segment
+    positions: Array  # int32 [B, T], index in the sequence
+    # With shared prefixes a segment starts after the tokens that earlier ones of the row have
+    until: Array  # int32 [B, T], last place of the row that attends to the token; -1 at padding
+    copies: Array  # int32 [B, T], sequences of the row that contain the token; 0 at padding
     mask: Array  # float32 [B, T], 1 if targets[t] is in the loss
     response_len: Array  # float32 [B, T], loss tokens of the token's episode; 1 at padding
     advantages: Array  # float32 [B, T]

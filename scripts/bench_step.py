@@ -4,10 +4,13 @@
 
 The workload is a JSON object {"steps": [{"prompts": [{"ids": [...]}], "resp_len": [[...]]}]}: the
 prompt tokens of each step and the length of every response, so that all systems do the same work.
-Only these tokens count: response tokens for gen; prompt and response tokens for score, update and
-step. `--lora RANK` trains adapters on all linear layers instead of all weights; `--merge` merges
-them into the weights for generation, whose time includes the merge. With `--cores 1` all threads
-run on one core; tokens per CPU-second are then comparable on a shared machine.
+Only these tokens count: response tokens for gen; prompt and response tokens of all samples for
+score, update and step, although some are computed once (`--shared-prefixes`). Instead of a file,
+lengths such as `prompts=8,n=8,prompt=30,response=16,steps=3` make a workload of random tokens. With
+`--skip-gen` responses are random and the engine is not compiled. `--lora RANK` trains adapters on
+all linear layers instead of all weights; `--merge` merges them into the weights for generation,
+whose time includes the merge. With `--cores 1` all threads run on one core; tokens per CPU-second
+are then comparable on a shared machine.
 
 Prints one JSON line with medians over the steps after --warm:
 
@@ -54,7 +57,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=1, help="warm-up steps, not counted")
     parser.add_argument("--cores", type=int, default=0, help="number of cores to use; 0 = all")
     parser.add_argument("--token-budget", type=int, default=1024, help="learner.token_budget")
+    parser.add_argument("--skip-gen", action="store_true", help="random responses, no engine")
+    parser.add_argument("--segment-align", type=int, default=64, help="learner.segment_align")
+    parser.add_argument(
+        "--shared-prefixes", default="auto", help="learner.shared_prefixes: auto, on or off"
+    )
     parser.add_argument("--remat", default="none", help="learner.remat")
+    parser.add_argument("--halvings", type=int, default=2, help="learner.halvings")
     parser.add_argument("--dtype", default="float32", help="dtype of the weights")
     parser.add_argument("--kl-coef", type=float, default=0.04, help="0 skips reference scoring")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 = full weights")
@@ -93,7 +102,7 @@ def bench(args: argparse.Namespace) -> dict:
 
     from sharding import make_mesh
 
-    workload = json.loads(Path(args.workload).read_text())
+    workload = read_workload(args.workload)
     steps = workload["steps"][: args.steps]
     cfg = make_config(args, workload)
     with jax.set_mesh(make_mesh(fsdp=-1)):
@@ -107,11 +116,31 @@ def bench(args: argparse.Namespace) -> dict:
         "jax": jax.__version__,
         "phases": trainer.clock.report(args.warm),
         "padding_fraction": round(trainer.packing["perf/padding_fraction"], 4),
+        "shared_fraction": round(trainer.packing["perf/shared_fraction"], 4),
         "rollout": {name: round(value, 4) for name, value in trainer.stats.items()},
         "losses": trainer.losses,
         "mismatch_logp_diff_max": trainer.metrics["mismatch/logp_diff_max"],
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
+
+
+def read_workload(source: str) -> dict:
+    """The workload of a file, or random tokens of lengths such as `prompt=30,response=16`."""
+    if Path(source).exists():
+        return json.loads(Path(source).read_text())
+    sizes = {"prompts": 8, "n": 8, "steps": 4} | {
+        name: int(value) for name, value in (part.split("=") for part in source.split(","))
+    }
+    rng = np.random.default_rng(0)
+
+    def step() -> dict:
+        tokens = rng.integers(5, 5000, (sizes["prompts"], sizes["prompt"])).tolist()
+        return {
+            "prompts": [{"ids": ids} for ids in tokens],
+            "resp_len": [[sizes["response"]] * sizes["n"] for _ in tokens],
+        }
+
+    return {"name": source, "steps": [step() for _ in range(sizes["steps"])]}
 
 
 class Trainer:
@@ -136,6 +165,7 @@ class Trainer:
         if jax.default_backend() == "cpu":
             keep_freed_memory()
         self.cfg, self.scores_reference = cfg, bool(args.kl_coef)
+        self.engine, self.stats = None, {}
         self.clock, self.losses = Clock(), []
         model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
         if lora := adapters(cfg.lora, model_cfg):
@@ -146,16 +176,17 @@ class Trainer:
         self.layout = rollout_layout(cfg, model_cfg, params.embed.dtype)
         self.state = init_state(params, optimizer)
         del params
-        self.engine = PagedEngine(
-            model_cfg,
-            cfg.rollout,
-            rules=DECODE,
-            dtype=self.state.params.embed.dtype,
-            max_len=cfg.data.max_len,
-        )
+        if not args.skip_gen:
+            self.engine = PagedEngine(
+                model_cfg,
+                cfg.rollout,
+                rules=DECODE,
+                dtype=self.state.params.embed.dtype,
+                max_len=cfg.data.max_len,
+            )
+            with self.layout.weights(self.state.params) as weights:
+                self.engine.warmup(weights)
         self.update, self.score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
-        with self.layout.weights(self.state.params) as weights:
-            self.engine.warmup(weights)
         for shape in cfg.learner.shapes:
             self.score(self.reference, self.update.put(empty_batch(*shape)))
             self.state, _ = self.update.update(self.state, [empty_batch(*shape)])
@@ -168,8 +199,11 @@ class Trainer:
         n_prompt = sum(len(p["ids"]) for p in work["prompts"]) * self.cfg.rollout.n
         n_response, n_all = sum(lens), n_prompt + sum(lens)
         with self.clock.phase("step", n_all):
-            with self.clock.phase("gen", n_response):
-                rollouts = self.generate(i, work, lens)
+            if self.engine is None:
+                rollouts = random_rollouts(i, work)
+            else:
+                with self.clock.phase("gen", n_response):
+                    rollouts = self.generate(self.engine, i, work, lens)
             with self.clock.phase("score", n_all):
                 mini_batches = self.make_batches(i, rollouts)
             with self.clock.phase("update", n_all):
@@ -178,7 +212,7 @@ class Trainer:
                 jax.block_until_ready(self.state.params)
         self.losses.append(self.metrics["loss/total"])
 
-    def generate(self, i: int, work: dict, lens: list[int]) -> list:
+    def generate(self, engine, i: int, work: dict, lens: list[int]) -> list:
         from jaxrl.rollout.generate import generate
         from jaxrl.types import Prompt
 
@@ -188,7 +222,7 @@ class Trainer:
         ]
         with self.layout.weights(self.state.params) as weights:
             rollouts, self.stats = generate(
-                self.engine,
+                engine,
                 weights,
                 prompts,
                 n=rollout.n,
@@ -221,6 +255,21 @@ class Trainer:
         return mini_batches
 
 
+def random_rollouts(i: int, work: dict) -> list:
+    """Rollouts of random tokens with the prompts and lengths of step `i`."""
+    from jaxrl.types import Prompt, Rollout
+
+    rng, rollouts = np.random.default_rng(i), []
+    for j, (prompt, lens) in enumerate(zip(work["prompts"], work["resp_len"], strict=True)):
+        given = Prompt(j, (), np.array(prompt["ids"], np.int32), "")
+        for sample, n in enumerate(lens):
+            tokens, logp = rng.integers(5, 5000, n).astype(np.int32), np.full(n, -2.0, np.float32)
+            rollouts.append(
+                Rollout(given, sample, tokens, logp, np.ones(n, bool), version=i, finish="length")
+            )
+    return rollouts
+
+
 def make_config(args: argparse.Namespace, workload: dict):
     from jaxrl.config.resolve import default_config, resolve
 
@@ -237,6 +286,9 @@ def make_config(args: argparse.Namespace, workload: dict):
     config.rollout.max_num_batched_tokens = 1024
     config.algorithm.kl_coef = args.kl_coef
     config.learner.token_budget = args.token_budget
+    config.learner.segment_align = args.segment_align
+    config.learner.shared_prefixes = args.shared_prefixes
+    config.learner.halvings = args.halvings
     config.learner.remat = args.remat
     config.learner.lr = 1e-5
     config.lora.rank, config.lora.merge = args.lora, args.merge

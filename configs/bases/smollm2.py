@@ -20,7 +20,7 @@ def smollm2() -> ConfigDict:
     config.learner.b2 = 0.95
     config.learner.weight_decay = 0.0
     config.learner.halvings = 0  # a single shape, to keep compilation short
-    config.learner.segment_align = 8
+    config.learner.segment_align = 1
     config.learner.remat = "none"
     return config
 

@@ -75,6 +75,7 @@ REJECTIONS = (
 OLD_LOGPS = ("auto", "rollout", "recompute")
 OFFLOADS = ("optimizer", "reference")
 REMATS = ("full", "mlp", "dots", "none")
+SHARED_PREFIXES = ("auto", "on", "off")
 SEQUENCE_PARALLELS = ("ulysses", "ring")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 OPTIMIZERS_WITH_MOMENTS = ("adamw", "lion", "muon")  # that moment_dtype applies to

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.kernels.visibility import Visibility
 from sharding import Rules
 
 
@@ -18,20 +19,22 @@ def shard_attention(
     *,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None,
     rules: Rules,
 ) -> Float[Array, "B T N H"]:
-    """`attend(q, k, v, segments, window)` on each device's shard of packed rows."""
+    """`attend(q, k, v, segments, window, visibility)` on each device's shard of packed rows."""
     heads, kv_heads = (rules.spec("batch", None, h, None) for h in ("heads", "kv_heads"))
     rows = rules.spec("batch", None)
     local = jax.shard_map(
         attend,
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows),
         out_specs=heads,
         check_vma=False,
     )
     q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
-    window = jnp.asarray(window, jnp.int32)
-    out = local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+    window = jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
+    segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
+    out = local(q, k, v, segments, window, visibility)
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 

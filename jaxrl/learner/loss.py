@@ -16,6 +16,7 @@ from jaxrl.learner.policy_objective import (
     token_loss_sums,
     value_sums,
 )
+from jaxrl.learner.prefixes import shares_prefixes
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.router import Balance, balance_loss
 from jaxrl.models.decoder import Decoder, forward_routed
@@ -132,6 +133,8 @@ def hidden_states(
         batch.tokens,
         batch.segments,
         batch.positions,
+        until=batch.until if shares_prefixes(cfg) else None,
+        copies=batch.copies,
         rules=rules,
         remat=remat,
         implementation=implementation,

@@ -15,9 +15,10 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.turns import render_turns
-from jaxrl.data.packing import gather, pack_samples
+from jaxrl.data.packing import gather
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import find_tensors, load_params, model_config
 from jaxrl.models.files.tensor_shapes import SCORE
@@ -131,7 +132,7 @@ def last_scores(
     on_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Scores of samples made by `scored_sequence`, float32 [N]."""
-    packed = pack_samples(sequences, scorer.cfg.learner, scorer.n_ranks)
+    packed = pack_samples(sequences, scorer.cfg, scorer.n_ranks)
     found = gather(scorer.values(params, packed, on_batch), packed)
     return np.array([score[0] for score in found], np.float32)
 

@@ -21,6 +21,7 @@ from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import SAVED_NAME as ATTENTION
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.kernels.ring_attention import ring_attention
+from jaxrl.kernels.visibility import Visibility
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
@@ -31,6 +32,7 @@ from jaxrl.models.pipeline import run_stages
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
+Live = Bool[Array, "B T"] | Int[Array, "B T"]
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
 # Activations that the backward pass keeps, by learner.remat. They have names where they are made,
@@ -177,15 +179,15 @@ class Decoder(nnx.Module):
         attend: Attend,
         state: Any = None,
         *,
-        live: Bool[Array, "B T"],
+        live: Live,
         rules: Rules,
         remat: str = "none",
     ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
         """(final hidden states, state after the last layer, router load with layers first).
 
-        `state` is passed through `attend`: the KV cache in rollout. `live` marks tokens that are
-        not padding; the load of a mixture of experts counts only these, and is None for a dense
-        model.
+        `state` is passed through `attend`: the KV cache in rollout. `live` is not
+        zero at tokens that are not padding; the load of a mixture of experts counts these as often
+        as it says, and is None for a dense model.
         """
         x = self.embed_tokens(tokens, rules)
         x, state, load = run_layers(
@@ -250,7 +252,7 @@ def run_layers(
     attend: Attend,
     state: Any,
     *,
-    live: Bool[Array, "B T"],
+    live: Live,
     rules: Rules,
     remat: str,
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
@@ -296,7 +298,7 @@ def scan_layers(
     attend: Attend,
     state: Any,
     *,
-    live: Bool[Array, "B T"],
+    live: Live,
     rules: Rules,
     remat: str,
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
@@ -388,15 +390,24 @@ def forward_routed(
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     *,
+    until: Int[Array, "B T"] | None = None,
+    copies: Int[Array, "B T"] | None = None,
     rules: Rules,
     remat: str = "none",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
-    """`forward_packed` and the router load of a mixture of experts (None for a dense model)."""
+    """`forward_packed` and the router load of a mixture of experts (None for a dense model).
+
+    With `until`, the last place of the row that sees each token, segments share prefixes
+    (kernels/visibility.py). The load counts a token as often as `copies` says, or once.
+    """
     cfg = model.cfg
     attend_rows = ring_attention if rules.ring else attention
 
-    def attend_to(segments, rules: Rules) -> Attend:
+    visibility = None if until is None else Visibility(until, positions)
+    weights = segments > 0 if copies is None else copies
+
+    def attend_to(segments, visibility, rules: Rules) -> Attend:
         spec = cfg.attention_spec(rules)
 
         def attend(q, k, v, window, layer_index, state):
@@ -407,6 +418,7 @@ def forward_routed(
                 spec=spec,
                 segments=segments,
                 window=window,
+                visibility=visibility,
                 implementation=implementation,
             )
             return out, state
@@ -414,13 +426,13 @@ def forward_routed(
         return attend
 
     if rules.layers is None:
-        attend, live = attend_to(segments, rules), segments > 0
-        hidden, _, load = model(tokens, positions, attend, live=live, rules=rules, remat=remat)
+        attend = attend_to(segments, visibility, rules)
+        hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
         return hidden, load
     inside = rules.in_stage()
 
-    def stage(layers, x, positions, segments):
-        attend, live = attend_to(segments, inside), segments > 0
+    def stage(layers, x, positions, segments, visibility):
+        attend, live = attend_to(segments, visibility, inside), segments > 0
         x, _, _ = scan_layers(
             cfg, layers, x, positions, attend, None, live=live, rules=inside, remat=remat
         )
@@ -428,4 +440,5 @@ def forward_routed(
 
     x = model.embed_tokens(tokens, rules)
     layers = stacked_layers(model, rules)
-    return model.norm(run_stages(stage, layers, x, (positions, segments), rules=rules)), None
+    rows = positions, segments, visibility
+    return model.norm(run_stages(stage, layers, x, rows, rules=rules)), None

@@ -84,7 +84,7 @@ def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
         inputs = jnp.where(stage_index == 0, x[index], received)
         # Without the barrier XLA gathers the weights of all layers of a stage before the ticks.
         stage_layers, inputs = lax.optimization_barrier((layers, inputs))
-        done = stage(stage_layers, inputs, *(a[index] for a in rows))
+        done = stage(stage_layers, inputs, *jax.tree.map(lambda a: a[index], rows))
         return lax.ppermute(done, axis, to_next), done
 
     _, done = lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(n_micro + n_stages - 1))

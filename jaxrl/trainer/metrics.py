@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.data.packing import Packed, sequence_lens
+from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.topology import chip_of
 from jaxrl.trainer.phases.shaping import valid_samples
@@ -101,7 +101,8 @@ def speed_metrics(core: Core, n_tokens: int, trained: Sequence[Packed]) -> dict[
     """perf/tokens_per_s of the step, perf/tokens_per_s_per_device and perf/mfu_actor.
 
     perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices during
-    time/update_actor_s. It is logged only for chips with a known peak rate (planner/topology.py).
+    time/update_actor_s; tokens of shared prefixes count once. It is logged only for chips with a
+    known peak rate (planner/topology.py).
     Call it after the timed block "step".
 
     Args:
@@ -114,8 +115,11 @@ def speed_metrics(core: Core, n_tokens: int, trained: Sequence[Packed]) -> dict[
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is not None and trained:
         params = core.state.params
-        lens = np.concatenate([sequence_lens(packed.batch) for packed in trained])
-        flops = 3 * core.cfg.learner.epochs * forward_flops(params.cfg, lens)
+        whole, shared = (
+            forward_flops(params.cfg, np.concatenate([lens(packed.batch) for packed in trained]))
+            for lens in (sequence_lens, shared_lens)
+        )
+        flops = 3 * core.cfg.learner.epochs * (whole - shared)
         peak = n_devices * chip.rate("bf16" if params.embed.dtype.itemsize == 2 else "f32")
         metrics["perf/mfu_actor"] = flops / (peak * seconds["time/update_actor_s"])
     return metrics

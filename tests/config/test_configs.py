@@ -49,7 +49,7 @@ DEVICES = {
     "grpo_30b_a3b": 64,
 }
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
-INTS = ("tokens", "targets", "segments", "positions")
+INTS = ("tokens", "targets", "segments", "positions", "until", "copies")
 # Number of parameters of the model that a config names.
 LARGE = {"grpo_7b": 7_615_616_512, "grpo_30b_a3b": 30_532_122_624}
 

@@ -47,7 +47,7 @@ def test_two_sequences_in_a_row_by_hand():
 
 def test_batch_fields_have_the_declared_dtypes():
     [packed] = pack([make_sample(0, 2, 2)], shapes=((1, 8),), align=4, n_ranks=1)
-    integers = {"tokens", "targets", "segments", "positions"}
+    integers = {"tokens", "targets", "segments", "positions", "until", "copies"}
     fields = vars(packed.batch)
     assert fields.pop("support") is None
     for name, array in fields.items():

@@ -12,13 +12,14 @@ import pytest
 from jaxrl.config.keys import EnvConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.data.packing import gather, pack, pack_samples
+from jaxrl.data.packing import gather, pack
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engine.api import Engine, EngineStats, Generated
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
 from jaxrl.train import train
@@ -288,7 +289,7 @@ def test_an_overlong_reset_does_not_stop_the_step(echo, renderer, algorithm):
     assert [r.finish for r in (*ended, *failed)] == ["stop"] * 2 + ["error"] * 2
     samples = [to_sample(r) for r in (*ended, *failed)]
     samples = [dataclasses.replace(s, values=np.zeros(len(s.tokens), np.float32)) for s in samples]
-    packed = pack_samples(samples, cfg.learner, 1)  # as for the values of a critic
+    packed = pack_samples(samples, cfg, 1)  # as for the values of a critic
     assert [len(v) for v in gather([p.batch.mask for p in packed], packed)] == [2, 2, 0, 0]
     minis, found = make_mini_batches(
         samples,

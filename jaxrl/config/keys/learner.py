@@ -11,6 +11,7 @@ from jaxrl.config.choices import (
     PREFERENCE_LOSSES,
     REMATS,
     SEQUENCE_PARALLELS,
+    SHARED_PREFIXES,
 )
 from jaxrl.config.keys.devices import RoleConfig
 from jaxrl.config.schema import key
@@ -38,6 +39,13 @@ class LearnerConfig:
         ge=0,
     )
     segment_align: int = key(64, "Packed sequences start at multiples of this many tokens", ge=1)
+    shared_prefixes: str = key(
+        "auto",
+        "Compute the common prefix of sequences once per row, in multiples of segment_align: the "
+        "prompt of a group, the common turns of conversations; auto = if the attention kernel "
+        "supports it (blockwise and, without ring attention, triton do; splash and cudnn do not)",
+        choices=SHARED_PREFIXES,
+    )
     sequence_parallel: str = key(
         "ulysses",
         "Attention over rows sharded by mesh.sequence: ulysses = all-to-all between tokens and "

@@ -14,7 +14,8 @@ from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton, unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
-from sharding import Rules
+from jaxrl.kernels.visibility import Visibility
+from sharding import Rules, target_platform
 
 IMPLEMENTATIONS = {
     "blockwise": attention_blockwise,
@@ -29,6 +30,14 @@ DEFAULTS = {
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
 
+ONE_RANGE = ("cudnn", "splash")  # a query sees one range of keys, so segments share no prefixes
+
+
+def one_range_kernel(implementation: str) -> str | None:
+    """The kernel that config.model.attention selects if it does not support shared prefixes."""
+    name = DEFAULTS[target_platform()][0] if implementation == "auto" else implementation
+    return name if name in ONE_RANGE else None
+
 
 def attention(
     q: Float[Array, "B T N H"],
@@ -38,13 +47,15 @@ def attention(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention within each segment of packed rows.
 
     A query attends to the keys of its segment up to its own position; `window` > 0 keeps the last
     `window` of them, the query's own included. Scores are scaled, then soft-capped, in float32. A
-    segment is one run of equal numbers in its row. Padding (segment 0) gives zeros.
+    segment is one run of equal numbers in its row. Padding (segment 0) gives zeros. With
+    `visibility` segments share prefixes (kernels/visibility.py).
 
     Rows sharded over `rules.time` are resharded over heads before attention and back after it
     (Ulysses, https://arxiv.org/abs/2309.14509), so implementations see whole rows. `implementation`
@@ -69,10 +80,11 @@ def attention(
     k, v = (_repeat_kv_heads(x, q.shape[2], rules) for x in (k, v))
     whole = inside.spec("batch", "time", "heads", None)
     q, k, v = (jax.reshard(x, whole) for x in (q, k, v))
-    segments = jax.reshard(segments, inside.spec("batch", "time"))
+    rows = inside.spec("batch", "time")
+    segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
     with jax.named_scope("attention"):
         inner = dataclasses.replace(spec, rules=inside)
-        out = attend(q, k, v, spec=inner, segments=segments, window=window)
+        out = attend(q, k, v, spec=inner, segments=segments, window=window, visibility=visibility)
     return jax.reshard(out, rules.spec("batch", "time", "heads", None))
 
 

@@ -1,9 +1,8 @@
 """Packed attention block by block, without a [T, T] score matrix.
 
-Blocks of queries visit blocks of 64 keys (blocks.py). Loop bounds are read from the segments: a
-query block visits only the keys from its earliest segment start (or window) to its own position.
-The backward pass keeps the output and one number per query. Forward and backward follow
-https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+Blocks of queries visit blocks of 64 keys (blocks.py), in the order of the row and only those that
+one of the queries can see. The backward pass keeps the output and one number per query. Forward and
+backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 """
 
 import functools
@@ -29,25 +28,43 @@ from jaxrl.kernels.attention.blocks import (
 )
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.visibility import (
+    Queries,
+    Visibility,
+    seen_blocks,
+    separate_segments,
+    visible_pairs,
+    visits,
+)
 
 QUERY_BLOCK = 128  # query positions, of G rows each
 
 
 @struct.dataclass
-class Span:
-    """The range of keys visible to each query, and the key blocks that each query block visits."""
+class Mask:
+    """Which keys each query sees, and the key blocks that each query block visits."""
 
-    first: Any  # int32 [n, M]
-    last: Any  # int32 [n, M], inclusive; -1 for padding
-    low: Any  # int32 [n]
-    high: Any  # int32 [n], exclusive
+    queries: Queries
+    keys: Visibility  # [B, S], padded to whole blocks
+    start: Any  # int32 [], place of the first key
+    visited: Any  # int32 [n, S / 64], key blocks in the order of the row
+    count: Any  # int32 [n], of these
 
     @classmethod
-    def of(cls, first, last):
-        visible = first <= last
-        low = jnp.min(jnp.where(visible, first, jnp.iinfo(jnp.int32).max), axis=-1) // BLOCK
-        high = jnp.max(jnp.where(visible, last, -1), axis=-1) // BLOCK + 1
-        return cls(first, last, jnp.minimum(low, high), high)
+    def of(cls, queries: Queries, keys: Visibility, start: int | jax.Array = 0):
+        """The mask of `in_blocks` queries and unpadded keys, whose first one has the place."""
+        until = pad_axis(keys.until + 1, 1, BLOCK) - 1  # -1: no query sees the padding
+        keys = Visibility(until, pad_axis(keys.positions, 1, BLOCK))
+        visited, count = visits(seen_blocks(queries, keys, start=start, block=BLOCK))
+        visited = visited.reshape(-1, visited.shape[-1])
+        return cls(queries, keys, jnp.asarray(start, jnp.int32), visited, count.reshape(-1))
+
+    def visible(self, row, i, j):
+        """bool [1, M, 64]: which keys of block j of the row query block i sees."""
+        queries, at = jax.tree.map(lambda a: a[i], self.queries), j * BLOCK
+        keys = jax.tree.map(lambda a: lax.dynamic_slice(a, (row, at), (1, BLOCK))[0], self.keys)
+        key = self.start + at + jnp.arange(BLOCK, dtype=jnp.int32)
+        return visible_pairs(queries.place, queries.oldest, key, keys.until, keys.positions)[None]
 
 
 def attention_blockwise(
@@ -58,39 +75,42 @@ def attention_blockwise(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads."""
     attend = functools.partial(_local_attention, spec, query_block)
-    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
+    return shard_attention(
+        attend,
+        q,
+        k,
+        v,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        rules=spec.rules,
+    )
 
 
-def _local_attention(spec: AttentionSpec, query_block: int, q, k, v, segments, window):
+def _local_attention(spec: AttentionSpec, query_block: int, q, k, v, segments, window, visibility):
     B, T, N, H = q.shape
     G = N // k.shape[2]
     block = min(query_block, T + -T % BLOCK)
-    blocks = [blocks_of(a, block) for a in visible_range(segments, window)]
-    span = Span.of(*(jnp.repeat(a, G, -1) for a in blocks))
-    out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), span)
+    visibility = visibility or separate_segments(segments)
+    queries = in_blocks(Queries.of(segments, visibility, window), block, copies=G)
+    mask = Mask.of(queries, visibility)
+    out = _flash(spec, query_rows(q, G, block), key_rows(k), _value_rows(v), mask)
     return from_query_rows(out, B, G, block)[:, :T, :, :H].astype(q.dtype)
-
-
-def visible_range(segments, window):
-    """First and last visible key of every query, int32 [B, T]; last is -1 at padding.
-
-    A segment is one run of equal numbers in its row.
-    """
-    T = segments.shape[1]
-    here = jnp.arange(T, dtype=jnp.int32)
-    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    first = lax.cummax(jnp.where(starts, here, 0), axis=1)
-    first = jnp.where(window > 0, jnp.maximum(first, here - window + 1), first)
-    return first, jnp.where(segments > 0, here, -1)
 
 
 def blocks_of(bound, block: int):
     """int32 [B, T] -> [B * blocks, block], padded with -1 (no visible key)."""
     return pad_axis(bound + 1, 1, block).reshape(-1, block) - 1
+
+
+def in_blocks(queries: Queries, block: int, copies: int) -> Queries:
+    """[B, T] -> [B * blocks, block * copies], with every query `copies` times."""
+    return jax.tree.map(lambda a: jnp.repeat(blocks_of(a, block), copies, -1), queries)
 
 
 def query_rows(q, G: int, block: int):
@@ -118,42 +138,43 @@ def _value_rows(v):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(spec: AttentionSpec, q, k, v, span: Span):
+def _flash(spec: AttentionSpec, q, k, v, mask: Mask):
     """q [n, K, M, H], k [B, K, T, H], v [B, K, T, W] -> [n, K, M, W]; n / B blocks per row."""
-    return _flash_forward(spec, q, k, v, span)[0]
+    return _flash_forward(spec, q, k, v, mask)[0]
 
 
-def _flash_forward(spec: AttentionSpec, q, k, v, span: Span):
+def _flash_forward(spec: AttentionSpec, q, k, v, mask: Mask):
     per_row = q.shape[0] // k.shape[0]
 
     def query_block(i):
         state = init_softmax(q.shape[1:3], v.shape[-1])
-        return normalize(accumulate_keys(spec, state, q[i], k, v, i // per_row, span, i))
+        return normalize(accumulate_keys(spec, state, q[i], k, v, i // per_row, mask, i))
 
     out, norm = lax.map(query_block, jnp.arange(q.shape[0]))
     out, norm = checkpoint_name((out, norm), SAVED_NAME)
-    return out, (q, k, v, span, out, norm)
+    return out, (q, k, v, mask, out, norm)
 
 
-def accumulate_keys(spec: AttentionSpec, state: Softmax, q_i, k, v, row, span: Span, i) -> Softmax:
+def accumulate_keys(spec: AttentionSpec, state: Softmax, q_i, k, v, row, mask: Mask, i) -> Softmax:
     """The softmax state of query block i after the keys of `row` that are visible to it."""
 
-    def key_block(j, state):
+    def key_block(visit, state):
+        j = mask.visited[i, visit]
         k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
-        return add_block(state, q_i, k_j, v_j, _visible(span, i, j), spec)
+        return add_block(state, q_i, k_j, v_j, mask.visible(row, i, j), spec)
 
-    return lax.fori_loop(span.low[i], span.high[i], key_block, state)
+    return lax.fori_loop(0, mask.count[i], key_block, state)
 
 
 def _flash_backward(spec: AttentionSpec, saved, d_out):
-    q, k, v, span, out, norm = saved
+    q, k, v, mask, out, norm = saved
     per_row = q.shape[0] // k.shape[0]
     delta = jnp.sum(out * d_out, axis=-1)
 
     def query_block(grads, i):
         dq, dk, dv = jnp.zeros_like(q[i]), *grads
         rows = q[i], d_out[i], norm[i], delta[i]
-        dq, dk, dv = accumulate_gradients(spec, (dq, dk, dv), rows, k, v, i // per_row, span, i)
+        dq, dk, dv = accumulate_gradients(spec, (dq, dk, dv), rows, k, v, i // per_row, mask, i)
         return (dk, dv), dq
 
     grads = jnp.zeros_like(k), jnp.zeros_like(v)
@@ -161,18 +182,19 @@ def _flash_backward(spec: AttentionSpec, saved, d_out):
     return dq, dk, dv, None
 
 
-def accumulate_gradients(spec: AttentionSpec, grads, rows, k, v, row, span: Span, i):
+def accumulate_gradients(spec: AttentionSpec, grads, rows, k, v, row, mask: Mask, i):
     """Adds the contribution of the visible keys of `row` to (dq of query block i, dk, dv).
 
     `rows` is (q, d_out, log of the softmax denominator, Σ out d_out) of the query block.
     """
     q_i, do_i, norm_i, delta_i = rows
 
-    def key_block(j, carry):
+    def key_block(visit, carry):
+        j = mask.visited[i, visit]
         dq, dk, dv = carry
         k_j, v_j = _key_block(k, row, j), _key_block(v, row, j)
         scores = block_scores(q_i, k_j, spec)
-        visible = _visible(span, i, j)
+        visible = mask.visible(row, i, j)
         p = jnp.exp(jnp.where(visible, scores - norm_i[..., None], MASKED))
         ds = p * (matmul(do_i, v_j, transpose_b=True) - delta_i[..., None]) * spec.scale
         if spec.softcap is not None:
@@ -181,16 +203,10 @@ def accumulate_gradients(spec: AttentionSpec, grads, rows, k, v, row, span: Span
         dk = _add_block(dk, matmul(ds, q_i, transpose_a=True), row, j)
         return dq + matmul(ds, k_j), dk, dv
 
-    return lax.fori_loop(span.low[i], span.high[i], key_block, grads)
+    return lax.fori_loop(0, mask.count[i], key_block, grads)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
-
-
-def _visible(span: Span, i, j):
-    """bool [1, M, 64]: which keys of block j are visible to the rows of query block i."""
-    key = j * BLOCK + jnp.arange(BLOCK)
-    return ((key >= span.first[i][:, None]) & (key <= span.last[i][:, None]))[None]
 
 
 def _key_block(keys, row, j):

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.visibility import Visibility, check_separate
 
 SLOT_BYTES = 2**29  # cuDNN's working memory for the slots of one call
 MAX_HEAD_DIM = 256
@@ -81,11 +82,12 @@ def attention_cudnn(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q kᵀ * scale) v on each device's rows and heads.
 
     Raises NotImplementedError without a GPU, for dtypes other than bfloat16, soft caps, traced
-    windows, and head widths and row sizes without a cuDNN kernel.
+    windows, shared prefixes, and head widths and row sizes without a cuDNN kernel.
     """
     check_platform("config.model.attention", "cudnn", "gpu")
     if why := unsupported_by_cudnn(q, window, spec.softcap):
@@ -93,12 +95,15 @@ def attention_cudnn(
             f"config.model.attention='cudnn' does not support {why}; or set it to 'auto' or "
             "'blockwise'"
         )
+    check_separate("cudnn", visibility)
     config = CudnnConfig(spec.scale, int(window))
 
-    def attend(q, k, v, segments, _):
+    def attend(q, k, v, segments, *_):
         return _local_attention(config, q, k, v, segments)
 
-    return shard_attention(attend, q, k, v, segments=segments, window=0, rules=spec.rules)
+    return shard_attention(
+        attend, q, k, v, segments=segments, window=0, visibility=None, rules=spec.rules
+    )
 
 
 def _local_attention(config: CudnnConfig, q, k, v, segments):

@@ -6,6 +6,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.visibility import (
+    Visibility,
+    oldest_position,
+    separate_segments,
+    visible_pairs,
+)
 
 
 def attention_reference(
@@ -16,6 +22,7 @@ def attention_reference(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over each query's visible keys; zeros at padding (segment 0)."""
     rules = spec.rules
@@ -28,9 +35,9 @@ def attention_reference(
         "BTKGH,BSKH->BKGTS", qg.astype(jnp.float32), k.astype(jnp.float32), out_sharding=by_head
     )
     scores = spec.scores(scores)
-    row = jnp.arange(T)
-    visible = (segments[:, :, None] == segments[:, None, :]) & (row[:, None] >= row[None, :])
-    visible &= (row[:, None] - row[None, :] < window) | (window <= 0)
+    rows = visibility or separate_segments(segments)
+    oldest, place = oldest_position(rows.positions, window), jnp.arange(T)[None]
+    visible = visible_pairs(place, oldest, place, rows.until, rows.positions)
     probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", probs, v.astype(jnp.float32), out_sharding=grouped)
     out = jnp.where(segments[:, :, None, None, None] > 0, out, 0.0)

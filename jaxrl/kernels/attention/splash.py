@@ -17,10 +17,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import pad_axis
-from jaxrl.kernels.attention.blockwise import visible_range
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.visibility import Visibility, check_separate, visible_range
 
 BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
 BITS = 16  # per position, so that two fit an int32
@@ -35,18 +35,22 @@ def attention_splash(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
 
     `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
-    TPU and for rows of more than 65,536 tokens.
+    TPU, for rows of more than 65,536 tokens and for shared prefixes.
     """
     if not interpret:
         check_platform("config.model.attention", "splash", "tpu")
     check_row_len(q.shape[1])
+    check_separate("splash", visibility)
     attend = functools.partial(_local_attention, spec, interpret)
-    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
+    return shard_attention(
+        attend, q, k, v, segments=segments, window=window, visibility=None, rules=spec.rules
+    )
 
 
 def check_row_len(n_tokens: int) -> None:
@@ -58,7 +62,7 @@ def check_row_len(n_tokens: int) -> None:
         )
 
 
-def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window):
+def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window, _):
     T = q.shape[1]
     first, last = visible_range(segments, window)
     here = jnp.arange(T, dtype=jnp.int32)

@@ -19,11 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxrl.kernels.attention import triton_prefixes
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
-from jaxrl.kernels.attention.blockwise import visible_range
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
+from jaxrl.kernels.visibility import Visibility, visible_range
 
 BLOCK = 64  # tokens per query block and key block
 MIN_ROWS = 16  # of a tensor-core matrix product
@@ -87,6 +88,7 @@ def attention_triton(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
@@ -98,10 +100,22 @@ def attention_triton(
         check_platform("config.model.attention", "triton", "gpu")
     check_heads(q)
     attend = functools.partial(_local_attention, Kernels(spec, interpret))
-    return shard_attention(attend, q, k, v, segments=segments, window=window, rules=spec.rules)
+    if visibility is not None:
+        kernels = triton_prefixes.Kernels(spec, interpret)
+        attend = functools.partial(triton_prefixes.local_attention, kernels)
+    return shard_attention(
+        attend,
+        q,
+        k,
+        v,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        rules=spec.rules,
+    )
 
 
-def _local_attention(kernels: Kernels, q, k, v, segments, window):
+def _local_attention(kernels: Kernels, q, k, v, segments, window, _):
     T = q.shape[1]
     first, last = visible_range(segments, window)
     # Padding attends to itself: a softmax over no key is not finite.

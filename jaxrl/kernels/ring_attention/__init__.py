@@ -11,6 +11,8 @@ from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
 from jaxrl.kernels.ring_attention.splash import ring_splash
 from jaxrl.kernels.ring_attention.triton import ring_triton
+from jaxrl.kernels.visibility import Visibility
+from sharding import target_platform
 
 IMPLEMENTATIONS = {
     "blockwise": ring_blockwise,
@@ -25,6 +27,14 @@ DEFAULTS = {
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
 
+ONE_RANGE = ("splash", "triton")  # a query sees one range of keys, so segments share no prefixes
+
+
+def one_range_ring(implementation: str) -> str | None:
+    """The ring kernel that config.model.attention selects if it supports no shared prefixes."""
+    name = DEFAULTS[target_platform()][0] if implementation == "auto" else implementation
+    return name if name in ONE_RANGE else None
+
 
 def ring_attention(
     q: Float[Array, "B T N H"],
@@ -34,12 +44,13 @@ def ring_attention(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """`attention` on rows sharded over `rules.time` in zig-zag order (sharding/order.py).
 
     Ring attention, https://arxiv.org/abs/2310.01889: in n steps the keys and values of every device
-    visit all others. Causality, segments and windows follow the original token order of the row.
+    visit all others. Causality, segments, windows and `visibility` follow the order of the row.
     `implementation` is config.model.attention; None or "auto" selects by backend and shapes.
     """
     defaults, n_tokens = DEFAULTS, q.shape[1] // spec.rules.ring_size
@@ -57,4 +68,4 @@ def ring_attention(
         defaults=defaults,
     )
     with jax.named_scope("ring_attention"):
-        return attend(q, k, v, spec=spec, segments=segments, window=window)
+        return attend(q, k, v, spec=spec, segments=segments, window=window, visibility=visibility)

@@ -17,16 +17,18 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blocks import BLOCK, Softmax, init_softmax, normalize
 from jaxrl.kernels.attention.blockwise import (
     QUERY_BLOCK,
-    Span,
+    Mask,
     accumulate_gradients,
     accumulate_keys,
-    blocks_of,
     from_query_rows,
+    in_blocks,
     key_rows,
     query_rows,
 )
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
+from jaxrl.kernels.visibility import Queries, Visibility, separate_segments
+from sharding import zigzag
 
 
 def ring_blockwise(
@@ -37,20 +39,28 @@ def ring_blockwise(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
-    return shard_ring(_local_ring, q, k, v, spec=spec, segments=segments, window=window)
+    rows = dict(segments=segments, window=window, visibility=visibility)
+    return shard_ring(_local_ring, q, k, v, spec=spec, **rows, bounds=_mask_inputs)
 
 
-def _local_ring(ring: Ring, q, k, v, first, last):
+def _mask_inputs(ring: Ring, segments, window, visibility):
+    """(queries of this place, visibility of whole rows)"""
+    segments, visibility = _whole_rows(ring, (segments, visibility))
+    visibility = visibility or separate_segments(segments)
+    return _local_tokens(ring, Queries.of(segments, visibility, window)), visibility
+
+
+def _local_ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
     B, N, H = q.shape[0], *q.shape[2:]
     G = N // k.shape[2]
     block = min(QUERY_BLOCK, ring.chunk + -ring.chunk % BLOCK)
-    cut = [blocks_of(a.reshape(2 * B, -1), block) for a in (first, last)]
-    first, last = (jnp.repeat(a, G, -1) for a in cut)
+    queries = in_blocks(queries, block, copies=G)
     keys = [_key_chunks(x) for x in (k, v)]
     q_rows = query_rows(q.reshape(2 * B, -1, N, H), G, block)
-    out = from_query_rows(_ring(ring, q_rows, *keys, first, last), 2 * B, G, block)
+    out = from_query_rows(_ring(ring, q_rows, *keys, queries, visibility), 2 * B, G, block)
     return out[:, : ring.chunk].reshape(q.shape).astype(q.dtype)
 
 
@@ -64,22 +74,44 @@ def _key_chunks(k):
     return rows.reshape(B, 2, *rows.shape[1:]).swapaxes(0, 1)
 
 
+def _whole_rows(ring: Ring, tokens):
+    """The numbers of all tokens of each row, in their original order."""
+
+    def gather(a):
+        a = lax.all_gather(a, ring.axes, axis=1, tiled=True)
+        return a[:, zigzag(a.shape[1], ring.size).argsort()]
+
+    return jax.tree.map(gather, tokens)
+
+
+def _local_tokens(ring: Ring, whole_rows):
+    """[B, T] -> [2 B, c]: the numbers of this device's tokens, chunk by chunk."""
+    n = 2 * ring.chunk
+
+    def take(a):
+        a = a[:, zigzag(a.shape[1], ring.size)]
+        local = lax.dynamic_slice_in_dim(a, ring.place * n, n, axis=1)
+        return local.reshape(-1, ring.chunk)
+
+    return jax.tree.map(take, whole_rows)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q, k, v, first, last):
-    """q [n, K, M, H], k and v [2, B, K, c, H], first and last [n, M] -> float32 [n, K, M, H]"""
-    return _ring_forward(ring, q, k, v, first, last)[0]
+def _ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
+    """q [n, K, M, H], k and v [2, B, K, c, H] -> float32 [n, K, M, H]; visibility of whole rows"""
+    return _ring_forward(ring, q, k, v, queries, visibility)[0]
 
 
-def _ring_forward(ring: Ring, q, k, v, first, last):
+def _ring_forward(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
     per_row = q.shape[0] // k.shape[1]
 
     def attend_to(step, keys, states: Softmax) -> Softmax:
-        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
+        chunks = list(zip(*_chunks(keys), _masks(ring, step, queries, visibility), strict=True))
 
         def query_block(i):
             state = jax.tree.map(lambda a: a[i], states)
-            for k, v, span in chunks:
-                state = accumulate_keys(ring.spec, state, q[i], k, v, i // per_row, span, i)
+            for k, v, mask in chunks:
+                state = accumulate_keys(ring.spec, state, q[i], k, v, i // per_row, mask, i)
             return state
 
         return lax.map(query_block, jnp.arange(q.shape[0]))
@@ -92,23 +124,23 @@ def _ring_forward(ring: Ring, q, k, v, first, last):
     keys, states = lax.fori_loop(0, ring.size - 1, step, ((k, v), states))
     out, norm = normalize(attend_to(ring.size - 1, keys, states))
     out, norm = checkpoint_name((out, norm), SAVED_NAME)
-    return out, (q, k, v, first, last, out, norm)
+    return out, (q, k, v, queries, visibility, out, norm)
 
 
 def _ring_backward(ring: Ring, saved, d_out):
-    q, k, v, first, last, out, norm = saved
+    q, k, v, queries, visibility, out, norm = saved
     per_row = q.shape[0] // k.shape[1]
     delta = jnp.sum(out * d_out, axis=-1)
 
     def attend_to(step, keys, dq, key_grads):
-        chunks = list(zip(*_chunks(keys), _spans(ring, step, first, last), strict=True))
+        chunks = list(zip(*_chunks(keys), _masks(ring, step, queries, visibility), strict=True))
 
         def query_block(key_grads, i):
             dq_i, rows, added = dq[i], (q[i], d_out[i], norm[i], delta[i]), []
-            for (k, v, span), (dk, dv) in zip(chunks, key_grads, strict=True):
+            for (k, v, mask), (dk, dv) in zip(chunks, key_grads, strict=True):
                 some = dq_i, dk, dv
                 dq_i, *some = accumulate_gradients(
-                    ring.spec, some, rows, k, v, i // per_row, span, i
+                    ring.spec, some, rows, k, v, i // per_row, mask, i
                 )
                 added.append(tuple(some))
             return added, dq_i
@@ -137,9 +169,13 @@ def _chunks(keys) -> tuple[list, list]:
     return k, v
 
 
-def _spans(ring: Ring, step, first, last) -> list[Span]:
-    """Visible keys of every query in both local chunks, relative to the chunk's start."""
-    return [
-        Span.of(jnp.maximum(first - base, 0), jnp.minimum(last - base, ring.chunk - 1))
-        for base in ring.bases(step)
-    ]
+def _masks(ring: Ring, step, queries: Queries, visibility: Visibility) -> list[Mask]:
+    """What the queries see of both chunks of keys that are here after `step` steps."""
+
+    def keys(base) -> Visibility:
+        cut = functools.partial(
+            lax.dynamic_slice_in_dim, start_index=base, slice_size=ring.chunk, axis=1
+        )
+        return jax.tree.map(cut, visibility)
+
+    return [Mask.of(queries, keys(base), base) for base in ring.bases(step)]

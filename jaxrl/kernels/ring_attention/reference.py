@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.visibility import Visibility
 from sharding import zigzag
 
 
@@ -19,6 +20,7 @@ def ring_reference(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention over whole rows on every device of the ring."""
     rules = spec.rules
@@ -37,5 +39,6 @@ def ring_reference(
         spec=dataclasses.replace(spec, rules=whole),
         segments=take(segments, back),
         window=window,
+        visibility=jax.tree.map(lambda a: take(a, back), visibility),
     )
     return jax.reshard(take(out, order, "heads", None), rules.spec("batch", "time", "heads", None))

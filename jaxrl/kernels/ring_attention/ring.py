@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blockwise import visible_range
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.visibility import Visibility, visible_range
 from sharding import zigzag
 
 
@@ -78,8 +78,13 @@ def shard_ring(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
+    bounds: Callable | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`attend` on every device's part of a row; the bounds are positions in the row."""
+    """`attend` on every device's part of a row; the bounds are positions in the row.
+
+    `bounds(ring, segments, window, visibility)` gives other arguments than the first and last key.
+    """
     rules = spec.rules
     heads, kv_heads = (rules.spec("batch", "time", h, None) for h in ("heads", "kv_heads"))
     rows = rules.spec("batch", "time")
@@ -87,23 +92,26 @@ def shard_ring(
     zigzag(q.shape[1], size)  # raises ValueError for a length that does not divide
     ring = Ring(spec, rules.mesh_axes("time"), size, q.shape[1] // (2 * size))
     local = jax.shard_map(
-        functools.partial(_local_ring, attend, ring),
-        in_specs=(heads, kv_heads, kv_heads, rows, jax.P()),
+        functools.partial(_local_ring, attend, bounds or _local_visible_range, ring),
+        in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows),
         out_specs=heads,
         check_vma=False,
     )
     q, k, v = jax.reshard(q, heads), jax.reshard(k, kv_heads), jax.reshard(v, kv_heads)
-    window = jnp.asarray(window, jnp.int32)
-    return local(q, k, v, jax.reshard(segments, rows), jax.reshard(window, jax.P()))
+    window = jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
+    segments, visibility = jax.tree.map(lambda a: jax.reshard(a, rows), (segments, visibility))
+    return local(q, k, v, segments, window, visibility)
 
 
-def _local_ring(attend: Attend, ring: Ring, q, k, v, segments, window):
+def _local_ring(
+    attend: Attend, bounds: Callable, ring: Ring, q, k, v, segments, window, visibility
+):
     q, k, v = (ring.exchange(x, split=2, concat=1) for x in (q, k, v))
-    out = attend(ring, q, k, v, *_local_visible_range(ring, segments, window))
+    out = attend(ring, q, k, v, *bounds(ring, segments, window, visibility))
     return ring.exchange(out, split=1, concat=2)
 
 
-def _local_visible_range(ring: Ring, segments, window):
+def _local_visible_range(ring: Ring, segments, window, _):
     """First and last visible key of the queries of this place, as positions in the row."""
     segments = lax.all_gather(segments, ring.axes, axis=1, tiled=True)
     order = zigzag(segments.shape[1], ring.size)

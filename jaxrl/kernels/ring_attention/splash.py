@@ -19,6 +19,7 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.ring_attention.blocks import ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
+from jaxrl.kernels.visibility import Visibility, check_separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ def ring_splash(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries.
@@ -71,6 +73,7 @@ def ring_splash(
     """
     if not interpret:
         check_platform("config.model.attention", "splash", "tpu")
+    check_separate("splash", visibility)
     check_row_len(q.shape[1] // spec.rules.ring_size)
     attend = functools.partial(ring_in_blocks, SplashBlocks(spec, interpret))
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)

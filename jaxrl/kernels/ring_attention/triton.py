@@ -11,6 +11,7 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.ring_attention.blocks import ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
+from jaxrl.kernels.visibility import Visibility, check_separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ def ring_triton(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    visibility: Visibility | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries.
@@ -47,6 +49,7 @@ def ring_triton(
     """
     if not interpret:
         check_platform("config.model.attention", "triton", "gpu")
+    check_separate("triton", visibility)
     triton.check_heads(q)
     attend = functools.partial(ring_in_blocks, TritonBlocks(triton.Kernels(spec, interpret)))
     return shard_ring(attend, q, k, v, spec=spec, segments=segments, window=window)

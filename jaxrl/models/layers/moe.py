@@ -23,6 +23,7 @@ from jaxrl.models.layers.mlp import ACTIVATIONS
 from sharding import Rules
 
 Weight = jax.Array | Quantized
+Live = Bool[Array, "B T"] | Int[Array, "B T"]
 
 # Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
 HF_NAMES = {
@@ -70,9 +71,12 @@ class MoE(nnx.Module):
         self.down = weight(down, (D, "w_embed"), (F, "ffw"))
 
     def __call__(
-        self, x: Float[Array, "B T D"], live: Bool[Array, "B T"], rules: Rules
+        self, x: Float[Array, "B T D"], live: Live, rules: Rules
     ) -> tuple[Float[Array, "B T D"], RouterLoad]:
-        """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros."""
+        """(y, load). Tokens that are not `live` (padding) reach no expert and give zeros.
+
+        A number instead of true is how often the token counts in the load.
+        """
         rows = rules.spec("batch", "time", None)
         w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
         logits = jnp.einsum(
@@ -116,9 +120,9 @@ def route(
 
 
 def router_load(
-    probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Bool[Array, "B T"]
+    probs: Float[Array, "B T E"], experts: Int[Array, "B T k"], live: Live
 ) -> RouterLoad:
-    """Router statistics of one layer, summed over the live tokens."""
+    """Router statistics of one layer, summed over the live tokens, each as often as it counts."""
     E, kept = probs.shape[-1], live.astype(jnp.float32)
     chosen = jnp.sum(experts[..., None] == jnp.arange(E), axis=-2)
     return RouterLoad(
@@ -152,7 +156,7 @@ def sharded_experts(
         w = jax.tree.map(mark, w)
         return lax.all_gather(w, fsdp_axes, axis=dim, tiled=True) if fsdp_axes else w
 
-    experts = jnp.where(live.reshape(n, 1), experts, -1)
+    experts = jnp.where(live.reshape(n, 1) > 0, experts, -1)
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
     x, weights, experts = mark(x), mark(weights), mark(experts)
     gate, up, down = gather_weight(gate, 2), gather_weight(up, 2), gather_weight(down, 1)

@@ -9,7 +9,8 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import flatten, to_dict
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.packing import gather, pack_samples, padding_fraction
+from jaxrl.data.packing import gather, padding_fraction, shared_fraction
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch
@@ -79,11 +80,12 @@ def train_step(run: OfflineRun) -> None:
         items = next(core.iterator)
         for start in range(0, len(items), size):
             samples, metrics = objective.make_samples(run, items[start : start + size])
-            packed = pack_samples(samples, core.cfg.learner, core.n_ranks)
+            packed = pack_samples(samples, core.cfg, core.n_ranks)
             updated = update(core, [MiniBatch(packed)])
             metrics |= {shown: updated[name] for name, shown in objective.metric_names.items()}
             metrics |= {name: v for name, v in updated.items() if name.startswith("optim/")}
-            found.append(metrics | {"perf/padding_fraction": padding_fraction(packed)})
+            metrics["perf/padding_fraction"] = padding_fraction(packed)
+            found.append(metrics | {"perf/shared_fraction": shared_fraction(packed)})
             trained += packed
             n_tokens += sum(len(s.prompt_tokens) + len(s.tokens) for s in samples)
     metrics = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
@@ -111,6 +113,6 @@ def logps(
 
     `score` is policy_logps or reference_logps.
     """
-    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg.learner, core.n_ranks)
+    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.n_ranks)
     found = gather(score(core, [p.batch for p in packed]), packed)
     return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

@@ -8,8 +8,9 @@ import numpy as np
 import rich
 from rich.text import Text
 
-from jaxrl.data.packing import gather, pack_samples
+from jaxrl.data.packing import gather
 from jaxrl.learner.critic import ValueScorer
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
@@ -97,7 +98,7 @@ def add_values(
 ) -> list[TrainingSample]:
     """Fills `values` with the critic's value of every response token."""
     params = core.state.params if core.critic is None else core.critic.state.params
-    packed = pack_samples(samples, scorer.cfg.learner, scorer.n_ranks)
+    packed = pack_samples(samples, scorer.cfg, scorer.n_ranks)
     with core.timed("values"), core.no_compile("scoring"):
         values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]

@@ -16,7 +16,8 @@ from jaxrl.algorithms.losses.importance import CORRECTIONS, mean_weight
 from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.table import apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
-from jaxrl.data.packing import Packed, gather, pack_samples, padding_fraction, response_field
+from jaxrl.data.packing import Packed, gather, padding_fraction, response_field, shared_fraction
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_every_response
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.types import Batch, Rollout, TrainingSample
@@ -130,15 +131,17 @@ def split_mini_batches(
         mini = drop_overlong(list(members), cfg)
         mini = select_tokens(mini, cfg.algorithm, np.random.default_rng([seed, index]))
         active, idle = split_idle(mini, cfg)
-        mini_batches.append(MiniBatch(pack_samples(active, cfg.learner, n_ranks), idle, mini))
+        mini_batches.append(MiniBatch(pack_samples(active, cfg, n_ranks), idle, mini))
     return mini_batches
 
 
 def packing_metrics(mini_batches: Sequence[MiniBatch], n_samples: int) -> dict[str, float]:
-    """perf/idle_fraction and perf/padding_fraction of a step."""
+    """perf/idle_fraction, perf/padding_fraction and perf/shared_fraction of a step."""
+    packed = [p for m in mini_batches for p in m.packed]
     return {
         "perf/idle_fraction": sum(len(m.idle) for m in mini_batches) / n_samples,
-        "perf/padding_fraction": padding_fraction([p for m in mini_batches for p in m.packed]),
+        "perf/padding_fraction": padding_fraction(packed),
+        "perf/shared_fraction": shared_fraction(packed),
     }
 
 
@@ -172,7 +175,7 @@ def reference_kl(
     It is the KL penalty of the reward (InstructGPT, eq. 2, https://arxiv.org/abs/2203.02155). The
     policy's logprobs are those of the engine.
     """
-    packed = pack_samples(samples, cfg.learner, n_ranks)
+    packed = pack_samples(samples, cfg, n_ranks)
     batches = [p.batch for p in packed]
     pairs = zip(batches, score_ref(batches), strict=True)
     found = gather([token_kl(batch, logp, cfg.algorithm) for batch, logp in pairs], packed)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.algorithms.losses.aggregation import idle_weight
-from jaxrl.data.packing import Packed, pack_samples
+from jaxrl.data.packing import Packed
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.policy_objective import START_METRICS
+from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.run import Core
@@ -65,7 +66,7 @@ def update_critic(
     """
     cfg, n_ranks = critic.scorer.cfg, critic.scorer.n_ranks
     trained = [[s for s in mini.samples if s.n_loss_tokens] for mini in mini_batches]
-    packs = [pack_samples(samples, cfg.learner, n_ranks) for samples in trained if samples]
+    packs = [pack_samples(samples, cfg, n_ranks) for samples in trained if samples]
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
