@@ -4,7 +4,8 @@
 
 Compiles the programs of a run for devices that need not be attached, from the model's config.json.
 
-    --topology=NAME        v5e:2x4, v5p:4x4x4, v6e:16x16, h100:64, h200:8, cpu:8
+    --topology=NAME        v4:2x2x4, v5e:2x4, v5p:4x4x4, v6e:16x16, v7x:2x2x2, a100:8, h100:64,
+                           h200:8, b200:8, cpu:8
     --model-config=PATH    config.json (or its folder) of a model that is not on this machine
     --prompt-len=N         average prompt length in tokens (default: data.max_prompt_len)
     --response-len=N       average response length in tokens (default: data.max_response_len)
@@ -47,6 +48,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
+from jaxrl.planner.estimate import Job
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -121,10 +123,8 @@ def _compiled_plan(
         int(options.get("prompt-len", cfg.data.max_prompt_len)),
         int(options.get("response-len", response_len)),
     )
-    if searches:
-        return _search(cfg, decoder, machine, lengths, options), cfg, decoder
-    plan = _plan(cfg, decoder, machine, lengths, options.get("job", "train"))
-    return plan, cfg, decoder
+    job = _job(cfg, decoder, machine, lengths, options.get("job", "train"))
+    return _search(job, options) if searches else _plan(job), cfg, decoder
 
 
 def _show(plan: Plan | None, options: dict[str, str]) -> int:
@@ -169,28 +169,22 @@ def _check_options(options: dict[str, str]) -> None:
     job = options.get("job", "train")
     if job not in ("train", *OBJECTIVES):
         stop(f"unknown --job={job}; set one of train, {', '.join(OBJECTIVES)}")
-    if "search" in options and job != "train":
-        stop("--search is for --job=train; leave out one of them")
+    if "schedule" in options and job != "train":
+        stop("--schedule is for --job=train: offline training has no rollout")
 
 
-def _search(
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    machine: Topology,
-    lengths: Lengths,
-    options: dict[str, str],
-) -> Plan | None:
+def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
     n = int(options["search"] or 3)
-    found = search(cfg, decoder, machine, lengths=lengths, finalists=n, on_start=_report_progress)
+    found = search(job, finalists=n, on_start=_report_progress)
     print(search_text(found), file=sys.stderr if "json" in options else sys.stdout)
     return found[0][1]
 
 
-def _plan(
-    cfg: RunConfig, decoder: DecoderConfig, machine: Topology, lengths: Lengths, job: str
-) -> Plan:
-    """The plan of the config as it is."""
+def _job(
+    cfg: RunConfig, decoder: DecoderConfig, machine: Topology, lengths: Lengths, program: str
+) -> Job:
+    """The run with all its models; `program` is "train" or the name of an offline objective."""
     paths = {
         "critic": ("critic.path", cfg.critic.path),
         "teacher": ("algorithm.teacher", cfg.algorithm.teacher),
@@ -202,15 +196,20 @@ def _plan(
         if path
     }
     workload: OfflineWorkload | None = None
-    if objective := OBJECTIVES.get(job):
+    if objective := OBJECTIVES.get(program):
         cfg, workload = with_objective(cfg, objective), objective.workload
+    return Job(cfg, decoder, machine, lengths, role_decoders, workload)
+
+
+def _plan(job: Job) -> Plan:
+    """The plan of the config as it is."""
     return make_plan(
-        cfg,
-        decoder,
-        machine,
-        role_decoders=role_decoders,
-        workload=workload,
-        lengths=lengths,
+        job.cfg,
+        job.decoder,
+        job.machine,
+        role_decoders=job.role_decoders,
+        workload=job.workload,
+        lengths=job.lengths,
         on_start=_report_progress,
     )
 

@@ -1,10 +1,10 @@
 """Named machines: memory and peak rates of a chip, and device descriptions to compile for.
 
-Peak rates are the vendors' (cloud.google.com/tpu/docs/system-architecture-tpu-vm, nvidia.com H100
-and H200 data sheets, dense). TPU link rates are those of a ring over one torus axis in both
-directions; TPU hosts are connected by PCIe (jax-ml.github.io/scaling-book, "TPUs"). The memory of a
-TPU is what its compiler grants a program ("exceeds available HBM"). A CPU device stands for one
-AVX-512 core, measured with 2048 x 2048 matrix products and a stream read.
+Peak rates are the vendors' (cloud.google.com/tpu/docs, pages v4 to tpu7x; nvidia.com data sheets of
+A100 SXM 80 GB, H100, H200 and DGX B200, dense). TPU link rates are those of a ring over one torus
+axis in both directions; TPU hosts are connected by PCIe (jax-ml.github.io/scaling-book, "TPUs").
+The memory of a TPU is what its compiler grants a program ("exceeds available HBM"). A CPU device
+stands for one AVX-512 core, measured with 2048 x 2048 matrix products and a stream read.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ import jax
 from jax.experimental import topologies
 
 GIB = 2**30
-L2_BYTES = 50.0 * 2**20  # of H100 and H200
 # Environment for libtpu without a chip: no metadata server, concurrent processes, quiet logs.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -57,28 +56,70 @@ def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: flo
     return Chip(name, gib * GIB, flops, giga * 1e9, link * 1e9, link * 1e9, host * 1e9, 0)
 
 
-def _gpu(name: str, gib: float, giga: float) -> Chip:
-    flops = {"bf16": 989e12, "f16": 989e12, "f32": 494e12}  # float32 products as TF32
-    return Chip(name, gib * GIB, flops, giga * 1e9, 450e9, 50e9, 64e9, 8, L2_BYTES)
+@dataclasses.dataclass(frozen=True)
+class Die:
+    """What the compiler knows of a GPU (openxla/xla, xla/backends/gpu/target_config/specs)."""
+
+    capability: int  # of CUDA, major
+    cores: int
+    fpus: int  # per core
+    clock_ghz: float
+    shared_bytes: int  # per core
+    block_shared_bytes: int  # per block, opt-in
+    l2_bytes: int
+
+
+AMPERE = Die(8, 108, 64, 1.41, 167936, 166912, 40 * 2**20)
+HOPPER = Die(9, 132, 128, 1.98, 233472, 232448, 50 * 2**20)
+BLACKWELL = Die(10, 148, 128, 1.965, 233472, 232448, 132644864)
+DIES = {"a100": AMPERE, "h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL}
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    tera: float,
+    giga: float,
+    link: float,
+    network: float,
+    host: float,
+    die: Die,
+) -> Chip:
+    # Float32 products as TF32, at half the rate of bfloat16.
+    flops = {"bf16": tera * 1e12, "f16": tera * 1e12, "f32": tera / 2 * 1e12}
+    rates = (giga * 1e9, link * 1e9, network * 1e9, host * 1e9)
+    return Chip(name, gib * GIB, flops, *rates, 8, float(die.l2_bytes))
 
 
 CHIPS = {
+    "v4": _tpu("TPU v4", 30.75, 275.0, 1228.0, 90.0, 16.0),
     "v5e": _tpu("TPU v5e", 15.75, 197.0, 819.0, 90.0, 16.0),
     "v5p": _tpu("TPU v5p", 95.73, 459.0, 2765.0, 180.0, 16.0),
     "v6e": _tpu("TPU v6e", 31.24, 918.0, 1640.0, 180.0, 32.0),
-    "h100": _gpu("H100 SXM", 79.6, 3350.0),
-    "h200": _gpu("H200 SXM", 139.8, 4800.0),
+    # A device is one of the two chiplets of a chip, with half of its rates.
+    "v7x": _tpu("TPU v7x", 94.74, 1153.5, 3690.0, 100.0, 32.0),
+    "a100": _gpu("A100 SXM", 79.2, 312.0, 2039.0, 300.0, 25.0, 32.0, AMPERE),
+    "h100": _gpu("H100 SXM", 79.6, 989.0, 3350.0, 450.0, 50.0, 64.0, HOPPER),
+    "h200": _gpu("H200 SXM", 139.8, 989.0, 4800.0, 450.0, 50.0, 64.0, HOPPER),
+    "b200": _gpu("B200 SXM", 178.3, 2250.0, 8000.0, 900.0, 50.0, 64.0, BLACKWELL),
     "cpu": Chip("CPU core", 0.0, {"f32": 140e9, "bf16": 700e9}, 14e9, 10e9, 10e9, 14e9, 0),
 }
 # Part of JAX's `device_kind` -> chip.
 DEVICE_KINDS = {
+    "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
     "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+    "A100": "a100",
     "H100": "h100",
     "H200": "h200",
+    "B200": "b200",
 }
-KNOWN = "v5e:2x4, v5p:4x4x4, v6e:16x16 (any shape that the chip supports), h100:64, h200:8, cpu:8"
+KNOWN = (
+    "v4:2x2x4, v5e:2x4, v5p:4x4x4, v6e:16x16, v7x:2x2x2 (any shape that the chip supports), "
+    "a100:8, h100:64, h200:8, b200:8, cpu:8"
+)
 
 # The compiler chooses between Triton's and cuBLASLt's matrix products by timing both. Without a
 # device it takes Triton's, which it compiles without tuning.
@@ -88,22 +129,22 @@ CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 # (openxla/xla, xla/stream_executor/device_description.proto).
 GPU_DESCRIPTION = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 }}
+  cuda_compute_capability {{ major: {capability} minor: 0 }}
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
+  shared_memory_per_core: {shared}
   threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
+  core_count: {cores}
+  fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth}
   l2_cache_size: {l2}
-  clock_rate_ghz: 1.98
+  clock_rate_ghz: {clock}
   device_memory_size: {memory}
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_block_optin: {block_shared}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -178,8 +219,12 @@ def _tpu_devices(name: str) -> Sequence[Any]:
         )
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    # One device per chip of v4, as a run has by default; later chips have no choice.
+    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=name.replace("v7x:", "tpu7x:"), **options
+        ).devices
     except Exception as error:  # the plugin raises its own types
         raise ValueError(
             f"the TPU compiler rejected {name}: {str(error).splitlines()[0]}; examples: {KNOWN}"
@@ -199,11 +244,18 @@ def _gpu_devices(kind: str, n: int) -> Sequence[Any]:
         raise ValueError(
             f"{kind}:{n} is not a whole number of nodes of {node} GPUs; set a multiple of {node}"
         )
+    die = DIES[kind]
     target = GPU_DESCRIPTION.format(
         bandwidth=int(chip.memory_bytes_per_s),
         memory=int(chip.memory_bytes),
-        l2=int(L2_BYTES),
         name=chip.name,
+        capability=die.capability,
+        cores=die.cores,
+        fpus=die.fpus,
+        clock=die.clock_ghz,
+        shared=die.shared_bytes,
+        block_shared=die.block_shared_bytes,
+        l2=die.l2_bytes,
     )
     return topologies.get_topology_desc(
         platform="cuda",

@@ -36,8 +36,7 @@ from jaxrl.planner.plan import (
 from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.schedule import Collective, collective_seconds
-from jaxrl.planner.search import search
-from jaxrl.planner.topology import CHIPS, Topology, topology
+from jaxrl.planner.topology import CHIPS, Topology, chip_of, topology
 from sharding import bytes_per_device, make_mesh
 from tests.planner.tiny_run import TINY, run
 
@@ -132,7 +131,7 @@ def test_offline_training_has_no_rollout(workload, programs, plan):
     ("words", "message"),
     [
         (["--job=ppo"], "set one of train, sft, dpo, reward_model"),
-        (["--job=sft", "--search"], "--search is for --job=train"),
+        (["--job=sft", "--schedule=async"], "offline training has no rollout"),
     ],
 )
 def test_jobs_without_a_plan_are_rejected(words, message, monkeypatch):
@@ -350,14 +349,6 @@ def test_a_reward_model_has_its_own_weights_and_scoring_program(plan):
     assert with_model - without_model == weights
 
 
-def test_the_search_rejects_runs_with_several_models():
-    for changes in ({"reward_model__path": "judge"}, {"algorithm__advantage": "gae"}):
-        with pytest.raises(
-            ValueError, match=r"no formulas for .*reward_model\.path; search without"
-        ):
-            search(run(**changes), TINY, topology("cpu:8"), lengths=Lengths(64, 64))
-
-
 def test_a_shared_critic_costs_a_head_and_a_program(plan):
     cfg = run(algorithm__advantage="gae", critic__shared=True)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
@@ -544,6 +535,25 @@ def test_an_unknown_topology_gets_a_list_of_examples(name):
         ValueError, match=r"unknown topology .*; set one of .*v5p:4x4x4.*h100:64.*cpu:8"
     ):
         topology(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("TPU v4", "v4"),
+        ("TPU7x", "v7x"),
+    ],
+)
+def test_attached_devices_have_the_rates_of_their_chip(kind, chip):
+    assert chip_of(kind) is CHIPS[chip]
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v4:2x2x1", 4), ("v7x:2x2x1", 8)])
+def test_a_chip_of_v4_is_one_device_and_one_of_v7x_two(name, devices):
+    pytest.importorskip("libtpu")
+    assert len(topology(name).devices) == devices
 
 
 def test_a_missing_compiler_names_the_package_to_install(monkeypatch):
