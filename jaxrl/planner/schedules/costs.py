@@ -123,7 +123,7 @@ class RunCosts:
 
     def costs(self, split: Split) -> Costs:
         programs, phases = self.plan["programs"], self.plan["phases"]
-        shapes = dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder.V)
+        shapes = dispatch_shapes(self.cfg.rollout, self.cfg.data.max_len, self.decoder)
         prefill_tokens = shapes.prefill_buckets[-1] * shapes.prefill_row_len
         slower = self.n_devices / split.training
         update_s = self.cfg.updates_per_step * _seconds(programs["apply"])
