@@ -36,23 +36,26 @@ from sharding import (
     reshape_mesh,
 )
 from sharding.mesh import ONE_TOKEN_AXES
-from sharding.rules import PIPELINE, PRESETS, TRAIN
+from sharding.rules import PIPELINE, PRESETS, TENSOR, TRAIN
 
 
 def training_rules(cfg: RunConfig) -> Rules:
     """Sharding rules of training, for the axes that config.mesh uses."""
-    return _rules(cfg, cfg.mesh.stage, cfg.mesh.sequence)
+    return _rules(cfg, cfg.mesh.stage, cfg.mesh.sequence, cfg.mesh.tensor)
 
 
-def _rules(cfg: RunConfig, stage: int, sequence: int) -> Rules:
+def _rules(cfg: RunConfig, stage: int, sequence: int, tensor: int) -> Rules:
     if stage != 1:
         return PIPELINE
-    if sequence == 1:
-        return TRAIN
-    rules = PRESETS[cfg.learner.sequence_parallel]
-    # A role with a smaller sequence axis has smaller places in its ring.
-    ulysses = math.gcd(cfg.learner.ulysses_size, max(sequence, 0))
-    return dataclasses.replace(rules, ulysses=ulysses) if rules.ring else rules
+    rules = TRAIN
+    if sequence != 1:
+        rules = PRESETS[cfg.learner.sequence_parallel]
+        if rules.ring:  # a role with a smaller sequence axis has smaller places in its ring
+            ulysses = math.gcd(cfg.learner.ulysses_size, max(sequence, 0))
+            rules = dataclasses.replace(rules, ulysses=ulysses)
+    if tensor != 1 and cfg.learner.shard_residual:
+        rules = dataclasses.replace(rules, residual=TENSOR.residual)
+    return rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +210,7 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     fixed = role_sizes | {"expert": mesh.shape["expert"]}
     replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(fixed.values()))
     resharding = reshape_mesh(mesh, per_process=False, **fixed, replica=replica, fsdp=-1)
-    rules = _rules(cfg, role_sizes["stage"], role_sizes["sequence"])
+    rules = _rules(cfg, role_sizes["stage"], role_sizes["sequence"], role_sizes["tensor"])
     check_mesh(decoder, resharding.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
     specs = partition_specs(decoder_specs(decoder), rules)
     return Layout(rules, None if resharding.mesh == mesh else resharding, specs, dtype)

@@ -5,7 +5,17 @@ from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
-from sharding.rules import DECODE, PIPELINE, PRESETS, REPLICAS, RING, TRAIN, ULYSSES, Rules
+from sharding.rules import (
+    DECODE,
+    PIPELINE,
+    PRESETS,
+    REPLICAS,
+    RING,
+    TENSOR,
+    TRAIN,
+    ULYSSES,
+    Rules,
+)
 from sharding.tree import bytes_per_device, copy_tree, on_mesh, put_batch, shardings
 from sharding.weights import gather_matrix
 
@@ -16,6 +26,7 @@ __all__ = [
     "PRESETS",
     "REPLICAS",
     "RING",
+    "TENSOR",
     "TRAIN",
     "ULYSSES",
     "Resharding",

@@ -22,6 +22,7 @@ class Rules:
     embed: Axis = None  # the model dimension of activations
     w_embed: Axis = "fsdp"  # the model dimension of weights: all-gathered just before use
     layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
+    residual: Axis = None  # shards the tokens of the residual stream further
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
     ring: bool = False  # ring attention: rows stay sharded over `time`, in zig-zag order
     ulysses: int = 1  # ring: neighbours that form one place of it and exchange tokens for heads
@@ -51,6 +52,33 @@ class Rules:
         axis = getattr(self, logical)
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
+    def residual_spec(self, shape: tuple[int, ...]) -> jax.P:
+        """PartitionSpec of the residual stream [B, T, D] between the products of a layer.
+
+        The axes of `residual` shard rows, or the positions of rows that they do not divide. GPUs
+        relay rows out for free.
+        """
+        batch, time, more = map(self.mesh_axes, ("batch", "time", "residual"))
+        if more and shape[0] % (self.n_shards("batch") * self.n_shards("residual")) == 0:
+            return jax.P(batch + more, self.time, self.embed)
+        if more and shape[1] % (self.n_shards("time") * self.n_shards("residual")) == 0:
+            return jax.P(self.batch, time + more, self.embed)
+        return self.spec("batch", "time", "embed")
+
+    def gathered_residual(self) -> jax.P:
+        """The residual stream as the input of sharded weights.
+
+        Each device has the tokens of all devices of `residual`. In backward, where it has the
+        gradient of its own weights only, the sum is a reduce-scatter.
+        """
+        spec = self.spec("batch", "time", "embed")
+        return spec.update(reduced=frozenset(self.mesh_axes("residual")))
+
+    def partial_residual(self) -> jax.P:
+        """The output of sharded weights, before its sum over the devices of `residual`."""
+        spec = self.spec("batch", "time", "embed")
+        return spec.update(unreduced=frozenset(self.mesh_axes("residual")))
+
     def whole_rows(self) -> "Rules":
         """Rules inside attention over whole rows: heads are sharded instead of the row."""
         heads = self.attn_heads
@@ -58,7 +86,7 @@ class Rules:
 
     def in_stage(self) -> "Rules":
         """Rules inside one pipeline stage, which has its own layers and whole rows."""
-        return dataclasses.replace(self, layers=None, time=None)
+        return dataclasses.replace(self, layers=None, time=None, residual=None)
 
     def in_replica(self) -> "Rules":
         """Rules inside one rollout replica, which has its own rows."""
@@ -71,6 +99,10 @@ class Rules:
 
 # FSDP and tensor parallelism are one rule set: the mesh sizes decide how much of each there is.
 TRAIN = Rules()
+# Between the products of a layer, a tensor axis shards the tokens of the residual stream: norms and
+# additions run on a device's share, and reduce-scatter and all-gather replace all-reduce
+# (Megatron's sequence parallelism, https://arxiv.org/abs/2205.05198, section 4.2.2).
+TENSOR = Rules(residual="tensor")
 # Sequence parallelism shards rows over the sequence axis, which also shards weights as the fsdp
 # axis does. In attention, Ulysses (https://arxiv.org/abs/2309.14509) shards heads instead; ring
 # attention (https://arxiv.org/abs/2310.01889) passes keys and values around.
@@ -83,6 +115,7 @@ DECODE = Rules(batch=None)  # every device steps all slots; weights stay sharded
 REPLICAS = Rules(batch="replica")  # on the rollout's mesh: each replica steps its own slots
 PRESETS: dict[str, Rules] = {
     "train": TRAIN,
+    "tensor": TENSOR,
     "ulysses": ULYSSES,
     "ring": RING,
     "pipeline": PIPELINE,

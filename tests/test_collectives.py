@@ -37,6 +37,7 @@ MODEL = DecoderConfig(
 )
 EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", E=8, top_k=2, F_expert=64)
 ROW = LearnerConfig(token_budget=128, halvings=0, logprob_chunk=1024)
+WHOLE = dataclasses.replace(ROW, shard_residual=False)
 LONG_ROW = dataclasses.replace(ROW, token_budget=512, sequence_parallel="ring")
 PLACES = dataclasses.replace(LONG_ROW, ulysses_size=2)
 M = 4  # rows per rank in the pipeline
@@ -47,10 +48,17 @@ MATRIX = 1024  # elements; the smallest shard of a matrix here has 64 * 64 / 4
 # and their gradients are reduce-scattered; embedding and head once each way.
 GATHERS = 2 * L * W + 2
 SCATTERS = L * W + 2
-# Under tensor parallelism a layer all-reduces its residual stream twice in forward, and once more
-# in backward, which recomputes the input of the second (the first sum). Backward also reduces the
-# gradients of the inputs of q, k, v and of gate, up: five arrays. Embedding and head reduce once.
-SUMS = L * (2 + 1 + 5) + 2
+# Under tensor parallelism a layer gathers its tokens twice in forward (for q, k, v and for gate,
+# up) and scatters its sums twice. Backward gathers both inputs again, and the gradients of both
+# outputs; it computes the first sum again, and scatters the gradients of both inputs. The output of
+# the last layer is gathered for the head, its gradient for the embedding. Embedding and head
+# all-reduce once. XLA on CPU has no reduce-scatter here: it all-reduces and slices.
+TOKEN_GATHERS = L * (2 + 2 + 2) + 2
+TOKEN_SUMS = L * (2 + 1 + 2) + 2
+# Without sharding of the residual stream, a layer all-reduces it twice in forward, and once more in
+# backward, which recomputes the input of the second (the first sum). Backward also reduces the
+# gradients of the inputs of q, k, v and of gate, up: five arrays.
+WHOLE_SUMS = L * (2 + 1 + 5) + 2
 # Ulysses: q, k, v and the attention output, in forward, recomputed, and as gradients.
 EXCHANGES = L * 3 * 4
 # Ring: keys and values make three hops around four devices, in forward, recomputed, and in
@@ -73,12 +81,22 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
         # every gradient is all-reduced over the replicas after the reduce-scatter
         {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-reduce": SCATTERS},
     ),
-    "tensor": (dict(tensor=4), ROW, MODEL, {"all-reduce": SUMS}),
+    "tensor": (
+        dict(tensor=4),
+        ROW,
+        MODEL,
+        {"all-gather": TOKEN_GATHERS, "all-reduce": TOKEN_SUMS},
+    ),
+    "tensor, whole residual": (dict(tensor=4), WHOLE, MODEL, {"all-reduce": WHOLE_SUMS}),
     "fsdp x tensor": (
         dict(fsdp=4, tensor=2),
         ROW,
         MODEL,
-        {"all-gather": GATHERS, "reduce-scatter": SCATTERS, "all-reduce": SUMS},
+        {
+            "all-gather": GATHERS + TOKEN_GATHERS,
+            "reduce-scatter": SCATTERS,
+            "all-reduce": TOKEN_SUMS,
+        },
     ),
     "ulysses": (
         dict(fsdp=2, sequence=4),
@@ -206,6 +224,7 @@ def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
     ]
     tensor = UPDATE[name][0].get("tensor", 1)
     rows = {(M, 1, 128, MODEL.D)} if name == "pipeline" else set()  # activations
+    rows |= {(1, 128, MODEL.D)} if tensor > 1 else set()
     assert set(outside) == {(MODEL.V // tensor, MODEL.D)} | rows
 
 

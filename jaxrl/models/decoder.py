@@ -190,10 +190,11 @@ class Decoder(nnx.Module):
         as it says, and is None for a dense model.
         """
         x = self.embed_tokens(tokens, rules)
+        x = jax.reshard(x, rules.residual_spec(x.shape))
         x, state, load = run_layers(
             self, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
-        return self.norm(x), state, load
+        return jax.reshard(self.norm(x), rules.spec("batch", "time", "embed")), state, load
 
     def embed_tokens(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
         """Input of the first layer."""

@@ -18,7 +18,7 @@ from jaxrl.models.decoder import Decoder, forward_packed
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.paged import forward_paged
 from jaxrl.types import Tree
-from sharding import DECODE, TRAIN, make_mesh
+from sharding import DECODE, TENSOR, TRAIN, make_mesh
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral"]
@@ -61,9 +61,10 @@ def rows() -> tuple[np.ndarray, ...]:
 
 
 def loss(model: Decoder, batch: tuple, *, remat: str = "none") -> tuple[jax.Array, jax.Array]:
-    """(mean negative logp of the targets, logp [B, T])."""
+    """(mean negative logp of the targets, logp [B, T]); a tensor axis shards the residual."""
     tokens, targets, segments, positions, mask = batch
-    hidden = forward_packed(model, tokens, segments, positions, rules=TRAIN, remat=remat)
+    rules = TENSOR if jax.sharding.get_abstract_mesh().shape["tensor"] > 1 else TRAIN
+    hidden = forward_packed(model, tokens, segments, positions, rules=rules, remat=remat)
     logits = model.logits(hidden, TRAIN)
     one_hot = jax.nn.one_hot(targets, logits.shape[-1], out_sharding=jax.typeof(logits).sharding)
     logp = (one_hot * logits).sum(-1) - jax.nn.logsumexp(logits, axis=-1)

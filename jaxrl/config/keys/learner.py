@@ -58,6 +58,11 @@ class LearnerConfig:
         "form one place of the ring; must divide mesh.sequence and the kv heads of a tensor shard",
         ge=1,
     )
+    shard_residual: bool = key(
+        True,
+        "Shard the tokens of the residual stream over mesh.tensor between matrix products "
+        "(Megatron's sequence parallelism): reduce-scatter and all-gather instead of all-reduce",
+    )
     remat: str = key(
         "full",
         "Activations recomputed in backward: full = whole layers, mlp = all but attention and the "

@@ -148,15 +148,21 @@ class Linear(nnx.Module):
 
         The rest is the scale of a quantized weight, the adapter and the bias.
         """
-        out = rules.spec("batch", "time", *self.out_axes)
         shape = (*y.shape[:2], *self.w.shape[: self.n_out])
-        y = jnp.reshape(y, shape, out_sharding=out)
+        if self.out_axes[0] == "embed":
+            out = rules.residual_spec(shape)
+            y = jax.reshard(y, out)
+        else:
+            out = rules.spec("batch", "time", *self.out_axes)
+            y = jnp.reshape(y, shape, out_sharding=out)
         if isinstance(self.w, Quantized):
             scale = jax.reshard(self.w.scale, rules.gathered(*self.bias_axes))
             y = (y.astype(jnp.float32) * scale).astype(y.dtype)
         if self.lora is not None:
+            x = jax.reshard(x, rules.spec("batch", "time", self.in_axis))
             change = self.lora.change(x, self.out_axes[0], rules)
-            y = y + jnp.reshape(change, shape, out_sharding=out)
+            whole = rules.spec("batch", "time", *self.out_axes)
+            y = y + jax.reshard(jnp.reshape(change, shape, out_sharding=whole), out)
             if self.lora.m is not None:
                 y = (y.astype(jnp.float32) * self.gain(rules)).astype(y.dtype)
         y = materialize_gradient(y)
@@ -194,6 +200,12 @@ class Linear(nnx.Module):
         """Logical axes of the output."""
         return [ACTIVATION_AXES.get(axis, axis) for axis in self.axes[: self.n_out]]
 
+    def product_spec(self, rules: Rules) -> jax.P:
+        """PartitionSpec of x Wᵀ."""
+        if self.out_axes[0] == "embed":
+            return rules.partial_residual()
+        return rules.spec("batch", "time", self.out_axes[0])
+
     @property
     def in_axis(self) -> str | None:
         """Logical axis of the input; of merged dimensions, only the first is ever sharded."""
@@ -206,10 +218,14 @@ def apply_linears(
 ) -> list[Float[Array, "B T ..."]]:
     """Several linear maps of the same x; the decode kernel reads their weights in one call."""
     weights = [linear.weight(rules) for linear in linears]
-    x_spec = rules.spec("batch", "time", linears[0].in_axis)
-    x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
-    outs = [rules.spec("batch", "time", linear.out_axes[0]) for linear in linears]
-    ys = matmuls(x, weights, out_shardings=outs)
+    if linears[0].in_axis == "embed":
+        inputs = jax.reshard(x, rules.gathered_residual())
+    else:
+        x_spec = rules.spec("batch", "time", linears[0].in_axis)
+        x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
+        inputs = x
+    outs = [linear.product_spec(rules) for linear in linears]
+    ys = matmuls(inputs, weights, out_shardings=outs)
     return [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
 
 

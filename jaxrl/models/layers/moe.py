@@ -78,13 +78,15 @@ class MoE(nnx.Module):
         A number instead of true is how often the token counts in the load.
         """
         rows = rules.spec("batch", "time", None)
+        x = jax.reshard(x, rows)
         w = jax.reshard(self.router, rules.gathered(None, "w_embed"))
         logits = jnp.einsum(
             "BTD,ED->BTE", x, w, out_sharding=rows, preferred_element_type=jnp.float32
         )
         choose = functools.partial(route, top_k=self.top_k, norm_topk=self.norm_topk)
         probs, weights, experts = jax.shard_map(choose, in_specs=rows, out_specs=rows)(logits)
-        y = self._apply(jax.reshard(x, rows), weights, experts, live, rules)
+        y = self._apply(x, weights, experts, live, rules)
+        y = jax.reshard(y, rules.residual_spec(y.shape))
         return y, router_load(probs, experts, live)
 
     def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
