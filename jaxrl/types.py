@@ -73,7 +73,9 @@ class Rollout:
     tokens: np.ndarray  # int32 [response_len], stop token included
     logp: np.ndarray  # float32 [response_len], of softmax(logits / temperature), without filters
     loss_mask: np.ndarray  # bool [response_len], False at tokens that the model did not sample
-    version: int  # policy version: optimizer steps before the weights that sampled it
+    # int32 [response_len], the policy version (training steps before it) that sampled each token;
+    # tokens that the model did not sample have that of the token before them
+    versions: np.ndarray
     finish: str  # "stop" | "length"; for episodes also "turns" | "error"
     text: str = ""
     # float32 [response_len], of the distribution that the tokens were sampled from: with top_k,

@@ -138,7 +138,10 @@ def test_the_config_of_a_page_resolves(page, name, tmp_path):
 
 
 METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-METRIC_GROUPS = "critic|data|env|loss|mismatch|optim|perf|preference|reward|rollout|router|time|val"
+METRIC_GROUPS = (
+    "buffer|critic|data|env|loss|mismatch|optim|perf|preference|reward|rollout|router|staleness|"
+    "time|val"
+)
 
 
 def metric_names() -> set[str]:

@@ -106,6 +106,8 @@ REWARDS = (
     "reasoning_gym",
     "remote",
 )
+SCHEDULES = ("sync", "partial")
+GROUP_ORDERS = ("prompt", "arrival")
 ENGINES = ("auto", "process", "mesh")
 ROLLOUT_LAYOUTS = ("replicas", "training")
 STARTS = ("auto", "on", "off")

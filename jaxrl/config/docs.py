@@ -70,6 +70,7 @@ HEADINGS = {
     "data": "data",
     "rollout": "rollout: the generation engine",
     "rollout.sampling": "rollout.sampling: sampling of training responses",
+    "schedule": "schedule: how generation and training alternate",
     "algorithm": "algorithm",
     "learner": "learner: the update",
     "critic": "critic: for algorithm.advantage = gae",

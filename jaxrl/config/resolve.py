@@ -22,7 +22,14 @@ from jaxrl.config.checks.preference import preference_errors
 from jaxrl.config.checks.rewards import reward_errors, reward_warnings
 from jaxrl.config.checks.rollout import rollout_errors, rollout_warnings, training_sampling_errors
 from jaxrl.config.checks.run import folder_errors, model_errors, run_errors
-from jaxrl.config.keys import AlgorithmConfig, CriticConfig, LoRAConfig, RunConfig
+from jaxrl.config.checks.schedule import schedule_errors, schedule_warnings
+from jaxrl.config.keys import (
+    AlgorithmConfig,
+    CriticConfig,
+    LoRAConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from jaxrl.config.schema import build, keys, to_dict
 
 
@@ -52,7 +59,13 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
     run, errors = build(RunConfig, values)
     errors += validate(run) + mesh_errors(run.mesh, n_devices)
     raise_errors(errors + sharding_errors(run, n_devices))
-    checks = (mesh_warnings, rollout_warnings, algorithm_warnings, reward_warnings)
+    checks = (
+        mesh_warnings,
+        rollout_warnings,
+        schedule_warnings,
+        algorithm_warnings,
+        reward_warnings,
+    )
     for line in itertools.chain.from_iterable(check(run) for check in checks):
         warnings.warn(line, stacklevel=2)
     return run
@@ -74,7 +87,11 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     errors += [*reward_errors(run), *rollout_errors(run)]
     raise_errors([*errors, *mesh_errors(run.mesh, None)])
     return dataclasses.replace(
-        run, algorithm=AlgorithmConfig(), critic=CriticConfig(), lora=LoRAConfig()
+        run,
+        algorithm=AlgorithmConfig(),
+        critic=CriticConfig(),
+        lora=LoRAConfig(),
+        schedule=ScheduleConfig(),
     )
 
 
@@ -90,6 +107,7 @@ def validate(run: RunConfig) -> list[str]:
         *data_errors(run.data),
         *optimizer_errors(run),
         *rollout_errors(run),
+        *schedule_errors(run),
         *algorithm_errors(run),
         *training_sampling_errors(run),
         *model_errors(run),

@@ -117,6 +117,7 @@ class Generated:
     support: TokenSets | None = None  # the tokens that the filters kept; None if not recorded
     top: TopTokens | None = None  # if the request wants them
     error: str = ""  # of the grammar
+    version: int = 0  # policy version that sampled the tokens
 
 
 @dataclasses.dataclass

@@ -261,6 +261,7 @@ class PagedEngine:
             support=self._support(output, row, n_new),
             top=_top(output, row, n_new) if request.top_logprobs else None,
             error=error,
+            version=self.scheduler.version,
         )
 
     def _support(self, output: DecodeOutput, row: int, n_new: int) -> TokenSets | None:

@@ -26,6 +26,11 @@ class ReplicaScheduler:
         self._next_slot = 0
 
     @property
+    def version(self) -> int:
+        """The policy version of all replicas."""
+        return self.schedulers[0].version
+
+    @property
     def n_unfinished(self) -> int:
         return len(self._new) + sum(s.n_unfinished for s in self.schedulers)
 

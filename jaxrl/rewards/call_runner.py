@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
@@ -29,6 +29,9 @@ _MAX_BATCH = 64  # calls per message
 _WORKERS_PER_SPARE = 4
 _POLL_S = 1.0  # between checks for processes that ended while their children hold the socket
 _RETRY_S = 10.0  # pause before further starts if workers fail to start but others still run
+
+
+Key = tuple[int, int]  # response, function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,8 @@ class CallRunner:
         self._cfg, self._limits_s, self._output = cfg, limits_s, output
         self._workers: list[_Worker] = []
         self._queue: collections.deque[Call] = collections.deque()
-        self._results: dict[tuple[int, int], Result] = {}  # by response and function
+        self._results: dict[Key, Result] = {}  # not taken yet
+        self._n_calls = 1  # per message
         self._numbers = itertools.count()  # of calls
         self._n_started = 0
         self._n_lost = 0  # workers in a row that failed before they began a call
@@ -97,25 +101,43 @@ class CallRunner:
         while self._workers:
             self._workers.pop().process.kill()
 
-    def run(self, calls: Iterable[Call]) -> dict[tuple[int, int], Result]:
-        """One result per response and function: a score, or why there is none.
+    def submit(self, calls: Sequence[Call]) -> list[Key]:
+        """Queues calls, each with other responses than all before. Returns the keys of results.
 
         Raises ChildProcessError if no worker is left and none can be started.
         """
-        self._queue, self._results = collections.deque(calls), {}
-        n_results = sum(len(call.items) for call in self._queue)
-        n_calls = max(1, min(_MAX_BATCH, len(self._queue) // (4 * self._cfg.workers)))
+        if not self._busy:
+            self._replace_failed(check_ended=True)  # since the last call
+        self._queue.extend(calls)
+        self._n_calls = max(1, min(_MAX_BATCH, len(self._queue) // (4 * self._cfg.workers)))
+        return [(item, call.function) for call in calls for item in call.items]
+
+    def advance(self, *, wait: bool) -> None:
+        """Sends queued calls and takes results, waiting for something to happen if `wait`.
+
+        Raises ChildProcessError if no worker is left and none can be started.
+        """
+        if not self._busy:
+            return
         try:
-            self._replace_failed(check_ended=True)  # since the last run
-            while len(self._results) < n_results:
-                self._start_missing()
-                self._send_calls(n_calls)
-                quiet = not self._wait()
-                self._replace_failed(check_ended=quiet)
-        except BaseException:  # Ctrl-C: running calls must not answer a later run()
+            self._start_missing()
+            self._send_calls(self._n_calls)
+            quiet = not self._wait(_POLL_S if wait else 0.0)
+            self._replace_failed(check_ended=quiet)
+        except BaseException:
             self.close()
             raise
-        return self._results
+
+    def take(self, keys: Sequence[Key]) -> dict[Key, Result] | None:
+        """The results of calls: a score, or why there is none. None until all of them are known."""
+        if any(key not in self._results for key in keys):
+            return None
+        return {key: self._results.pop(key) for key in keys}
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a call has no result yet."""
+        return bool(self._queue) or any(worker.calls for worker in self._workers)
 
     @property
     def _all_ready(self) -> bool:
@@ -167,13 +189,13 @@ class CallRunner:
             worker.deadline = time.monotonic() + limit_s
             worker.late_at = worker.deadline - limit_s / 2
 
-    def _wait(self) -> bool:
-        """Blocks until a worker has sent something or is late, at most _POLL_S.
+    def _wait(self, timeout_s: float = _POLL_S) -> bool:
+        """Blocks until a worker has sent something or is late, at most `timeout_s`.
 
         Returns whether a worker has sent something.
         """
         now = time.monotonic()
-        due = [now + _POLL_S]
+        due = [now + timeout_s]
         for worker in self._workers:
             if worker.calls or not worker.ready:
                 due.append(worker.late_at if now < worker.late_at else worker.deadline)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
-from jaxrl.rewards.call_runner import Call, CallRunner
+from jaxrl.rewards.call_runner import Call, CallRunner, Key
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.messages import Result
 from jaxrl.rewards.signatures import CallSignature
@@ -55,6 +55,9 @@ class RewardPool:
         self._concurrency = [int(pool_option(f, "concurrency")) for f in cfg.functions]
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
         self._runner = CallRunner(cfg, self._limits_s, OutputLog(write))
+        self._n_items = 0  # responses so far
+        self._submitted: dict[int, tuple[range, list[Key]]] = {}  # by ticket
+        self._tickets = itertools.count()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -77,11 +80,37 @@ class RewardPool:
         in Rollout), "response_len" (tokens) and, with an environment, "episode". Raises
         ChildProcessError if no worker is left and none can be started.
         """
-        results = self._runner.run(self._calls(rollouts))
-        return [
-            self._combine([results[item, f] for f in range(len(self.names))])
-            for item in range(len(rollouts))
-        ]
+        ticket = self.submit(rollouts)
+        while (rewards := self._take(ticket)) is None:
+            self._runner.advance(wait=True)
+        return rewards
+
+    def submit(self, rollouts: Sequence[Rollout]) -> int:
+        """Has rollouts scored as `score` does, without waiting. Returns a ticket for `collect`."""
+        items = range(self._n_items, self._n_items + len(rollouts))
+        self._n_items = items.stop
+        ticket = next(self._tickets)
+        self._submitted[ticket] = items, self._runner.submit(self._calls(rollouts, items.start))
+        return ticket
+
+    def collect(self, *, wait: bool) -> dict[int, list[Reward]]:
+        """The rewards that are known by now, by ticket.
+
+        With `wait`, it first waits until something happens in the workers, for a second at most.
+        """
+        self._runner.advance(wait=wait)
+        found = {ticket: self._take(ticket) for ticket in list(self._submitted)}
+        return {ticket: rewards for ticket, rewards in found.items() if rewards is not None}
+
+    def _take(self, ticket: int) -> list[Reward] | None:
+        """The rewards of a ticket; None until all are known."""
+        items, keys = self._submitted[ticket]
+        results = self._runner.take(keys)
+        if results is None:
+            return None
+        del self._submitted[ticket]
+        functions = range(len(self.names))
+        return [self._combine([results[item, f] for f in functions]) for item in items]
 
     def check_columns(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError if a function of TRL's form requires a column that no row has."""
@@ -95,8 +124,11 @@ class RewardPool:
                     "or give the parameter a default"
                 )
 
-    def _calls(self, rollouts: Sequence[Rollout]) -> list[Call]:
-        """All calls of all functions; batches come first because they take longest."""
+    def _calls(self, rollouts: Sequence[Rollout], first: int) -> list[Call]:
+        """All calls of all functions; batches come first because they take longest.
+
+        `first` is the number of the first response.
+        """
         calls = []
         for function, signature in enumerate(self._runner.signatures):
             size = self._call_size(function, signature, len(rollouts))
@@ -111,7 +143,8 @@ class RewardPool:
                 )
                 if signature.is_async and not signature.batched:  # each response has the limit
                     limit_s = limit_s * -(-len(items) // self._concurrency[function]) + _GRACE_S
-                calls.append(Call(items, function, n, arguments, limit_s))
+                numbers = tuple(first + item for item in items)
+                calls.append(Call(numbers, function, n, arguments, limit_s))
         return sorted(calls, key=lambda call: call.n is None)
 
     def _call_size(self, function: int, signature: CallSignature, n: int) -> int:

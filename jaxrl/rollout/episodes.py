@@ -16,7 +16,7 @@ from jaxrl.types import Prompt, Rollout, Tree
 class PlayedEpisode(Protocol):
     """An episode that becomes a rollout once it has ended."""
 
-    def rollout(self, version: int, renderer: ChatRenderer) -> Rollout: ...
+    def rollout(self, renderer: ChatRenderer) -> Rollout: ...
 
 
 @runtime_checkable
@@ -80,7 +80,7 @@ def run_episodes(
     except BaseException:
         runner.cancel()
         raise
-    rollouts = [episode.rollout(version, renderer) for episode in episodes]
+    rollouts = [episode.rollout(renderer) for episode in episodes]
     n_kept = sum(sequence.n_loss_tokens for r in rollouts for sequence in r.sequences)
     metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
     return rollouts, metrics | {"time/env_s": waited_s}

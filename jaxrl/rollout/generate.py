@@ -26,6 +26,7 @@ class Response:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     behavior_logp: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)  # policy version of each token
     support: list[TokenSets] = dataclasses.field(default_factory=list)  # per dispatch
     finish: str = ""
 
@@ -76,7 +77,7 @@ def generate(
             with contextlib.suppress(KeyError):  # already ended
                 engine.free(slot)
         raise
-    rollouts = [_rollout(response, version, decode) for response in responses]
+    rollouts = [to_rollout(response, decode) for response in responses]
     n_kept = sum(len(r.tokens) for r in rollouts)
     return rollouts, engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
 
@@ -105,7 +106,8 @@ def _run(
             on_progress(n_tokens, len(by_slot) - len(unfinished), len(by_slot))
 
 
-def _rollout(response: Response, version: int, decode: Decode) -> Rollout:
+def to_rollout(response: Response, decode: Decode) -> Rollout:
+    """The rollout of a finished response."""
     tokens = np.array(response.tokens, np.int32)
     return Rollout(
         prompt=response.prompt,
@@ -115,7 +117,7 @@ def _rollout(response: Response, version: int, decode: Decode) -> Rollout:
         behavior_logp=np.array(response.behavior_logp, np.float32),
         support=join(response.support, len(tokens)) if response.support else None,
         loss_mask=np.ones(len(tokens), bool),
-        version=version,
+        versions=np.array(response.versions, np.int32),
         finish=response.finish,
         text=decode(tokens),
     )
@@ -129,12 +131,14 @@ def append_generated(
     response.tokens += generated.tokens.tolist()
     response.logp += generated.logp.tolist()
     response.behavior_logp += generated.behavior_logp.tolist()
+    response.versions += [generated.version] * len(generated.tokens)
     if generated.support is not None:
         response.support.append(generated.support)
     response.finish = generated.finish
     end = stop_string_end(response.tokens, n_old, stop, decode) if stop else None
     if end is not None:
         del response.tokens[end:], response.logp[end:], response.behavior_logp[end:]
+        del response.versions[end:]
         response.finish = "stop"
 
 

@@ -48,6 +48,7 @@ class ActiveEpisode:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     behavior_logp: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
     support: list[TokenSets] = dataclasses.field(default_factory=list)  # per turn or observation
     loss_mask: list[bool] = dataclasses.field(default_factory=list)
     episode: Episode = dataclasses.field(default_factory=Episode)
@@ -61,6 +62,7 @@ class ActiveEpisode:
         self.tokens += response.tokens
         self.logp += response.logp
         self.behavior_logp += response.behavior_logp
+        self.versions += response.versions
         n = len(response.tokens)
         self.support.append(join(response.support, n) if response.support else unrestricted(n))
         self.loss_mask += [True] * n
@@ -69,10 +71,11 @@ class ActiveEpisode:
         self.tokens += tokens
         self.logp += [0.0] * len(tokens)
         self.behavior_logp += [0.0] * len(tokens)
+        self.versions += self.versions[-1:] * len(tokens)
         self.support.append(unrestricted(len(tokens)))
         self.loss_mask += [False] * len(tokens)
 
-    def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
+    def rollout(self, renderer: ChatRenderer) -> Rollout:
         tokens = np.array(self.tokens, np.int32)
         return Rollout(
             prompt=self.prompt,
@@ -82,7 +85,7 @@ class ActiveEpisode:
             behavior_logp=np.array(self.behavior_logp, np.float32),
             support=join(self.support, len(tokens)),
             loss_mask=np.array(self.loss_mask, bool),
-            version=version,
+            versions=np.array(self.versions, np.int32),
             finish=self.finish,
             text=renderer.decode(tokens),
             episode=self.episode,

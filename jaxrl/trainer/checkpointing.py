@@ -31,6 +31,8 @@ def save(core: Core) -> None:
         "validated_at": core.validated_at,
         "val_metrics": core.val_metrics,
     }
+    if core.in_flight is not None:
+        host["in_flight"] = core.in_flight()
     metrics = core.val_metrics if core.validated_at == core.step else {}
     with core.timed("save_checkpoint"):
         core.checkpoints.save(core.step, saved_state(core), host, metrics)

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.phases.reward_errors import RewardErrors
 from jaxrl.trainer.phases.shaping import RewardScale
-from jaxrl.types import Prompt, TrainState
+from jaxrl.types import Prompt, ScoredRollout, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,6 +66,8 @@ class Core:
     step: int = 0  # steps done
     step_restartable: bool = True  # no update of the current step has changed `state` yet
     position: dict = dataclasses.field(default_factory=dict)  # iterator state after `step` steps
+    # Makes JSON of what was in flight after `step` steps; None: a step leaves nothing in flight.
+    in_flight: Callable[[], dict[str, Any]] | None = None
     first_step: int = 0  # steps done when this process started
     validated_at: int = -1  # the last step that was validated ...
     val_metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # ... and its result
@@ -159,6 +161,26 @@ class HasCore(Protocol):
     def core(self) -> Core: ...
 
 
+@runtime_checkable
+class Source(Protocol):
+    """Where the scored rollouts of a step come from: the schedule (trainer/schedule/)."""
+
+    def next_batch(self, run: "Run", draw: int) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """The rollouts of the next `data.prompts_per_step` groups, by group, and their metrics.
+
+        `draw` is the index of the batch within the step.
+        """
+        ...
+
+    def release_engine(self) -> None:
+        """Frees the engine for requests of others. Responses in flight continue later."""
+        ...
+
+    def in_flight(self) -> Callable[[], dict[str, Any]] | None:
+        """As `Core.in_flight`, of this moment."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """An RL run: samples rollouts, scores them with rewards, and trains on them."""
@@ -168,6 +190,7 @@ class Run:
     reward_errors: RewardErrors
     reward_model: RewardModel | None
     engines: Engines
+    source: Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ def train_step(run: Run) -> None:
 
     core.reward_scale = experience.reward_scale
     core.coefs = adapt_coefficients(core.coefs, metrics, cfg, n_samples=experience.n_samples)
+    core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]
     core.end_step(metrics | speed_metrics(core, collected.n_tokens, trained))
     if core.refresh_due:

@@ -20,6 +20,33 @@ WRONG = [
     (dict(rollout__page_len=100), "page_len=100", "multiple of 64", "set 128"),
     (dict(rollout__max_num_batched_tokens=32), "max_num_batched_tokens=32", "page_len=64"),
     (dict(rollout__n_pages=8), "n_pages=8", "576 tokens", "at least 9"),
+    (dict(schedule__keep_kv=True), "schedule.keep_kv=True has no effect", "mode='partial'"),
+    (
+        dict(schedule__mode="partial", schedule__oversample=2.0, schedule__max_staleness=0),
+        "schedule.oversample=2",
+        "older than schedule.max_staleness=0",
+        "set at most 1",
+    ),
+    (
+        dict(schedule__mode="partial", schedule__oversample=0.5),
+        "schedule.oversample=0.5 is less than the prompts of one step",
+        "set 1 or more",
+    ),
+    (
+        dict(schedule__mode="partial", algorithm__policy_loss="policy_gradient"),
+        "schedule.max_staleness=1",
+        "policy_loss='policy_gradient' has no importance ratio",
+        "token_tis",
+    ),
+    (
+        dict(
+            schedule__mode="partial",
+            env__name="guess_number",
+            reward__functions=("environment",),
+        ),
+        "'guess_number'",
+        "schedule.mode='sync'",
+    ),
     (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
     (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
     (
@@ -343,3 +370,12 @@ def test_the_keys_of_processes_are_checked():
     assert "set 0 to 1" in str(e.value)
     with pytest.raises(ValueError, match=r"contradicts distributed\.start='off'"):
         resolve(runnable(distributed__coordinator="a:1", distributed__start="off"))
+
+
+def test_old_responses_without_correction_warn(recwarn):
+    old = dict(schedule__mode="partial", schedule__max_staleness=2)
+    with pytest.warns(UserWarning, match=r"max_staleness=2 trains on .* older policies.*token_tis"):
+        resolve(runnable(**old))
+    resolve(runnable(**old, algorithm__correction="token_tis"))
+    resolve(runnable(**(old | {"schedule__max_staleness": 1})))
+    assert not recwarn.list

@@ -133,7 +133,7 @@ def rollout(text, answer="1", finish="stop", is_text=False, **extra):
         is_text=is_text,
     )
     tokens, logp, mask = np.zeros(4, np.int32), np.zeros(4, np.float32), np.ones(4, bool)
-    return Rollout(prompt, 0, tokens, logp, mask, version=0, finish=finish, text=text)
+    return Rollout(prompt, 0, tokens, logp, mask, versions=tokens, finish=finish, text=text)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def rollouts(rewards, *, source="s", finish="stop", parts=None):
                 tokens=np.zeros(j + 1, np.int32),
                 logp=np.zeros(j + 1, np.float32),
                 loss_mask=np.ones(j + 1, bool),
-                version=0,
+                versions=np.zeros(j + 1, np.int32),
                 finish=finish,
             ),
             Reward(float(reward), parts or {}),

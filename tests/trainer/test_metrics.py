@@ -75,7 +75,7 @@ def test_the_sampling_entropy_is_over_all_tokens_that_the_policy_sampled():
     prompt, tokens = Prompt(0, (), np.array([5], np.int32), ""), np.array([3, 4, 5], np.int32)
     logp = np.array([-1.0, -9.0, -2.0], np.float32)  # the second token is an observation
     mask = np.array([True, False, True])
-    plain = Rollout(prompt, 0, tokens, logp, mask, 0, "stop")
-    filtered = Rollout(prompt, 1, tokens, logp, mask, 0, "stop", behavior_logp=logp + 0.5)
+    plain = Rollout(prompt, 0, tokens, logp, mask, tokens, "stop")
+    filtered = Rollout(prompt, 1, tokens, logp, mask, tokens, "stop", behavior_logp=logp + 0.5)
     # (1 + 2 + 0.5 + 1.5) / 4
     assert metrics.sampling_entropy([plain, filtered]) == 1.25

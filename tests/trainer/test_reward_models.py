@@ -224,7 +224,7 @@ def test_reward_model_training_resumes_bitwise(ranking_config, tmp_path):
 def rollout(text, **fields):
     prompt = Prompt(0, ({"role": "user", "content": "1 + 2?"},), np.zeros(3, np.int32), "3")
     tokens, logp = np.zeros(4, np.int32), np.zeros(4, np.float32)
-    return Rollout(prompt, 0, tokens, logp, np.ones(4, bool), 0, "stop", text=text, **fields)
+    return Rollout(prompt, 0, tokens, logp, np.ones(4, bool), tokens, "stop", text=text, **fields)
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceCon
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from jaxrl.config.keys.run import CheckpointConfig, LogConfig, ProfileConfig, RunConfig
+from jaxrl.config.keys.schedule import ScheduleConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -32,4 +33,5 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "ScheduleConfig",
 ]

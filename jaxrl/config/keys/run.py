@@ -10,6 +10,7 @@ from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
+from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.schema import key
 
 
@@ -78,6 +79,7 @@ class RunConfig:
     ref: RoleConfig = dataclasses.field(default_factory=RoleConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)

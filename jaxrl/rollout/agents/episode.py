@@ -225,7 +225,7 @@ class AgentEpisode:
             error = missing + "a number from it, or send one to {base_url}/reward"
         self.error = error
 
-    def rollout(self, version: int, renderer: ChatRenderer) -> Rollout:
+    def rollout(self, renderer: ChatRenderer) -> Rollout:
         """The conversation with the latest turn, and the others as its branches.
 
         Their order does not depend on the order in which requests arrived.
@@ -248,9 +248,9 @@ class AgentEpisode:
             main.finish = "error"
         elif main.finish != "length":
             main.finish = self._finish
-        others = [b.sequence.rollout(version, renderer) for b in self.branches[:-1]]
+        others = [b.sequence.rollout(renderer) for b in self.branches[:-1]]
         others.sort(key=lambda r: (r.prompt.tokens.tolist(), r.tokens.tolist()))
-        return dataclasses.replace(main.rollout(version, renderer), branches=tuple(others))
+        return dataclasses.replace(main.rollout(renderer), branches=tuple(others))
 
 
 def same(ours: Message, theirs: Message) -> bool:

@@ -19,7 +19,7 @@ from jaxrl.trainer.run import Core
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
 # Sections of the config that offline training does not use.
-UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_model")
+UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule")
 
 
 @dataclasses.dataclass(frozen=True)

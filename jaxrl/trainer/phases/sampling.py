@@ -1,7 +1,7 @@
 """Samples the rollouts of a step and computes their rewards; dynamic sampling, ReMax baseline."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jaxrl.trainer.phases.shaping import (
     valid_samples,
 )
 from jaxrl.trainer.run import Run
-from jaxrl.types import Prompt, Rollout, ScoredRollout
+from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from sharding import hosts
 
 
@@ -70,13 +70,9 @@ class Collected:
         return [add_overlong_penalty(group, self.cfg) for group in groups]
 
     def metrics(self) -> dict[str, float]:
-        """rollout/* and data/solved. Seconds are summed over batches, other metrics averaged."""
+        """Metrics of the batches and data/solved: sums of times and counts, maxima, or means."""
         metrics = {
-            name: float(
-                (np.sum if name.startswith("time/") else np.mean)(
-                    [one[name] for one in self.engine_metrics]
-                )
-            )
+            name: float(_reduction(name)([one[name] for one in self.engine_metrics]))
             for name in self.engine_metrics[0]
         }
         if self.cfg.data.skip_solved:
@@ -88,20 +84,26 @@ class Collected:
         return metrics
 
 
+def _reduction(name: str) -> Callable[[Sequence[float]], float]:
+    """What makes one metric of those of several batches."""
+    if name.startswith("time/") or name in ("buffer/dropped", "buffer/waited_s"):
+        return np.sum
+    return np.max if name.endswith("/max") else np.mean
+
+
 def collect(run: Run) -> Collected:
-    """Samples and rewards the next batch of prompts.
+    """The scored rollouts of the next batch of prompts, from the source of the schedule.
 
     Dynamic sampling (algorithm.dynamic_sampling; DAPO, section 3.2, https://arxiv.org/abs/2503.14476)
     drops groups whose rewards are all equal or whose mean reward is outside dynamic_sampling_range.
-    It samples further batches until the step is full, at most dynamic_sampling_batches in total.
+    It takes further batches until the step is full, at most dynamic_sampling_batches in total.
     Samples whose reward or environment failed leave their group (reward.on_error).
     """
     cfg = run.core.cfg
     n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
     collected = Collected(cfg)
     for draw in range(n_batches):
-        rollouts, engine_metrics = sample(run, next(run.core.iterator), draw=draw)
-        sampled = reward(run, rollouts)
+        sampled, engine_metrics = run.source.next_batch(run, draw)
         groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
         if cfg.data.skip_solved:
             run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
@@ -157,6 +159,7 @@ def sample(
     elif greedy:
         n, sampling = 1, dataclasses.replace(sampling, temperature=0.0)
     name = "validation" if validation else "rollout"
+    run.source.release_engine()
     with (
         run.core.no_compile(name),
         run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
@@ -193,7 +196,16 @@ def score(
     with hosts.raise_together():
         share = pool.score(rollouts[hosts.local_slice(len(rollouts))])
     stop.check()
-    rewards = hosts.gather_items(share)
+    return with_model_scores(reward_model, rollouts, hosts.gather_items(share), stop)
+
+
+def with_model_scores(
+    reward_model: RewardModel | None,
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[Reward],
+    stop: StopFlag,
+) -> list[ScoredRollout]:
+    """The rollouts with the rewards of the functions, and with the scores of the reward model."""
     if reward_model is not None:
         rewards = reward_model.add_scores(rollouts, rewards, stop.check)
     return [ScoredRollout(*pair) for pair in zip(rollouts, rewards, strict=True)]

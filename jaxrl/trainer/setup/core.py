@@ -97,6 +97,7 @@ def build_core(
         reward_scale=RewardScale(**host.get("reward_scale", {})),
         step=step,
         position=iterator.state(),
+        in_flight=(lambda: host["in_flight"]) if "in_flight" in host else None,
         first_step=step,
         validated_at=host.get("validated_at", -1),
         val_metrics=host.get("val_metrics", {}),

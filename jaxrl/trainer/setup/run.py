@@ -39,6 +39,7 @@ from jaxrl.trainer.setup.engines import (
 )
 from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
+from jaxrl.trainer.setup.source import make_source
 from jaxrl.trainer.setup.warmup import warm_up, warm_up_learner
 from sharding import hosts
 
@@ -86,6 +87,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             reward_errors=RewardErrors(cfg.reward.max_error_fraction),
             reward_model=reward_model,
             engines=engines,
+            source=make_source(core, engines, rewards),
         )
         if not core.done:
             warm_up(run)

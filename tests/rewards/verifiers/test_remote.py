@@ -149,7 +149,7 @@ def rollouts(n):
         prompt = Prompt(id=i, messages=(), tokens=np_tokens(10 + i), answer=str(i))
         tokens = np_tokens(100, 101)
         logp, mask = tokens.astype("float32"), tokens > 0
-        yield Rollout(prompt, 0, tokens, logp, mask, 0, "stop", text="no specials")
+        yield Rollout(prompt, 0, tokens, logp, mask, tokens, "stop", text="no specials")
 
 
 def np_tokens(*ids):

@@ -22,7 +22,7 @@ def scored(*errors, episode=None):
     prompt = Prompt(id=0, messages=(), tokens=np.zeros(3, np.int32), answer="1", source="s")
     tokens, logp, mask = np.zeros(4, np.int32), np.zeros(4, np.float32), np.ones(4, bool)
     rollout = Rollout(
-        prompt, 0, tokens, logp, mask, version=0, finish="stop", text="", episode=episode
+        prompt, 0, tokens, logp, mask, versions=tokens, finish="stop", text="", episode=episode
     )
     return [ScoredRollout(rollout, Reward(0.0, {}, error)) for error in errors]
 

@@ -28,7 +28,7 @@ def rollouts_with(rewards, length=3):
     tokens, logp = np.full(length, 7, np.int32), np.zeros(length, np.float32)
     return [
         ScoredRollout(
-            Rollout(Prompt(p, (), tokens, "4"), s, tokens, logp, logp == 0, 0, "stop"),
+            Rollout(Prompt(p, (), tokens, "4"), s, tokens, logp, logp == 0, tokens, "stop"),
             Reward(float(reward)),
         )
         for p, group in enumerate(rewards)

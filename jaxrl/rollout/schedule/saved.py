@@ -1,0 +1,128 @@
+"""Groups in flight in the checkpoint: their place in the data, tokens, logprobs and versions.
+
+Prompts are not saved but drawn again: each draw has the state of the data iterator before it.
+"""
+
+import base64
+import dataclasses
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.support import join
+from jaxrl.rollout.generate import Response
+from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.types import Prompt, Reward, TokenSets
+
+FIELDS = {
+    "tokens": np.int32,
+    "logp": np.float32,
+    "behavior_logp": np.float32,
+    "versions": np.int32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupState:
+    """A group at one moment. Responses only grow, so their lengths are enough to keep it."""
+
+    group: PromptGroup
+    version: int
+    lengths: tuple[int, ...]  # tokens of the responses
+    finish: tuple[str, ...]
+    rewards: list[Reward] | None
+
+    def json(self) -> dict[str, Any]:
+        """Everything except the arrays of the responses."""
+        return {
+            "draw": self.group.draw,
+            "index": self.group.index,
+            "seed": self.group.seed,
+            "version": self.version,
+            "lengths": self.lengths,
+            "finish": self.finish,
+            "restricted": [bool(r.support) for r in self.group.responses],
+            "rewards": self.rewards and [dataclasses.asdict(r) for r in self.rewards],
+        }
+
+
+def group_states(groups: Iterable[PromptGroup]) -> list[GroupState]:
+    """The groups as they are now."""
+    return [
+        GroupState(
+            group,
+            group.version,
+            tuple(len(r.tokens) for r in group.responses),
+            tuple(r.finish for r in group.responses),
+            group.rewards,
+        )
+        for group in groups
+    ]
+
+
+def encode(states: Sequence[GroupState]) -> dict[str, Any]:
+    """JSON of the groups. The arrays are a compressed npz file in base64."""
+    pairs = [(r, n) for s in states for r, n in zip(s.group.responses, s.lengths, strict=True)]
+    arrays = {
+        name: np.concatenate(
+            [np.zeros(0, t), *(np.array(getattr(r, name)[:n], t) for r, n in pairs)]
+        )
+        for name, t in FIELDS.items()
+    }
+    sets = [join(r.support, n) for r, n in pairs if r.support]
+    arrays["counts"] = np.concatenate([np.zeros(0, np.int64), *(s.counts for s in sets)])
+    arrays["ids"] = np.concatenate([np.zeros(0, np.int32), *(s.ids for s in sets)])
+    file = io.BytesIO()
+    np.savez_compressed(file, allow_pickle=False, **arrays)
+    return {
+        "groups": [state.json() for state in states],
+        "arrays": base64.b64encode(file.getvalue()).decode(),
+    }
+
+
+def decode(saved: Mapping[str, Any], prompt_of: Callable[[int, int], Prompt]) -> list[PromptGroup]:
+    """The groups of `encode`; `prompt_of` gives the prompt of (draw, index in the draw)."""
+    with np.load(io.BytesIO(base64.b64decode(saved["arrays"])), allow_pickle=False) as file:
+        reader = _Reader(dict(file))
+    groups = []
+    for entry in saved["groups"]:
+        prompt = prompt_of(entry["draw"], entry["index"])
+        columns = zip(entry["lengths"], entry["finish"], entry["restricted"], strict=True)
+        groups.append(
+            PromptGroup(
+                prompt,
+                seed=entry["seed"],
+                draw=entry["draw"],
+                index=entry["index"],
+                responses=[
+                    reader.response(prompt, sample, *column)
+                    for sample, column in enumerate(columns)
+                ],
+                version=entry["version"],
+                rewards=entry["rewards"] and [Reward(**reward) for reward in entry["rewards"]],
+            )
+        )
+    return groups
+
+
+class _Reader:
+    """Reads the responses from the joined arrays, in order."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self.arrays, self._n, self._n_sets, self._n_ids = arrays, 0, 0, 0
+
+    def response(
+        self, prompt: Prompt, sample: int, n: int, finish: str, restricted: bool
+    ) -> Response:
+        first, self._n = self._n, self._n + n
+        fields = {name: self.arrays[name][first : self._n].tolist() for name in FIELDS}
+        support = [self._sets(n)] if restricted else []
+        return Response(prompt, sample, **fields, support=support, finish=finish)
+
+    def _sets(self, n: int) -> TokenSets:
+        first, self._n_sets = self._n_sets, self._n_sets + n
+        counts = self.arrays["counts"][first : self._n_sets]
+        first, self._n_ids = self._n_ids, self._n_ids + int(counts.sum())
+        return TokenSets(counts, self.arrays["ids"][first : self._n_ids])

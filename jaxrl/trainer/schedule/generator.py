@@ -1,0 +1,191 @@
+"""Generation of groups in flight, batch after batch: draws prompts, runs the engine, scores groups.
+
+Its order of draws, dispatches and batches does not depend on the clock, unless groups are taken by
+arrival. Rewards are computed by their processes while the engine generates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.iterator import Batches
+from jaxrl.engine.api import Engine, Request
+from jaxrl.rollout.generate import Decode, Response, to_rollout
+from jaxrl.rollout.schedule import saved
+from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
+from jaxrl.rollout.schedule.stream import ResponseStream
+from jaxrl.trainer.run import sampling_seed
+from jaxrl.types import Prompt, Reward, Rollout, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One draw of prompts from the data."""
+
+    number: int
+    state: Mapping[str, Any]  # of the data iterator before it
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """Everything in flight at one moment, for the checkpoint."""
+
+    position: Mapping[str, Any]  # state of the data iterator
+    draws: tuple[Draw, ...]
+    n_draws: int
+    groups: tuple[saved.GroupState, ...]
+
+    def json(self) -> dict[str, Any]:
+        draws = [dataclasses.asdict(draw) for draw in self.draws]
+        fields = {"position": self.position, "draws": draws, "n_draws": self.n_draws}
+        return fields | saved.encode(self.groups)
+
+
+@runtime_checkable
+class Rewards(Protocol):
+    """Scores rollouts in other processes, as RewardPool does."""
+
+    def submit(self, rollouts: Sequence[Rollout]) -> int: ...
+
+    def collect(self, *, wait: bool) -> dict[int, list[Reward]]: ...
+
+
+class GroupGenerator:
+    """The groups in flight, the engine that generates them, and the processes that score them."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        rewards: Rewards,
+        iterator: Batches[Prompt],
+        *,
+        decode: Decode,
+    ):
+        schedule, size = cfg.schedule, cfg.data.prompts_per_step
+        self.cfg, self.rewards, self.iterator, self.decode = cfg, rewards, iterator, decode
+        self.buffer = GroupBuffer(
+            size,
+            max_started=schedule.max_started(size),
+            max_staleness=schedule.max_staleness,
+            arrival=schedule.order == "arrival",
+        )
+        self.stream = ResponseStream(
+            engine,
+            self._request,
+            stop=cfg.rollout.sampling.stop,
+            decode=decode,
+            keep_kv=schedule.keep_kv,
+        )
+        self.n_dropped = 0
+        self._draws: dict[int, Draw] = {}
+        self._n_draws = 0
+        self._n_draws_at = (-1, 0)  # (step, draws at it)
+        self._scoring: dict[int, PromptGroup] = {}  # by ticket of the reward pool
+
+    def begin(self, step: int, version: int) -> None:
+        """Draws and starts groups for the batch of `step`, and continues the unfinished responses.
+
+        `version` is that of the weights of the next dispatches.
+        """
+        self.n_dropped += len(self.buffer.drop_stale(step))
+        while self.buffer.n_missing > 0:
+            self._draw(step)
+        self.buffer.start(version)
+        self.stream.resume(version, self.buffer.started)
+        for group in self.buffer.started:
+            self._arrive(group)
+
+    def generate(self, params: Tree, step: int, check: Callable[[], None]) -> list[PromptGroup]:
+        """Runs the engine until the batch of `step` is ready, and takes it.
+
+        `check` is called after every dispatch.
+        """
+        while (batch := self.buffer.next_batch(step)) is None:
+            for group in self.stream.dispatch(params) if self.stream.n_running else ():
+                self._arrive(group)
+            self.poll_rewards(wait=not self.stream.n_running)
+            check()
+        self.buffer.take(batch)
+        return batch
+
+    def wait_for_rewards(self, batch: Sequence[PromptGroup], check: Callable[[], None]) -> None:
+        """Returns once the rewards of all groups of the batch are known."""
+        while any(group.rewards is None for group in batch):
+            self.poll_rewards(wait=True)
+            check()
+
+    def poll_rewards(self, *, wait: bool) -> None:
+        """Takes the rewards that are known, after waiting for news of the processes if `wait`."""
+        for ticket, rewards in self.rewards.collect(wait=wait).items():
+            group = self._scoring.pop(ticket)
+            group.rewards = rewards
+            self._arrive(group)
+
+    def rollouts(self, group: PromptGroup) -> list[Rollout]:
+        """The rollouts of a complete group."""
+        return [to_rollout(response, self.decode) for response in group.responses]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Groups that are started and not taken, and those dropped since the last call."""
+        n_dropped, self.n_dropped = self.n_dropped, 0
+        return {
+            "buffer/size": float(len(self.buffer.started)),
+            "buffer/dropped": float(n_dropped),
+        }
+
+    def snapshot(self, done: Sequence[PromptGroup] = ()) -> InFlight:
+        """Everything in flight now; `done` are groups that were taken but not trained on."""
+        groups = [*done, *self.buffer.started, *self.buffer.waiting]
+        used = {group.draw for group in groups}
+        draws = tuple(draw for number, draw in self._draws.items() if number in used)
+        self._draws = {draw.number: draw for draw in draws}
+        states = tuple(saved.group_states(groups))
+        return InFlight(self.iterator.state(), draws, self._n_draws, states)
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Continues with what was in flight, after drawing its prompts again."""
+        prompts = {}
+        for draw in (Draw(**fields) for fields in values["draws"]):
+            self.iterator.restore(dict(draw.state))
+            prompts[draw.number] = next(self.iterator)
+            self._draws[draw.number] = draw
+        self.iterator.restore(values["position"])
+        self._n_draws = values["n_draws"]
+        for group in saved.decode(values, lambda draw, index: prompts[draw][index]):
+            (self.buffer.waiting if group.version == NOT_STARTED else self.buffer.started).append(
+                group
+            )
+
+    def _arrive(self, group: PromptGroup) -> None:
+        """Has a complete group scored, and makes it ready: at once, or with its rewards."""
+        if not group.complete or group.ready:
+            return
+        if group.rewards is None and group not in self._scoring.values():
+            self._scoring[self.rewards.submit(self.rollouts(group))] = group
+        if group.rewards is not None or not self.buffer.arrival:
+            self.buffer.arrive(group)
+
+    def _draw(self, step: int) -> None:
+        """Draws one batch of prompts."""
+        state = self.iterator.state()
+        n = self._n_draws_at[1] if self._n_draws_at[0] == step else 0
+        self._n_draws_at = step, n + 1
+        draw = Draw(self._n_draws, state)
+        self._draws[draw.number] = draw
+        self._n_draws += 1
+        seed = sampling_seed(self.cfg.seed, step, validation=False, draw=n)
+        for index, prompt in enumerate(next(self.iterator)):
+            responses = [Response(prompt, sample) for sample in range(self.cfg.rollout.n)]
+            self.buffer.waiting.append(PromptGroup(prompt, seed, draw.number, index, responses))
+
+    def _request(self, group: PromptGroup, response: Response) -> Request:
+        return Request(
+            tokens=group.prompt.tokens,
+            max_tokens=self.cfg.data.max_response_len,
+            sampling=self.cfg.rollout.sampling,
+            prompt_id=group.prompt.id,
+            sample=response.sample,
+            seed=group.seed,
+        )
