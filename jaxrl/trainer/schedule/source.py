@@ -67,7 +67,8 @@ class PartialSource:
             generator.wait_for_rewards(batch, check)
         rollouts = [r for group in batch for r in generator.rollouts(group)]
         rewards = [r for group in batch for r in group.rewards or ()]
-        metrics = engine_metrics(stats, stats.n_tokens, waited_s) | generator.take_metrics()
+        n_tokens = sum(len(r.tokens) for r in rollouts)
+        metrics = engine_metrics(stats, n_tokens, waited_s) | generator.take_metrics()
         metrics |= staleness_metrics(rollouts, core.step) | {"buffer/waited_s": waited_s}
         return with_model_scores(run.reward_model, rollouts, rewards, core.stop), metrics
 

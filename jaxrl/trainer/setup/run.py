@@ -39,7 +39,7 @@ from jaxrl.trainer.setup.engines import (
 )
 from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
-from jaxrl.trainer.setup.source import make_source
+from jaxrl.trainer.setup.source import check_processes, make_source
 from jaxrl.trainer.setup.warmup import warm_up, warm_up_learner
 from sharding import hosts
 
@@ -52,6 +52,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     """
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
+        check_processes(cfg)
         with hosts.main_process_first():
             cfg = open_folder(cfg)
         models = open_models(cfg, session.progress)

@@ -1,5 +1,6 @@
 """Builds the source of scored rollouts that the schedule of a run names."""
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.trainer.run import Core, Source
@@ -8,19 +9,20 @@ from jaxrl.trainer.schedule.source import PartialSource, SyncSource
 from sharding import hosts
 
 
-def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
-    """The source of `schedule.mode`, with what was in flight at the checkpoint.
-
-    Raises AgreedError if the schedule does not support several processes.
-    """
-    cfg = core.cfg
-    if cfg.schedule.mode == "sync":
-        return SyncSource()
-    if hosts.n_processes() > 1:
+def check_processes(cfg: RunConfig) -> None:
+    """Raises AgreedError if the schedule does not support the processes of the run."""
+    if cfg.schedule.mode != "sync" and hosts.n_processes() > 1:
         raise hosts.AgreedError(
             f"config.schedule.mode={cfg.schedule.mode!r} runs in one process, but there are "
             f"{hosts.n_processes()}; set config.schedule.mode='sync'"
         )
+
+
+def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
+    """The source of `schedule.mode`, with what was in flight at the checkpoint."""
+    cfg = core.cfg
+    if cfg.schedule.mode == "sync":
+        return SyncSource()
     generator = GroupGenerator(
         cfg, engines.engine, rewards, core.iterator, decode=engines.renderer.decode
     )

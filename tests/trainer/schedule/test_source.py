@@ -1,9 +1,14 @@
 """Tests of jaxrl/trainer/schedule/source.py and setup/source.py: whole runs of the schedules."""
 
+import time
+
+import numpy as np
 import pytest
 
 from jaxrl.config import resolve
 from jaxrl.train import train
+from jaxrl.trainer.setup.source import check_processes
+from sharding import hosts
 from tests.trainer.test_train import (
     assert_same_weights,
     metrics,
@@ -71,3 +76,31 @@ def test_a_resumed_partial_run_is_bitwise_equal_to_an_uninterrupted_one(config, 
     assert max(line["staleness/max"] for line in lines) == 1
     assert max(line["rollout/versions_per_response"] for line in lines) > 1
     assert any("val/reward" in line for line in metrics(whole)[2:-1])
+
+
+def test_several_processes_are_refused(config, monkeypatch):
+    config.schedule.mode = "partial"
+    monkeypatch.setattr(hosts, "n_processes", lambda: 2)
+    with pytest.raises(hosts.AgreedError, match=r"mode='partial' runs in one process.*are 2"):
+        check_processes(resolve(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_partial_run_killed_at_random_moments_resumes_bitwise(config, tmp_path, seed):
+    random = np.random.default_rng(seed)
+    config.total_steps, config.checkpoint.every = 8, 1
+    config.schedule.mode = "partial"
+    config.schedule.keep_kv = bool(seed % 2)
+    finish_process(config, tmp_path)
+    whole = config.run_dir
+    config.run_dir = str(tmp_path / "killed")
+    for step in np.sort(random.choice(np.arange(1, 7), 2, replace=False)):
+        process = start_process(config, tmp_path)
+        wait_for_step(config.run_dir, step, process)
+        time.sleep(random.uniform(0.0, 0.5))
+        process.kill()
+        process.wait()
+    finish_process(config, tmp_path)
+    assert_same_weights(whole, config.run_dir)
+    assert trained(whole) == trained(config.run_dir)
