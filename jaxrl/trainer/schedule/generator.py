@@ -89,7 +89,7 @@ class GroupGenerator:
 
         `version` is that of the weights of the next dispatches.
         """
-        self.n_dropped += len(self.buffer.drop_stale(step))
+        self._drop_stale(step)
         while self.buffer.n_missing > 0:
             self._draw(step)
         self.buffer.start(version)
@@ -119,9 +119,9 @@ class GroupGenerator:
     def poll_rewards(self, *, wait: bool) -> None:
         """Takes the rewards that are known, after waiting for news of the processes if `wait`."""
         for ticket, rewards in self.rewards.collect(wait=wait).items():
-            group = self._scoring.pop(ticket)
-            group.rewards = rewards
-            self._arrive(group)
+            if (group := self._scoring.pop(ticket, None)) is not None:  # not dropped
+                group.rewards = rewards
+                self._arrive(group)
 
     def rollouts(self, group: PromptGroup) -> list[Rollout]:
         """The rollouts of a complete group."""
@@ -166,6 +166,14 @@ class GroupGenerator:
             self._scoring[self.rewards.submit(self.rollouts(group))] = group
         if group.rewards is not None or not self.buffer.arrival:
             self.buffer.arrive(group)
+
+    def _drop_stale(self, step: int) -> None:
+        """Drops the groups that are too old for the batch of `step`."""
+        dropped = self.buffer.drop_stale(step)
+        if dropped:
+            self.n_dropped += len(dropped)
+            self.stream.release()
+            self._scoring = {t: g for t, g in self._scoring.items() if g not in dropped}
 
     def _draw(self, step: int) -> None:
         """Draws one batch of prompts."""

@@ -232,13 +232,16 @@ def test_a_reward_that_hangs_delays_only_the_batch_of_its_group():
     assert hung and all(group.rewards is not None for group in batch)
 
 
-def test_groups_that_no_step_could_train_on_in_time_are_dropped_and_counted():
-    generator = make_generator(CASE, 0)
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_groups_that_no_step_could_train_on_in_time_are_dropped_and_counted(keep_kv):
+    generator = make_generator(dataclasses.replace(CASE, keep_kv=keep_kv), 0)
     generator.begin(0, 0)
     generator.generate(0, 0, lambda: None)
     generator.begin(2, 2)  # a step was left out
     assert generator.take_metrics() == {"buffer/size": 4.0, "buffer/dropped": 2.0}
     assert all(group.version == 2 for group in generator.buffer.started)
+    batch = generator.generate(2, 2, lambda: None)
+    assert [group.draw for group in batch] == [2, 2]  # draws 0 and 1 were taken and dropped
 
 
 def test_kept_kv_leaves_responses_in_the_engine():
