@@ -65,7 +65,7 @@ def group_states(groups: Iterable[PromptGroup]) -> list[GroupState]:
 def encode(states: Sequence[GroupState]) -> dict[str, Any]:
     """JSON of the groups. The arrays are a compressed npz file in base64."""
     pairs = [(r, n) for s in states for r, n in zip(s.group.responses, s.lengths, strict=True)]
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         name: np.concatenate(
             [np.zeros(0, t), *(np.array(getattr(r, name)[:n], t) for r, n in pairs)]
         )

@@ -11,7 +11,10 @@ from jaxrl.trainer.setup.source import check_processes
 from sharding import hosts
 from tests.trainer.test_train import (
     assert_same_weights,
+    finish_process,
     metrics,
+    start_process,
+    wait_for_step,
 )
 
 
