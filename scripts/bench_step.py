@@ -264,8 +264,9 @@ def random_rollouts(i: int, work: dict) -> list:
         given = Prompt(j, (), np.array(prompt["ids"], np.int32), "")
         for sample, n in enumerate(lens):
             tokens, logp = rng.integers(5, 5000, n).astype(np.int32), np.full(n, -2.0, np.float32)
+            mask, versions = np.ones(n, bool), np.full(n, i, np.int32)
             rollouts.append(
-                Rollout(given, sample, tokens, logp, np.ones(n, bool), version=i, finish="length")
+                Rollout(given, sample, tokens, logp, mask, versions=versions, finish="length")
             )
     return rollouts
 

@@ -12,6 +12,7 @@ torch is not a dependency of the project; run this in a separate environment:
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  only in that environment
@@ -219,10 +220,8 @@ def write_ropes(path: Path) -> None:
     """Frequencies and amplitudes of transformers, before any sequence is longer than usual."""
     found = []
     for name, (head_dim, parameters) in ROPES.items():
-        config = transformers.LlamaConfig(
-            **SHAPE | dict(max_position_embeddings=131072, head_dim=head_dim),
-            rope_parameters=dict(parameters),
-        )
+        shape: dict[str, Any] = SHAPE | dict(max_position_embeddings=131072, head_dim=head_dim)
+        config = transformers.LlamaConfig(**shape, rope_parameters=dict(parameters))
         rope = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         found.append(
             dict(

@@ -42,8 +42,17 @@ def ring_blockwise(
     visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries."""
-    rows = dict(segments=segments, window=window, visibility=visibility)
-    return shard_ring(_local_ring, q, k, v, spec=spec, **rows, bounds=_mask_inputs)
+    return shard_ring(
+        _local_ring,
+        q,
+        k,
+        v,
+        spec=spec,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        bounds=_mask_inputs,
+    )
 
 
 def _mask_inputs(ring: Ring, segments, window, visibility):
