@@ -1,6 +1,12 @@
 """Device meshes, the rules that map logical array axes to mesh axes, and resharding of trees."""
 
-from sharding.memory import check_host_memory, to_device, to_host
+from sharding.memory import (
+    check_host_memory,
+    is_on_host,
+    restore_memory_space,
+    to_device,
+    to_host,
+)
 from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
@@ -16,7 +22,14 @@ from sharding.rules import (
     ULYSSES,
     Rules,
 )
-from sharding.tree import bytes_per_device, copy_tree, on_mesh, put_batch, shardings
+from sharding.tree import (
+    bytes_per_device,
+    copy_tree,
+    host_bytes_per_device,
+    on_mesh,
+    put_batch,
+    shardings,
+)
 from sharding.weights import gather_matrix
 
 __all__ = [
@@ -36,12 +49,15 @@ __all__ = [
     "check_host_memory",
     "copy_tree",
     "gather_matrix",
+    "host_bytes_per_device",
+    "is_on_host",
     "make_mesh",
     "mesh_order",
     "on_mesh",
     "process_mesh_sizes",
     "put_batch",
     "reshape_mesh",
+    "restore_memory_space",
     "row_order",
     "shardings",
     "target_platform",

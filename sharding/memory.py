@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 Tree = Any
 HOST_MEMORY_KIND = "pinned_host"
@@ -26,8 +27,11 @@ def to_host(tree: Tree) -> Tree:
         if not leaf.ndim:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            assert leaf.sharding is not None
+            assert isinstance(leaf.sharding, NamedSharding)
             sharding = leaf.sharding.with_memory_kind(HOST_MEMORY_KIND)
+            if sharding.memory_kind is None:  # descriptions of GPUs do not list their memories
+                mesh = leaf.sharding.mesh.abstract_mesh
+                sharding = NamedSharding(mesh, leaf.sharding.spec, memory_kind=HOST_MEMORY_KIND)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.device_put(leaf, jax.memory.Space.Host)
 
@@ -42,8 +46,10 @@ def to_device(tree: Tree) -> Tree:
 
 
 def restore_memory_space(tree: Tree, like: Tree) -> Tree:
-    """`tree` with each leaf in the memory space of the leaf of `like`."""
-    return jax.tree.map(lambda a, b: jax.device_put(a, jax.typeof(b).memory_space), tree, like)
+    """`tree`, from device memory, with each leaf in the memory space of the leaf of `like`."""
+    return jax.tree.map(
+        lambda a, b: jax.device_put(a, jax.memory.Space.Host) if is_on_host(b) else a, tree, like
+    )
 
 
 def is_on_host(a: jax.Array) -> bool:

@@ -57,10 +57,19 @@ def bytes_per_device(tree: Tree) -> int:
 
     Arrays in host memory count nothing.
     """
+    return _bytes(tree, on_host=False)
 
+
+def host_bytes_per_device(tree: Tree) -> int:
+    """Bytes of host memory that the tree's arrays there take for one device."""
+    return _bytes(tree, on_host=True)
+
+
+def _bytes(tree: Tree, *, on_host: bool) -> int:
     def leaf_bytes(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and sharding.memory_kind == memory.HOST_MEMORY_KIND:
+        kind = None if sharding is None else sharding.memory_kind
+        if (kind == memory.HOST_MEMORY_KIND) != on_host:
             return 0
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         return math.prod(shape) * leaf.dtype.itemsize

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import MeshConfig, RoleConfig
+from jaxrl.config.keys import MeshConfig, ScoringConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.step import Scorer, take_tokens
@@ -55,10 +55,10 @@ def alone() -> list[np.ndarray]:
 )
 def test_scores_of_a_role_equal_those_of_one_device(mesh, role, role_mesh, n_joined):
     assert len(BATCHES) == 4 and len({b.tokens.shape for b in BATCHES}) == 2
-    cfg = dataclasses.replace(CFG, mesh=MeshConfig(**mesh), score=RoleConfig(**role))
+    cfg = dataclasses.replace(CFG, mesh=MeshConfig(**mesh), score=ScoringConfig(**role))
     with jax.set_mesh(make_mesh(**mesh)):
         params = new_params(rules=training_rules(cfg))
-        scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype))
+        scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype), cfg.score)
         in_place = scorer.layout.weight_bytes(params)[0] == bytes_per_device(params)
         assert in_place == (
             role_mesh == dict(fsdp=8)
@@ -73,8 +73,21 @@ def test_scores_of_a_role_equal_those_of_one_device(mesh, role, role_mesh, n_joi
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_token_budget_of_scoring_joins_micro_batches_without_changing_logprobs():
+    """Three micro-batches of one shape are one call of three times the tokens."""
+    budget = 3 * CFG.learner.token_budget
+    cfg = dataclasses.replace(CFG, score=ScoringConfig(token_budget=budget))
+    with jax.set_mesh(make_mesh()):
+        params, calls = new_params(), []
+        scorer = Scorer(cfg, role_layout(cfg, "score", MODEL, params.embed.dtype), cfg.score)
+        logps = scorer.logps(params, BATCHES, on_batch=lambda: calls.append(1))
+    assert scorer.n_joined == 3 and len(calls) == 2
+    for got, want in zip(logps, alone(), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_a_role_with_the_mesh_of_training_shares_its_weights():
-    cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=RoleConfig(tensor=2))
+    cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=ScoringConfig(tensor=2))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         layout = role_layout(cfg, "score", MODEL, np.dtype("float32"))
     assert layout.resharding is None and layout.rules == TRAIN
@@ -91,6 +104,8 @@ def invalid(tiny: dict, words: str, **sections):
         invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
         invalid(dict(fsdp=8), "ref.stage=2 with ref.sequence=2 is not supported",
               ref=dict(stage=2, sequence=2)),
+        invalid(dict(fsdp=8), "ref.token_budget=9000 is no multiple of .*=8192; set 16384",
+                ref=dict(token_budget=9000)),
         invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'",
               ref=dict(tensor=2), algorithm=dict(kl="full", kl_coef=0.1)),
     ],

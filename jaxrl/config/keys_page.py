@@ -24,7 +24,8 @@ Three differences explain most rows:
 - **Trainer and engine are one program.** The policy that generates is the one that trains, on the
   same devices. Both use the same arrays; weights that training shards differently are copied on
   device for the time of a rollout. So there are no keys for weight synchronization. The pages of
-  the KV cache stay allocated during updates: `rollout.memory_utilization` leaves room for both.
+  the KV cache stay allocated during updates unless `rollout.release_kv` is set:
+  `rollout.memory_utilization` leaves room for both.
 - **Batches are always packed.** Sequences of any length share rows. A micro-batch has a number of
   tokens per data-parallel rank, never a number of sequences, and gradient accumulation follows from
   it.

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl.config.checks.algorithm import algorithm_errors, algorithm_warnings
 from jaxrl.config.checks.batch import batch_errors, reward_model_length_errors
 from jaxrl.config.checks.data import data_errors
+from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.checks.mesh import mesh_errors, mesh_warnings, sharding_errors
 from jaxrl.config.checks.optimizer import optimizer_errors
 from jaxrl.config.checks.preference import preference_errors
@@ -106,6 +107,7 @@ def validate(run: RunConfig) -> list[str]:
         *batch_errors(run),
         *data_errors(run.data),
         *optimizer_errors(run),
+        *memory_errors(run),
         *rollout_errors(run),
         *schedule_errors(run),
         *algorithm_errors(run),

@@ -70,6 +70,7 @@ class PagedEngine:
             on_failure=self.release,
         )
         self._scheduler: ReplicaScheduler | None = None
+        self._n_pages = 0  # of each replica; 0 until the first allocation
         self._stats = EngineStats()
 
     # Verbs of api.Engine
@@ -144,6 +145,10 @@ class PagedEngine:
         jax.block_until_ready(self.runner.cache)
         return self.runner.n_programs
 
+    def allocate(self) -> None:
+        """Allocates the KV cache, if there is none, on the current mesh."""
+        jax.block_until_ready(self.runner.allocated_cache())
+
     def release(self) -> None:
         """Ends all slots and prefixes and frees the KV cache; the next call allocates it again."""
         self.runner.release()
@@ -153,13 +158,14 @@ class PagedEngine:
     def scheduler(self) -> ReplicaScheduler:
         """The schedulers of the replicas on the current mesh."""
         if self._scheduler is None:
-            n_pages = self.pool.n_pages(
+            # The same number after every release: programs are compiled for it.
+            self._n_pages = self._n_pages or self.pool.n_pages(
                 self.rollout,
                 max_len=self.max_len,
                 max_pages_per_seq=self.shapes.max_pages_per_seq,
             )
             self._scheduler = ReplicaScheduler(
-                [self._new_scheduler(n_pages) for _ in range(self.pool.n_replicas)]
+                [self._new_scheduler(self._n_pages) for _ in range(self.pool.n_replicas)]
             )
         return self._scheduler
 

@@ -18,12 +18,14 @@ from jaxrl.config.keys.optimizer import (
     LionOptions,
     MuonOptions,
 )
+from jaxrl.learner.layerwise import Recipe
 from jaxrl.learner.optimizers.adafactor import scale_by_adafactor
 from jaxrl.learner.optimizers.blocks import check_blocks
 from jaxrl.learner.optimizers.moments import store_moments
 from jaxrl.learner.optimizers.muon import scale_by_muon, split_specs
 from jaxrl.learner.optimizers.patterns import lr_factors, weight_decays
 from jaxrl.learner.optimizers.plugin import load_optimizer
+from jaxrl.models.spec import is_spec
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -40,6 +42,8 @@ class Optimizer:
     clip_norm: float  # 0 = off
     ema: float = 0.0  # decay of the moving average of the weights per step; 0 = no average
     master: bool = True  # keep float32 weights of narrower parameters; else round stochastically
+    # To build the transformation of a single layer; None if layers depend on each other.
+    recipe: Recipe | None = dataclasses.field(default=None, compare=False)
 
 
 def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
@@ -56,14 +60,39 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
     an optimizer, option or pattern that does not exist.
     """
     lr, decays = lr_schedule(cfg, total_updates), weight_decays(cfg, specs)
-    if ":" in cfg.optimizer.partition("?")[0]:
+    factors = lr_factors(cfg, specs)
+    build = functools.partial(_transformation, cfg, lr)
+    recipe = Recipe(build, specs, decays, factors) if _has_independent_layers(cfg, specs) else None
+    return Optimizer(
+        build(specs, decays, factors), lr, cfg.clip_norm, cfg.ema, cfg.master_weights, recipe
+    )
+
+
+def _transformation(
+    cfg: LearnerConfig, lr: optax.Schedule, specs: Tree, decays: Tree, factors: Tree | None
+) -> optax.GradientTransformation:
+    """The transformation of parameters like `specs`, with their weight decays and factors."""
+    if _is_plugin(cfg):
         steps = [load_optimizer(cfg.optimizer, lr, specs), _decay_by_schedule(decays, lr)]
     else:
         steps = [_direction(cfg, specs), _decay(decays), optax.scale_by_learning_rate(lr)]
-    factors = lr_factors(cfg, specs)
     if factors is not None:
         steps.append(optax.stateless(lambda updates, _: jax.tree.map(_times, updates, factors)))
-    return Optimizer(optax.chain(*steps), lr, cfg.clip_norm, cfg.ema, cfg.master_weights)
+    return optax.chain(*steps)
+
+
+def _is_plugin(cfg: LearnerConfig) -> bool:
+    return ":" in cfg.optimizer.partition("?")[0]
+
+
+def _has_independent_layers(cfg: LearnerConfig, specs: Tree) -> bool:
+    """Whether a layer's step is the same alone as together with all others.
+
+    A plug-in may combine them, and stochastic rounding draws its bits per stacked array.
+    """
+    stacked = any("{layer}" in spec.hf for spec in jax.tree.leaves(specs, is_leaf=is_spec))
+    rounds = cfg.moment_dtype == "bfloat16" or not cfg.master_weights
+    return not _is_plugin(cfg) and not (stacked and rounds)
 
 
 def check_moments(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:

@@ -10,13 +10,13 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool
 
+from jaxrl.learner.layerwise import step_by_layer
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.rounding import round_tree
 from jaxrl.models.lora import combine, split
 from jaxrl.models.spec import map_specs
 from jaxrl.types import TrainState, Tree
-from sharding import Rules, on_mesh, to_device, to_host
-from sharding.memory import restore_memory_space
+from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device, to_host
 
 
 @struct.dataclass
@@ -85,11 +85,32 @@ def apply_gradients(
     A moving average of the weights, if kept, becomes ema * average + (1 - ema) * weights
     (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
     gradient).
+
+    State in host memory is updated layer by layer (layerwise.py), unless the optimizer is given by
+    an import path: such a one may combine all gradients.
     """
-    before = state.opt_state  # in host memory if the run offloads it
-    state = dataclasses.replace(state, opt_state=to_device(before))
+    step = functools.partial(_step, optimizer=optimizer, keep=keep)
+    offloaded = any(map(is_on_host, jax.tree.leaves(state.opt_state)))
+    if offloaded and optimizer.recipe is not None and optimizer.recipe.is_divisible(state.params):
+        return step_by_layer(state, grads, optimizer.recipe, step)
+    return restore_memory_space(step(state, grads, optimizer.transform), state)
+
+
+def _step(
+    state: TrainState,
+    grads: Tree,
+    transform: optax.GradientTransformation,
+    *,
+    optimizer: Optimizer,
+    keep: Bool[Array, ""],
+) -> TrainState:
+    """`apply_gradients` of all parameters or some, with the new state on the device.
+
+    `transform` is that of `optimizer` for these parameters.
+    """
+    state, grads = to_device((state, grads))
     old = _float32(state.params, state.opt_state.master)
-    updates, inner = optimizer.transform.update(grads, state.opt_state.inner, old)
+    updates, inner = transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)
     if optimizer.master:
         params = jax.tree.map(lambda p, w: w.astype(p.dtype), state.params, new)
@@ -105,8 +126,7 @@ def apply_gradients(
     if decay:
         ema = jax.tree.map(lambda e, w: decay * e + (1.0 - decay) * w.astype(e.dtype), ema, new)
     stepped = TrainState(params, OptState(inner, master, ema), state.step + 1)
-    state = jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
-    return dataclasses.replace(state, opt_state=restore_memory_space(state.opt_state, before))
+    return jax.tree.map(lambda was, now: jnp.where(keep, was, now), state, stepped)
 
 
 def averaged(state: TrainState) -> Tree:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.keys import AlgorithmConfig, RunConfig, ScoringConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.support import join_packed, to_bits
 from jaxrl.layout import Layout, training_rules
@@ -82,11 +82,14 @@ def make_values(cfg: RunConfig, rules: Rules) -> Callable:
 class Scorer:
     """Computes logprobs in the layout of a role (score or ref)."""
 
-    def __init__(self, cfg: RunConfig, layout: Layout, *, restricted: bool = False):
+    def __init__(
+        self, cfg: RunConfig, layout: Layout, role: ScoringConfig, *, restricted: bool = False
+    ):
         """`restricted`: under the supports of the batches."""
         self.layout, self.restricted = layout, restricted
         self.score = make_score(cfg, layout.rules)
-        self._n_joined = micro_batches_per_call(cfg, layout)
+        self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
+        self._n_least = micro_batches_per_call(cfg, layout)
 
     def logps(
         self,
@@ -96,9 +99,10 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Logprobs [B, T] of each micro-batch of training.
 
-        `params` are sharded by the layout, whose mesh is the current one. If the role has more
-        data-parallel ranks than training, micro-batches of one shape are joined, so that a rank has
-        the same number of rows as in training. `on_batch` is called before each device call.
+        `params` are sharded by the layout, whose mesh is the current one. Micro-batches of one
+        shape are joined: as many as the role's token budget has room for, and the remaining ones so
+        that a rank has the same number of rows as in training. `on_batch` is called before each
+        device call.
         """
         by_shape = collections.defaultdict(list)
         for i, batch in enumerate(batches):
@@ -106,16 +110,28 @@ class Scorer:
         found: dict[int, np.ndarray] = {}
         n_vocab = params.cfg.V if self.restricted else 0
         for shape, indices in by_shape.items():
-            for start in range(0, len(indices), self._n_joined):
-                group = indices[start : start + self._n_joined]
-                padding = [empty_batch(*shape)] * (self._n_joined - len(group))
+            for group, n_joined in self._groups(indices):
+                padding = [empty_batch(*shape)] * (n_joined - len(group))
                 parts = [*(batches[i] for i in group), *padding]
                 joined = join_batches(parts)
                 on_batch()
                 logp = self.score(params, put_batch(joined, self.layout.rules, n_vocab))[0]
                 rows = take_tokens(logp, self.layout.rules)
-                found |= dict(zip(group, np.split(rows, self._n_joined), strict=False))
+                found |= dict(zip(group, np.split(rows, n_joined), strict=False))
         return [found[i] for i in range(len(batches))]
+
+    def warm_up(self, params: Tree, batch: Batch) -> None:
+        """Compiles the calls for micro-batches of the shape of `batch`."""
+        joined = self.n_joined > self._n_least
+        self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
+
+    def _groups(self, indices: list[int]) -> Iterator[tuple[list[int], int]]:
+        """(micro-batches of a call, their number with padding)."""
+        whole = len(indices) - len(indices) % self.n_joined
+        for start in range(0, whole, self.n_joined):
+            yield indices[start : start + self.n_joined], self.n_joined
+        for start in range(whole, len(indices), self._n_least):
+            yield indices[start : min(start + self._n_least, len(indices))], self._n_least
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
@@ -127,11 +143,12 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
     return dataclasses.replace(joined, support=support)
 
 
-def micro_batches_per_call(cfg: RunConfig, layout: Layout) -> int:
+def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0) -> int:
     """Number of micro-batches of training that a role scores in one call.
 
-    Training's mesh is the current one. Raises ValueError unless the number of data-parallel ranks
-    of one is a multiple of that of the other.
+    `token_budget` is that of the role; 0 = that of training. Training's mesh is the current one.
+    Raises ValueError unless the number of data-parallel ranks of one is a multiple of that of the
+    other.
     """
     ours = training_rules(cfg).n_shards("batch")
     with layout.on_mesh():
@@ -142,7 +159,7 @@ def micro_batches_per_call(cfg: RunConfig, layout: Layout) -> int:
             "updates; set sizes in config.score, config.ref and config.mesh so that one number of "
             "ranks is a multiple of the other"
         )
-    return max(theirs // ours, 1)
+    return max(theirs // ours, 1) * max(token_budget // cfg.learner.token_budget, 1)
 
 
 def _options(cfg: RunConfig) -> dict[str, Any] | None:

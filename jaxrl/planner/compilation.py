@@ -35,6 +35,7 @@ class Program:
     output_bytes: int
     alias_bytes: int  # of the output, in donated arguments
     code_bytes: int
+    host_bytes: int  # of host memory per device: arguments, temporaries and new outputs
     cost: Cost
     compile_s: float
     counted_state: tuple[str, ...]  # as in ProgramTable
@@ -85,6 +86,10 @@ def compile_programs(
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
+            host_bytes=memory.host_argument_size_in_bytes
+            + memory.host_temp_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes,
             cost=program_cost(text, trips, kernels),
             compile_s=seconds,
             counted_state=table.counted_state[name],

@@ -22,6 +22,8 @@ PHASES = {
     "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply"),
 }
 
+POOL_PROGRAMS = (*PHASES["rollout"], "reward_model")
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -47,9 +49,11 @@ class Plan:
     programs: dict[str, Program]
     phases: dict[str, Phase]
     resident: dict[str, int]
+    host_resident: dict[str, int]  # state in host memory
     budget_bytes: int
     page_bytes: int
     kv_pages: int
+    kv_phases: tuple[str, ...]  # phases in which the KV pages are allocated
     max_concurrent_sequences: int
     expected_step_s: float
     serial_step_s: float
@@ -117,15 +121,20 @@ class Memory:
     min_pages: int  # that the run needs
     sequences: int  # that an engine replica can decode at the same time
     page_bytes: int
+    with_pages: frozenset[str]  # programs during which the KV pages are allocated
 
     @property
     def peak_program(self) -> str:
-        return max(self.live_bytes, key=self.live_bytes.__getitem__)
+        return max(self.live_bytes, key=self.needed)
 
     @property
     def fits(self) -> bool:
-        free = self.budget_bytes - self.live_bytes[self.peak_program]
-        return free >= self.min_pages * self.page_bytes
+        return all(self.needed(name) <= self.budget_bytes for name in self.live_bytes)
+
+    def needed(self, program: str) -> int:
+        """Bytes while a program runs, with the fewest KV pages that the run needs then."""
+        pages = self.min_pages if program in self.with_pages else 0
+        return self.live_bytes[program] + pages * self.page_bytes
 
 
 def make_plan(
@@ -178,9 +187,11 @@ def assemble_plan(
         programs=programs,
         phases=phases,
         resident=run.resident,
+        host_resident=run.host_resident,
         budget_bytes=memory.budget_bytes,
         page_bytes=run.page_bytes,
         kv_pages=memory.kv_pages,
+        kv_phases=tuple(name for name in phases if memory.with_pages & set(PHASES[name])),
         max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
         serial_step_s=sum(phase.serial_s for phase in phases.values()),
@@ -202,19 +213,25 @@ def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int
 def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) -> Memory:
     """Gives the KV pool what the program with the highest peak leaves free.
 
-    The pool stays on the device through all phases, so that program bounds it.
+    The pool stays on the device through all phases, so that program bounds it; with
+    rollout.release_kv only programs of the rollout do.
     """
     cfg, engine, page_bytes = run.cfg.rollout, run.engine, run.page_bytes
     budget = int(cfg.memory_utilization * chip.memory_bytes)
     pool_bytes = page_bytes * run.n_pages
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
     pages = min_pages = sequences = 0
+    # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
+    with_pages = frozenset(programs)
+    if cfg.release_kv:
+        with_pages = frozenset(name for name in programs if name in POOL_PROGRAMS)
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
-        pages = max(min(wanted, (budget - max(live.values())) // page_bytes), 0)
+        peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
+        pages = max(min(wanted, (budget - peak) // page_bytes), 0)
         min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
         sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
-    return Memory(budget, live, pages, min_pages, sequences, page_bytes)
+    return Memory(budget, live, pages, min_pages, sequences, page_bytes, with_pages)
 
 
 def _plan_phase(
@@ -236,7 +253,7 @@ def _plan_phase(
     total = loaded + sum(ideal.values())
     return Phase(
         live_bytes=peak,
-        fits=peak + memory.min_pages * memory.page_bytes <= memory.budget_bytes,
+        fits=all(memory.needed(name) <= memory.budget_bytes for name in names),
         roofline_s=total,
         serial_s=loaded + sum(calls[name] * serial_seconds(programs[name], chip) for name in names),
         bound=roofline(programs[slowest], chip)[1],
@@ -253,7 +270,7 @@ def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
         f"memory_utilization={cfg.rollout.memory_utilization} allows "
         f"of {chip.memory_bytes / 2**30:.2f} GiB"
     )
-    if memory.min_pages:
+    if memory.min_pages and name in memory.with_pages:
         source = "rollout.n_pages" if cfg.rollout.n_pages else "one sequence of maximum length"
         pages_gib = memory.min_pages * memory.page_bytes / 2**30
         reason += f"; the {memory.min_pages} KV pages of {source} take {pages_gib:.2f} GiB more"

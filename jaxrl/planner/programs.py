@@ -31,7 +31,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, bytes_per_device, target_platform
+from sharding import Rules, bytes_per_device, host_bytes_per_device, target_platform
 
 CRITIC_PROGRAMS = ("values", "critic_accumulate", "critic_apply")
 Lower = Callable[[], jax.stages.Lowered]
@@ -81,6 +81,7 @@ class RunPrograms:
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
     # ref, critic, critic_base, critic_opt_state, reward_model.
     resident: dict[str, int]
+    host_resident: dict[str, int]  # state in host memory, per device
     # Weights of the roles "score" and "rollout": ROLE_aliased are training's own buffers,
     # ROLE_copied are copies.
     role_weights: dict[str, int]
@@ -135,6 +136,7 @@ def run_programs(
         "score": role_layout(cfg, "score", decoder, dtype),
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
     }
+    scoring = {"score": cfg.score, "reference": cfg.ref}
     aliased, copied = layouts["score"].weight_bytes(state.params)
     decoders = {"score": decoder, "reference": ref_decoder}
     _add_scoring(table, resident, cfg, decoders, layouts, workload)
@@ -147,9 +149,11 @@ def run_programs(
         decoder=decoder,
         table=table,
         resident=resident,
+        host_resident=_host_state(cfg, resident, state),
         role_weights={"score_aliased": aliased, "score_copied": copied},
         micro_batches_per_call={
-            name: micro_batches_per_call(cfg, layout) for name, layout in layouts.items()
+            name: micro_batches_per_call(cfg, layout, scoring[name].token_budget)
+            for name, layout in layouts.items()
         },
         value_scorers=value_scorers,
         n_ranks=rules.n_shards("batch"),
@@ -162,6 +166,14 @@ def run_programs(
             if not uses_ref(cfg, name):
                 table.counted_state[name] = (*counted, "ref")
     return programs
+
+
+def _host_state(cfg: RunConfig, resident: dict[str, int], state: TrainState) -> dict[str, int]:
+    """Bytes per device of the state that is in host memory between its uses."""
+    found = {"opt_state": host_bytes_per_device(state.opt_state)}
+    if "reference" in cfg.learner.offload:
+        found["ref"] = resident.get("ref", 0)
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
 def uses_ref(cfg: RunConfig, program: str) -> bool:
@@ -268,6 +280,7 @@ def _add_scoring(
 ) -> None:
     """Adds the scoring of old and reference logprobs, if the run needs them."""
     mesh = jax.sharding.get_mesh()
+    budgets = {"score": cfg.score.token_budget, "reference": cfg.ref.token_budget}
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
     if workload is not None:
         needed = {"score": workload.scores_policy, "reference": workload.has_reference}
@@ -279,8 +292,9 @@ def _add_scoring(
     for name, counted in {"score": "score_aliased", "reference": ref_name}.items():
         if needed[name]:
             restricted = name == "score" and cfg.algorithm.keep_sampling_mask
+            n_joined = micro_batches_per_call(cfg, layouts[name], budgets[name])
             lower = functools.partial(
-                _lower_score, cfg, decoders[name], layouts[name], mesh, restricted=restricted
+                _lower_score, cfg, decoders[name], layouts[name], mesh, n_joined, restricted
             )
             table.add(name, lower, counted)
 
@@ -355,11 +369,11 @@ def _lower_score(
     decoder: DecoderConfig,
     layout: Layout,
     mesh: jax.sharding.Mesh,
-    *,
+    n_joined: int,
     restricted: bool,
 ) -> jax.stages.Lowered:
     params, score = layout.abstract_weights(decoder, mesh), make_score(cfg, layout.rules)
-    n_ranks = training_rules(cfg).n_shards("batch") * micro_batches_per_call(cfg, layout)
+    n_ranks = training_rules(cfg).n_shards("batch") * n_joined
     with layout.on_mesh():
         role_mesh = jax.sharding.get_mesh()
         n_vocab = decoder.V if restricted else 0

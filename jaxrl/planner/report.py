@@ -50,6 +50,10 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     head += f"; {plan.note}" if plan.note else ""
     verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
     state = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.resident.items())
+    on_host = ""
+    if plan.host_resident:
+        shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.host_resident.items())
+        on_host = f"in host memory per device: {shown}\n"
     pages = (
         f"KV pages: {plan.kv_pages} of {format_bytes(plan.page_bytes)}; "
         f"concurrent sequences: {plan.max_concurrent_sequences}\n"
@@ -57,6 +61,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     last = (
         f"{verdict}\n"
         f"resident on every device: {state}\n"
+        f"{on_host}"
         f"{pages if plan.page_bytes else ''}"
         f"step at peak rates: {format_seconds(plan.expected_step_s)}, "
         f"{plan.tokens_per_s:,.0f} tokens/s; "
@@ -82,7 +87,7 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
     "critic_opt_state": ("critic optimizer state", "learner.offload=optimizer, mesh.fsdp"),
     "reward_model": ("reward model", "mesh.fsdp, a smaller reward_model.path"),
 }
-KV_LOWER = "rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
+KV_LOWER = "rollout.release_kv, rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
 PHASE_LOWER = {
     "rollout": "rollout.max_num_seqs, rollout.max_num_batched_tokens",
     "scoring": "learner.token_budget",
@@ -93,13 +98,17 @@ PHASE_LOWER = {
 def memory_text(plan: Plan) -> str:
     """The planned memory of each role and phase against the device's, and the keys that change it.
 
-    A phase's peak has all roles in it, without the KV pages.
+    A phase's peak has all roles in it, and the KV pages unless rollout.release_kv frees them.
     """
     device, kv_bytes = plan.chip.memory_bytes, plan.kv_pages * plan.page_bytes
     rows = [(*ROLES[name], n_bytes) for name, n_bytes in plan.resident.items()]
     rows += [("KV pages", KV_LOWER, kv_bytes)] if kv_bytes else []
     rows += [
-        (f"peak of {name}", PHASE_LOWER[name], phase.live_bytes + kv_bytes)
+        (
+            f"peak of {name}",
+            PHASE_LOWER[name],
+            phase.live_bytes + kv_bytes * (name in plan.kv_phases),
+        )
         for name, phase in plan.phases.items()
     ]
     lines = [f"plan per device of {format_bytes(device)}, and the keys to lower or set:"]
@@ -140,7 +149,9 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     table.add_column("program", no_wrap=True)
     with_l2 = any(p.cost.l2_bytes for p in plan.programs.values())
-    names = ["arguments", "temporaries", "outputs", "flops", "HBM", *["L2"] * with_l2]
+    with_host = any(p.host_bytes for p in plan.programs.values())
+    names = ["arguments", "temporaries", "outputs", *["host"] * with_host, "flops", "HBM"]
+    names += ["L2"] * with_l2
     names += ["collectives, covered", "time", "bound", "serial", *["compile"] * with_compile_s]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -151,6 +162,7 @@ def _programs(plan: Plan, with_compile_s: bool) -> Table:
             format_bytes(p.argument_bytes),
             format_bytes(p.temp_bytes),
             format_bytes(p.output_bytes),
+            *[format_bytes(p.host_bytes)] * with_host,
             f"{p.cost.total_flops:.2e}",
             format_bytes(p.cost.bytes_accessed),
             *[format_bytes(p.cost.l2_bytes)] * with_l2,

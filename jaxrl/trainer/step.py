@@ -4,7 +4,7 @@ from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.metrics import sample_records, speed_metrics
 from jaxrl.trainer.phases.experience import make_experience
-from jaxrl.trainer.phases.sampling import collect, reward, sample
+from jaxrl.trainer.phases.sampling import collect, end_rollouts, reward, sample
 from jaxrl.trainer.phases.update import refresh_reference, update, update_critic
 from jaxrl.trainer.run import Run
 
@@ -46,6 +46,7 @@ def validate(run: Run) -> None:
     """
     core = run.core
     rollouts, _ = sample(run, list(core.val), validation=True)
+    end_rollouts(run)
     scored = reward(run, rollouts, validation=True)
     run.reward_errors.check(scored, f"validation after step {core.step}")
     core.validated_at, core.val_metrics = core.step, validation_metrics(scored, core.cfg.eval)

@@ -213,3 +213,16 @@ def test_an_int8_rollout_with_speculation_is_measured_corrected_and_evaluated(
     assert evaluate(resolve_evaluation(tiny_config))
     summary = json.loads((tmp_path / "evaluation" / "summary.json").read_text())
     assert summary["results"]["all"]["response_len"] > 0
+
+
+@pytest.mark.thorough
+def test_released_kv_pages_and_larger_scoring_calls_do_not_change_the_run(tiny_config, tmp_path):
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.old_logp = 0.01, "recompute"
+    theirs = steps(tiny_config)
+    tiny_config.run_dir, tiny_config.rollout.release_kv = str(tmp_path / "own"), True
+    budget = 2 * tiny_config.learner.token_budget
+    tiny_config.score.token_budget = tiny_config.ref.token_budget = budget
+    ours = steps(tiny_config)
+    assert_same_steps(ours, theirs)
+    assert all(line["time/kv_s"] > 0 for line in ours)
+    assert not any("time/kv_s" in line for line in theirs)

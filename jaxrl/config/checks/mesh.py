@@ -55,7 +55,7 @@ def sharding_errors(run: RunConfig, n_devices: int | None) -> list[str]:
         ("reward_model.mesh", reward_model.mesh, run.reward_model_run, reward_model.token_budget),
     )
     for name, role, role_run, token_budget in roles:
-        changed = {axis: size for axis, size in to_dict(role).items() if size}
+        changed = {axis: size for axis, size in to_dict(role).items() if size and axis in sizes}
         if changed or token_budget:
             errors += _role_errors(role_run, name, sizes | changed)
         kept_axes = ("stage", "expert", "sequence", "tensor")

@@ -1,7 +1,7 @@
 """Rules between the keys of the engine, sampling, validation and environments."""
 
 from jaxrl.config.choices import ENVIRONMENTS, FULL_KLS
-from jaxrl.config.keys import RoleConfig, RunConfig
+from jaxrl.config.keys import RunConfig, ScoringConfig
 from jaxrl.config.schema import nearest, to_dict
 
 PAGE_ALIGN = 64  # tokens; with multiples of it, engine and trainer logprobs are bitwise equal
@@ -79,11 +79,12 @@ def _layout_errors(run: RunConfig) -> list[str]:
         for name, size in (("tensor", rollout.tensor), ("expert", rollout.expert))
         if size and rollout.layout == "training"
     ]
-    if run.ref != RoleConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
+    if run.ref != ScoringConfig() and algorithm.kl_coef and algorithm.kl in FULL_KLS:
         sizes = ", ".join(f"ref.{name}={size}" for name, size in to_dict(run.ref).items() if size)
         errors.append(
-            f"{sizes} gives the reference another mesh, but algorithm.kl={algorithm.kl!r} runs it "
-            "inside the update; leave these keys at 0, or set an algorithm.kl of sampled tokens "
+            f"{sizes} gives the reference another mesh or token budget, but "
+            f"algorithm.kl={algorithm.kl!r} runs it inside the update; leave these "
+            "keys at 0, or set an algorithm.kl of sampled tokens "
             "such as 'k3'"
         )
     return errors

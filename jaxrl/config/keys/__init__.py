@@ -5,7 +5,13 @@ Defaults are defined here and nowhere else; docs/reference/config.md is printed 
 
 from jaxrl.config.keys.algorithm import AlgorithmConfig
 from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
-from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, RoleConfig
+from jaxrl.config.keys.devices import (
+    DistributedConfig,
+    MeshConfig,
+    ModelConfig,
+    RoleConfig,
+    ScoringConfig,
+)
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig, SamplingConfig
@@ -34,4 +40,5 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "ScoringConfig",
 ]

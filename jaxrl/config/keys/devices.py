@@ -101,6 +101,18 @@ class RoleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoringConfig(RoleConfig):
+    """A role that only computes logprobs: its mesh and its token budget."""
+
+    token_budget: int = key(
+        0,
+        "Tokens per call and data-parallel rank, a multiple of learner.token_budget, since a "
+        "forward pass needs less memory than an update; 0 = learner.token_budget",
+        ge=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class DistributedConfig:
     start: str = key(
         "auto",

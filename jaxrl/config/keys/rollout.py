@@ -112,6 +112,11 @@ class RolloutConfig:
         "one scale per token and head",
         choices=KV_DTYPES,
     )
+    release_kv: bool = key(
+        False,
+        "Free the KV pages after the rollouts of a step and allocate them again for the next: "
+        "scoring and updates get their memory. Samples do not change",
+    )
     prefix_cache: bool = key(
         True,
         "Prefix caching: keep the KV pages of finished sequences for later requests with the same "

@@ -6,7 +6,7 @@ import pathlib
 from jaxrl.config.choices import BEST_MODES, LOGGERS
 from jaxrl.config.keys.algorithm import AlgorithmConfig
 from jaxrl.config.keys.data import DataConfig, EnvConfig, RewardConfig, RewardModelConfig
-from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, RoleConfig
+from jaxrl.config.keys.devices import DistributedConfig, MeshConfig, ModelConfig, ScoringConfig
 from jaxrl.config.keys.learner import CriticConfig, LearnerConfig, PreferenceConfig
 from jaxrl.config.keys.lora import LoRAConfig
 from jaxrl.config.keys.rollout import EvalConfig, RolloutConfig
@@ -75,8 +75,8 @@ class RunConfig:
     lora: LoRAConfig = dataclasses.field(default_factory=LoRAConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    score: RoleConfig = dataclasses.field(default_factory=RoleConfig)
-    ref: RoleConfig = dataclasses.field(default_factory=RoleConfig)
+    score: ScoringConfig = dataclasses.field(default_factory=ScoringConfig)
+    ref: ScoringConfig = dataclasses.field(default_factory=ScoringConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)

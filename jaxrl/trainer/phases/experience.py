@@ -14,7 +14,7 @@ from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
-from jaxrl.trainer.phases.sampling import Collected, with_baselines
+from jaxrl.trainer.phases.sampling import Collected, end_rollouts, with_baselines
 from jaxrl.trainer.phases.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
 from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
@@ -43,6 +43,7 @@ def make_experience(run: Run, collected: Collected) -> Experience:
         n_groups = len(list(filter(None, groups)))
         groups, baselines = with_baselines(run, groups)
         n_failed += n_groups - len(list(filter(None, groups)))
+    end_rollouts(run)
     scale = core.reward_scale.updated(collected.sampled)
     metrics = reward_metrics(collected.sampled, cfg.reward)
     metrics["reward/dropped_groups"] = float(n_failed)

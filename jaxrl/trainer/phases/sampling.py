@@ -165,6 +165,9 @@ def sample(
         run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
         run.core.timed("val" if validation else "gen"),
     ):
+        if cfg.rollout.release_kv:
+            with run.core.timed("kv"):
+                run.engines.engine.allocate()
         return run.engines.sample(
             params,
             prompts,
@@ -174,6 +177,13 @@ def sample(
             version=run.core.step,
             name=name,
         )
+
+
+def end_rollouts(run: Run) -> None:
+    """Frees the KV pages until the next rollout, if the run does so (rollout.release_kv)."""
+    if run.core.cfg.rollout.release_kv:
+        with run.core.timed("kv"):
+            run.engines.engine.release()
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:

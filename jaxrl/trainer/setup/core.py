@@ -123,11 +123,11 @@ def make_scorers(
     """(policy scorer, reference scorer, config of the reference model)."""
     restricted = cfg.algorithm.keep_sampling_mask
     layout = role_layout(cfg, "score", policy.decoder, policy.dtype)
-    scorer = ref_scorer = Scorer(cfg, layout, restricted=restricted)
+    scorer = ref_scorer = Scorer(cfg, layout, cfg.score, restricted=restricted)
     ref_decoder = dataclasses.replace(policy.decoder, lora=None)
     if cfg.algorithm.teacher:
         teacher = model_config(models.folders.reference)
         ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
     if cfg.ref != cfg.score or ref_decoder != policy.decoder or restricted:
-        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype))
+        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype), cfg.ref)
     return scorer, ref_scorer, ref_decoder

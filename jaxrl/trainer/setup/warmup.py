@@ -4,6 +4,7 @@ from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
+from jaxrl.trainer.phases.sampling import end_rollouts
 from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, Tree
 from sharding import to_device
@@ -15,6 +16,7 @@ def warm_up(run: Run) -> None:
     compiling = core.progress.waiting("compiling prefill and decode")
     with compiling, run.engines.layout.weights(core.state.params) as params:
         run.engines.engine.warmup(params)
+    end_rollouts(run)
     if run.reward_model is not None:
         model = run.reward_model
         warm_up_values(core, model.scorer, model.params, "the reward model")
@@ -56,10 +58,10 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
             batch = empty_batch(n_rows, row_len)
             if policy:
                 with core.scorer.layout.weights(core.state.params) as params:
-                    core.scorer.logps(params, [batch])
+                    core.scorer.warm_up(params, batch)
             if reference:
                 with core.ref_scorer.layout.on_mesh():
-                    core.ref_scorer.logps(to_device(core.ref_params), [batch])
+                    core.ref_scorer.warm_up(to_device(core.ref_params), batch)
                 if core.cfg.algorithm.kl_in == "reward":
                     token_kl(batch, batch.ref_logp, core.cfg.algorithm)
             if core.cfg.algorithm.correction_normalize:

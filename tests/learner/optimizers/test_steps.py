@@ -116,8 +116,33 @@ def test_a_rejected_step_keeps_every_bit(kind):
 @pytest.mark.thorough
 @every_kind
 def test_an_offloaded_state_takes_the_same_steps(kind):
+    """Layer by layer, except for a plug-in and for moments in bfloat16."""
     with jax.set_mesh(make_mesh(**MIXED)):
-        same_bits(walk(kind, STACKED, 2, offload=True), walk(kind, STACKED, 2))
+        ours, theirs = walk(kind, STACKED, 2, offload=True), walk(kind, STACKED, 2)
+    if kind != "adamw int8":
+        same_bits(ours, theirs)
+        return
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)  # the last bit of some
+    jax.tree.map(close, *jax.device_get((ours.params, theirs.params)))
+
+
+@pytest.mark.thorough
+def test_an_offloaded_state_of_listed_layers_takes_the_same_steps():
+    kind = "sgd by layer"
+    with jax.set_mesh(make_mesh(**MIXED)):
+        same_bits(walk(kind, LISTED, 2, offload=True), walk(kind, LISTED, 2))
+
+
+def test_a_step_by_layer_reads_a_layer_after_the_one_before_is_written():
+    """Two listed layers and what is outside: two barriers; stacked layers are a loop."""
+    for model, n_barriers, n_loops in ((LISTED, 2, 0), (STACKED, 1, 1)):
+        with jax.set_mesh(make_mesh()):
+            optimizer = optimizer_of("adamw", model)
+            state = init_state(new_params(model=model), optimizer, offload=True)
+            step = lambda s, g, k, o=optimizer: apply_gradients(s, g, o, keep=k)  # noqa: E731
+            jaxpr = str(jax.make_jaxpr(step)(state, gradients(model, 0), NO))
+        assert jaxpr.count("optimization_barrier") == n_barriers
+        assert jaxpr.count("while[") + jaxpr.count("scan[") == n_loops
 
 
 @pytest.mark.thorough
