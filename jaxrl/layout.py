@@ -246,8 +246,9 @@ def _engine_layout(
     rules = REPLICAS if replicas else DECODE
     keys = "config.rollout.tensor and .expert to sizes"
     check_mesh(decoder, resharding.mesh.shape, rules, keys=keys)
-    int8 = rollout.dtype == "int8"
-    engine_dtype = dtype if int8 or rollout.dtype == "auto" else jnp.dtype(rollout.dtype)
+    int8 = rollout.dtype == "int8" and not decoder.base_dtype  # else it is already
+    keeps_dtype = rollout.dtype in ("auto", "int8")
+    engine_dtype = dtype if keeps_dtype else jnp.dtype(rollout.dtype)
     in_place = resharding.mesh == mesh and engine_dtype == dtype and not int8
     merge = cfg.lora.merge and decoder.lora is not None
     read = dataclasses.replace(decoder, lora=None) if merge else decoder

@@ -14,7 +14,7 @@ from jaxrl.learner.layerwise import step_by_layer
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.rounding import round_tree
 from jaxrl.models.lora import combine, split
-from jaxrl.models.spec import map_specs
+from jaxrl.models.spec import abstract_params
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device, to_host
 
@@ -49,12 +49,7 @@ def abstract_state(
     offload: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, to restore a checkpoint without a second copy."""
-
-    def param(spec) -> jax.ShapeDtypeStruct:
-        sharding = jax.sharding.NamedSharding(mesh, rules.spec(*spec.axes))
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-
-    params = map_specs(param, specs)
+    params = abstract_params(specs, rules, dtype, mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         opt_state = jax.eval_shape(lambda p: init_opt_state(p, optimizer), params)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))

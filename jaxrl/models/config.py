@@ -80,6 +80,7 @@ class DecoderConfig:
     max_len: int = 2048
     grouped_matmul: str = "auto"  # implementation of the experts' matmuls; see kernels/
     lora: LoRA | None = None  # adapters, next to the base weights
+    base_dtype: str = ""  # of frozen matrices: "" (the model's) | "int8" | "nf4"
     stacked: bool = False  # layers are stacked on a leading axis and scanned (TPU), else a list
 
     @property

@@ -64,8 +64,17 @@ class Attention(nnx.Module):
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, cfg.H, cfg.D), (axis, None, "w_embed")
             hf_shape = (heads * cfg.H, cfg.D)
-            bias, lora = cfg.qkv_bias, cfg.lora
-            return Linear(make, name, eq, shape, axes, hf_shape=hf_shape, bias=bias, lora=lora)
+            return Linear(
+                make,
+                name,
+                eq,
+                shape,
+                axes,
+                hf_shape=hf_shape,
+                bias=cfg.qkv_bias,
+                lora=cfg.lora,
+                base_dtype=cfg.base_dtype,
+            )
 
         self.q = project("self_attn.q_proj", "N", cfg.N, "heads")
         self.k = project("self_attn.k_proj", "K", cfg.K, "kv_heads")
@@ -79,6 +88,7 @@ class Attention(nnx.Module):
             hf_shape=(cfg.D, cfg.N * cfg.H),
             bias=cfg.o_bias,
             lora=cfg.lora,
+            base_dtype=cfg.base_dtype,
         )
 
         def norm(name: str) -> RMSNorm | None:

@@ -22,6 +22,7 @@ from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.layers.linear import Adapter, Linear
+from jaxrl.models.layers.stored import QUANTIZED, Stored, dense, gather_stored
 from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
 from jaxrl.types import Tree
 from sharding import Rules
@@ -57,15 +58,17 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
 
 
 def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
-    """The decoder with the adapters that the config asks for."""
-    return dataclasses.replace(decoder, lora=adapters(cfg, decoder))
+    """The decoder with the adapters and the storage of the base that the config asks for."""
+    base_dtype = "" if cfg.base_dtype == "auto" else cfg.base_dtype
+    return dataclasses.replace(decoder, lora=adapters(cfg, decoder), base_dtype=base_dtype)
 
 
 def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ..."""
-    one = decoder_specs(dataclasses.replace(decoder, L=1, windows=decoder.windows[:1], lora=None))
-    linears = jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, Linear))
-    return {node.name: node.w.hf_shape for node in linears if isinstance(node, Linear)}
+    plain = dataclasses.replace(decoder, lora=None, base_dtype="")
+    one = decoder_specs(dataclasses.replace(plain, L=1, windows=decoder.windows[:1]))
+    linears: list[Any] = jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, Linear))
+    return {node.name: node.w.hf_shape for node in linears if not is_spec(node)}
 
 
 def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
@@ -131,16 +134,19 @@ def with_magnitude(linear: Linear, *, rules: Rules) -> Linear:
     """The layer with the norm of each output's weights as the magnitude of its adapter."""
     if linear.lora is None:
         return linear
-    new = jax.tree.map(lambda leaf: leaf, linear)
-    new.lora.m = nnx.data(_norms(linear.w, linear.lora.m))
+    new, w = jax.tree.map(lambda leaf: leaf, linear), linear.w
+    if isinstance(w, QUANTIZED):
+        axes = ("layers",) * (len(w.shape) - len(linear.axes)) + linear.axes
+        w = gather_stored(w, rules, axes, len(linear.axes) - linear.n_out)
+    new.lora.m = nnx.data(_norms(w, linear.lora.m))
     return new
 
 
 @jax.jit
-def _norms(w: jax.Array, like: jax.Array) -> jax.Array:
+def _norms(w: Stored, like: jax.Array) -> jax.Array:
     """The norms [*out] of w [*out, *in], with the dtype and sharding of `like`."""
-    into = tuple(range(like.ndim, w.ndim))
-    norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=into))
+    values = dense(w, jnp.float32) if isinstance(w, QUANTIZED) else w.astype(jnp.float32)
+    norms = jnp.sqrt(jnp.sum(jnp.square(values), axis=tuple(range(like.ndim, values.ndim))))
     return jax.reshard(norms.astype(like.dtype), jax.typeof(like).sharding.spec)
 
 

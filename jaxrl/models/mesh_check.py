@@ -58,7 +58,8 @@ def check_mesh(
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             n, shown = shards(logical) if logical else (1, "")
             if size % n:
-                errors.add(f"{size} {AXIS_NAMES[logical]} over {shown}")
+                blocks = "nf4 blocks of " if spec.hf.endswith("weight_scale") else ""
+                errors.add(f"{size} {blocks}{AXIS_NAMES[logical]} over {shown}")
     if errors:
         raise ValueError(
             f"the mesh does not divide this {cfg.family} model evenly: "

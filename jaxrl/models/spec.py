@@ -31,6 +31,7 @@ class ParamSpec:
     init: str  # "normal" | "zeros" | "ones" | "lora_a"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
+    dtype: str | None = None  # of parts of quantized weights; None: the model's
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ def abstract_params(
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, rules.spec(*spec.axes))
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype, sharding=sharding)
 
     return map_specs(abstract, specs)
 
@@ -102,7 +103,8 @@ def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> 
         seeds = np.array([zlib.crc32(name.encode()) for name in hf_names(spec)], np.uint32)
         out = rules.spec(*spec.axes)
         n_lead = len(spec.stacked_shape)
-        return _init_param(key, seeds, spec.shape, spec.init, n_lead, jnp.dtype(dtype), out)
+        leaf_dtype = jnp.dtype(spec.dtype or dtype)
+        return _init_param(key, seeds, spec.shape, spec.init, n_lead, leaf_dtype, out)
 
     return map_specs(create, specs)
 

@@ -16,7 +16,7 @@ from jaxrl.learner.state import init_opt_state
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
-from jaxrl.models.spec import count_params, map_specs
+from jaxrl.models.spec import count_params, is_spec, map_specs
 from jaxrl.planner.programs import Lengths, OfflineWorkload, shares_base
 from jaxrl.planner.topology import Chip, Topology
 from sharding import bytes_per_device
@@ -165,7 +165,8 @@ class _Sizes:
     fsdp: int  # devices that shard the weights by FSDP: fsdp x sequence
     ranks: int  # data-parallel ranks
     tokens: int  # token budget of a rank
-    item_bytes: int  # of a weight
+    item_bytes: int  # of a weight in its product
+    stored_bytes: float  # of a weight in memory, on average
     optimizer_bytes: float  # of the optimizer state, per device
     active_params: int | float  # used by one token
     head: int  # parameters of the unembedding
@@ -183,7 +184,7 @@ class _Sizes:
     @property
     def held_bytes(self) -> float:
         """Weights of the compute dtype on a device."""
-        return self.held * self.item_bytes
+        return self.held * self.stored_bytes
 
 
 def _sizes(job: Job, role: str, settings: Settings) -> _Sizes:
@@ -217,6 +218,7 @@ def _sizes(job: Job, role: str, settings: Settings) -> _Sizes:
         ranks=size["replica"] * size["fsdp"] * e,
         tokens=budgets.get(role) or settings.tokens,
         item_bytes=dtype.itemsize,
+        stored_bytes=stored_bytes_per_param(adapted, dtype),
         optimizer_bytes=held * optimizer_bytes_per_param(cfg.learner, adapted, dtype),
         active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
         head=head,
@@ -296,7 +298,7 @@ def optimizer_bytes_per_param(
     learner: LearnerConfig, decoder: DecoderConfig, dtype: jnp.dtype
 ) -> float:
     """Mean bytes of moments, master weights and moving average per parameter of the model."""
-    specs = decoder_specs(dataclasses.replace(decoder, stacked=True))
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
     learner = dataclasses.replace(learner, lr_schedule="constant")
     optimizer = make_optimizer(learner, 0, split(specs)[0])
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
@@ -307,8 +309,17 @@ def optimizer_bytes_per_param(
 @functools.cache
 def trained_fraction(decoder: DecoderConfig) -> float:
     """Share of the parameters that an update changes."""
-    specs = decoder_specs(dataclasses.replace(decoder, stacked=True))
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
     return count_params(split(specs)[0]) / count_params(specs)
+
+
+@functools.cache
+def stored_bytes_per_param(decoder: DecoderConfig, dtype: jnp.dtype) -> float:
+    """Mean bytes of a weight: those of the dtype, or less if the frozen ones are quantized."""
+    base = dataclasses.replace(decoder, stacked=True, lora=None)
+    leaves = jax.tree.leaves(decoder_specs(base), is_leaf=is_spec)
+    stored = sum(math.prod(s.shape) * jnp.dtype(s.dtype or dtype).itemsize for s in leaves)
+    return stored / n_params(dataclasses.replace(base, base_dtype=""))
 
 
 @functools.cache

@@ -114,9 +114,11 @@ def run_programs(
     mesh = jax.sharding.get_mesh()
     roles = {name: decoder for name in ("critic", "teacher", "reward_model")}
     roles |= dict(role_decoders or {})
-    ref_decoder = for_platform(cfg, roles["teacher"], target_platform())[1]
     dtype, decoder = for_platform(cfg, decoder, target_platform())
     decoder = with_adapters(cfg.lora, decoder)
+    ref_decoder = for_platform(cfg, roles["teacher"], target_platform())[1]
+    if not cfg.algorithm.teacher:  # the policy without adapters
+        ref_decoder = dataclasses.replace(ref_decoder, base_dtype=decoder.base_dtype)
     if workload is not None:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
     rules, table = training_rules(cfg), ProgramTable()

@@ -136,6 +136,12 @@ WRONG = [
         "(0.9, 0.1) is not (low, high)",
     ),
     (dict(algorithm__ref_refresh_every=5), "ref_refresh_every=5", "kl_coef above 0"),
+    (
+        dict(lora__rank=2, lora__base_dtype="nf4", rollout__dtype="int8"),
+        "lora.base_dtype='nf4'",
+        "rollout.dtype='auto'",
+    ),
+    (dict(lora__rank=2, lora__base_dtype="int8", lora__merge=True), "set lora.merge=False"),
     (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
     (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
     (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),

@@ -197,6 +197,18 @@ def test_merged_adapters_take_a_copy_of_the_weights_that_they_change(sizes):
     assert weights.cfg.lora is None and bytes_per_device(weights) - aliased[0] >= merged
 
 
+def test_a_quantized_base_is_counted_in_its_own_format():
+    cfg = run(lora__rank=4, lora__base_dtype="nf4")
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+    # Two codes a byte, over 8 devices. A scale for 64 inputs (16 for o, whose heads have 16), over
+    # the devices that share the outputs: q, k, v, o, gate, up, down.
+    codes = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64) // 2 // 8
+    scales = 2 * (64 // 2 + 32 // 2 + 32 // 2 + 4 * 64 // 8 + 128 // 2 + 128 // 2 + 2 * 64 // 8)
+    others = 256 * 64 // 8 + 2 * (64 + 32 + 32) // 2 + (2 * 2 + 1) * 64  # embedding, biases, norms
+    assert parts.resident["base"] == codes + 4 * scales + 4 * others
+
+
 @pytest.mark.thorough
 def test_a_plan_with_adapters_takes_less_memory_than_full_training(plan):
     ours = make_plan(run(lora__rank=1), TINY, topology("cpu:8"))

@@ -181,6 +181,33 @@ def test_dora_trains_magnitudes_in_engine_and_trainer_alike_on_a_mesh(lora_confi
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_base_trains_adapters_resumes_and_is_exported(kind, lora_config, tmp_path):
+    lora_config.lora.base_dtype = kind
+    lora_config.checkpoint.every = 1
+    lora_config.mesh.fsdp = 2 if kind == "nf4" else 1
+    assert train(resolve(lora_config))
+    lines = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]
+    assert all(line["mismatch/logp_diff_max"] < 1e-5 for line in lines)
+    assert abs(lines[0]["loss/kl"]) < 1e-6 < lines[1]["loss/kl"]  # the reference is the base
+    want, run_dir = weights(lora_config), Path(lora_config.run_dir)
+    merged = load_file(run_dir / "hf" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj."
+    a, b = (want[f"base_model.model.{name}lora_{part}.weight"] for part in "AB")
+    base = merged[f"{name}weight"] - 2.0 * b @ a
+    original = load_file(Path(lora_config.model.path) / "model.safetensors")[f"{name}weight"]
+    error = np.abs(base - original).max() / np.abs(original).max()
+    assert 1e-4 < error < (0.02 if kind == "int8" else 0.2)
+    lora_config.run_dir = str(tmp_path / "resumed")
+    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
+    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
+    lora_config.resume = True
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.thorough
 def test_ppo_trains_adapters_of_actor_and_critic(lora_config):
     lora_config.algorithm.advantage = "gae"
     lora_config.critic.lr = 0.01

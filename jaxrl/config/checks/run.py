@@ -86,6 +86,16 @@ def _lora_errors(run: RunConfig) -> list[str]:
             f"learner.offload={run.learner.offload} with lora.rank={run.lora.rank}: the reference "
             "is the base model, which training reads as well; leave out 'reference'"
         )
+    if run.lora.base_dtype != "auto" and run.lora.merge:
+        errors.append(
+            f"lora.merge=True with lora.base_dtype={run.lora.base_dtype!r}: adapters cannot be "
+            "merged into quantized weights; set lora.merge=False, or lora.base_dtype='auto'"
+        )
+    if run.lora.base_dtype == "nf4" and run.rollout.dtype == "int8":
+        errors.append(
+            "rollout.dtype='int8' with lora.base_dtype='nf4': the engine reads the base of "
+            "training, which is nf4; set rollout.dtype='auto', or lora.base_dtype='int8'"
+        )
     return errors
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl.config.choices import BASE_DTYPES
 from jaxrl.config.schema import key
 
 
@@ -32,6 +33,12 @@ class LoRAConfig:
         "The engine reads W + scale B A, computed once per update: decoding is as fast as without "
         "adapters, for a copy of the adapted weights and logprobs that differ in rounding. False = "
         "the engine reads base and adapters from training's arrays",
+    )
+    base_dtype: str = key(
+        "auto",
+        "Storage of the frozen matrices of the layers: auto (model.dtype), int8 with a scale per "
+        "output, or nf4, 4-bit NormalFloat in blocks of 64 (QLoRA)",
+        choices=BASE_DTYPES,
     )
     path: str = key(
         "",

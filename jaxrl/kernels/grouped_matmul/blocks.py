@@ -33,7 +33,8 @@ def _forward(x, w, sizes):
 def _backward(saved, grad):
     x, w, sizes = saved
     dx = _multiply(grad, w, sizes, "mf,fd->md", w.shape[2])
-    return dx, _weight_gradient(x, grad, w, sizes), None
+    frozen = not jnp.issubdtype(w.dtype, jnp.floating)
+    return dx, None if frozen else _weight_gradient(x, grad, w, sizes), None
 
 
 grouped_matmul_blocks.defvjp(_forward, _backward)

@@ -14,12 +14,14 @@ from jax.typing import DTypeLike
 
 from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
+from jaxrl.models.layers.stored import Stored, shard_stored
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.quantize import matrix_inputs, quantize_matrix
 from jaxrl.models.spec import ParamSpec, hf_names, init_params, map_specs
 from sharding import Rules
 
@@ -42,13 +44,16 @@ def load_model(
     heads: tuple[str, ...] = ("vocab",),
     stacked: bool = False,
     grouped_matmul: str = "auto",
+    base_dtype: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecoderConfig, Decoder]:
     """The checkpoint at `path` (anything `resolve_model` accepts) on the current mesh.
 
     Each device's slice is read, cast and transferred separately, so host memory holds about one
-    tensor more than the host's own share. `heads`, `stacked` and `grouped_matmul` are config fields
-    that files do not store. A language model may be loaded with a "score" head, which is then zero;
+    tensor more than the host's own share. `heads`, `stacked`, `grouped_matmul` and `base_dtype` are
+    config fields that files do not store. With a `base_dtype`, each matrix of the layers is
+    quantized as soon as it is on the devices. A language model may be loaded with a "score" head,
+    which is then zero;
     a sequence classifier with one label has no logits. `on_progress` receives (bytes read, total
     bytes).
 
@@ -61,25 +66,34 @@ def load_model(
         stacked=stacked,
         grouped_matmul=grouped_matmul,
     )
+    stored_cfg = dataclasses.replace(cfg, base_dtype=base_dtype)
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()
-    check_mesh(cfg, mesh.shape, rules)
+    check_mesh(stored_cfg, mesh.shape, rules)
     shapes = {name: info.shape for name, info in tensors.items()}
     check_shapes(specs, shapes, f"the tensors in {folder} do not match its config.json")
     total = sum(tensors[name].n_bytes for name in expected_shapes(specs) if name in tensors)
+    quantized = matrix_inputs(specs) if base_dtype else {}
     done = 0
 
-    def load(spec: ParamSpec) -> jax.Array:
+    def load(spec: ParamSpec) -> Stored:
         nonlocal done
         if spec.hf == SCORE and SCORE not in tensors:
             return init_params(jax.random.key(0), spec, rules, dtype)
         infos = [tensors[name] for name in hf_names(spec)]
-        leaf = read_param(spec, infos, NamedSharding(mesh, rules.spec(*spec.axes)), dtype)
+        n_in = quantized.get(spec.hf)
+        # Blocks of nf4 may span several shards of FSDP.
+        axes = rules.gathered(*spec.axes) if n_in else rules.spec(*spec.axes)
+        leaf = read_param(spec, infos, NamedSharding(mesh, axes), dtype)
+        if n_in:
+            leaf = quantize_matrix(leaf, n_in, base_dtype, dtype)
+            leaf = shard_stored(leaf, rules, spec.axes, n_in)
         done += sum(info.n_bytes for info in infos)
         if on_progress is not None:
             on_progress(done, total)
         return leaf
 
-    return cfg, map_specs(load, specs)
+    model = map_specs(load, specs)
+    return stored_cfg, restrict(model, stored_cfg) if base_dtype else model
 
 
 def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DTypeLike) -> Decoder:
@@ -91,6 +105,7 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
         heads=decoder.heads,
         stacked=decoder.stacked,
         grouped_matmul=decoder.grouped_matmul,
+        base_dtype=decoder.base_dtype,
     )[1]
 
 

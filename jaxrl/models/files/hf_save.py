@@ -25,6 +25,7 @@ from jaxrl.models.files.hf_config import (
 from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import Layout, TensorInfo, map_tensor, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
+from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
 
@@ -177,15 +178,20 @@ def merge_tensors(
 
 
 def stored_tensors(params: Decoder) -> Iterator[Tensor]:
-    """The parameters as they are, those of adapters too."""
-    specs = jax.tree.leaves(decoder_specs(params.cfg), is_leaf=is_spec)
-    for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
+    """The parameters as they are, those of adapters too; quantized ones in the dtype of scales."""
+    plain = decoder_specs(dataclasses.replace(params.cfg, base_dtype=""))
+    specs = jax.tree.leaves(plain, is_leaf=is_spec)
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QUANTIZED))
+    for spec, leaf in zip(specs, leaves, strict=True):
+        dtype = np.dtype(leaf.scale.dtype if isinstance(leaf, QUANTIZED) else leaf.dtype)
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 
-            def read(leaf=leaf, index=index, spec=spec) -> np.ndarray:
-                return hosts.host_array(slice_tensor(leaf, index)).reshape(spec.hf_shape)
+            def read(leaf=leaf, index=index, spec=spec, dtype=dtype) -> np.ndarray:
+                parts = jax.tree.map(lambda a: hosts.host_array(slice_tensor(a, index)), leaf)
+                values = dense_on_host(parts) if isinstance(parts, QUANTIZED) else parts
+                return values.astype(dtype, copy=False).reshape(spec.hf_shape)
 
-            yield Tensor(name, np.dtype(leaf.dtype), spec.hf_shape, read)
+            yield Tensor(name, dtype, spec.hf_shape, read)
 
 
 def is_adapter(name: str) -> bool:

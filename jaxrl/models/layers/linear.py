@@ -1,22 +1,31 @@
 """Linear map with its weight stored as [out, in], as in Hugging Face files."""
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
-from jaxrl.kernels.quantized import Quantized, dequantize
+from jaxrl.kernels.nf4 import NF4
+from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import LoRA
+from jaxrl.models.layers.stored import (
+    QUANTIZED,
+    MakeParam,
+    Stored,
+    dense,
+    gather_stored,
+    make_stored,
+)
 from jaxrl.models.spec import ParamSpec
 from sharding import Rules, gather_matrix
 
-MakeParam = Callable[..., Any]  # (suffix, shape, axes, init=, hf_shape=) -> leaf
 # Weight axes whose activations have another logical axis.
 ACTIVATION_AXES: dict[str | None, str] = {"w_embed": "embed"}
 
@@ -114,6 +123,7 @@ class Linear(nnx.Module):
         hf_shape: tuple[int, int],
         bias: bool = False,
         lora: LoRA | None = None,
+        base_dtype: str = "",
     ):
         x_dims, rest = eq.split(",")
         w_dims, out_dims = rest.split("->")
@@ -121,7 +131,9 @@ class Linear(nnx.Module):
         if not (w_dims == out_dims[2:] + x_dims[2:] and x_dims[:2] == out_dims[:2] == "BT"):
             raise ValueError(f"{eq!r} is not a [B, T, in] x [out, in] product")
         self.name, self.axes = name, axes
-        self.w = nnx.data(make(f"{name}.weight", shape, axes, hf_shape=hf_shape))
+        n_in = len(shape) - self.n_out
+        w = make_stored(make, name, shape, axes, n_in=n_in, hf_shape=hf_shape, dtype=base_dtype)
+        self.w: Stored = nnx.data(w)
         bias_shape, self.bias_axes = shape[: self.n_out], axes[: self.n_out]
         self.b = nnx.data(
             make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_shape[:1])
@@ -136,10 +148,18 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T *in"], rules: Rules) -> Float[Array, "B T *out"]:
         return apply_linears(x, self, rules=rules)[0]
 
-    def weight(self, rules: Rules) -> Weight:
-        """W as a matrix [out, in], gathered over the axes that shard only parameters (FSDP)."""
-        w = self.w.values if isinstance(self.w, Quantized) else self.w
-        return gather_matrix(w, rules, self.axes, self.n_out)
+    def matrix(self, w: Stored, dtype: DTypeLike, rules: Rules) -> Weight:
+        """`self.w` as a matrix [out, in], gathered over the axes that shard only parameters (FSDP).
+
+        int8 stays int8, without its scales; nf4 is dequantized to `dtype`.
+        """
+        if not isinstance(w, QUANTIZED):
+            return gather_matrix(w, rules, self.axes, self.n_out)
+        w = gather_stored(w, rules, self.axes, len(self.axes) - self.n_out)
+        values = w.values if isinstance(w, Quantized) else dense(w, dtype)
+        flat = rules.gathered(self.axes[0], self.axes[self.n_out])
+        into = math.prod(values.shape[self.n_out :])
+        return jnp.reshape(values, (-1, into), out_sharding=flat)
 
     def finish(
         self, x: Float[Array, "B T I"], y: Float[Array, "B T O"], rules: Rules
@@ -177,13 +197,12 @@ class Linear(nnx.Module):
         """
         lora, n_in = self.lora, len(self.axes) - self.n_out
         assert lora is not None
+        w = self.w
+        if isinstance(w, QUANTIZED):
+            w = dense(gather_stored(w, rules, self.axes, n_in), jnp.float32)
         w, a, b = (
             jax.lax.stop_gradient(jax.reshard(x, rules.spec(*axes))).astype(jnp.float32)
-            for x, axes in (
-                (dequantize(self.w), self.axes),
-                (lora.a, lora.a_axes),
-                (lora.b, lora.b_axes),
-            )
+            for x, axes in ((w, self.axes), (lora.a, lora.a_axes), (lora.b, lora.b_axes))
         )
         out, into = "OPQ"[: self.n_out], "IJK"[:n_in]
         b_spec = rules.spec(*lora.b_axes)
@@ -217,15 +236,26 @@ def apply_linears(
     x: Float[Array, "B T *in"], *linears: Linear, rules: Rules
 ) -> list[Float[Array, "B T ..."]]:
     """Several linear maps of the same x; the decode kernel reads their weights in one call."""
-    weights = [linear.weight(rules) for linear in linears]
     if linears[0].in_axis == "embed":
         inputs = jax.reshard(x, rules.gathered_residual())
     else:
         x_spec = rules.spec("batch", "time", linears[0].in_axis)
-        x = jnp.reshape(x, (*x.shape[:2], weights[0].shape[1]), out_sharding=x_spec)
+        x = jnp.reshape(x, (*x.shape[:2], math.prod(x.shape[2:])), out_sharding=x_spec)
         inputs = x
     outs = [linear.product_spec(rules) for linear in linears]
-    ys = matmuls(inputs, weights, out_shardings=outs)
+
+    def multiply(x: jax.Array, stored: Sequence[Stored]) -> list[jax.Array]:
+        if any(isinstance(w, NF4) for w in stored):
+            # Tied to x: XLA would otherwise hoist the dequantized weights out of decode's loop.
+            x, stored = jax.lax.optimization_barrier((x, stored))
+        pairs = zip(linears, stored, strict=True)
+        weights = [linear.matrix(w, x.dtype, rules) for linear, w in pairs]
+        return matmuls(x, weights, out_shardings=outs)
+
+    stored = [linear.w for linear in linears]
+    if any(isinstance(w, QUANTIZED) for w in stored):
+        multiply = jax.checkpoint(multiply)  # backward must not keep weights in the dtype of x
+    ys = multiply(inputs, stored)
     return [linear.finish(x, y, rules) for linear, y in zip(linears, ys, strict=True)]
 
 
@@ -252,10 +282,10 @@ def make_spec(prefix: str, n_stacked: int = 0) -> MakeParam:
     """The `make` that fills a module with ParamSpecs; `n_stacked` layers get a leading axis."""
     leading = (n_stacked,) if n_stacked else ()
 
-    def make(name, shape, axes, *, init="normal", hf_shape=None) -> ParamSpec:
+    def make(name, shape, axes, *, init="normal", hf_shape=None, dtype=None) -> ParamSpec:
         stacked_axes = ("layers",) * len(leading) + tuple(axes)
         return ParamSpec(
-            leading + tuple(shape), stacked_axes, init, prefix + name, hf_shape or shape
+            leading + tuple(shape), stacked_axes, init, prefix + name, hf_shape or shape, dtype
         )
 
     return make

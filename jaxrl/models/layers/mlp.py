@@ -44,6 +44,7 @@ class MLP(nnx.Module):
                 hf_shape=shape,
                 bias=cfg.mlp_bias,
                 lora=cfg.lora,
+                base_dtype=cfg.base_dtype,
             )
 
         self.act = cfg.act
@@ -58,6 +59,7 @@ class MLP(nnx.Module):
             hf_shape=shape,
             bias=cfg.mlp_bias,
             lora=cfg.lora,
+            base_dtype=cfg.base_dtype,
         )
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:

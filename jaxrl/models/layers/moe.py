@@ -6,6 +6,7 @@ contributions, and a reduce-scatter returns the sums to the tokens' devices.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl import types
 from jaxrl.kernels.bits import materialize, row_sum
 from jaxrl.kernels.grouped_matmul import grouped_matmul
+from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layers.linear import MakeParam
 from jaxrl.models.layers.mlp import ACTIVATIONS
+from jaxrl.models.layers.stored import (
+    QUANTIZED,
+    MakeParam,
+    Stored,
+    dense,
+    make_stored,
+    stored_specs,
+)
 from sharding import Rules
 
-Weight = jax.Array | Quantized
 Live = Bool[Array, "B T"] | Int[Array, "B T"]
 
 # Tensor names in a layer of a Hugging Face file: the router, then an expert's gate, up and down.
@@ -62,9 +70,11 @@ class MoE(nnx.Module):
         self.implementation = cfg.grouped_matmul
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
 
-        def weight(name: str, *dims: tuple[int, str]):
+        def weight(name: str, *dims: tuple[int, str]) -> Any:
             shape, axes = zip((E, "experts"), *dims, strict=True)
-            return nnx.data(make(f"{expert % name}.weight", shape, axes, hf_shape=shape[1:]))
+            part, out_in, dtype = expert % name, shape[1:], cfg.base_dtype
+            w = make_stored(make, part, shape, axes, n_in=1, hf_shape=out_in, dtype=dtype)
+            return nnx.data(w)
 
         self.gate = weight(gate, (F, "ffw"), (D, "w_embed"))
         self.up = weight(up, (F, "ffw"), (D, "w_embed"))
@@ -91,15 +101,22 @@ class MoE(nnx.Module):
 
     def _apply(self, x, weights, experts, live, rules: Rules) -> Float[Array, "B T D"]:
         rows, tokens = rules.spec("batch", "time", None), rules.spec("batch", "time")
-        layout = rules.spec if _fsdp_token_axes(rules) else rules.gathered
-        up, down = layout("experts", "ffw", "w_embed"), layout("experts", "w_embed", "ffw")
-        if isinstance(self.gate, Quantized):
-            up, down = (Quantized(spec, jax.P(*spec[:2])) for spec in (up, down))
+        # Quantized weights have no gradient to scatter: they are gathered before the shard_map.
+        fsdp_axes = () if isinstance(self.gate, QUANTIZED) else _fsdp_token_axes(rules)
+        layout = rules.spec if fsdp_axes else rules.gathered
+        up, down = (
+            stored_specs(self.gate, layout, axes, 1)
+            for axes in (("experts", "ffw", "w_embed"), ("experts", "w_embed", "ffw"))
+        )
         matrices = [
             jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
         ]
         body = functools.partial(
-            sharded_experts, act=self.act, rules=rules, implementation=self.implementation
+            sharded_experts,
+            act=self.act,
+            rules=rules,
+            fsdp_axes=fsdp_axes,
+            implementation=self.implementation,
         )
         in_specs = (rows, rows, rows, tokens, up, up, down)
         mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
@@ -135,25 +152,24 @@ def router_load(
 
 
 def sharded_experts(
-    x, weights, experts, live, gate, up, down, *, act, rules: Rules, implementation
+    x, weights, experts, live, gate, up, down, *, act, rules: Rules, fsdp_axes, implementation
 ):
     """shard_map body: this device's experts applied to all tokens of its expert group.
 
     Tokens are all-gathered along the expert axis if the batch is sharded over it, and the sums are
     reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
-    sharded over devices with different tokens (FSDP) are gathered here, so their gradient takes one
-    reduce-scatter.
+    sharded over devices with different tokens (FSDP, `fsdp_axes`) are gathered here, so their
+    gradient takes one reduce-scatter.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
-    n_experts = gate.shape[0]
+    n_experts = jax.tree.leaves(gate)[0].shape[0]
     expert_axes, ffw_axes = rules.mesh_axes("experts"), rules.mesh_axes("ffw")
     token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
     shared = tuple(a for a in expert_axes if a in token_axes)  # also shard the tokens
     weight_axes = expert_axes + ffw_axes
-    fsdp_axes = _fsdp_token_axes(rules)
 
-    def gather_weight(w: Weight, dim: int) -> Weight:
+    def gather_weight(w: Stored, dim: int) -> Stored:
         mark = functools.partial(_mark_varying, have=weight_axes + fsdp_axes, want=token_axes)
         w = jax.tree.map(mark, w)
         return lax.all_gather(w, fsdp_axes, axis=dim, tiled=True) if fsdp_axes else w
@@ -185,7 +201,7 @@ def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:
 
 def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
     """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1."""
-    (n, top_k), E = experts.shape, gate.shape[0]
+    (n, top_k), E = experts.shape, jax.tree.leaves(gate)[0].shape[0]
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
     order = jnp.argsort(
         slots, stable=True
@@ -193,10 +209,18 @@ def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
     slot_of = jnp.argsort(order).reshape(n, top_k)
     sizes = jnp.sum(slots[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
 
+    def product(rows, w):
+        if isinstance(w, NF4):
+            w = dense(w, rows.dtype)
+        return grouped_matmul(rows, w, sizes, implementation=implementation)
+
+    # Backward must not keep quantized weights in the dtype of x.
+    frozen_product = jax.checkpoint(product)
+
     def multiply(rows, w):
         if not isinstance(w, Quantized):
-            return grouped_matmul(rows, w, sizes, implementation=implementation)
-        y = grouped_matmul(rows, w.values, sizes, implementation=implementation)
+            return (frozen_product if isinstance(w, NF4) else product)(rows, w)
+        y = frozen_product(rows, w.values)
         scale = w.scale[jnp.minimum(slots[order], E - 1)]
         return (y.astype(jnp.float32) * scale).astype(y.dtype)
 

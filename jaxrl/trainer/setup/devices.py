@@ -141,7 +141,7 @@ def start_devices(
             f"config.learner.router_aux_coef = {cfg.learner.router_aux_coef} balances experts, but "
             f"this {decoder.family} model has none; set it to 0"
         )
-    specs = decoder_specs(decoder)
+    specs = decoder_specs(dataclasses.replace(decoder, base_dtype=""))
     n_params, n_trained = count_params(specs), count_params(split(specs)[0])
     trained = "" if decoder.lora is None else f", {n_trained / 1e6:.2f} M of them trained"
     progress.status(
