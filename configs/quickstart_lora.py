@@ -3,7 +3,10 @@
     uv run python -m jaxrl.train --config=configs/quickstart_lora.py
 
 Task, batches and steps are those of configs/quickstart.py. The adapters of all linear layers have
-rank 16; their learning rate is ten times that of full weights.
+rank 16; their learning rate is 30 times that of full weights.
+
+Result: greedy accuracy 0.00 before training, 0.64 after 24 steps, 0.69 after 48, with 54 % of the
+memory and 3.6 % of the optimizer state of full weights (docs/LOG.md).
 """
 
 from ml_collections import ConfigDict
@@ -16,5 +19,5 @@ def get_config() -> ConfigDict:
     config.name = "quickstart_lora"
     config.lora.rank = 16
     config.lora.alpha = 32.0
-    config.learner.lr = 1e-4
+    config.learner.lr = 3e-4
     return config
