@@ -69,7 +69,7 @@ class Rules:
         """The residual stream as the input of sharded weights.
 
         Each device has the tokens of all devices of `residual`. In backward, where it has the
-        gradient of its own weights only, the sum is a reduce-scatter.
+        gradient of the local weights only, the sum is a reduce-scatter.
         """
         spec = self.spec("batch", "time", "embed")
         return spec.update(reduced=frozenset(self.mesh_axes("residual")))

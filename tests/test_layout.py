@@ -90,7 +90,7 @@ def test_a_role_with_the_mesh_of_training_shares_its_weights():
     cfg = dataclasses.replace(CFG, mesh=MeshConfig(fsdp=4, tensor=2), score=ScoringConfig(tensor=2))
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         layout = role_layout(cfg, "score", MODEL, np.dtype("float32"))
-    assert layout.resharding is None and layout.rules == TRAIN
+    assert layout.resharding is None and layout.rules == training_rules(cfg)
 
 
 def invalid(tiny: dict, words: str, **sections):

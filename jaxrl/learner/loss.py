@@ -19,8 +19,9 @@ from jaxrl.learner.policy_objective import (
 from jaxrl.learner.prefixes import shares_prefixes
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.router import Balance, balance_loss
-from jaxrl.models.decoder import Decoder, forward_routed
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers.moe import RouterLoad
+from jaxrl.models.packed import forward_routed
 from jaxrl.types import Batch
 from sharding import Rules, target_platform, unshuffle
 

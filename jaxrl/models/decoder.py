@@ -17,18 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import SAVED_NAME as ATTENTION
 from jaxrl.kernels.cpu.skinny_matmul import matmul
-from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.kernels.visibility import Visibility
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate, rotations
-from jaxrl.models.pipeline import run_stages
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
@@ -367,89 +363,3 @@ def _loop_layers(model: Decoder, layer_fn: Callable, x, per_layer: Rotation, sta
         x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
         loads.append(load)
     return x, state, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)
-
-
-def forward_packed(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    *,
-    rules: Rules,
-    remat: str = "none",
-    implementation: str | None = None,
-) -> Float[Array, "B T D"]:
-    """Final hidden states of packed rows; a token attends causally within its own segment.
-
-    Under rules with `ring`, rows are in zig-zag order (sharding/order.py). Rules that shard layers
-    run them as a pipeline (pipeline.py).
-    """
-    return forward_routed(
-        model,
-        tokens,
-        segments,
-        positions,
-        rules=rules,
-        remat=remat,
-        implementation=implementation,
-    )[0]
-
-
-def forward_routed(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    segments: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    *,
-    until: Int[Array, "B T"] | None = None,
-    copies: Int[Array, "B T"] | None = None,
-    rules: Rules,
-    remat: str = "none",
-    implementation: str | None = None,
-) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
-    """`forward_packed` and the router load of a mixture of experts (None for a dense model).
-
-    With `until`, the last place of the row that sees each token, segments share prefixes
-    (kernels/visibility.py). The load counts a token as often as `copies` says, or once.
-    """
-    cfg = model.cfg
-    attend_rows = ring_attention if rules.ring else attention
-
-    visibility = None if until is None else Visibility(until, positions)
-    weights = segments > 0 if copies is None else copies
-
-    def attend_to(segments, visibility, rules: Rules) -> Attend:
-        spec = cfg.attention_spec(rules)
-
-        def attend(q, k, v, window, layer_index, state):
-            out = attend_rows(
-                q,
-                k,
-                v,
-                spec=spec,
-                segments=segments,
-                window=window,
-                visibility=visibility,
-                implementation=implementation,
-            )
-            return out, state
-
-        return attend
-
-    if rules.layers is None:
-        attend = attend_to(segments, visibility, rules)
-        hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
-        return hidden, load
-    inside = rules.in_stage()
-
-    def stage(layers, x, positions, segments, visibility):
-        attend, live = attend_to(segments, visibility, inside), segments > 0
-        x, _, _ = scan_layers(
-            cfg, layers, x, positions, attend, None, live=live, rules=inside, remat=remat
-        )
-        return x
-
-    x = model.embed_tokens(tokens, rules)
-    layers = stacked_layers(model, rules)
-    rows = positions, segments, visibility
-    return model.norm(run_stages(stage, layers, x, rows, rules=rules)), None

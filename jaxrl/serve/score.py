@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.engine.device.adjustments import N_TOP
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.packed import forward_packed
 from sharding import Rules
 
 CHUNK = 128  # tokens whose logits exist at one time

@@ -28,6 +28,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.planner.estimate import Job, Settings
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.search import estimate
@@ -159,16 +160,9 @@ def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_p
     check_mesh(decoder, {"tensor": run.rollout.tensor or run.mesh.tensor})
     machine = Topology("h100", "gpu", CHIPS["h100"], [None] * DEVICES[name])
     learner = run.learner
-    found = estimate(
-        run,
-        decoder,
-        machine,
-        Lengths(run.data.max_prompt_len, run.data.max_response_len),
-        mesh,
-        learner.token_budget,
-        learner.remat,
-        learner.offload,
-    )
+    lengths = Lengths(run.data.max_prompt_len, run.data.max_response_len)
+    settings = Settings(mesh, learner.token_budget, learner.remat, learner.offload)
+    found = estimate(Job(run, decoder, machine, lengths), settings)
     share = run.rollout.memory_utilization
     assert found.bytes < share * machine.chip.memory_bytes
 

@@ -15,7 +15,8 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.config import DecoderConfig, Rope
-from jaxrl.models.decoder import decoder_specs, forward_packed
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding.rules import DECODE, TRAIN, Rules
 

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device import programs
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.models.decoder import forward_packed
+from jaxrl.models.packed import forward_packed
 from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.engine.engine_cases import (

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.learner.step import put_batch
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward_routed
+from jaxrl.models.packed import forward_routed
 from sharding import RING, TRAIN, ULYSSES
 from tests.learner.tiny_policy import (
     MODEL,

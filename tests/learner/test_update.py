@@ -15,7 +15,7 @@ from jaxrl.data.packing import gather, pack
 from jaxrl.learner.policy_objective import Coefs
 from jaxrl.learner.requirements import kl_in_loss
 from jaxrl.learner.step import put_batch
-from jaxrl.models.decoder import forward_packed
+from jaxrl.models.packed import forward_packed
 from jaxrl.types import TokenSets
 from sharding import RING, copy_tree, make_mesh
 from sharding.rules import TRAIN

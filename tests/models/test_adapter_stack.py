@@ -9,8 +9,9 @@ import pytest
 
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import forward_packed, init_model
+from jaxrl.models.decoder import init_model
 from jaxrl.models.lora import merge
+from jaxrl.models.packed import forward_packed
 from sharding.rules import TRAIN
 from tests.engine.test_adapters import adapted, stack
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from jaxrl.models.cache import init_cache
-from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.types import Tree
 from sharding import DECODE, TENSOR, TRAIN, make_mesh

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import abstract_params, count_params
 from sharding import RING, TRAIN, ULYSSES, Rules, abstract_mesh, bytes_per_device, make_mesh
 

@@ -16,8 +16,9 @@ import pytest
 
 from jaxrl.learner.router import balance_loss
 from jaxrl.models.config import Rope
-from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed, forward_routed
+from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.spec import is_spec
 from sharding import TRAIN
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import LoRAConfig
-from jaxrl.models.decoder import decoder_specs, forward_packed
+from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, load_params, model_config
 from jaxrl.models.files.hf_save import param_tensors, save_model
 from jaxrl.models.layers.linear import Linear, make_spec
 from jaxrl.models.lora import add_adapters, combine, split, with_adapters
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params, partition_specs
 from sharding import TRAIN, make_mesh
 from tests.models.test_parity import GOLDEN, cases, golden

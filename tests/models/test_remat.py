@@ -14,8 +14,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Decoder, decoder_specs, forward_packed
+from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.layers import mlp
+from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params
 from sharding import TRAIN
 

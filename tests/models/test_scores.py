@@ -15,9 +15,10 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
+from jaxrl.models.packed import forward_packed
 from sharding import PIPELINE, TRAIN, ULYSSES, Rules, make_mesh, put_batch
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -276,12 +276,16 @@ def kernel_of_gpu(name: str, results: str, operands: list[str]) -> str:
     return "\n".join(["ENTRY %main () -> f32[] {", *lines, call, "}"])
 
 
+BLOCKS = ("low", "low")  # per block the first and the last block that it meets
+ENDS = ("starts", "starts")  # per token the first and the last token that it sees
+
+
 @pytest.mark.parametrize(
     ("name", "products", "operands", "results"),
     [
-        ("fwd", 2, ["low", "q", "k", "k", "starts"], "(q, numbers)"),
-        ("dq", 3, ["low", "q", "k", "k", "q", "numbers", "numbers", "starts"], "q"),
-        ("dkv", 4, ["low", "q", "k", "k", "q", "numbers", "numbers", "starts"], "(k, k)"),
+        ("fwd", 2, [*BLOCKS, "q", "k", "k", *ENDS], "(q, numbers)"),
+        ("dq", 3, [*BLOCKS, "q", "k", "k", "q", "numbers", "numbers", *ENDS], "q"),
+        ("dkv", 4, [*BLOCKS, "q", "k", "k", "q", "numbers", "numbers", *ENDS], "(k, k)"),
     ],
 )
 def test_the_work_of_gpu_training_attention_is_known(name, products, operands, results):

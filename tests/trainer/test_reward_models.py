@@ -22,8 +22,8 @@ from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
 from jaxrl.learner.loss import value_loss_sums
 from jaxrl.learner.reward_model import open_reward_model, with_score
-from jaxrl.models.decoder import forward_packed
 from jaxrl.models.files.hf_load import load_model, model_config
+from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
 from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.reward_model import REWARD_MODEL, make_samples

@@ -20,7 +20,7 @@ from jaxrl.engine.device.adjustments import (
     count_drafts,
     count_tokens,
 )
-from jaxrl.models.decoder import forward_packed
+from jaxrl.models.packed import forward_packed
 from sharding import make_mesh
 from sharding.rules import REPLICAS, TRAIN
 from tests.engine.engine_cases import FAMILIES, make_engine, make_params, make_requests

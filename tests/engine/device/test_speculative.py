@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device.speculative import SpeculationConfig, propose_drafts
-from jaxrl.models.decoder import forward_packed
+from jaxrl.models.packed import forward_packed
 from sharding import make_mesh
 from sharding.rules import DECODE, REPLICAS, TRAIN
 from tests.engine.engine_cases import (

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file
 
 import jaxrl.models.files.source as source
 from jaxrl import convert
-from jaxrl.models.decoder import Decoder, forward_packed
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.packed import forward_packed
 from sharding import TRAIN
 from tests.models.files.tiny_gguf import ALPHABET, write_gguf
 
