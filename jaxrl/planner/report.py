@@ -122,7 +122,7 @@ def memory_text(plan: Plan) -> str:
 def rollout_memory_text() -> str:
     """The keys that change the memory of generation, for programs without a plan."""
     rows = (
-        (ROLES["params"][0], "mesh.tensor, rollout.weight_dtype=int8"),
+        (ROLES["params"][0], "mesh.tensor, rollout.dtype=int8"),
         ("KV pages", KV_LOWER),
         ("peak of rollout", PHASE_LOWER["rollout"]),
     )

@@ -657,7 +657,7 @@ def test_the_model_has_its_name_and_context_length(served):
     (listed,) = served.client.models.list().data
     assert listed.id == "tiny" and listed.max_model_len == 1024
     assert served.client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="'tiny' is served"):
+    with pytest.raises(openai.NotFoundError, match="not served here; use 'tiny'"):
         served.client.models.retrieve("another")
     with pytest.raises(openai.NotFoundError, match="'another' is not served here; use 'tiny'"):
         served.client.completions.create(model="another", prompt="x")
