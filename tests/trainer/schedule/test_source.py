@@ -66,6 +66,7 @@ def test_partial_without_staleness_gives_the_weights_of_sync(config, tmp_path):
     assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
 def test_a_resumed_partial_run_is_bitwise_equal_to_an_uninterrupted_one(config, tmp_path):
     whole = partial(config, tmp_path, "whole")
