@@ -6,8 +6,8 @@ The task is that of configs/calculator_smollm2.py: products of two-digit numbers
 that evaluates <calc>27 * 58</calc> and returns the reward is an agent, which calls the engine of
 the run with the openai client (configs/agents/calculator.py).
 
-Minutes and result: 60 to 120 s per step on two busy cores. At temperature 1, 6 of 32 answers are right
-before training, and 31 of 32 after 8 steps (mean reward of a step: 0.27 to 1.15). To check:
+Minutes and result: 60 to 120 s per step on two busy cores. At temperature 1, 6 of 32 answers are
+right before training, and 31 of 32 after 8 steps (mean reward of a step: 0.27 to 1.15). To check:
 `python -m jaxrl.evaluate --config=configs/calculator_agent_smollm2.py --limit=32 --temperature=1`.
 """
 
