@@ -75,7 +75,8 @@ def test_a_quantized_base_gives_the_numbers_of_its_dequantized_weights(
     got = numbers(model_of(name, GOLDEN / name, kind, stacked=stacked), tokens)
     want = numbers(model_of(name, tmp_path / "dense", "auto", stacked=stacked), tokens)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+        # Scales after the sum round in another way than scales of the weights.
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * max(np.abs(b).max(), 1.0))
 
 
 def test_backward_keeps_no_copy_of_a_quantized_weight_in_the_dtype_of_activations(one_device):
