@@ -1,6 +1,7 @@
 """Models with an int8 or nf4 base against the same model with the dequantized weights."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -55,16 +56,19 @@ def numbers(model, tokens):
     return jax.device_get(run(trained, frozen))
 
 
-CASES = [
-    (n, k, s)
-    for n in ("llama", "qwen2", "mixtral", "qwen3_moe")
-    for k in ("int8", "nf4")
-    for s in (False, True)
+QUICK = ("llama", "nf4", False)
+THOROUGH = (("llama", "int8", False), ("qwen2", "int8", True), ("mixtral", "nf4", True))
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(
+        ("llama", "qwen2", "mixtral", "qwen3_moe"), ("int8", "nf4"), (False, True)
+    )
+    if case not in (QUICK, *THOROUGH)
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stacked"), cases(CASES, lambda *case: case == ("llama", "nf4", False))
+    ("name", "kind", "stacked"), [*cases((QUICK, *THOROUGH), lambda *case: case == QUICK), *SLOW]
 )
 def test_a_quantized_base_gives_the_numbers_of_its_dequantized_weights(
     name, kind, stacked, tmp_path, one_device
