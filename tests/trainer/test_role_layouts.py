@@ -13,11 +13,10 @@ from jaxrl.evaluate import evaluate
 from jaxrl.kernels.quantized import dequantize
 from jaxrl.layout import rollout_layout
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import decoder_specs, init_model
+from jaxrl.models.decoder import init_model
 from jaxrl.models.lora import add_adapters, combine, split, with_adapters
-from jaxrl.models.spec import count_params
 from jaxrl.train import train
-from sharding import make_mesh
+from sharding import bytes_per_device, make_mesh
 from sharding.rules import TRAIN
 
 NUMBERS = ("reward/mean", "loss/total", "optim/grad_norm", "mismatch/logp_diff_max")
@@ -111,8 +110,9 @@ def test_merged_weights_are_made_on_device_and_freed_after_the_rollout(tiny_conf
         assert read.w.is_deleted() and not kept.w.is_deleted() and not same.is_deleted()
         assert o.is_deleted() == ("fsdp" in sizes and sizes["fsdp"] > 1)
         if layout.resharding is None:
-            merged = 4 * 2 * (3 * 64 * 32 + 32 * 32 + 2 * 16 * 32)  # float32, 2 layers, not o_proj
-            base = 4 * count_params(decoder_specs(MODEL))
+            # float32, 2 layers, not o_proj; all of them are sharded over tensor
+            merged = 4 * 2 * (3 * 64 * 32 + 32 * 32 + 2 * 16 * 32) // sizes.get("tensor", 1)
+            base = bytes_per_device(init_model(MODEL, seed=0, rules=TRAIN))
             assert layout.weight_bytes(params) == (base - merged, 0)
 
 
