@@ -46,6 +46,18 @@ def visible_range(segments, window):
     return first, jnp.where(segments > 0, here, -1)
 
 
+def padded_range(segments, window, multiple: int):
+    """`visible_range` of rows padded to a multiple of a block; padding attends to itself.
+
+    Kernels need a visible key for every query: a softmax over no key is not finite.
+    """
+    T = segments.shape[1]
+    first, last = visible_range(segments, window)
+    first = jnp.where(last >= 0, first, jnp.arange(T, dtype=jnp.int32))
+    first = jnp.pad(first, ((0, 0), (0, -T % multiple)), constant_values=T)
+    return first, jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32), first.shape)
+
+
 def check_separate(kernel: str, visibility: Visibility | None) -> None:
     """Raises NotImplementedError for rows with shared prefixes, which `kernel` does not support."""
     if visibility is not None:

@@ -20,7 +20,7 @@ from jaxrl.kernels.attention.blocks import pad_axis
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
-from jaxrl.kernels.visibility import Visibility, check_separate, visible_range
+from jaxrl.kernels.visibility import Visibility, check_separate, padded_range
 
 BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
 BITS = 16  # per position, so that two fit an int32
@@ -64,14 +64,9 @@ def check_row_len(n_tokens: int) -> None:
 
 def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window, _):
     T = q.shape[1]
-    first, last = visible_range(segments, window)
-    here = jnp.arange(T, dtype=jnp.int32)
-    # Padding attends to itself: a softmax over no key is not finite.
-    first = jnp.where(last >= 0, first, here)
-    first = jnp.pad(first, ((0, 0), (0, -T % BLOCKS[-1])), constant_values=T)
+    first, last = padded_range(segments, window, BLOCKS[-1])
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     rows = (pad_axis(x, 1, BLOCKS[-1]).swapaxes(1, 2) for x in (q, k, v))
-    last = jnp.broadcast_to(jnp.arange(first.shape[1], dtype=jnp.int32), first.shape)
     out = lax.map(functools.partial(_row, spec, interpret), (*rows, first, last))
     return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
 

@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import triton
+from jaxrl.kernels.attention.triton_masks import BLOCK, RangeMask
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.ring_attention.blocks import ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
 from jaxrl.kernels.visibility import Visibility, check_separate
@@ -20,15 +20,16 @@ class TritonBlocks:
 
     kernels: triton.Kernels
     heads_first: bool = False
-    block: int = triton.BLOCK
+    block: int = BLOCK
 
     def forward(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
-        out, norm = triton.forward(self.kernels, q, k, v, first, last)
+        out, norm = triton.forward(self.kernels, q, k, v, RangeMask(first, last))
         return out, norm.swapaxes(1, 2)
 
     def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
         norm = norm.swapaxes(1, 2)
-        return triton.backward(self.kernels, q, k, v, out, norm, d_out, first, last)
+        mask = RangeMask(first, last)
+        return triton.backward(self.kernels, q, k, v, out, norm, d_out, mask)
 
 
 def ring_triton(
@@ -47,9 +48,7 @@ def ring_triton(
     `interpret` emulates the kernels with XLA on any backend. Raises NotImplementedError without a
     GPU and for head widths that are not a power of two.
     """
-    if not interpret:
-        check_platform("config.model.attention", "triton", "gpu")
+    triton.check_triton(q, interpret)
     check_separate("triton", visibility)
-    triton.check_heads(q)
     attend = functools.partial(ring_in_blocks, TritonBlocks(triton.Kernels(spec, interpret)))
     return shard_ring(attend, q, k, v, spec=spec, segments=segments, window=window)
