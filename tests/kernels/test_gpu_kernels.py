@@ -15,10 +15,11 @@ from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
+from jaxrl.planner.kernels import cudnn_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, RING, TRAIN, make_mesh
 from tests.kernels.abstract_arrays import abstract
+from tests.kernels.compiled_attention import check_compiled_gradients
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed")
 
@@ -73,60 +74,23 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
     ],
 )
 def test_training_attention_compiles(sizes, heads, options):
-    N, K, H = heads
-    B, T = 2 * sizes["fsdp"], 4096
-    mesh = make_mesh(topology("h100:8").devices, **sizes)
-    with jax.set_mesh(mesh):
-        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, TRAIN.spec("batch", None, "heads"))
-        k = abstract(mesh, (B, T, K, H), jnp.bfloat16, TRAIN.spec("batch", None, "kv_heads"))
-        rows = abstract(mesh, (B, T), jnp.int32, TRAIN.spec("batch"))
-
-        def loss(q, k, v, segments, window):
-            spec = AttentionSpec(H**-0.5, options.get("softcap"))
-            out = attention(q, k, v, spec=spec, segments=segments, window=window)
-            return jnp.sum(out.astype(jnp.float32) ** 2)
-
-        window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
-    text = compiled.as_text()
-    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
-    # A query attends to half of the row and half of its block of 64. Forward 2 products, backward
-    # 3 and 4.
-    assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 64) / 2 * H / mesh.size
-    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
-    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+    mesh, shape = make_mesh(topology("h100:8").devices, **sizes), (2 * sizes["fsdp"], 4096)
+    check_compiled_gradients(
+        attention, mesh, rules=TRAIN, shape=shape, heads=heads, block=64, **options
+    )
 
 
 @pytest.mark.parametrize(("ulysses", "heads"), [(1, (28, 4, 128)), (2, (8, 4, 256))])
 def test_ring_attention_compiles(ulysses, heads):
-    N, K, H = heads
-    B, T, n = 2, 16384, 4 // ulysses
-    rules = dataclasses.replace(RING, ulysses=ulysses)
-    mesh = make_mesh(topology("h100:8").devices, fsdp=2, sequence=4)
-    with jax.set_mesh(mesh):
-        row = [rules.spec("batch", "time", name, None) for name in ("heads", "kv_heads")]
-        q, k = (
-            abstract(mesh, (B, T, n_heads, H), jnp.bfloat16, spec)
-            for n_heads, spec in zip((N, K), row, strict=True)
-        )
-        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
-
-        def loss(q, k, v, segments, window):
-            spec = AttentionSpec(H**-0.5, None, rules)
-            out = ring_attention(q, k, v, spec=spec, segments=segments, window=window)
-            return jnp.sum(out.astype(jnp.float32) ** 2)
-
-        window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
-    cost = program_cost(
-        compiled.as_text(), kernels=functools.partial(attention_work, keys=T / 2 / n)
+    check_compiled_gradients(
+        ring_attention,
+        make_mesh(topology("h100:8").devices, fsdp=2, sequence=4),
+        rules=dataclasses.replace(RING, ulysses=ulysses),
+        shape=(2, 16384),
+        heads=heads,
+        block=64,
+        places=4 // ulysses,
     )
-    # In each of n steps a query attends to half of the keys of a place, and half of a block of 64.
-    # Forward 2 products, backward 3 and 4.
-    macs = B * N * T * (T / n + 64) / 2 * n * H / mesh.size
-    assert cost.total_flops == (2 + 3 + 4) * 2 * macs
-    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
-    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 
 
 @pytest.mark.parametrize(

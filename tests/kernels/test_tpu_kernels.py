@@ -1,7 +1,6 @@
 """The TPU kernels compile for chips that are not attached, on training and rollout meshes."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -18,10 +17,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import attention_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, RING, TRAIN, ULYSSES, make_mesh
 from tests.kernels.abstract_arrays import abstract
+from tests.kernels.compiled_attention import check_compiled_gradients
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
 
@@ -35,66 +34,26 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     ],
 )
 def test_training_attention_compiles(chips, rules, sizes, heads, options):
-    N, K, H = heads
-    B, T = 4 * sizes["fsdp"], 4096
-    mesh = make_mesh(topology(chips).devices, **sizes)
-    with jax.set_mesh(mesh):
-        spec = rules.spec("batch", "time", "heads", None)
-        q = abstract(mesh, (B, T, N, H), jnp.bfloat16, spec)
-        k = abstract(
-            mesh, (B, T, K, H), jnp.bfloat16, rules.spec("batch", "time", "kv_heads", None)
-        )
-        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
-
-        def loss(q, k, v, segments, window):
-            spec = AttentionSpec(H**-0.5, options.get("softcap"), rules)
-            out = attention(q, k, v, spec=spec, segments=segments, window=window)
-            return jnp.sum(out.astype(jnp.float32) ** 2)
-
-        window = jax.ShapeDtypeStruct((), jnp.int32)
-        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        compiled = grad.lower(q, k, k, rows, window).compile()
-    text = compiled.as_text()
-    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2))
-    # A query attends to half of the row and half of its block of 512. Forward 2 products, backward
-    # 3 and 4.
-    assert cost.total_flops == (2 + 3 + 4) * 2 * B * N * T * (T + 512) / 2 * H / mesh.size
-    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
-    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+    mesh, shape = make_mesh(topology(chips).devices, **sizes), (4 * sizes["fsdp"], 4096)
+    check_compiled_gradients(
+        attention, mesh, rules=rules, shape=shape, heads=heads, block=512, **options
+    )
 
 
 @pytest.mark.parametrize(
     ("ulysses", "heads", "softcap"), [(1, (28, 4, 128), None), (2, (8, 4, 256), 50.0)]
 )
 def test_ring_attention_compiles(ulysses, heads, softcap):
-    N, K, H = heads
-    B, T, n = 2, 16384, 4 // ulysses
-    rules = dataclasses.replace(RING, ulysses=ulysses)
-    mesh = make_mesh(topology("v5p:2x2x2").devices, fsdp=2, sequence=4)
-    with jax.set_mesh(mesh):
-        row = [rules.spec("batch", "time", name, None) for name in ("heads", "kv_heads")]
-        q, k = (
-            abstract(mesh, (B, T, n_heads, H), jnp.bfloat16, spec)
-            for n_heads, spec in zip((N, K), row, strict=True)
-        )
-        rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
-
-        def loss(q, k, v, segments, window):
-            spec = AttentionSpec(H**-0.5, softcap, rules)
-            out = ring_attention(q, k, v, spec=spec, segments=segments, window=window)
-            return jnp.sum(out.astype(jnp.float32) ** 2)
-
-        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = grad.lower(q, k, k, rows, window).compile()
-    text = compiled.as_text()
-    cost = program_cost(text, kernels=functools.partial(attention_work, keys=T / 2 / n))
-    # In each of n steps a query attends to half of the keys of a place, and half of a block of 512.
-    # Forward 2 products, backward 3 and 4.
-    macs = B * N * T * (T / n + 512) / 2 * n * H / mesh.size
-    assert cost.total_flops == (2 + 3 + 4) * 2 * macs
-    scores = 4 * B * N * T * T / mesh.size  # bytes per device of materialized scores
-    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+    check_compiled_gradients(
+        ring_attention,
+        make_mesh(topology("v5p:2x2x2").devices, fsdp=2, sequence=4),
+        rules=dataclasses.replace(RING, ulysses=ulysses),
+        shape=(2, 16384),
+        heads=heads,
+        block=512,
+        softcap=softcap,
+        places=4 // ulysses,
+    )
 
 
 @pytest.mark.parametrize(
