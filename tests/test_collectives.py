@@ -30,6 +30,7 @@ from jaxrl.planner.programs import abstract_batch
 from jaxrl.planner.schedule import Collective
 from sharding import make_mesh
 from sharding.rules import DECODE
+from tests.marks import graded
 
 L, W = 4, 7  # layers, and matrices in each: q, k, v, o, gate, up, down
 MODEL = DecoderConfig(
@@ -185,17 +186,12 @@ def moved(collectives: list[Collective]) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-DEFAULT = ("fsdp",)  # further layouts are thorough; the longest to compile are slow
-SLOW = ("ring", "expert", "pipeline")
+SLOW = ("ring", "expert", "pipeline")  # the longest to compile
 
 
 def layouts(names):
     """Test parameters of the layouts, marked by how long they take to compile."""
-    marks = {name: pytest.mark.slow for name in SLOW}
-    return [
-        name if name in DEFAULT else pytest.param(name, marks=marks.get(name, pytest.mark.thorough))
-        for name in names
-    ]
+    return graded(names, default={"fsdp"} & {*names}, thorough=[n for n in names if n not in SLOW])
 
 
 @pytest.mark.parametrize("name", layouts(UPDATE))

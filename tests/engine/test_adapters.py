@@ -28,6 +28,7 @@ from tests.engine.engine_cases import (
     run_one_by_one,
     trainer_logps,
 )
+from tests.marks import graded
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Ranks, scales and layers differ; a scale of 2 is exact in float32.
@@ -145,14 +146,16 @@ def test_the_prefix_cache_is_that_of_an_adapter(llama):
     assert tokens.tolist() == alone[1][0]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "options", "layers"),
-    [
-        ("qwen2", dict(spec_tokens=3), "list"),
-        ("qwen3_moe", {}, "list"),
-        ("llama", {}, "stacked"),
-    ],
+    graded(
+        [
+            ("qwen2", dict(spec_tokens=3), "list"),
+            ("qwen3_moe", {}, "list"),
+            ("llama", {}, "stacked"),
+        ],
+        thorough=[("qwen2", dict(spec_tokens=3), "list")],
+    ),
     ids=str,
 )
 def test_every_program_mixes_adapters(one_device, tmp_path, family, options, layers):

@@ -25,16 +25,16 @@ from tests.engine.engine_cases import (
     run_one_by_one,
     trainer_logps,
 )
+from tests.marks import graded
 
 GREEDY = SamplingConfig(temperature=0.0)
 
 
-SLOW = {"mixtral"}  # also run on a mesh below
-MARKS = {"llama": [], **{f: [pytest.mark.slow] for f in SLOW}}
-MARKED = [pytest.param(f, marks=MARKS.get(f, [pytest.mark.thorough])) for f in FAMILIES]
-
-
-@pytest.mark.parametrize("family", MARKED)
+@pytest.mark.parametrize(
+    "family",
+    # mixtral also runs on a mesh below
+    graded(FAMILIES, default=["llama"], thorough=["gemma3", "qwen2", "qwen3_moe"]),
+)
 def test_engine_and_trainer_logprobs_agree(one_device, family):
     cfg = FAMILIES[family]
     params = make_params(cfg)

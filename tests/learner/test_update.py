@@ -30,6 +30,7 @@ from tests.learner.tiny_policy import (
     stack_layers,
     update_once,
 )
+from tests.marks import graded
 
 ROLLOUTS = rollouts()
 ONE = dict(row_len=32, token_budget=512)
@@ -66,14 +67,10 @@ LAYOUTS = {
 }
 
 
-def thorough_except(names, default):
-    """Parameters for all `names`, marked thorough unless they are in `default`."""
-    mark = pytest.mark.thorough
-    return [pytest.param(name, marks=() if name in default else mark) for name in names]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    graded(LAYOUTS, thorough=["four micro-batches", "long rows", "replica 2, fsdp 2, tensor 2"]),
+)
 def test_token_mean_does_not_depend_on_the_layout(layout, want):
     packing, mesh = LAYOUTS[layout]
     cfg = run_config(aggregation="token_mean", old_logp="rollout", entropy_coef=0.01)
@@ -85,7 +82,7 @@ def test_token_mean_does_not_depend_on_the_layout(layout, want):
 SEQUENCE_MEANS = "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
 
 
-@pytest.mark.parametrize("mode", thorough_except(SEQUENCE_MEANS, []))
+@pytest.mark.parametrize("mode", graded(SEQUENCE_MEANS))
 def test_sequence_means_do_not_depend_on_the_packing(mode, want):
     packing, mesh = LAYOUTS["long rows"]
     cfg = run_config(aggregation=mode, old_logp="rollout", entropy_coef=0.01)
@@ -106,7 +103,7 @@ RESPONSE_LEVEL = {
 }
 
 
-@pytest.mark.parametrize("case", thorough_except(RESPONSE_LEVEL, []))
+@pytest.mark.parametrize("case", graded(RESPONSE_LEVEL))
 def test_response_level_losses_do_not_depend_on_the_layout(case):
     cfg = run_config(
         **(dict(aggregation="seq_mean_token_mean", old_logp="rollout") | RESPONSE_LEVEL[case])

@@ -20,6 +20,7 @@ from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.types import Tree
 from sharding import DECODE, TENSOR, TRAIN, make_mesh
+from tests.marks import graded
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPERTS = ["qwen3_moe", "mixtral"]
@@ -38,17 +39,19 @@ EXPERT_MESHES = {
     "replica_expert": dict(replica=2, expert=4),
 }
 ROWS, LENGTH = 8, 32
-QUICK = [("llama", "hsdp_tensor")]
-QUICK += [
-    pytest.param(family, mesh, marks=pytest.mark.thorough)
-    for family, mesh in (
-        *((f, "hsdp_tensor") for f in FAMILIES if f not in (*EXPERTS, "llama")),
+QUICK = graded(
+    [
+        *((f, "hsdp_tensor") for f in FAMILIES if f not in EXPERTS),
         ("llama", "fsdp"),
         ("qwen2", "fsdp_tensor"),
         ("mixtral", "fsdp_expert_tensor"),
         ("qwen3_moe", "replica_expert"),
-    )
-]
+    ],
+    default=[("llama", "hsdp_tensor")],
+    thorough=[
+        ("gemma2", "hsdp_tensor"), ("qwen2", "fsdp_tensor"), ("mixtral", "fsdp_expert_tensor"),
+    ],
+)  # fmt: skip
 
 
 def rows() -> tuple[np.ndarray, ...]:
@@ -158,14 +161,15 @@ def test_remat_does_not_change_gradients(stacked, one_device):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("llama", dict(fsdp=2, tensor=2))]
-    + [
-        pytest.param(family, mesh, marks=pytest.mark.thorough)
-        for family, mesh in (
+    graded(
+        [
+            ("llama", dict(fsdp=2, tensor=2)),
             *((f, {}) for f in FAMILIES if f != "mixtral"),
             ("mixtral", dict(expert=2, tensor=2)),
-        )
-    ],
+        ],
+        default=[("llama", dict(fsdp=2, tensor=2))],
+        thorough=[("gemma3", {}), ("qwen3_moe", {}), ("mixtral", dict(expert=2, tensor=2))],
+    ),
 )
 def test_paged_tokens_give_the_hidden_states_of_a_packed_row(family, mesh):
     """Two rows: 10 tokens of prefill (one row padded), then decode, in scattered pages."""

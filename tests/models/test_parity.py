@@ -6,7 +6,6 @@ Tests of jaxrl/models/decoder.py, jaxrl/models/families/ and jaxrl/models/layers
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -21,16 +20,11 @@ from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.packed import forward_packed, forward_routed
 from jaxrl.models.spec import is_spec
 from sharding import TRAIN
+from tests.marks import graded
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = sorted(path.name for path in GOLDEN.iterdir())
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe"}
-
-
-def cases(every: Iterable[tuple], default: Callable[..., bool]) -> list:
-    """Parameters of `every` case; those that are not `default` are thorough."""
-    marks = {True: (), False: pytest.mark.thorough}
-    return [pytest.param(*case, marks=marks[default(*case)]) for case in every]
 
 
 def golden(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -46,10 +40,10 @@ def packed_logits(model: Decoder, tokens: jax.Array, segments: jax.Array, positi
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
-    cases(
+    graded(
         itertools.product(MODELS, (False, True)),
         # Gemma's many layers compile faster when stacked.
-        lambda name, stacked: name in FAMILIES and stacked == name.startswith("gemma"),
+        default=[(name, name.startswith("gemma")) for name in MODELS if name in FAMILIES],
     ),
 )
 def test_logits_equal_those_of_transformers(name, stacked, one_device):
@@ -61,7 +55,7 @@ def test_logits_equal_those_of_transformers(name, stacked, one_device):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", cases(((m,) for m in MODELS), lambda m: m in ("qwen2", "mixtral")))
+@pytest.mark.parametrize("name", graded(MODELS, default=["qwen2", "mixtral"]))
 def test_packed_segments_give_the_logits_of_single_rows(name, one_device):
     tokens, expected = golden(name)
     first, second = 23, 14  # tokens of the two rows; 3 tokens of padding follow
@@ -116,9 +110,7 @@ PLAIN = [
 
 @pytest.mark.parametrize(
     ("name", "plain"),
-    cases(
-        PLAIN, lambda name, plain: (name, *plain) in {("mistral", "windows"), ("mixtral", "top_k")}
-    ),
+    graded(PLAIN, default=[("mistral", dict(windows=())), ("mixtral", dict(top_k=1))]),
 )
 def test_the_checkpoints_depend_on_each_field_of_their_family(name, plain, one_device):
     """With one field reset to its default the logits differ, so parity tests that field."""

@@ -17,7 +17,8 @@ from jaxrl.models.lora import add_adapters, combine, split, with_adapters
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.spec import init_params, partition_specs
 from sharding import TRAIN, make_mesh
-from tests.models.test_parity import GOLDEN, cases, golden
+from tests.marks import graded
+from tests.models.test_parity import GOLDEN, golden
 
 
 def model_of(name, folder, base_dtype, *, stacked=False):
@@ -58,17 +59,13 @@ def numbers(model, tokens):
 
 QUICK = ("llama", "nf4", False)
 THOROUGH = (("llama", "int8", False), ("qwen2", "int8", True), ("mixtral", "nf4", True))
-SLOW = [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(
-        ("llama", "qwen2", "mixtral", "qwen3_moe"), ("int8", "nf4"), (False, True)
-    )
-    if case not in (QUICK, *THOROUGH)
-]
+EVERY = itertools.product(
+    ("llama", "qwen2", "mixtral", "qwen3_moe"), ("int8", "nf4"), (False, True)
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stacked"), [*cases((QUICK, *THOROUGH), lambda *case: case == QUICK), *SLOW]
+    ("name", "kind", "stacked"), graded(EVERY, default=[QUICK], thorough=THOROUGH)
 )
 def test_a_quantized_base_gives_the_numbers_of_its_dequantized_weights(
     name, kind, stacked, tmp_path, one_device

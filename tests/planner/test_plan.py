@@ -84,7 +84,7 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
         pytest.param(
             OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False),
             {"accumulate", "apply"},
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True),
@@ -96,7 +96,7 @@ def test_the_plan_has_every_program_of_the_run_and_the_json_every_key(plan):
                 responses_per_example=2, scores_policy=False, has_reference=False, heads=("score",)
             ),
             {"accumulate", "apply", "values"},
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -19,6 +19,7 @@ from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.lora import with_adapters
 from jaxrl.train import train
 from sharding import TRAIN, make_mesh
+from tests.marks import graded
 from tests.trainer.test_train import metrics
 
 
@@ -139,10 +140,12 @@ def weights_of(folder):
     return load_file(Path(folder) / "adapter_model.safetensors")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes",
-    [dict(fsdp=2, tensor=2), dict(fsdp=2, sequence=2), dict(stage=2), dict(replica=2, fsdp=2)],
+    graded(
+        [dict(fsdp=2, tensor=2), dict(fsdp=2, sequence=2), dict(stage=2), dict(replica=2, fsdp=2)],
+        thorough=[dict(fsdp=2, tensor=2)],
+    ),
     ids=str,
 )
 def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_layers, tmp_path):
@@ -161,7 +164,7 @@ def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_lay
         np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_dora_trains_magnitudes_in_engine_and_trainer_alike_on_a_mesh(lora_config, tmp_path):
     lora_config.lora.dora, lora_config.total_steps = True, 1
     assert train(resolve(lora_config))
@@ -180,8 +183,7 @@ def test_dora_trains_magnitudes_in_engine_and_trainer_alike_on_a_mesh(lora_confi
         np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", graded(["int8", "nf4"], thorough=["nf4"]))
 def test_a_quantized_base_trains_adapters_resumes_and_is_exported(kind, lora_config, tmp_path):
     lora_config.lora.base_dtype = kind
     lora_config.checkpoint.every = 1

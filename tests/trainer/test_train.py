@@ -110,7 +110,7 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
     assert len(read_lines(folder / "samples.jsonl")) == 4 * 16 + 2 * 6
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_kept_sampling_mask_leaves_no_mismatch_and_compiles_nothing_after_warm_up(tiny_config):
     tiny_config.rollout.sampling.top_k = 20
     algorithm, learner = tiny_config.algorithm, tiny_config.learner

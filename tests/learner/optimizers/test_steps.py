@@ -20,6 +20,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, host_params, new_params, put_params, stack_layers
+from tests.marks import graded
 
 LISTED = dataclasses.replace(MODEL, L=2, D=64, H=16, F=64, V=96, tied=False)
 STACKED = dataclasses.replace(LISTED, stacked=True)
@@ -37,7 +38,8 @@ KINDS = {
     "optax": dict(optimizer="optax:adabelief"),
 }
 NO, YES = np.asarray(False), np.asarray(True)
-every_kind = pytest.mark.parametrize("kind", KINDS)
+MOST = ("adamw", "adamw int8", "muon")
+every_kind = pytest.mark.parametrize("kind", graded(KINDS, thorough=MOST))
 
 
 @functools.cache
@@ -74,8 +76,7 @@ def same_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_a_mesh_and_stacked_layers_change_no_step_beyond_rounding(kind):
     with jax.set_mesh(make_mesh()):
         one = jax.device_get(walk(kind, LISTED).params)
@@ -90,7 +91,6 @@ def test_a_mesh_and_stacked_layers_change_no_step_beyond_rounding(kind):
     )
 
 
-@pytest.mark.thorough
 @every_kind
 def test_a_compiled_step_has_the_state_that_the_planner_counts(kind):
     """bytes_per_device of the abstract state, which plans report, is what a step is passed."""
@@ -104,7 +104,6 @@ def test_a_compiled_step_has_the_state_that_the_planner_counts(kind):
     assert found == pytest.approx(counted, rel=1e-3)
 
 
-@pytest.mark.thorough
 @every_kind
 def test_a_rejected_step_keeps_every_bit(kind):
     with jax.set_mesh(make_mesh(**MIXED)):
@@ -113,7 +112,6 @@ def test_a_rejected_step_keeps_every_bit(kind):
         same_bits(program(kind, STACKED, state)(state, grads, YES), state)
 
 
-@pytest.mark.thorough
 @every_kind
 def test_an_offloaded_state_takes_the_same_steps(kind):
     """Layer by layer, except for a plug-in and for moments in bfloat16."""
@@ -143,7 +141,6 @@ def test_a_step_by_layer_reads_a_layer_after_the_one_before_is_written():
         assert jaxpr.count("while[") + jaxpr.count("scan[") == n_loops
 
 
-@pytest.mark.thorough
 @every_kind
 def test_a_resumed_run_takes_the_same_steps_on_any_layer_layout(kind, tmp_path):
     mesh = make_mesh(**MIXED)

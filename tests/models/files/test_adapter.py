@@ -1,6 +1,7 @@
 """Adapters in PEFT's format against those of PEFT (scripts/make_golden_adapters.py)."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +19,8 @@ from jaxrl.models.files.hf_save import param_tensors
 from jaxrl.models.lora import merge
 from sharding import make_mesh
 from sharding.rules import TRAIN
-from tests.models.test_parity import GOLDEN, MODELS, cases, golden, packed_logits
+from tests.marks import graded
+from tests.models.test_parity import GOLDEN, MODELS, golden, packed_logits
 
 ADAPTERS = GOLDEN.parent / "golden_adapters"
 DORA = sorted(path.name for path in ADAPTERS.glob("*_dora"))
@@ -40,9 +42,10 @@ def load(name, folder=None, *, stacked=False, **changes):
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
-    cases(
-        [(name, stacked) for name in (*MODELS, *DORA) for stacked in (False, True)],
-        lambda name, stacked: (name, stacked) == ("qwen2_dora", False),
+    graded(
+        itertools.product((*MODELS, *DORA), (False, True)),
+        default=[("qwen2_dora", False)],
+        thorough=[*((name, False) for name in (*MODELS, *DORA)), ("qwen3_moe", True)],
     ),
 )
 def test_logits_equal_those_of_peft(name, stacked, one_device):
@@ -57,9 +60,9 @@ def test_logits_equal_those_of_peft(name, stacked, one_device):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    cases(
-        [(name, sizes) for name in (*MODELS, *DORA) for sizes in ({}, dict(fsdp=2, tensor=2))],
-        lambda name, sizes: name in ("llama", "qwen2_dora"),
+    graded(
+        itertools.product((*MODELS, *DORA), ({}, dict(fsdp=2, tensor=2))),
+        default=itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
     ),
 )
 def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
