@@ -107,8 +107,10 @@ def attention_triton(
 
 def _local_attention(kernels: Kernels, q, k, v, segments, window, visibility):
     T = q.shape[1]
-    mask_type = RangeMask if visibility is None else TreeMask
-    mask = mask_type.of(segments, window, visibility)
+    if visibility is None:
+        mask = RangeMask.of(segments, window)
+    else:
+        mask = TreeMask.of(segments, window, visibility)
     out = _flash(kernels, *(pad_axis(x, 1, BLOCK) for x in (q, k, v)), mask)
     return jnp.where(segments[:, :, None, None] > 0, out[:, :T], 0)
 

@@ -33,7 +33,7 @@ class RangeMask:
     last: Any  # int32 [B, T]; no key if smaller than `first`
 
     @classmethod
-    def of(cls, segments, window, _) -> "RangeMask":
+    def of(cls, segments, window) -> "RangeMask":
         """The mask of whole rows, padded to blocks; padding sees itself."""
         return cls(*padded_range(segments, window, BLOCK))
 
