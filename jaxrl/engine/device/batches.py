@@ -11,6 +11,7 @@ from jaxrl.data.support import n_words
 from jaxrl.engine.api import LogitAdjustments, Request
 from jaxrl.engine.device.adjustments import MAX_BIAS, Adjustments
 from jaxrl.engine.device.decode_loop import DecodeBatch
+from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.sampling import SamplingParams
 from jaxrl.engine.scheduler import PrefillChunk
 from jaxrl.engine.scheduler import Sequence as RunningSequence
@@ -99,13 +100,8 @@ def split_rows(chunks: list[PrefillChunk], row_len: int) -> list[PrefillChunk]:
     ]
 
 
-def prefill_arrays(
-    rows: list[PrefillChunk | None], shapes: DispatchShapes
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """int32 tokens and positions [R, row_len], page table [R, C], adapters [R].
-
-    Position -1 is padding. The adapters are None for an engine without any.
-    """
+def prefill_batch(rows: list[PrefillChunk | None], shapes: DispatchShapes) -> PrefillBatch:
+    """The arrays of prefill rows, None being padding."""
     tokens = np.zeros((len(rows), shapes.prefill_row_len), np.int32)
     positions = np.full((len(rows), shapes.prefill_row_len), -1, np.int32)
     for b, row in enumerate(rows):
@@ -114,7 +110,8 @@ def prefill_arrays(
             positions[b, : len(row.tokens)] = row.start + np.arange(len(row.tokens))
     ids = [0 if row is None else row.adapter for row in rows]
     adapters = np.array(ids, np.int32) if shapes.adapters else None
-    return tokens, positions, _page_table(rows, shapes.max_pages_per_seq), adapters
+    table = _page_table(rows, shapes.max_pages_per_seq)
+    return PrefillBatch(tokens, positions, table, adapters)
 
 
 def decode_batch(

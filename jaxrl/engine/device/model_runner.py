@@ -13,10 +13,11 @@ from jaxrl.engine.device.batches import (
     DispatchShapes,
     decode_batch,
     pad_replicas,
-    prefill_arrays,
+    prefill_batch,
 )
 from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
 from jaxrl.engine.device.kv_pool import KVPoolSpec
+from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
 from jaxrl.models.cache import KVCache
@@ -80,12 +81,12 @@ class ModelRunner:
 
     def prefill(self, params: Tree, rows: list[list[PrefillChunk]], bucket: int) -> None:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
-        arrays = self._prefill_arrays(rows, bucket)
+        prefilled = self._prefill_batch(rows, bucket)
         with self._call("prefill", bucket):
             self.cache = programs.prefill(
                 params,
                 self.allocated_cache(),
-                *arrays,
+                prefilled,
                 rules=self.pool.rules,
                 implementation=self._implementation,
             )
@@ -104,13 +105,13 @@ class ModelRunner:
         selects the program with adjustments.
         """
         bucket = self.shapes.prefill_buckets[-1]
-        arrays = self._prefill_arrays(rows, bucket)
+        prefilled = self._prefill_batch(rows, bucket)
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
         with self._call("mixed adjusted" if adjusted else "mixed", bucket):
             self.cache, out = programs.mixed(
                 params,
                 self.allocated_cache(),
-                *arrays,
+                prefilled,
                 batch,
                 rules=self.pool.rules,
                 implementation=self._implementation,
@@ -180,17 +181,17 @@ class ModelRunner:
             pages = np.zeros(self.pool.n_replicas * COPIES_PER_CALL, np.int32)
             stacked = self.pool.cfg.stacked
             return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
-        rows = self._prefill_arrays([], self.shapes.prefill_buckets[-1])
+        prefilled = self._prefill_batch([], self.shapes.prefill_buckets[-1])
         if kind == "prefill":
             return programs.prefill.lower(
-                params, cache, *rows, rules=rules, implementation=implementation
+                params, cache, prefilled, rules=rules, implementation=implementation
             )
         batch = self.decode_batch([], self.shapes.decode_buckets[-1])
         if kind == "mixed":
             return programs.mixed.lower(
                 params,
                 cache,
-                *rows,
+                prefilled,
                 batch,
                 rules=rules,
                 implementation=implementation,
@@ -215,10 +216,8 @@ class ModelRunner:
         rows = pad_replicas(seqs, bucket, self.pool.n_replicas)
         return decode_batch(rows, self.shapes, self._eos_ids, adjusted=adjusted)
 
-    def _prefill_arrays(
-        self, rows: list[list[PrefillChunk]], bucket: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        return prefill_arrays(pad_replicas(rows, bucket, self.pool.n_replicas), self.shapes)
+    def _prefill_batch(self, rows: list[list[PrefillChunk]], bucket: int) -> PrefillBatch:
+        return prefill_batch(pad_replicas(rows, bucket, self.pool.n_replicas), self.shapes)
 
     @contextlib.contextmanager
     def _call(self, program: str, bucket: int) -> Iterator[None]:

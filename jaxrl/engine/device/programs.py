@@ -5,9 +5,11 @@ The KV cache is donated to each program, which updates it in place and returns i
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Int
 
 from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
@@ -19,6 +21,21 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
+
+
+@struct.dataclass
+class PrefillBatch:
+    """Rows of tokens whose KV is computed; they may be consecutive pieces of one sequence."""
+
+    tokens: Any  # int32 [R, T]
+    positions: Any  # int32 [R, T], -1 at padding
+    page_table: Any  # int32 [R, C]
+    adapters: Any  # int32 [R]; None for an engine without any
+
+    def adapter_of_tokens(self) -> Int[Array, "R T"] | None:
+        if self.adapters is None:
+            return None
+        return jnp.broadcast_to(self.adapters[:, None], self.tokens.shape)
 
 
 def per_replica(
@@ -58,42 +75,28 @@ def per_replica(
 def prefill(
     params: Decoder,
     cache: KVCache,
-    tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    page_table: Int[Array, "R C"],
-    adapters: Int[Array, "R"] | None,
+    batch: PrefillBatch,
     *,
     rules: Rules,
     implementation: str | None,
 ) -> KVCache:
-    """Writes the KV of `tokens`.
+    """Writes the KV of the batch. Every layer writes that of all rows before any row attends."""
 
-    Rows may be consecutive pieces of one sequence: every layer writes the KV of all rows before any
-    row attends.
-    """
-
-    def prefill_one(params: Decoder, cache, tokens, positions, page_table, adapters) -> KVCache:
-        params = choose_adapters(params, adapter_of_tokens(adapters, tokens))
+    def prefill_one(params: Decoder, cache: KVCache, batch: PrefillBatch) -> KVCache:
+        params = choose_adapters(params, batch.adapter_of_tokens())
         _, cache = forward_paged(
             params,
-            tokens,
-            positions,
+            batch.tokens,
+            batch.positions,
             cache,
-            page_table,
+            batch.page_table,
             rules=rules.in_replica(),
             implementation=implementation,
         )
         return cache
 
-    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=4)
-    return run(params, cache, tokens, positions, page_table, adapters)
-
-
-def adapter_of_tokens(
-    adapters: Int[Array, "R"] | None, tokens: Int[Array, "R T"]
-) -> Int[Array, "R T"] | None:
-    """The adapter of every token, of rows with one adapter each."""
-    return None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape)
+    run = per_replica(prefill_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=1)
+    return run(params, cache, batch)
 
 
 @functools.partial(
@@ -105,10 +108,7 @@ def adapter_of_tokens(
 def mixed(
     params: Decoder,
     cache: KVCache,
-    tokens: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    page_table: Int[Array, "R C"],
-    adapters: Int[Array, "R"] | None,
+    prefilled: PrefillBatch,
     batch: DecodeBatch,
     *,
     rules: Rules,
@@ -117,19 +117,17 @@ def mixed(
 ) -> tuple[KVCache, DispatchOutput]:
     """`prefill` and one `decode` step of already prefilled sequences, in one forward pass."""
 
-    def mixed_one(
-        params: Decoder, cache: KVCache, tokens, positions, page_table, adapters, batch: DecodeBatch
-    ):
+    def mixed_one(params: Decoder, cache: KVCache, prefilled: PrefillBatch, batch: DecodeBatch):
         local = rules.in_replica()
-        prefilled = adapter_of_tokens(adapters, tokens)
-        if prefilled is not None:
-            prefilled = jnp.concatenate([prefilled.reshape(-1), batch.adapter])[None]
-        params = choose_adapters(params, prefilled)
+        adapters = prefilled.adapter_of_tokens()
+        if adapters is not None:
+            adapters = jnp.concatenate([adapters.reshape(-1), batch.adapter])[None]
+        params = choose_adapters(params, adapters)
         hidden, cache = forward_mixed(
             params,
-            tokens,
-            positions,
-            page_table,
+            prefilled.tokens,
+            prefilled.positions,
+            prefilled.page_table,
             batch.token,
             batch.position,
             batch.page_table,
@@ -151,9 +149,9 @@ def mixed(
         return cache, out
 
     run = per_replica(
-        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=5, returns_output=True
+        mixed_one, rules, cache_axis=int(params.cfg.stacked), n_inputs=2, returns_output=True
     )
-    cache, out = run(params, cache, tokens, positions, page_table, adapters, batch)
+    cache, out = run(params, cache, prefilled, batch)
     return cache, jax.reshard(out, jax.P())
 
 
