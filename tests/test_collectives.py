@@ -25,9 +25,9 @@ from jaxrl.learner.step import make_update
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
-from jaxrl.planner.cost import program_cost
+from jaxrl.planner.compiled.cost import program_cost
+from jaxrl.planner.compiled.timeline import Collective
 from jaxrl.planner.programs import abstract_batch
-from jaxrl.planner.schedule import Collective
 from sharding import make_mesh
 from sharding.rules import DECODE
 from tests.marks import graded

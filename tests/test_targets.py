@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.planner.cost import program_cost
+from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.topology import topology
 from tests.test_collectives import UPDATE, compiled_update, moved
 

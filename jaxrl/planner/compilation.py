@@ -13,9 +13,9 @@ from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.xla import compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
-from jaxrl.planner.cost import Cost, TripCounts, program_cost
-from jaxrl.planner.hlo import Shape
-from jaxrl.planner.kernels import (
+from jaxrl.planner.compiled.cost import Cost, TripCounts, program_cost
+from jaxrl.planner.compiled.hlo import Shape
+from jaxrl.planner.compiled.kernels import (
     KernelCosts,
     KernelWork,
     attention_work,

@@ -11,8 +11,8 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
+from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs, uses_ref
-from jaxrl.planner.schedule import Times, collective_seconds, times
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 

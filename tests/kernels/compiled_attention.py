@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import attention_work
+from jaxrl.planner.compiled.cost import program_cost
+from jaxrl.planner.compiled.kernels import attention_work
 from tests.kernels.abstract_arrays import abstract
 
 

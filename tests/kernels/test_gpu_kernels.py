@@ -14,8 +14,8 @@ from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.planner.cost import program_cost
-from jaxrl.planner.kernels import cudnn_work, paged_work
+from jaxrl.planner.compiled.cost import program_cost
+from jaxrl.planner.compiled.kernels import cudnn_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, RING, TRAIN, make_mesh
 from tests.kernels.abstract_arrays import abstract

@@ -16,7 +16,7 @@ from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
-from jaxrl.planner.cost import program_cost
+from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.topology import topology
 from sharding import DECODE, RING, TRAIN, ULYSSES, make_mesh
 from tests.kernels.abstract_arrays import abstract

@@ -23,6 +23,7 @@ from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
+from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import (
     Plan,
@@ -35,7 +36,6 @@ from jaxrl.planner.plan import (
 )
 from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
-from jaxrl.planner.schedule import Collective, collective_seconds
 from jaxrl.planner.topology import CHIPS, Topology, chip_of, topology
 from sharding import bytes_per_device, make_mesh
 from tests.planner.tiny_run import TINY, run

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxrl.planner.cost import program_cost
+from jaxrl.planner.compiled.cost import program_cost
 from sharding import make_mesh, reshape_mesh
 
 MESHES = [

@@ -9,7 +9,7 @@ between its start and its end.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxrl.planner.hlo import Shape
+from jaxrl.planner.compiled.hlo import Shape
 from jaxrl.planner.topology import Chip
 
 

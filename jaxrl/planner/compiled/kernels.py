@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.planner.hlo import Shape
+from jaxrl.planner.compiled.hlo import Shape
 
 # (op_name, operands, results) of a kernel -> its work; None for an unknown kernel
 KernelCosts = Callable[[str, Sequence[Shape], Sequence[Shape]], "KernelWork | None"]

@@ -1,11 +1,11 @@
-"""Serial times of compiled programs: jaxrl/planner/schedule.py."""
+"""Serial times of compiled programs: jaxrl/planner/compiled/timeline.py."""
 
 import dataclasses
 
 import pytest
 
-from jaxrl.planner.cost import program_cost
-from jaxrl.planner.schedule import Collective, Done, Kernel, Loop, Start, times
+from jaxrl.planner.compiled.cost import program_cost
+from jaxrl.planner.compiled.timeline import Collective, Done, Kernel, Loop, Start, times
 from jaxrl.planner.topology import CHIPS
 
 CHIP = dataclasses.replace(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.planner.hlo import Computation, Instruction, Module, Shape, flops_of, parse
-from jaxrl.planner.kernels import KernelCosts
-from jaxrl.planner.schedule import Collective, Done, Kernel, Loop, Start, Step
+from jaxrl.planner.compiled.hlo import Computation, Instruction, Module, Shape, flops_of, parse
+from jaxrl.planner.compiled.kernels import KernelCosts
+from jaxrl.planner.compiled.timeline import Collective, Done, Kernel, Loop, Start, Step
 
 # op_name of a loop with a data-dependent bound -> trip count, or None if unknown
 TripCounts = Callable[[str], float | None]

@@ -1,4 +1,4 @@
-"""Costs read from compiled programs: jaxrl/planner/cost.py, hlo.py and kernels.py."""
+"""Costs read from compiled programs: jaxrl/planner/compiled/cost.py, hlo.py and kernels.py."""
 
 import functools
 import re
@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.planner.cost import program_cost, replica_group
-from jaxrl.planner.hlo import parse
-from jaxrl.planner.kernels import attention_work, cudnn_work, paged_work
+from jaxrl.planner.compiled.cost import program_cost, replica_group
+from jaxrl.planner.compiled.hlo import parse
+from jaxrl.planner.compiled.kernels import attention_work, cudnn_work, paged_work
 
 FLOAT = 4
 
