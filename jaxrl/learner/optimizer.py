@@ -18,9 +18,9 @@ from jaxrl.config.keys.optimizer import (
     LionOptions,
     MuonOptions,
 )
-from jaxrl.learner.layerwise import Recipe
 from jaxrl.learner.optimizers.adafactor import scale_by_adafactor
 from jaxrl.learner.optimizers.blocks import check_blocks
+from jaxrl.learner.optimizers.layerwise import Recipe
 from jaxrl.learner.optimizers.moments import store_moments
 from jaxrl.learner.optimizers.muon import scale_by_muon, split_specs
 from jaxrl.learner.optimizers.patterns import lr_factors, weight_decays

@@ -10,9 +10,9 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool
 
-from jaxrl.learner.layerwise import step_by_layer
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.rounding import round_tree
+from jaxrl.learner.optimizers.layerwise import step_by_layer
+from jaxrl.learner.optimizers.rounding import round_tree
 from jaxrl.models.lora import combine, split
 from jaxrl.models.spec import abstract_params
 from jaxrl.types import TrainState, Tree

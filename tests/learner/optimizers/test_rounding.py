@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.learner.optimizer import make_optimizer
-from jaxrl.learner.rounding import round_stochastically, round_tree
+from jaxrl.learner.optimizers.rounding import round_stochastically, round_tree
 from jaxrl.learner.state import abstract_state, apply_gradients, init_state
 from jaxrl.models.decoder import decoder_specs
 from sharding import bytes_per_device, make_mesh
