@@ -166,7 +166,7 @@ class Layout:
         """The arrays of `prepared`, made of `params`."""
         of_training = jax.tree.map(lambda leaf: True, params)
         if self.merge:
-            of_training = replace_weights(lambda linear, change: False, of_training)
+            of_training = replace_weights(lambda w, change: False, of_training)
         if self.int8:
             of_training = map_matrices(lambda w, n_in: Quantized(False, False), of_training)
         leaves = zip(*map(jax.tree.leaves, (prepared, of_training, self.specs)), strict=True)

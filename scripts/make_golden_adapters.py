@@ -1,15 +1,18 @@
 """Writes adapters of PEFT for the tiny checkpoints of the model tests, or checks jaxrl's in PEFT.
 
 tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/,
-saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. Folders that
-exist are kept. With --check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and
-compares the logits with those in their golden.npz.
+saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. <name>_experts/
+has one of the experts and of q_proj, with a tensor per expert: PEFT reads this format and does not
+write it, because transformers 5 fuses the experts. Folders that exist are kept. With
+--check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and compares the logits
+with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
     /tmp/peft/bin/python scripts/make_golden_adapters.py tests/models
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -17,10 +20,12 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  only in that environment
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
+from safetensors.numpy import load_file, save_file
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DORA = ("gemma2", "mixtral", "qwen2")  # checkpoints with a DoRA adapter
+EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 SHOWN = slice(None, None, 5)  # positions whose logits are kept
 
 
@@ -57,6 +62,34 @@ def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     np.savez(target / "golden.npz", logits=logits(model, tokens))
 
 
+def write_experts(models: Path, seed: int, case: str, name: str) -> None:
+    """An adapter of rank 4 and scale 3/2 of every expert and of q_proj."""
+    rng, source = np.random.default_rng(seed), models / "golden" / name
+    base = load_file(source / "model.safetensors")
+    chosen = [key for key in base if ".experts." in key or key.endswith("q_proj.weight")]
+    tensors = {}
+    for key in chosen:
+        out, into = base[key].shape
+        a, b = rng.uniform(-1, 1, (4, into)) * into**-0.5, 0.3 * rng.normal(size=(out, 4))
+        for part, values in (("A", a), ("B", b)):
+            lora = f"base_model.model.{key.removesuffix('weight')}lora_{part}.weight"
+            tensors[lora] = values.astype(np.float32)
+    target = models / "golden_adapters" / case
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": sorted({key.split(".")[-2] for key in chosen}),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    tokens = np.load(source / "golden.npz")["tokens"]
+    model = PeftModel.from_pretrained(base_model(source), str(target)).eval()
+    np.savez(target / "golden.npz", logits=logits(model, tokens))
+
+
 def check(models: Path, case: str, name: str, folder: Path) -> None:
     saved = np.load(folder / case / "golden.npz")
     base = base_model(models / "golden" / name)
@@ -73,13 +106,15 @@ def main() -> None:
     names = sorted(path.name for path in (Path(models) / "golden").iterdir())
     cases = {name: (name, {"use_rslora": i % 2 == 1}) for i, name in enumerate(names)}
     cases |= {f"{name}_dora": (name, {"use_dora": True}) for name in DORA}
+    cases |= {f"{name}_experts": (name, {}) for name in EXPERTS}
+    checked = Path(options[0].removeprefix("--check=")) if options else None
     for seed, (case, (name, settings)) in enumerate(cases.items()):
-        if options:
-            folder = Path(options[0].removeprefix("--check="))
-            if (folder / case).is_dir():
-                check(Path(models), case, name, folder)
+        if checked is not None:
+            if (checked / case).is_dir():
+                check(Path(models), case, name, checked)
         elif not (Path(models) / "golden_adapters" / case).is_dir():
-            write(Path(models), seed, case, name, **settings)
+            make = write_experts if case.endswith("_experts") else write
+            make(Path(models), seed, case, name, **settings)
 
 
 if __name__ == "__main__":

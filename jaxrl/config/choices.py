@@ -3,6 +3,7 @@
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "fp8")
 ROLLOUT_DTYPES = (*DTYPES, "int8")
+ADAPTER_INITS = ("default", "pissa")
 BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters
 KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 LAYERS = ("auto", "list", "stacked")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.optimizers.layerwise import step_by_layer
 from jaxrl.learner.optimizers.rounding import round_tree
-from jaxrl.models.lora import combine, split
+from jaxrl.models.lora import checkpoint_part, combine, split
 from jaxrl.models.spec import abstract_params
 from jaxrl.types import TrainState, Tree
 from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device, to_host
@@ -132,8 +132,13 @@ def averaged(state: TrainState) -> Tree:
 
 
 def trained_state(state: TrainState) -> TrainState:
-    """The state without frozen parameters: what an update changes and a checkpoint keeps."""
+    """The state without frozen parameters: what an update changes."""
     return dataclasses.replace(state, params=split(state.params)[0])
+
+
+def checkpoint_state(state: TrainState) -> TrainState:
+    """The state without the parameters that a resumed run reads from the model's folder."""
+    return dataclasses.replace(state, params=checkpoint_part(state.params))
 
 
 def _master_weight(param: jax.Array, *, keep: bool):

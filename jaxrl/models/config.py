@@ -37,6 +37,9 @@ class LoRA:
     rslora: bool = False  # https://arxiv.org/abs/2312.03732
     dora: bool = False  # https://arxiv.org/abs/2402.09353
     targets: tuple[str, ...] = ()  # last parts of the names of the layers: "q_proj", ...
+    pissa: bool = (
+        False  # A and B start at the principal part of W: https://arxiv.org/abs/2404.02948
+    )
     n_stacked: int = 0  # adapters of `rank` next to each other, one per token; 0 = one for all
 
     @property

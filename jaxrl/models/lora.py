@@ -19,10 +19,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import LoRAConfig
+from jaxrl.models.adapter_init import adapted_weights, with_magnitudes, with_start
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.layers.linear import Adapter, Linear
-from jaxrl.models.layers.stored import QUANTIZED, Stored, dense, gather_stored
+from jaxrl.models.layers.moe import MoE
+from jaxrl.models.quantize import matrix_inputs
 from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
 from jaxrl.types import Tree
 from sharding import Rules
@@ -54,7 +56,8 @@ def adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> LoRA | None:
             f"most {min(out, into)}, or exclude this layer"
         )
     targets = tuple(name.rpartition(".")[2] for name in names)
-    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets)
+    pissa = cfg.init == "pissa"
+    return LoRA(cfg.rank, cfg.alpha, cfg.rslora, cfg.dora, targets, pissa=pissa)
 
 
 def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
@@ -64,11 +67,24 @@ def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
 
 
 def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ..."""
-    plain = dataclasses.replace(decoder, lora=None, base_dtype="")
+    """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ...
+
+    Those of the experts of a mixture of experts are "mlp.experts.up_proj" and so on.
+    """
+    plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False)
     one = decoder_specs(dataclasses.replace(plain, L=1, windows=decoder.windows[:1]))
-    linears: list[Any] = jax.tree.leaves(one, is_leaf=lambda node: isinstance(node, Linear))
-    return {node.name: node.w.hf_shape for node in linears if not is_spec(node)}
+    shapes = {spec.hf: spec.hf_shape for spec in jax.tree.leaves(one, is_leaf=is_spec)}
+
+    def layer_name(hf: str) -> str:
+        name = hf.removeprefix("model.layers.0.").removesuffix(".weight")
+        return name.replace(".{expert}", "")
+
+    return {layer_name(hf): shapes[hf] for hf in matrix_inputs(one)}
+
+
+def is_expert(name: str) -> bool:
+    """Whether a name of `linear_layers` is that of a projection of the experts."""
+    return ".experts." in name
 
 
 def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
@@ -79,7 +95,7 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
     found: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
-            found |= set(names)
+            found |= {name for name in names if not is_expert(name)}
             continue
         try:
             hits = {
@@ -107,7 +123,8 @@ def add_adapters(
 ) -> Decoder:
     """The model with new adapters, whose B is zero: it computes the same. The base is shared.
 
-    A magnitude (DoRA) is the norm of its weights.
+    A magnitude (DoRA) is the norm of its weights. With `lora.pissa`, A and B start at the principal
+    part of the weights, which their start takes off again.
     """
     key, leaves = jax.random.key(seed), dict(jax.tree_util.tree_leaves_with_path(base))
     specs = decoder_specs(dataclasses.replace(base.cfg, lora=lora))
@@ -116,38 +133,9 @@ def add_adapters(
         return leaves[path] if path in leaves else init_params(key, spec, rules, dtype)
 
     model = jax.tree.map_with_path(leaf, specs, is_leaf=is_spec)
-    return (
-        map_linears(functools.partial(with_magnitude, rules=rules), model) if lora.dora else model
-    )
-
-
-def map_linears(fn: Callable[[Linear], Linear], model: Decoder) -> Decoder:
-    """The model with fn(linear) in place of every linear layer."""
-    return jax.tree.map(
-        lambda node: fn(node) if isinstance(node, Linear) else node,
-        model,
-        is_leaf=lambda node: isinstance(node, Linear),
-    )
-
-
-def with_magnitude(linear: Linear, *, rules: Rules) -> Linear:
-    """The layer with the norm of each output's weights as the magnitude of its adapter."""
-    if linear.lora is None:
-        return linear
-    new, w = jax.tree.map(lambda leaf: leaf, linear), linear.w
-    if isinstance(w, QUANTIZED):
-        axes = ("layers",) * (len(w.shape) - len(linear.axes)) + linear.axes
-        w = gather_stored(w, rules, axes, len(linear.axes) - linear.n_out)
-    new.lora.m = nnx.data(_norms(w, linear.lora.m))
-    return new
-
-
-@jax.jit
-def _norms(w: Stored, like: jax.Array) -> jax.Array:
-    """The norms [*out] of w [*out, *in], with the dtype and sharding of `like`."""
-    values = dense(w, jnp.float32) if isinstance(w, QUANTIZED) else w.astype(jnp.float32)
-    norms = jnp.sqrt(jnp.sum(jnp.square(values), axis=tuple(range(like.ndim, values.ndim))))
-    return jax.reshard(norms.astype(like.dtype), jax.typeof(like).sharding.spec)
+    if lora.pissa:
+        model = with_start(model, rules)
+    return with_magnitudes(model, rules) if lora.dora else model
 
 
 def without_adapters(model: Decoder) -> Decoder:
@@ -163,28 +151,29 @@ def merge(model: Tree) -> Tree:
     other arrays are shared. `model` may also be one layer.
     """
     return replace_weights(
-        lambda linear, change: merged_weight(
-            linear.w, change.a, change.b, change.m, scale=change.scale, n_out=linear.n_out
+        lambda w, change: merged_weight(
+            w, *change.factors(), change.m, scale=change.scale, n_out=change.n_out
         ),
         model,
     )
 
 
-def replace_weights(fn: Callable[[Linear, Adapter], Any], model: Tree) -> Tree:
-    """The base model with fn(layer, adapter) in place of the weight of every layer with adapters.
+def replace_weights(fn: Callable[[Any, Adapter], Any], model: Tree) -> Tree:
+    """The base model with fn(w, adapter) in place of every weight w that has an adapter.
 
     Leaves may be arrays or any stand-in. `model` may also be one layer.
     """
 
     def base_layer(module: Any) -> Any:
-        if not isinstance(module, Linear) or module.lora is None:
+        if not isinstance(module, Linear | MoE) or not (found := adapted_weights(module)):
             return module
         new = jax.tree.map(lambda leaf: leaf, module)
-        new.w = nnx.data(fn(module, module.lora))
-        new.lora = nnx.data(None)
+        for name, adapter in found.items():
+            setattr(new, name, nnx.data(fn(getattr(module, name), adapter)))
+        new.lora = nnx.data(dict.fromkeys(module.lora) if isinstance(module, MoE) else None)
         return new
 
-    new = jax.tree.map(base_layer, model, is_leaf=lambda node: isinstance(node, Linear))
+    new = jax.tree.map(base_layer, model, is_leaf=lambda node: isinstance(node, Linear | MoE))
     if isinstance(new, Decoder):
         new.cfg = dataclasses.replace(new.cfg, lora=None)
     return new
@@ -196,10 +185,10 @@ def merged_weight(
 ) -> jax.Array:
     """w [*out, *in] + scale b [*out, rank] a [rank, *in], with the norms m [*out] if there are any.
 
-    All may have leading layers.
+    All may have leading layers and experts.
     """
     n_lead = b.ndim - n_out - 1
-    lead, out, into = "l" * n_lead, "ijk"[:n_out], "xyz"[: w.ndim - n_out - n_lead]
+    lead, out, into = "lm"[:n_lead], "ijk"[:n_out], "xyz"[: w.ndim - n_out - n_lead]
     change = jnp.einsum(
         f"{lead}{out}r,{lead}r{into}->{lead}{out}{into}",
         b.astype(jnp.float32),
@@ -234,28 +223,48 @@ def combine(trained: Tree, frozen: Tree) -> Decoder:
     )
 
 
-def with_base(trained: Tree, base: Decoder) -> Decoder:
-    """The model of the trained arrays of `split`; its frozen arrays are those of the base model."""
+def checkpoint_part(model: Decoder) -> Tree:
+    """The arrays that a checkpoint keeps: trained ones and the starts of adapters.
+
+    The others, MaskedNodes here, are in the folder of the base model.
+    """
+    return _select(model, _in_parts(model, "lora", "score"))
+
+
+def with_base(saved: Tree, base: Decoder) -> Decoder:
+    """The model of the arrays of `checkpoint_part`; the others are those of the base model."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(base))
 
     def leaf(path, array):
         return leaves[path] if isinstance(array, optax.MaskedNode) else array
 
     return jax.tree.map_with_path(
-        leaf, trained, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+        leaf, saved, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
 
 
 def _is_trained(model: Decoder) -> Tree:
     """A tree of bools."""
+    is_start = _in_parts(model, "a0", "b0")
+    chosen = _in_parts(model, "lora", "score")
+    if model.cfg.lora is None:
+        return chosen
+    return jax.tree.map(lambda chosen, start: chosen and not start, chosen, is_start)
+
+
+def _in_parts(model: Decoder, *parts: str) -> Tree:
+    """A tree of bools: whether an array is in a part of one of these names.
+
+    All arrays of a model without adapters are.
+    """
     if model.cfg.lora is None:
         return map_specs(lambda _: True, model)
 
-    def is_trained(path, _) -> bool:
-        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
-        return "lora" in names or "score" in names
+    def is_part(path, _) -> bool:
+        names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
+        return not names.isdisjoint(parts)
 
-    return jax.tree.map_with_path(is_trained, model, is_leaf=is_spec)
+    return jax.tree.map_with_path(is_part, model, is_leaf=is_spec)
 
 
 def _select(model: Tree, chosen: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.moe import MoE
-from jaxrl.models.lora import split
+from jaxrl.models.lora import checkpoint_part
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.types import Tree
@@ -44,7 +44,7 @@ class Checkpoints:
 
     def read(self, step: int) -> Tree:
         """The language model of a step, or its adapters, in host memory. Raises CheckpointError."""
-        weights = read_weights(self.directory, step, split(self.policy)[0])
+        weights = read_weights(self.directory, step, checkpoint_part(self.policy))
         return weights if self.only_adapters else _language_model(weights)
 
     def place(self, weights: Tree, old: Tree = None) -> Decoder:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from jaxrl.io.checkpoint.errors import CheckpointError, one_line
-from jaxrl.learner.state import averaged, trained_state
+from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.adapter import save_adapter
 from jaxrl.models.files.hf_save import save_model
@@ -45,8 +45,8 @@ def saved_state(core: Core) -> TrainState:
     Frozen parameters are left out: a resumed run reads them from the model's folder.
     """
     ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
-    critic = None if core.critic is None else trained_state(core.critic.state)
-    return dataclasses.replace(trained_state(core.state), ref=ref, critic=critic)
+    critic = None if core.critic is None else checkpoint_state(core.critic.state)
+    return dataclasses.replace(checkpoint_state(core.state), ref=ref, critic=critic)
 
 
 def save_after_error(core: Core, error: Exception) -> None:

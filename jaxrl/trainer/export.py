@@ -29,7 +29,7 @@ from jaxrl.models.files.hf_save import (
 )
 from jaxrl.models.files.hf_stream import specs_by_path, stream_model
 from jaxrl.models.files.source import resolve_model
-from jaxrl.models.lora import split, with_adapters
+from jaxrl.models.lora import checkpoint_part, with_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from jaxrl.trainer.setup.data import make_renderer
 from jaxrl.trainer.setup.folder import read_run_config
@@ -128,7 +128,7 @@ def _stored_adapter(
     for path, spec in specs_by_path(decoder).items():
         if path not in dtypes:
             continue
-        read_all = functools.cache(functools.partial(arrays.read, prefix + path))
+        read_all = functools.cache(functools.partial(arrays.read, _name(prefix, path)))
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 
             def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path]) -> np.ndarray:
@@ -212,9 +212,11 @@ def _policy_heads(
 
 def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[str, np.dtype]:
     """The policy's dtype of every trained parameter. Raises CheckpointError for another model."""
-    both = _trained_specs(dataclasses.replace(decoder, heads=("vocab", "score")))
-    specs, saved = _trained_specs(decoder), arrays.shapes
+    both = _saved_specs(dataclasses.replace(decoder, heads=("vocab", "score")))
+    specs, saved = _saved_specs(decoder), arrays.shapes
     there = {n.removeprefix(prefix): leaf for n, leaf in saved.items() if n.startswith(prefix)}
+    names = {path: _name(prefix, path) for path in specs}
+    there |= {path: saved[name] for path, name in names.items() if name in saved}
     errors = [f"{path} is not in it" for path in specs if path not in there]
     errors += [f"{path} is in it but not in the model" for path in there if path not in both]
     errors += [
@@ -227,13 +229,24 @@ def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[st
             f"the checkpoint {arrays.folder} is from another model: "
             f"{'; '.join(errors[:MAX_SHOWN])}; restore the folder that config.json names"
         )
-    trained = "critic/params/" if prefix.startswith("critic/") else "params/"
-    return {path: np.dtype(saved[trained + path].dtype) for path in specs}
+    params = _params_prefix(prefix)
+    return {path: np.dtype(saved[params + path].dtype) for path in specs}
 
 
-def _trained_specs(decoder: DecoderConfig) -> dict[str, ParamSpec]:
+def _name(prefix: str, path: str) -> str:
+    """Name in a checkpoint of an array of the part `prefix`; starts of adapters have no average."""
+    is_start = path.endswith(("/lora/a0", "/lora/b0"))
+    return (_params_prefix(prefix) if is_start else prefix) + path
+
+
+def _params_prefix(prefix: str) -> str:
+    """Prefix of the parameters of a part."""
+    return "critic/params/" if prefix.startswith("critic/") else "params/"
+
+
+def _saved_specs(decoder: DecoderConfig) -> dict[str, ParamSpec]:
     """The parameters that a checkpoint of this model has, by key path."""
     specs = specs_by_path(decoder)
-    trained = jax.tree.leaves(split(decoder_specs(decoder))[0], is_leaf=is_spec)
-    names = {spec.hf for spec in trained}
+    kept = jax.tree.leaves(checkpoint_part(decoder_specs(decoder)), is_leaf=is_spec)
+    names = {spec.hf for spec in kept}
     return {path: spec for path, spec in specs.items() if spec.hf in names}

@@ -142,6 +142,7 @@ WRONG = [
         "rollout.dtype='auto'",
     ),
     (dict(lora__rank=2, lora__base_dtype="int8", lora__merge=True), "set lora.merge=False"),
+    (dict(lora__rank=2, lora__init="pissa", lora__path="adapter"), "set lora.init='default'"),
     (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
     (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
     (dict(rollout__sampling__temperature=0.0), "rollout.sampling.temperature=0", "above 0"),

@@ -134,3 +134,21 @@ def test_without_adapters_everything_is_trained():
     assert len(jax.tree.leaves(trained, is_leaf=is_spec)) == len(
         jax.tree.leaves(decoder_specs(TINY), is_leaf=is_spec)
     )
+
+
+MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=24)
+
+
+def test_experts_have_adapters_if_they_are_named():
+    cfg = LoRAConfig(rank=2)
+    assert sorted(adapters(cfg, MIXTURE).targets) == sorted(LINEAR[:4])
+    cfg = LoRAConfig(rank=2, target_modules=("all-linear", "gate_proj", r"mlp\.experts\.down.*"))
+    lora = adapters(cfg, MIXTURE)
+    assert sorted(lora.targets) == sorted((*LINEAR[:4], "gate_proj", "down_proj"))
+    trained = split(decoder_specs(dataclasses.replace(MIXTURE, lora=lora, stacked=True)))[0]
+    specs = {spec.hf: spec for spec in jax.tree.leaves(trained, is_leaf=is_spec)}
+    one = specs["model.layers.{layer}.mlp.experts.{expert}.down_proj.lora_B.weight"]
+    assert (one.shape, one.hf_shape) == ((2, 4, 16, 2), (16, 2)) and len(specs) == 6 * 2
+    assert one.axes == ("layers", "experts", "w_embed", None)
+    with pytest.raises(ValueError, match=r"no magnitudes.*lora\.dora=False"):
+        decoder_specs(dataclasses.replace(MIXTURE, lora=dataclasses.replace(lora, dora=True)))

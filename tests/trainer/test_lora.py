@@ -143,7 +143,15 @@ def weights_of(folder):
 @pytest.mark.parametrize(
     "sizes",
     graded(
-        [dict(fsdp=2, tensor=2), dict(fsdp=2, sequence=2), dict(stage=2), dict(replica=2, fsdp=2)],
+        [
+            dict(fsdp=2, tensor=2),
+            dict(fsdp=2, sequence=2),
+            dict(stage=2),
+            dict(replica=2, fsdp=2),
+            dict(fsdp=2, sequence=2, tensor=2),
+            dict(sequence=2, ring=True),
+            dict(sequence=4, tensor=2, ring=True),
+        ],
         thorough=[dict(fsdp=2, tensor=2)],
     ),
     ids=str,
@@ -155,7 +163,9 @@ def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_lay
     lora_config.total_steps = 1
     assert train(resolve(lora_config))
     want = weights(lora_config)
-    lora_config.run_dir = str(tmp_path / "mesh")
+    lora_config.run_dir, sizes = str(tmp_path / "mesh"), dict(sizes)
+    if sizes.pop("ring", False):
+        lora_config.learner.sequence_parallel = "ring"
     for axis, size in sizes.items():
         setattr(lora_config.mesh, axis, size)
     assert train(resolve(lora_config))
@@ -181,6 +191,40 @@ def test_dora_trains_magnitudes_in_engine_and_trainer_alike_on_a_mesh(lora_confi
     found = weights(lora_config)
     for name in want:
         np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_pissa_starts_at_the_base_resumes_and_is_exported(lora_config, tmp_path):
+    lora_config.lora.init, lora_config.checkpoint.every = "pissa", 1
+    lora_config.learner.ema = 0.5
+    lora_config.mesh.fsdp = 2
+    assert train(resolve(lora_config))
+    first, second = [m for m in metrics(lora_config.run_dir) if "loss/total" in m]
+    assert abs(first["loss/kl"]) < 1e-6 < second["loss/kl"]  # the reference is the base
+    assert first["mismatch/logp_diff_max"] < 1e-5 and second["mismatch/logp_diff_max"] < 1e-5
+    want, run_dir = weights(lora_config), Path(lora_config.run_dir)
+    base = load_file(Path(lora_config.model.path) / "model.safetensors")
+    merged = load_file(run_dir / "hf" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj."
+    a, b = (want[f"base_model.model.{name}lora_{part}.weight"] for part in "AB")
+    assert a.shape[0] == 8 and np.abs(b @ a).max() > 1e-3
+    np.testing.assert_allclose(
+        merged[f"{name}weight"], base[f"{name}weight"] + 2 * b @ a, atol=1e-6
+    )
+    for part, folder in (("policy", "hf"), ("adapter", "adapter"), ("ema", "hf_ema")):
+        target = tmp_path / part
+        convert.main([str(run_dir), "--step=2", f"--output={target}", f"--part={part}"])
+        (ours,) = map(load_file, target.glob("*.safetensors"))
+        (theirs,) = map(load_file, (run_dir / folder).glob("*.safetensors"))
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in theirs)
+    lora_config.run_dir = str(tmp_path / "resumed")
+    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
+    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
+    lora_config.resume = True
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("kind", graded(["int8", "nf4"], thorough=["nf4"]))

@@ -75,6 +75,11 @@ def _lora_errors(run: RunConfig) -> list[str]:
             for name in changed
         ]
     errors = []
+    if run.lora.init != "default" and run.lora.path:
+        errors.append(
+            f"lora.init={run.lora.init!r} starts new adapters, but lora.path={run.lora.path!r} has "
+            "trained ones; set lora.init='default', or lora.path=''"
+        )
     if run.algorithm.ref_refresh_every:
         errors.append(
             f"algorithm.ref_refresh_every={run.algorithm.ref_refresh_every} with "

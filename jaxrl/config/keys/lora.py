@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxrl.config.choices import BASE_DTYPES
+from jaxrl.config.choices import ADAPTER_INITS, BASE_DTYPES
 from jaxrl.config.schema import key
 
 
@@ -20,10 +20,17 @@ class LoRAConfig:
         "Train the magnitude of every output's weights separately from their direction "
         "(weight-decomposed LoRA, DoRA)",
     )
+    init: str = key(
+        "default",
+        "Start of new adapters: default (A is random, B is zero) or pissa (the principal singular "
+        "values and vectors of the weight). The model is the base at the start with both",
+        choices=ADAPTER_INITS,
+    )
     target_modules: tuple[str, ...] = key(
         ("all-linear",),
         "Linear layers with adapters: all-linear, names such as q_proj, or regular expressions "
-        "over names such as self_attn.q_proj. The experts of a mixture of experts get none",
+        "over names such as self_attn.q_proj. all-linear leaves out the experts of a mixture of "
+        "experts: name their projections too, such as gate_proj, up_proj and down_proj",
     )
     exclude_modules: tuple[str, ...] = key(
         (), "Names or regular expressions of linear layers without adapters"

@@ -17,6 +17,7 @@ from jaxrl.models.files.hf_save import (
     StoredAdapter,
     Tensor,
     is_adapter,
+    joined_starts,
     natural_sort_key,
     stored_tensor,
     stored_tensors,
@@ -42,6 +43,10 @@ UNSUPPORTED = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
+
+
+# Starts of training of PEFT that subtract from the weights of the base model.
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 
 
 def load_with_adapters(
@@ -79,10 +84,11 @@ def save_adapter(folder: Path, params: Decoder, *, base: str) -> None:
 
 def write_adapter(folder: Path, adapter: StoredAdapter, heads: tuple[str, ...], base: str) -> None:
     """Writes an adapter of a model with these heads to `folder`; replaces it."""
-    tensors = sorted(adapter.tensors.values(), key=lambda t: natural_sort_key(t.name))
+    lora, tensors = joined_starts(adapter.lora, adapter.tensors)
     with atomic_folder(folder) as target:
-        write_weights(target / WEIGHTS, tensors)
-        write_json(target / CONFIG, peft_config(adapter.lora, heads, base))
+        in_order = sorted(tensors.values(), key=lambda t: natural_sort_key(t.name))
+        write_weights(target / WEIGHTS, in_order)
+        write_json(target / CONFIG, peft_config(lora, heads, base))
 
 
 def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
@@ -135,6 +141,13 @@ def adapter_config(folder: Path) -> LoRA:
                 f"{path} has {name}={config[name]!r}, which is not supported; train the adapter "
                 f"with {name}={value!r}, or merge it into its base model with PEFT"
             )
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init.startswith(CHANGED_BASES):
+        raise ValueError(
+            f"{path} has init_lora_weights={config['init_lora_weights']!r}: PEFT has subtracted "
+            "the start of this adapter from its base model; save it again with PEFT's "
+            "path_initial_model_for_weight_conversion, for the unchanged base model"
+        )
     found = [config.get(name) for name in ("r", "lora_alpha", "target_modules")]
     match found:
         case [int(rank), int() | float() as alpha, [_, *_] as targets] if rank > 0:

@@ -32,6 +32,15 @@ def stack_adapters(
             f"the adapter in {dora[0]} is a DoRA adapter, which is not served next to others; "
             "merge it with python -m jaxrl.convert BASE TARGET --adapter=FOLDER and serve TARGET"
         )
+    if experts := [
+        str(folder)
+        for folder, one in zip(folders, stored, strict=True)
+        if any(".experts." in name for name in one.tensors)
+    ]:
+        raise ValueError(
+            f"the adapter in {experts[0]} changes experts, which is not served next to others; "
+            "merge it with python -m jaxrl.convert BASE TARGET --adapter=FOLDER and serve TARGET"
+        )
     rank = max(one.lora.rank for one in stored)
     targets = tuple(sorted({target for one in stored for target in one.lora.targets}))
     lora = LoRA(rank, alpha=float(rank), targets=targets, n_stacked=len(stored))

@@ -33,6 +33,7 @@ SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
 COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+START_PARTS = ("lora_A_start.weight", "lora_B_start.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -159,6 +160,8 @@ def merge_tensors(
 
     One tensor at a time in float32. `dtype` None keeps the dtypes.
     """
+    if lora is not None:
+        lora, tensors = joined_starts(lora, tensors)
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
@@ -194,9 +197,27 @@ def stored_tensors(params: Decoder) -> Iterator[Tensor]:
             yield Tensor(name, dtype, spec.hf_shape, read)
 
 
+def joined_starts(lora: LoRA, tensors: Mapping[str, Tensor]) -> tuple[LoRA, Mapping[str, Tensor]]:
+    """The same adapters without starts: [A; A0] and [B, -B0], of twice the rank (PiSSA)."""
+    if not lora.pissa:
+        return lora, tensors
+    joined = {name: tensor for name, tensor in tensors.items() if not name.endswith(START_PARTS)}
+    for name in [name for name in joined if name.endswith(ADAPTER_PARTS[:2])]:
+        one, start = tensors[name], tensors[name.removesuffix(".weight") + "_start.weight"]
+        axis, sign = (0, 1) if name.endswith("lora_A.weight") else (1, -1)
+        shape = tuple(n * (2 if i == axis else 1) for i, n in enumerate(one.shape))
+
+        def read(one=one, start=start, axis=axis, sign=sign) -> np.ndarray:
+            return np.concatenate([one.read(), sign * start.read()], axis=axis)
+
+        joined[name] = Tensor(name, one.dtype, shape, read)
+    alpha = lora.alpha * (2**0.5 if lora.rslora else 2)  # the scale stays
+    return dataclasses.replace(lora, rank=2 * lora.rank, alpha=alpha, pissa=False), joined
+
+
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is the A, the B or the magnitude of an adapter."""
-    return name.endswith(ADAPTER_PARTS)
+    """Whether a tensor is a part of an adapter: A, B, their starts or the magnitude."""
+    return name.endswith((*ADAPTER_PARTS, *START_PARTS))
 
 
 def slice_tensor(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,10 @@ class Adapter(nnx.Module):
     With a magnitude m [*out], the layer's output is also multiplied by m / ||W + scale B A||, where
     the norm is that of an output's weights (DoRA, https://arxiv.org/abs/2402.09353, equation 5).
 
+    With a start A0, B0, the change is scale (B A - B0 A0) x. A and B start at these, the principal
+    part of W, and so the change at zero (PiSSA, https://arxiv.org/abs/2404.02948, which subtracts
+    scale B0 A0 from W instead; here W stays that of the base model).
+
     With `n_stacked` it has several adapters, one after the other along the rank of A and B, and
     every token uses the one that `ids` names (models/adapter_stack.py).
     """
@@ -58,24 +63,15 @@ class Adapter(nnx.Module):
         rank = lora.rank * max(lora.n_stacked, 1)
         a_shape, b_shape = (rank, *shape[n_out:]), (*shape[:n_out], rank)
         out, into = hf_shape
-        self.a = nnx.data(
-            make(
-                f"{name}.lora_A.weight",
-                a_shape,
-                self.a_axes,
-                init="lora_a",
-                hf_shape=(rank, into),
-            )
-        )
-        self.b = nnx.data(
-            make(
-                f"{name}.lora_B.weight",
-                b_shape,
-                self.b_axes,
-                init="zeros",
-                hf_shape=(out, rank),
-            )
-        )
+
+        def pair(kind: str) -> tuple[Any, Any]:
+            part, (a_hf, b_hf) = f"{name}.lora_%s{kind}.weight", ((rank, into), (out, rank))
+            a = make(part % "A", a_shape, self.a_axes, init="lora_a", hf_shape=a_hf)
+            b = make(part % "B", b_shape, self.b_axes, init="zeros", hf_shape=b_hf)
+            return a, b
+
+        self.a, self.b = map(nnx.data, pair(""))
+        self.a0, self.b0 = map(nnx.data, pair("_start") if lora.pissa else (None, None))
         magnitude = f"{name}.lora_magnitude_vector"
         self.m = nnx.data(
             make(magnitude, shape[:n_out], axes[:n_out], init="ones", hf_shape=(out,))
@@ -87,13 +83,27 @@ class Adapter(nnx.Module):
         self, x: Float[Array, "B T I"], out_axis: str | None, rules: Rules
     ) -> Float[Array, "B T O"]:
         """scale B A x, of the linear layer's input as a matrix."""
-        a = gather_matrix(self.a, rules, self.a_axes, 1)
-        b = gather_matrix(self.b, rules, self.b_axes, self.n_out)
-        low = matmul(x, a, out_sharding=rules.spec("batch", "time", None))
-        if self.n_stacked:
-            low = self._own(low)
-        y = matmul(low, b, out_sharding=rules.spec("batch", "time", out_axis))
+
+        def product(a: jax.Array, b: jax.Array) -> jax.Array:
+            a = gather_matrix(a, rules, self.a_axes, 1)
+            b = gather_matrix(b, rules, self.b_axes, self.n_out)
+            low = matmul(x, a, out_sharding=rules.spec("batch", "time", None))
+            if self.n_stacked:
+                low = self._own(low)
+            return matmul(low, b, out_sharding=rules.spec("batch", "time", out_axis))
+
+        y = product(self.a, self.b)
+        if self.a0 is not None and self.b0 is not None:
+            # Two equal products differ by exactly zero; that of concatenated factors would not.
+            y = y - product(self.a0, self.b0)
         return y * jnp.asarray(self.scale, y.dtype)
+
+    def factors(self) -> tuple[jax.Array, jax.Array]:
+        """(A, B) of the whole change: with a start, [A; A0] and [B, -B0]."""
+        if self.a0 is None or self.b0 is None:
+            return self.a, self.b
+        a = jnp.concatenate([self.a, self.a0], axis=-len(self.a_axes))
+        return a, jnp.concatenate([self.b, -self.b0], axis=-1)
 
     def _own(self, low: Float[Array, "B T r"]) -> Float[Array, "B T r"]:
         """A x of each token's own adapter; zeros in place of the others."""
@@ -197,12 +207,12 @@ class Linear(nnx.Module):
         """
         lora, n_in = self.lora, len(self.axes) - self.n_out
         assert lora is not None
-        w = self.w
+        w, (a, b) = self.w, lora.factors()
         if isinstance(w, QUANTIZED):
             w = dense(gather_stored(w, rules, self.axes, n_in), jnp.float32)
         w, a, b = (
             jax.lax.stop_gradient(jax.reshard(x, rules.spec(*axes))).astype(jnp.float32)
-            for x, axes in ((w, self.axes), (lora.a, lora.a_axes), (lora.b, lora.b_axes))
+            for x, axes in ((w, self.axes), (a, lora.a_axes), (b, lora.b_axes))
         )
         out, into = "OPQ"[: self.n_out], "IJK"[:n_in]
         b_spec = rules.spec(*lora.b_axes)

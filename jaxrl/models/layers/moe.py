@@ -5,7 +5,9 @@ each device gathers the tokens of all devices that share the experts, computes i
 contributions, and a reduce-scatter returns the sums to the tokens' devices.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,11 +22,12 @@ from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers.linear import Adapter
 from jaxrl.models.layers.mlp import ACTIVATIONS
 from jaxrl.models.layers.stored import (
     QUANTIZED,
+    Axes,
     MakeParam,
-    Stored,
     dense,
     make_stored,
     stored_specs,
@@ -44,6 +47,13 @@ HF_NAMES = {
 }
 
 
+AXES: dict[str, Axes] = {
+    "gate": ("experts", "ffw", "w_embed"),
+    "up": ("experts", "ffw", "w_embed"),
+    "down": ("experts", "w_embed", "ffw"),
+}
+
+
 @struct.dataclass
 class RouterLoad:
     """Router statistics of the tokens that are not padding; additive over tokens.
@@ -56,6 +66,18 @@ class RouterLoad:
     n_tokens: types.Array  # float32 []
 
 
+@struct.dataclass
+class ExpertMatrix:
+    """A projection of all experts with its adapter: the products of w + scale (b a - b0 a0)."""
+
+    w: types.Array  # [E, out, in], or Quantized, or NF4
+    a: types.Array = None  # [E, rank, in]; None without an adapter
+    b: types.Array = None  # [E, out, rank]
+    a0: types.Array = None  # the start; None without one
+    b0: types.Array = None
+    scale: float = struct.field(pytree_node=False, default=0.0)
+
+
 class MoE(nnx.Module):
     """Σ over the k chosen experts e of p_e down_e(act(gate_e(x)) * up_e(x)).
 
@@ -64,21 +86,34 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
-        router, expert, (gate, up, down) = HF_NAMES[cfg.family]
-        E, F, D = cfg.E, cfg.F_expert, cfg.D
+        router, expert, names = HF_NAMES[cfg.family]
+        E, F, D, lora = cfg.E, cfg.F_expert, cfg.D, cfg.lora
+        hf, out_in = dict(zip(AXES, names, strict=True)), dict(gate=(F, D), up=(F, D), down=(D, F))
         self.top_k, self.norm_topk, self.act = cfg.top_k, cfg.norm_topk, cfg.act
         self.implementation = cfg.grouped_matmul
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
 
-        def weight(name: str, *dims: tuple[int, str]) -> Any:
-            shape, axes = zip((E, "experts"), *dims, strict=True)
-            part, out_in, dtype = expert % name, shape[1:], cfg.base_dtype
-            w = make_stored(make, part, shape, axes, n_in=1, hf_shape=out_in, dtype=dtype)
-            return nnx.data(w)
+        def weight(name: str) -> Any:
+            part, sizes, dtype = expert % hf[name], out_in[name], cfg.base_dtype
+            shape = (E, *sizes)
+            return make_stored(make, part, shape, AXES[name], n_in=1, hf_shape=sizes, dtype=dtype)
 
-        self.gate = weight(gate, (F, "ffw"), (D, "w_embed"))
-        self.up = weight(up, (F, "ffw"), (D, "w_embed"))
-        self.down = weight(down, (D, "w_embed"), (F, "ffw"))
+        def make_experts(name: str, shape: tuple[int, ...], axes: Axes, **rest) -> Any:
+            return make(name, (E, *shape), ("experts", *axes), **rest)
+
+        def adapter(name: str) -> Adapter | None:
+            if lora is None or hf[name] not in lora.targets:
+                return None
+            if lora.dora:
+                raise ValueError(
+                    f"adapters of experts ({hf[name]}) have no magnitudes (DoRA); leave experts "
+                    "out of config.lora.target_modules, or set config.lora.dora=False"
+                )
+            part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
+            return Adapter(make_experts, part, lora, sizes, axes, n_out=1, hf_shape=sizes)
+
+        self.gate, self.up, self.down = (nnx.data(weight(name)) for name in AXES)
+        self.lora: dict[str, Adapter | None] = nnx.data({name: adapter(name) for name in AXES})
 
     def __call__(
         self, x: Float[Array, "B T D"], live: Live, rules: Rules
@@ -104,23 +139,39 @@ class MoE(nnx.Module):
         # Quantized weights have no gradient to scatter: they are gathered before the shard_map.
         fsdp_axes = () if isinstance(self.gate, QUANTIZED) else _fsdp_token_axes(rules)
         layout = rules.spec if fsdp_axes else rules.gathered
-        up, down = (
-            stored_specs(self.gate, layout, axes, 1)
-            for axes in (("experts", "ffw", "w_embed"), ("experts", "w_embed", "ffw"))
-        )
-        matrices = [
-            jax.reshard(w, s) for w, s in ((self.gate, up), (self.up, up), (self.down, down))
-        ]
+        specs = {name: self._matrix_specs(name, layout) for name in self.lora}
+        matrices = {
+            name: jax.tree.map(jax.reshard, self._matrix(name), spec)
+            for name, spec in specs.items()
+        }
         body = functools.partial(
             sharded_experts,
+            specs=specs,
             act=self.act,
             rules=rules,
             fsdp_axes=fsdp_axes,
             implementation=self.implementation,
         )
-        in_specs = (rows, rows, rows, tokens, up, up, down)
+        in_specs = (rows, rows, rows, tokens, specs)
         mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
-        return mapped(x, weights, experts, jax.reshard(live, tokens), *matrices)
+        return mapped(x, weights, experts, jax.reshard(live, tokens), matrices)
+
+    def _matrix(self, name: str) -> ExpertMatrix:
+        w, lora = getattr(self, name), self.lora[name]
+        if lora is None:
+            return ExpertMatrix(w)
+        return ExpertMatrix(w, lora.a, lora.b, lora.a0, lora.b0, scale=lora.scale)
+
+    def _matrix_specs(self, name: str, layout: Callable[..., jax.P]) -> ExpertMatrix:
+        """PartitionSpecs of `_matrix`."""
+        matrix, lora = self._matrix(name), self.lora[name]
+        w = stored_specs(matrix.w, layout, AXES[name], 1)
+        specs = dataclasses.replace(matrix, w=w)
+        if lora is None:
+            return specs
+        a, b = layout("experts", *lora.a_axes), layout("experts", *lora.b_axes)
+        start = {} if lora.a0 is None else dict(a0=a, b0=b)
+        return dataclasses.replace(specs, a=a, b=b, **start)
 
 
 def route(
@@ -152,40 +203,52 @@ def router_load(
 
 
 def sharded_experts(
-    x, weights, experts, live, gate, up, down, *, act, rules: Rules, fsdp_axes, implementation
-):
+    x,
+    weights,
+    experts,
+    live,
+    matrices: dict[str, ExpertMatrix],
+    *,
+    specs: dict[str, ExpertMatrix],
+    act: str,
+    rules: Rules,
+    fsdp_axes: tuple[str, ...],
+    implementation: str,
+) -> jax.Array:
     """shard_map body: this device's experts applied to all tokens of its expert group.
 
     Tokens are all-gathered along the expert axis if the batch is sharded over it, and the sums are
     reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
     sharded over devices with different tokens (FSDP, `fsdp_axes`) are gathered here, so their
-    gradient takes one reduce-scatter.
+    gradient takes one reduce-scatter. `specs` are the PartitionSpecs of the matrices.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
-    n_experts = jax.tree.leaves(gate)[0].shape[0]
+    n_experts = jax.tree.leaves(matrices)[0].shape[0]
     expert_axes, ffw_axes = rules.mesh_axes("experts"), rules.mesh_axes("ffw")
     token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
     shared = tuple(a for a in expert_axes if a in token_axes)  # also shard the tokens
     weight_axes = expert_axes + ffw_axes
 
-    def gather_weight(w: Stored, dim: int) -> Stored:
-        mark = functools.partial(_mark_varying, have=weight_axes + fsdp_axes, want=token_axes)
-        w = jax.tree.map(mark, w)
-        return lax.all_gather(w, fsdp_axes, axis=dim, tiled=True) if fsdp_axes else w
+    def gather_weight(w: jax.Array, spec: jax.P) -> jax.Array:
+        sharding = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+        have = tuple(axis for axes in sharding for axis in axes if axis)
+        w = _mark_varying(w, have=have, want=tuple(dict.fromkeys(token_axes + weight_axes)))
+        if not fsdp_axes or fsdp_axes not in sharding:
+            return w
+        return lax.all_gather(w, fsdp_axes, axis=sharding.index(fsdp_axes), tiled=True)
 
     experts = jnp.where(live.reshape(n, 1) > 0, experts, -1)
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
     x, weights, experts = mark(x), mark(weights), mark(experts)
-    gate, up, down = gather_weight(gate, 2), gather_weight(up, 2), gather_weight(down, 1)
+    matrices = jax.tree.map(gather_weight, matrices, specs)
     if shared:
         gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
         x, weights, experts = gather(x), gather(weights), gather(experts)
     if expert_axes:
         experts = experts - lax.axis_index(expert_axes) * n_experts
-    y = local_experts(
-        x, weights, experts, gate, up, down, act=act, implementation=implementation
-    ).astype(x.dtype)
+    y = local_experts(x, weights, experts, matrices, act=act, implementation=implementation)
+    y = y.astype(x.dtype)
     if rest := tuple(a for a in weight_axes if a not in shared):
         y = lax.psum(y, rest)
     if shared:
@@ -199,9 +262,11 @@ def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:
     return axes if set(axes) <= set(rules.mesh_axes("batch") + rules.mesh_axes("time")) else ()
 
 
-def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
+def local_experts(
+    x, weights, experts, matrices: dict[str, ExpertMatrix], *, act: str, implementation: str
+) -> jax.Array:
     """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1."""
-    (n, top_k), E = experts.shape, jax.tree.leaves(gate)[0].shape[0]
+    (n, top_k), E = experts.shape, jax.tree.leaves(matrices)[0].shape[0]
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
     order = jnp.argsort(
         slots, stable=True
@@ -217,19 +282,29 @@ def local_experts(x, weights, experts, gate, up, down, *, act, implementation):
     # Backward must not keep quantized weights in the dtype of x.
     frozen_product = jax.checkpoint(product)
 
-    def multiply(rows, w):
+    def base(rows, w):
         if not isinstance(w, Quantized):
             return (frozen_product if isinstance(w, NF4) else product)(rows, w)
         y = frozen_product(rows, w.values)
         scale = w.scale[jnp.minimum(slots[order], E - 1)]
         return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
+    def multiply(rows, name):
+        matrix = matrices[name]
+        y = base(rows, matrix.w)
+        if matrix.a is None:
+            return y
+        change = product(product(rows, matrix.a), matrix.b)
+        if matrix.a0 is not None:
+            change = change - product(product(rows, matrix.a0), matrix.b0)
+        return y + change * jnp.asarray(matrix.scale, y.dtype)
+
     rows = dispatch(x, order, slot_of)
-    hidden = ACTIVATIONS[act](multiply(rows, gate)) * multiply(rows, up)
+    hidden = ACTIVATIONS[act](multiply(rows, "gate")) * multiply(rows, "up")
     # Apply the weights before the product, so that `combine` is a plain sum.
     scale = weights.reshape(-1)[order].astype(jnp.float32)
     hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
-    return combine(multiply(hidden, down).astype(jnp.float32), order, slot_of)
+    return combine(multiply(hidden, "down").astype(jnp.float32), order, slot_of)
 
 
 @jax.custom_vjp

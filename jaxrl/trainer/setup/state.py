@@ -10,7 +10,7 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.state import abstract_state, init_state, trained_state
+from jaxrl.learner.state import abstract_state, checkpoint_state, init_state
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
@@ -56,9 +56,9 @@ def load_state(
         ref = ref_layout.abstract_weights(policy.decoder, mesh)
         offload_ref = "reference" in cfg.learner.offload
         abstract = dataclasses.replace(abstract, ref=to_host(ref) if offload_ref else ref)
-    abstract = trained_state(abstract)
+    abstract = checkpoint_state(abstract)
     if critic is not None:
-        abstract = dataclasses.replace(abstract, critic=trained_state(critic.state))
+        abstract = dataclasses.replace(abstract, critic=checkpoint_state(critic.state))
     saved, host = checkpoints.restore(abstract, step)
     if critic is not None:
         critic.restore(saved.critic)

@@ -24,11 +24,12 @@ from tests.models.test_parity import GOLDEN, MODELS, golden, packed_logits
 
 ADAPTERS = GOLDEN.parent / "golden_adapters"
 DORA = sorted(path.name for path in ADAPTERS.glob("*_dora"))
+EXPERTS = sorted(path.name for path in ADAPTERS.glob("*_experts"))
 
 
 def base_of(name):
     """The checkpoint of an adapter."""
-    return GOLDEN / name.removesuffix("_dora")
+    return GOLDEN / name.removesuffix("_dora").removesuffix("_experts")
 
 
 def load(name, folder=None, *, stacked=False, **changes):
@@ -43,9 +44,13 @@ def load(name, folder=None, *, stacked=False, **changes):
 @pytest.mark.parametrize(
     ("name", "stacked"),
     graded(
-        itertools.product((*MODELS, *DORA), (False, True)),
+        itertools.product((*MODELS, *DORA, *EXPERTS), (False, True)),
         default=[("qwen2_dora", False)],
-        thorough=[*((name, False) for name in (*MODELS, *DORA)), ("qwen3_moe", True)],
+        thorough=[
+            *((name, False) for name in (*MODELS, *DORA, "mixtral_experts")),
+            ("qwen3_moe", True),
+            ("qwen3_moe_experts", True),
+        ],
     ),
 )
 def test_logits_equal_those_of_peft(name, stacked, one_device):
@@ -61,7 +66,7 @@ def test_logits_equal_those_of_peft(name, stacked, one_device):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     graded(
-        itertools.product((*MODELS, *DORA), ({}, dict(fsdp=2, tensor=2))),
+        itertools.product((*MODELS, *DORA, *EXPERTS), ({}, dict(fsdp=2, tensor=2))),
         default=itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
     ),
 )
@@ -102,7 +107,10 @@ def test_merged_dora_weights_have_the_magnitudes_as_norms(one_device):
     np.testing.assert_array_equal(merged[f"{name}bias"], base[f"{name}bias"])
 
 
-@pytest.mark.parametrize("name", ["qwen2_dora", pytest.param("llama", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_dora", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", *EXPERTS))],
+)
 def test_weights_merged_on_devices_are_those_of_a_merged_export(name, one_device):
     model = load(name)
     merged = merge(model)
@@ -152,6 +160,7 @@ def remove_config(folder):
         (remove_config, "no adapter_config.json"),
         (changed_config(peft_type="IA3"), "only LORA is supported"),
         (changed_config(use_dora=True), "dora True, not False; set config.lora.rank"),
+        (changed_config(init_lora_weights="pissa_niter_4"), "path_initial_model_for"),
         (changed_config(bias="all"), "merge it into its base model"),
         (changed_config(target_modules="all-linear"), "a list of names"),
         (changed_config(r=8), "rank 8, not 4"),

@@ -258,12 +258,17 @@ def test_every_preference_loss_of_the_config_is_implemented(dpo_config):
         assert pair_loss(resolve(dpo_config).preference, kl=0.1)(jnp.ones(2), jnp.zeros(2)).shape
 
 
-@pytest.mark.thorough
-def test_dpo_of_adapters_learns_with_the_base_as_its_reference(dpo_config):
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param("dpo", marks=pytest.mark.thorough), pytest.param("kto", marks=pytest.mark.slow)],
+)
+def test_preference_losses_of_adapters_have_the_base_as_their_reference(dpo_config, loss):
+    dpo_config.preference.loss = loss
     dpo_config.lora.rank, dpo_config.lora.alpha = 8, 16.0
     dpo_config.learner.lr = 0.02
     assert dpo.train(resolve(dpo_config))
     first, last = [line for line in metrics(dpo_config.run_dir) if "val/accuracy" in line]
-    assert first["val/loss"] == pytest.approx(math.log(2), abs=1e-6), "policy and base are equal"
+    at_reference = math.log(2) if loss == "dpo" else 0.5  # policy and base are equal
+    assert first["val/loss"] == pytest.approx(at_reference, abs=1e-6)
     assert last["val/loss"] < 0.9 * first["val/loss"] and last["val/accuracy"] == 1.0
     assert (Path(dpo_config.run_dir) / "adapter" / "adapter_model.safetensors").is_file()

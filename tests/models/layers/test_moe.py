@@ -1,0 +1,70 @@
+"""Adapters of experts: that a mesh, a quantized base and merging change no number."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config.keys import LoRAConfig
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import init_model
+from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
+from sharding import make_mesh
+from sharding.rules import TRAIN
+from tests.marks import graded
+from tests.models.test_adapter_stack import hidden
+from tests.models.test_quantize import filled, numbers
+
+MIXTURE = DecoderConfig("qwen3_moe", L=2, D=16, N=4, K=2, H=8, F=24, V=32, E=4, top_k=2, F_expert=8)
+TOKENS = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
+
+
+def model_of(init="default", *, stacked=False):
+    """A mixture of experts with adapters that change it; of PiSSA, whose B is not at its start."""
+    base = init_model(dataclasses.replace(MIXTURE, stacked=stacked), seed=0, rules=TRAIN)
+    base = jax.tree.map(lambda w: 8 * w if w.ndim > 2 else w, base)  # of norm 1, not 0.02
+    targets = ("all-linear", "gate_proj", "up_proj", "down_proj")
+    lora = adapters(LoRAConfig(rank=2, init=init, target_modules=targets), MIXTURE)
+    model = add_adapters(base, lora, seed=1, rules=TRAIN, dtype=jnp.float32)
+    if init == "default":
+        return jax.tree.map_with_path(filled, model)
+
+    def moved(path, leaf):
+        return 0.5 * leaf if jax.tree_util.keystr(path).endswith(".b") else leaf
+
+    return jax.tree.map_with_path(moved, model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "init", "stacked"),
+    graded(
+        [
+            (dict(expert=2, tensor=2, fsdp=2), "default", False),
+            (dict(expert=2, tensor=2, fsdp=2), "pissa", True),
+            (dict(expert=4), "default", True),
+            (dict(fsdp=4), "pissa", False),
+            (dict(replica=2, sequence=2, tensor=2), "default", False),
+        ],
+        thorough=(),
+    ),
+)
+def test_a_mesh_changes_no_logit_and_no_gradient(sizes, init, stacked):
+    with jax.set_mesh(make_mesh()):
+        want = numbers(model_of(init, stacked=stacked), jnp.asarray(TOKENS))
+    with jax.set_mesh(make_mesh(**sizes)):
+        found = numbers(model_of(init, stacked=stacked), jnp.asarray(TOKENS))
+    for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        assert np.any(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_merged_experts_compute_the_same(init, stacked, one_device):
+    model = model_of(init, stacked=stacked)
+    merged = np.asarray(hidden(merge(model), TOKENS))
+    np.testing.assert_allclose(merged, hidden(model, TOKENS), atol=1e-4)
+    assert np.abs(merged - hidden(without_adapters(model), TOKENS)).max() > 0.1
