@@ -381,6 +381,8 @@ def optimizer(found: Migration) -> None:
     found.config["learner.offload"] = tuple(offload)
     if not found.get(MODEL + "enable_gradient_checkpointing", True):
         found.config["learner.remat"] = "none"
+    elif found.get(MODEL + "enable_activation_offload", False):
+        found.config["learner.remat"] = "offload"
     size = found.get(ACTOR + "fsdp_config.fsdp_size", -1)
     if size > 0:
         found.config["mesh.fsdp"] = size

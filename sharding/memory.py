@@ -9,14 +9,14 @@ Tree = Any
 HOST_MEMORY_KIND = "pinned_host"
 
 
-def check_host_memory() -> None:
-    """Raises ValueError if the devices cannot place arrays in host memory."""
+def check_host_memory(keys: str) -> None:
+    """Raises ValueError, which names the `keys`, if devices cannot place arrays in host memory."""
     kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
     if HOST_MEMORY_KIND not in kinds:
         device_kind = jax.local_devices()[0].device_kind
         raise ValueError(
-            f"config.learner.offload needs devices with {HOST_MEMORY_KIND} memory; "
-            f"{device_kind} has {', '.join(kinds)}; set config.learner.offload=()"
+            f"{keys} needs devices with {HOST_MEMORY_KIND} memory; {device_kind} has "
+            f"{', '.join(kinds)}; leave it out"
         )
 
 

@@ -76,7 +76,7 @@ REJECTIONS = (
 )
 OLD_LOGPS = ("auto", "rollout", "recompute")
 OFFLOADS = ("optimizer", "reference")
-REMATS = ("full", "mlp", "dots", "none")
+REMATS = ("full", "offload", "attention", "mlp", "dots", "none")
 SHARED_PREFIXES = ("auto", "on", "off")
 SEQUENCE_PARALLELS = ("ulysses", "ring")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")

@@ -3,6 +3,8 @@
 import ast
 from typing import Any
 
+from jaxrl.config.schema import convert, keys, nearest, out_of_range
+
 
 def options(spec: str) -> dict[str, Any]:
     """The keyword arguments after "?", joined by "&".
@@ -12,6 +14,31 @@ def options(spec: str) -> dict[str, Any]:
     query = spec.partition("?")[2]
     pairs = [option.partition("=") for option in query.split("&") if option]
     return {name: _literal(value) for name, _, value in pairs}
+
+
+def read_options[T](schema: type[T], spec: str, no_options: str = "none") -> tuple[T, list[str]]:
+    """(options of "NAME?OPTION=VALUE&..." as the dataclass `schema`, one line per invalid option).
+
+    `no_options` is what the message lists if the schema has none.
+    """
+    known, used, errors = keys(schema), {}, []
+    for option, value in options(spec).items():
+        if option not in known:
+            guess = nearest(option, known)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            listed = ", ".join(known) or no_options
+            errors.append(
+                f"{spec!r} has the unknown option {option!r}; {hint}the options of "
+                f"{spec.partition('?')[0]} are {listed}"
+            )
+            continue
+        try:
+            used[option] = convert(value, known[option])
+            wrong = out_of_range(used[option], known[option])
+        except ValueError as wrong_type:
+            wrong = [str(wrong_type)]
+        errors += [f"{spec!r}: {line}" for line in wrong]
+    return (schema() if errors else schema(**used)), errors
 
 
 def _literal(text: str) -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_kernels
 from sharding import Rules
@@ -111,8 +112,9 @@ def for_platform(
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """(dtype of weights and activations, decoder with its runtime fields), with "auto" resolved.
 
-    "auto" is float32 on CPU and bfloat16 elsewhere; layers are stacked on TPU and in pipelines,
-    else a list. Raises ValueError for a kernel of another platform.
+    "auto" is float32 on CPU and bfloat16 elsewhere; layers are stacked on TPU, in pipelines and
+    with activations in host memory, else a list. Raises ValueError for a kernel of another
+    platform.
     """
     kernels = ("attention", "paged_attention", "grouped_matmul")
     check_kernels({f"config.model.{key}": getattr(cfg.model, key) for key in kernels}, platform)
@@ -120,7 +122,8 @@ def for_platform(
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"
     if layers == "auto":
-        layers = "stacked" if platform == "tpu" or cfg.mesh.stage != 1 else "list"
+        scanned = platform == "tpu" or cfg.mesh.stage != 1
+        layers = "stacked" if scanned or parse_remat(cfg.learner.remat).offloads else "list"
     heads = ("vocab", "score") if cfg.critic.shared else ("vocab",)
     return jnp.dtype(dtype), dataclasses.replace(
         decoder,

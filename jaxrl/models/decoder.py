@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.attention_spec import SAVED_NAME as ATTENTION
+from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
@@ -25,22 +25,13 @@ from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate, rotations
+from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
 Live = Bool[Array, "B T"] | Int[Array, "B T"]
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
-# Activations that the backward pass keeps, by learner.remat. They have names where they are made,
-# so that a policy holds for any sharding: "o" is the sum over the devices of a tensor axis.
-SAVED = {
-    "full": (),
-    "mlp": ("gate_up", ATTENTION),
-    "dots": ("qkv", ATTENTION, "o", "gate_up", "down"),
-}
-REMAT_POLICIES = {
-    name: jax.checkpoint_policies.save_only_these_names(*names) for name, names in SAVED.items()
-} | {"none": None}
 
 
 def prevent_norm_fusion(projected: jax.Array) -> jax.Array:
@@ -265,17 +256,30 @@ def run_layers(
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
     """Runs all layers in order: a scan over stacked layers, a loop over a list.
 
-    `state` passes from layer to layer; as a scan carry it is updated in place. `remat` names what
-    the backward pass may keep: "none" everything, "full" the layer inputs, others also those of
-    `SAVED`.
+    `state` passes from layer to layer; as a scan carry it is updated in place. `remat` is
+    config.learner.remat (jaxrl/config/remat.py).
     """
     if model.cfg.stacked:
         layers = stacked_layers(model, rules)
         return scan_layers(
             model.cfg, layers, x, positions, attend, state, live=live, rules=rules, remat=remat
         )
-    layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=False)
-    return _loop_layers(model, layer_fn, x, _rotations(model.cfg), state)
+    per_layer = _rotations(model.cfg)
+
+    def step(policy: str) -> Callable:
+        layer_fn = _layer_fn(live, positions, attend, rules, policy, traced_windows=False)
+
+        def one(carry, layer: Layer, i: int):
+            (x, state), rotation = carry, jax.tree.map(operator.itemgetter(i), per_layer)
+            if model.cfg.lora is None:  # otherwise frozen weights would get gradients
+                x, layer = finish_gradients(x, layer)
+            x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
+            return (x, state), load
+
+        return one
+
+    (x, state), load = loop_remat(step, (x, state), list(model.layers), parse_remat(remat))
+    return x, state, load
 
 
 def stacked_layers(model: Decoder, rules: Rules) -> tuple:
@@ -311,15 +315,19 @@ def scan_layers(
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
     """`run_layers` over all or some of the layers of `stacked_layers`."""
     traced_windows = any(cfg.windows)
-    layer_fn = _layer_fn(live, positions, attend, rules, remat, traced_windows=traced_windows)
 
-    def body(carry, per_layer):
-        (x, state), (layer, rotation, window, layer_index) = carry, per_layer
-        window = window if traced_windows else 0
-        x, state, load = layer_fn(layer, x, rotation, window, layer_index, state)
-        return (x, state), load
+    def step(policy: str) -> Callable:
+        layer_fn = _layer_fn(live, positions, attend, rules, policy, traced_windows=traced_windows)
 
-    (x, state), load = jax.lax.scan(body, (x, state), layers)
+        def body(carry, per_layer):
+            (x, state), (layer, rotation, window, layer_index) = carry, per_layer
+            window = window if traced_windows else 0
+            x, state, load = layer_fn(layer, x, rotation, window, layer_index, state)
+            return (x, state), load
+
+        return body
+
+    (x, state), load = scan_remat(step, (x, state), layers, parse_remat(remat))
     return x, state, load
 
 
@@ -327,15 +335,13 @@ def _rotations(cfg: DecoderConfig) -> Rotation:
     return rotations([cfg.layer_rope(i) for i in range(cfg.L)], cfg.H)
 
 
-def _layer_fn(live, positions, attend: Attend, rules: Rules, remat: str, *, traced_windows: bool):
+def _layer_fn(live, positions, attend: Attend, rules: Rules, policy: str, *, traced_windows: bool):
     def layer_fn(layer: Layer, x, rotation, window, layer_index, state):
+        x = layer_input(x, policy)
         return layer(x, live, positions, rotation, window, layer_index, attend, state, rules)
 
-    if remat == "none":
-        return layer_fn
     # A window that is a Python int stays static: 0 means "none" only there.
-    static = () if traced_windows else (3,)
-    return jax.checkpoint(layer_fn, policy=REMAT_POLICIES[remat], static_argnums=static)
+    return recompute(layer_fn, policy, static_argnums=() if traced_windows else (3,))
 
 
 @jax.custom_vjp
@@ -351,15 +357,3 @@ def finish_gradients(x: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
 finish_gradients.defvjp(
     lambda x, layer: ((x, layer), None), lambda _, grads: jax.lax.optimization_barrier(grads)
 )
-
-
-def _loop_layers(model: Decoder, layer_fn: Callable, x, per_layer: Rotation, state: Any):
-    """`run_layers` over a list of layers."""
-    loads = []
-    for i, layer in enumerate(model.layers):
-        if model.cfg.lora is None:  # otherwise frozen weights would get gradients
-            x, layer = finish_gradients(x, layer)
-        rotation = jax.tree.map(operator.itemgetter(i), per_layer)
-        x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
-        loads.append(load)
-    return x, state, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *loads)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.config.keys import LearnerConfig, RunConfig
+from jaxrl.config.remat import parse_remat
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import init_opt_state
@@ -21,8 +22,8 @@ from jaxrl.planner.programs import Lengths, OfflineWorkload, shares_base
 from jaxrl.planner.topology import Chip, Topology
 from sharding import bytes_per_device
 
-# of the forward pass, in backward
-RECOMPUTED_FRACTION = {"full": 1.0, "mlp": 0.15, "dots": 0.02, "none": 0.0}
+# Of the products of a forward pass, in backward; other policies recompute whole layers.
+RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}
 HEAD_CHUNK = 1024  # tokens whose logits exist at one time
 
 
@@ -93,7 +94,7 @@ class Settings:
 
     mesh: Mapping[str, int]
     tokens: int  # token budget of a data-parallel rank
-    remat: str
+    remat: str  # config.learner.remat
     offload: tuple[str, ...] = ()
 
 
@@ -236,11 +237,47 @@ def _update_bytes(sizes: _Sizes, settings: Settings) -> float:
     d, tp, wide, local = sizes.decoder, sizes.tensor, sizes.item_bytes, sizes.local_tokens
     ffw = sizes.expert * d.top_k * (d.F_expert + d.D) if d.E else d.F
     dots = 2 * d.D + (2 * (d.N + d.K) * d.H + 3 * ffw) / tp
-    mlp = (2 * ffw + d.N * d.H) / tp
-    kept = {"full": d.D, "mlp": d.D + mlp, "dots": d.D + dots, "none": d.D + 3 * dots}
+    attention = d.N * d.H / tp
+    kept = {
+        "full": d.D,
+        "offload": 2 * d.D / d.L,  # the inputs of the present layer and of the next
+        "attention": d.D + attention,
+        "mlp": d.D + attention + 2 * ffw / tp,
+        "dots": d.D + dots,
+        "none": d.D + 3 * dots,
+    }
+    layers = sum(
+        part.n_layers * kept[part.policy]
+        if part.group == 1
+        else part.n_layers / part.group * d.D + part.group * kept[part.policy]
+        for part in parse_remat(settings.remat).ranges(d.L)
+    )
     chunk = 3 * 4 * min(HEAD_CHUNK, local) * d.V / tp
-    work = local * wide * (d.L * kept[settings.remat] + 4 * dots) + 3 * sizes.layer * wide + chunk
+    work = local * wide * (layers + 4 * dots) + 3 * sizes.layer * wide + chunk
     return work + 2 * 4 * sizes.head / tp
+
+
+def _recompute_seconds(
+    remat: str, n_layers: int, *, compute: float, attention: float, other: float, copies: float
+) -> float:
+    """Time that backward takes for recomputed layers, of a micro-batch.
+
+    Args:
+      compute: time of the products of a forward pass; `attention` is their part in attention.
+      other: time of the collectives of activations.
+      copies: time to copy all layer inputs to host memory and back, as if nothing overlapped.
+    """
+    seconds = {name: share * compute for name, share in RECOMPUTED_FRACTION.items()}
+    seconds |= {"full": compute + other, "attention": compute - attention + other}
+    seconds["offload"] = seconds["full"] + copies
+    total = 0.0
+    for part in parse_remat(remat).ranges(n_layers):
+        share = part.n_layers / n_layers
+        if part.group > 1:  # groups are recomputed, and the layers in them
+            total += share * seconds["full"]
+            seconds["offload"] = seconds["full"] + copies / part.group
+        total += share * seconds[part.policy]
+    return total
 
 
 def _passes_seconds(job: Job, sizes: _Sizes, settings: Settings, scored: int, epochs: int) -> float:
@@ -251,7 +288,8 @@ def _passes_seconds(job: Job, sizes: _Sizes, settings: Settings, scored: int, ep
     attention = 2 * 2 * d.L * d.N * d.H * seq_len / 2
     # of a forward pass
     flops = local * (2 * (sizes.active_params - sizes.head * (not d.tied)) + attention) / tp
-    compute = flops / chip.rate("f32" if wide == 4 else "bf16")
+    rate = chip.rate("f32" if wide == 4 else "bf16")
+    compute = flops / rate
     gather = _collective_seconds(chip, sizes.gathered * wide, sizes.fsdp, sizes.fsdp * e * tp)
     activations = (
         d.L
@@ -264,8 +302,14 @@ def _passes_seconds(job: Job, sizes: _Sizes, settings: Settings, scored: int, ep
         )
     )
     forward = max(compute, gather) + activations
-    recompute = RECOMPUTED_FRACTION[settings.remat] * compute
-    recompute += activations if settings.remat == "full" else 0.0
+    recompute = _recompute_seconds(
+        settings.remat,
+        d.L,
+        compute=compute,
+        attention=local * attention / tp / rate,
+        other=activations,
+        copies=2 * d.L * local * wide * d.D / chip.host_bytes_per_s,
+    )
     # Frozen weights have no gradient: backward computes and sends about half as much.
     passes = 1 if job.cfg.lora.rank else 2
     backward = max(passes * compute + recompute, (sizes.fsdp > 1) * passes * gather) + activations

@@ -141,6 +141,12 @@ def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
             verdict = "fits" if plan.fits else "does not fit"
             result = f"{format_seconds(plan.expected_step_s)}, {format_bytes(peak)}, {verdict}"
         lines.append(f"  {candidate.overrides}\n    ({format_seconds(candidate.step_s)}) {result}")
+    best, plan = found[0]
+    if plan is not None and plan.fits:
+        lines.append(
+            f"cheapest that fits: {best.overrides}\n    its estimated step time is "
+            f"{best.slowdown:.0%} more than that of the fastest settings on devices of any memory"
+        )
     return "\n".join(lines)
 
 

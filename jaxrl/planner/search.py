@@ -37,6 +37,8 @@ class Candidate:
     offload: tuple[str, ...]
     bytes: float  # peak per device, without KV pages
     step_s: float
+    # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
+    slowdown: float = 0.0
 
     @property
     def overrides(self) -> str:
@@ -79,6 +81,7 @@ def search(
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
     job = dataclasses.replace(job, cfg=cfg)
     ranked = sorted(candidates(job), key=lambda c: (round(c.step_s, 6), c.bytes))
+    ranked = [dataclasses.replace(c, slowdown=c.step_s / ranked[0].step_s - 1) for c in ranked]
     fitting = [c for c in ranked if c.bytes < machine.chip.memory_bytes]
     if not fitting:
         least = min(ranked, key=lambda c: c.bytes, default=None)
@@ -113,11 +116,13 @@ def _compiled(job: Job, candidate: Candidate) -> Plan | None:
 def candidates(job: Job) -> Iterator[Candidate]:
     """All meshes that divide the models, token budgets, remat policies and offload options."""
     row = max(job.cfg.learner.row_lens)
-    all_offload = ("optimizer", "reference") if job.keeps_reference else ("optimizer",)
+    offloads: list[tuple[str, ...]] = [(), ("optimizer",)]
+    if job.keeps_reference:
+        offloads.append(("optimizer", "reference"))
     for mesh in meshes(job):
         for rows in BUDGET_ROWS:
             for remat in REMATS:
-                for offload in ((), all_offload):
+                for offload in offloads:
                     tokens = rows * row * mesh["sequence"]
                     yield estimate(job, Settings(mesh, tokens, remat, offload))
 

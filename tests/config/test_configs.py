@@ -23,7 +23,7 @@ from jaxrl.kernels import attention, grouped_matmul, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, make_values
-from jaxrl.models import decoder
+from jaxrl.models import remat
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
@@ -182,7 +182,7 @@ TABLES = {
     "kl": (choices.KLS, kl.KL_ESTIMATORS),
     "correction": (choices.CORRECTIONS, importance.CORRECTIONS),
     "rejection": (choices.REJECTIONS, rejection.REJECTIONS),
-    "remat": (choices.REMATS, decoder.REMAT_POLICIES),
+    "remat": (choices.REMATS, remat.REMAT_POLICIES),
     "rewards": (choices.REWARDS, functions.BUILT_IN),
     "environments": (choices.ENVIRONMENTS, api.BUILT_IN),
     "tool_formats": (choices.TOOL_FORMATS, {"auto", *formats.FORMATS}),

@@ -211,7 +211,6 @@ def test_the_script_and_the_table_agree():
 
 # Rows that say "not yet", or name a feature that is set up in another way here.
 UNSUPPORTED = (
-    r"actor_rollout_ref\.model\.enable_activation_offload",
     r"actor_rollout_ref\.rollout\.multi_turn\..*",
     r"async_training\..*",
 )

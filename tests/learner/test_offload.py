@@ -115,5 +115,7 @@ def test_devices_without_host_memory_are_an_error(monkeypatch):
             return [Memory()]
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    with pytest.raises(ValueError, match=r"abacus has device; set config.learner.offload=\(\)"):
-        check_host_memory()
+    with pytest.raises(
+        ValueError, match=r"config.learner.remat='offload' needs .* abacus has device"
+    ):
+        check_host_memory("config.learner.remat='offload'")

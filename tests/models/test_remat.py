@@ -4,6 +4,8 @@ Tests of `run_layers` in jaxrl/models/decoder.py, and of jaxrl/models/layers/mlp
 """
 
 import collections
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -24,8 +26,8 @@ CFG = DecoderConfig("llama", L=2, D=64, N=4, K=2, H=16, F=128, V=96, tied=True)
 T = 64
 
 
-def new_model() -> Decoder:
-    return init_params(jax.random.key(0), decoder_specs(CFG), TRAIN, jnp.float32)
+def new_model(cfg: DecoderConfig = CFG) -> Decoder:
+    return init_params(jax.random.key(0), decoder_specs(cfg), TRAIN, jnp.float32)
 
 
 def loss(model: Decoder, remat: str = "full") -> jax.Array:
@@ -55,11 +57,12 @@ def test_a_policy_recomputes_only_what_it_does_not_keep(one_device):
     model = new_model()
     products = {
         remat: operations(jax.grad(lambda model: loss(model, remat=remat)), model)["dot_general"]  # noqa: B023
-        for remat in ("none", "dots", "mlp", "full")
+        for remat in ("none", "dots", "mlp", "attention", "full", "full?first=1")
     }
-    # per layer: "mlp" computes q, k, v and o again; "full" also gate, up, and two products of
-    # attention. The product with the last matrix, down, is never needed again.
-    extra = {"none": 0, "dots": 0, "mlp": CFG.L * 4, "full": CFG.L * (4 + 2 + 2)}
+    # per layer: "mlp" computes q, k, v and o again; "attention" also gate and up; "full" also two
+    # products of attention. The product with the last matrix, down, is never needed again.
+    extra = {"none": 0, "dots": 0, "mlp": CFG.L * 4, "attention": CFG.L * (4 + 2)}
+    extra |= {"full": CFG.L * (4 + 2 + 2), "full?first=1": 4 + 2 + 2}
     assert {remat: n - products["none"] for remat, n in products.items()} == extra
 
 
@@ -87,3 +90,35 @@ def test_barriers_change_no_bit_of_a_gradient(one_device, monkeypatch):
     monkeypatch.setattr(mlp, "share_backward", lambda gate, up: (gate, up))
     free = jax.jit(jax.grad(lambda model: loss(model)))(model)
     jax.tree.map(np.testing.assert_array_equal, ordered, free)
+
+
+STACKED = dataclasses.replace(CFG, stacked=True)
+SPECS = ("full", "offload", "attention", "mlp", "dots", "full?first=1", "attention?group=2")
+
+
+def gradient(cfg: DecoderConfig, remat: str) -> Decoder:
+    return jax.jit(jax.grad(functools.partial(loss, remat=remat)))(new_model(cfg))
+
+
+def assert_same_bits(a: Decoder, b: Decoder) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.thorough
+@pytest.mark.bitwise
+def test_layer_inputs_in_host_memory_give_the_same_bits(one_device):
+    assert_same_bits(gradient(STACKED, "offload?group=2"), gradient(STACKED, "none"))
+
+
+def test_offloaded_layer_inputs_are_copied_to_host_memory_and_back(one_device):
+    moved = jax.make_jaxpr(jax.grad(functools.partial(loss, remat="offload")))(new_model(STACKED))
+    assert str(moved).count("device_put") >= 2 and "Host" in str(moved)
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise
+@pytest.mark.parametrize("cfg", [CFG, STACKED], ids=["list", "stacked"])
+def test_no_policy_changes_a_bit_of_a_gradient(cfg, one_device):
+    want = gradient(cfg, "none")
+    for remat in SPECS:
+        assert_same_bits(gradient(cfg, remat), want)

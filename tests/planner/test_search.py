@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxrl.config.choices import REMATS
 from jaxrl.planner.estimate import Job, Settings
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -28,11 +29,12 @@ def job(cfg=None, model=TINY, where=None, **changes) -> Job:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(job()))
-    # 2 KV heads: tensor 1 or 2; four token budgets; four remat policies; with or without offload
-    assert [c.mesh for c in found[:: 4 * 4 * 2]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
+    # 2 KV heads: tensor 1 or 2; four token budgets; the remat policies; none, one or both offloaded
+    n = 4 * len(REMATS) * 3
+    assert [c.mesh for c in found[::n]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
-    assert {c.offload for c in found} == {(), ("optimizer", "reference")}
-    assert len(found) == 2 * 4 * 4 * 2
+    assert {c.offload for c in found} == {(), ("optimizer",), ("optimizer", "reference")}
+    assert len(found) == 2 * n
 
 
 def test_estimated_memory_follows_the_remat_policy():
@@ -40,8 +42,24 @@ def test_estimated_memory_follows_the_remat_policy():
         sizes = {"fsdp": 8 // tensor, "tensor": tensor}
         return estimate(job(), Settings(sizes, tokens, remat)).bytes
 
-    assert bytes_of("full") < bytes_of("mlp") < bytes_of("dots") < bytes_of("none")
+    order = ("offload", "full", "attention", "mlp", "dots", "none")
+    found = [bytes_of(remat) for remat in order]
+    assert found == sorted(found)
+    assert len(set(found[1:])) == 5  # of two layers, both inputs are on the device at a time
     assert bytes_of("full", 128) < bytes_of("full", 1024)
+    assert bytes_of("full") < bytes_of("full?first=1") < bytes_of("none")
+
+
+def test_the_estimated_time_follows_what_is_recomputed_and_copied():
+    def seconds(remat: str) -> float:
+        return estimate(job(), Settings({"fsdp": 8}, 1024, remat)).step_s
+
+    order = ("none", "dots", "mlp", "attention", "full", "offload")
+    found = [seconds(remat) for remat in order]
+    assert found == sorted(set(found))
+    assert seconds("none") < seconds("full?first=1") < seconds("full") < seconds("full?group=2")
+    # half as many inputs are copied, and every layer is recomputed twice
+    assert seconds("full?group=2") < seconds("offload?group=2")
 
 
 def test_meshes_depend_on_model_row_length_and_network():
@@ -142,7 +160,8 @@ def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     found = search(job(), finalists=2)
     plans = [plan for _, plan in found if plan is not None]
     assert plans[0].fits and plans[0].expected_step_s <= plans[1].expected_step_s
-    assert "--config.mesh.fsdp=" in search_text(found)
+    text = search_text(found)
+    assert "--config.mesh.fsdp=" in text and "cheapest that fits: --config.mesh" in text
 
 
 def test_too_little_memory_is_reported_with_numbers():

@@ -1,11 +1,40 @@
-"""Rules of token budgets of roles."""
+"""Rules of recomputation, offload and token budgets of roles."""
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.remat import parse_remat, read_remat
 
 
 def memory_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return _budget_errors(run)
+    return [*_remat_errors(run), *_budget_errors(run)]
+
+
+def offload_keys(run: RunConfig) -> str:
+    """The settings that keep arrays in host memory, with their values; "" if there are none."""
+    found = [f"config.learner.offload={run.learner.offload}"] if run.learner.offload else []
+    found += [
+        f"config.{key}={spec!r}" for key, spec in _remats(run).items() if parse_remat(spec).offloads
+    ]
+    return " and ".join(found)
+
+
+def _remats(run: RunConfig) -> dict[str, str]:
+    """The policies that are set, by key."""
+    found = {"learner.remat": run.learner.remat, "critic.remat": run.critic.remat}
+    return {key: spec for key, spec in found.items() if spec or key == "learner.remat"}
+
+
+def _remat_errors(run: RunConfig) -> list[str]:
+    errors = []
+    for key, spec in _remats(run).items():
+        remat, wrong = read_remat(spec)
+        errors += [f"{key}={line}" for line in wrong]
+        if remat.offloads and run.model.layers == "list":
+            errors.append(
+                f"{key}={spec!r} needs stacked layers, but model.layers='list'; set 'auto' or "
+                "'stacked'"
+            )
+    return errors
 
 
 def _budget_errors(run: RunConfig) -> list[str]:

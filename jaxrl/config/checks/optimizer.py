@@ -6,8 +6,8 @@ import re
 from jaxrl.config.choices import OPTIMIZERS, OPTIMIZERS_WITH_MOMENTS
 from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.config.keys.optimizer import OPTIMIZER_OPTIONS, OptimizerOptions
-from jaxrl.config.options import options
-from jaxrl.config.schema import convert, keys, nearest, out_of_range
+from jaxrl.config.options import read_options
+from jaxrl.config.schema import nearest
 
 
 def optimizer_errors(run: RunConfig) -> list[str]:
@@ -24,26 +24,10 @@ def optimizer_errors(run: RunConfig) -> list[str]:
 
 def optimizer_options(spec: str) -> tuple[OptimizerOptions, list[str]]:
     """(options of the built-in optimizer "NAME?OPTION=VALUE&...", one line per invalid option)."""
-    name = spec.partition("?")[0]
-    schema, used, errors = OPTIMIZER_OPTIONS[name], {}, []
-    known = keys(schema)
-    for option, value in options(spec).items():
-        if option not in known:
-            guess = nearest(option, known)
-            hint = f"did you mean {guess!r}? " if guess else ""
-            listed = ", ".join(known) or "none; b1, b2, eps and weight_decay are keys of learner"
-            errors.append(
-                f"learner.optimizer={spec!r} has the unknown option {option!r}; {hint}the options "
-                f"of {name} are {listed}"
-            )
-            continue
-        try:
-            used[option] = convert(value, known[option])
-            wrong = out_of_range(used[option], known[option])
-        except ValueError as wrong_type:
-            wrong = [str(wrong_type)]
-        errors += [f"learner.optimizer={spec!r}: {line}" for line in wrong]
-    return (schema() if errors else schema(**used)), errors
+    schema = OPTIMIZER_OPTIONS[spec.partition("?")[0]]
+    elsewhere = "none; b1, b2, eps and weight_decay are keys of learner"
+    found, errors = read_options(schema, spec, elsewhere)
+    return found, [f"learner.optimizer={line}" for line in errors]
 
 
 def pattern_errors(key: str, patterns: tuple[str, ...]) -> list[str]:

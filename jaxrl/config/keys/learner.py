@@ -9,7 +9,6 @@ from jaxrl.config.choices import (
     MOMENT_DTYPES,
     OFFLOADS,
     PREFERENCE_LOSSES,
-    REMATS,
     SEQUENCE_PARALLELS,
     SHARED_PREFIXES,
 )
@@ -65,9 +64,10 @@ class LearnerConfig:
     )
     remat: str = key(
         "full",
-        "Activations recomputed in backward: full = whole layers, mlp = all but attention and the "
-        "gate and up products, dots = all but attention and matrix products, none",
-        choices=REMATS,
+        "Activations recomputed in backward: full = whole layers, offload = the same with layer "
+        "inputs in host memory, attention = all but the attention kernel, mlp = all but attention "
+        "and the gate and up products, dots = all but attention and matrix products, none. "
+        "full?first=8 = only the first 8 layers; full?group=4 = 4 layers together",
     )
     offload: tuple[str, ...] = key(
         (),
@@ -195,6 +195,7 @@ class CriticConfig:
     lr: float = key(1e-5, "Peak learning rate", ge=0)
     weight_decay: float = key(0.01, "Decoupled weight decay, for matrices only", ge=0)
     epochs: int = key(0, "Passes over the rollouts of a step; 0 = learner.epochs", ge=0)
+    remat: str = key("", "Activations recomputed in backward; '' = learner.remat")
     token_budget: int = key(
         0,
         "Tokens per micro-batch and data-parallel rank of the critic, in scoring and updates; 0 = "

@@ -131,6 +131,7 @@ class RunConfig:
                 lr=critic.lr,
                 weight_decay=critic.weight_decay,
                 epochs=critic.epochs or learner.epochs,
+                remat=critic.remat or learner.remat,
                 token_budget=critic.token_budget or learner.token_budget,
                 router_aux_coef=0.0,
                 ema=0.0,

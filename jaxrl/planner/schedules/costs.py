@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
@@ -144,11 +145,12 @@ class RunCosts:
     def _attention_pair_s(self) -> float:
         """Time of all passes for one query and one key, on all devices together.
 
-        A forward pass has two products of a query and a key, backward five, and full remat repeats
-        the forward pass.
+        A forward pass has two products of a query and a key, backward five, and remat of whole
+        layers repeats the forward pass.
         """
         cfg, d, decode = self.cfg, self.decoder, self.plan["programs"]["decode"]
-        update = 2 + 5 + 2 * (cfg.learner.remat == "full")
+        whole = parse_remat(cfg.learner.remat).policy in ("full", "offload")
+        update = 2 + 5 + 2 * whole
         scored = 2 * (needs_old_logp(cfg) + needs_ref_logp(cfg))
         flops = 2 * (scored + update * cfg.learner.epochs) * d.L * d.N * d.H
         return flops * decode["seconds"]["flops"] / decode["flops"] / self.n_devices

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.io.tracking.loggers import check_loggers
@@ -129,8 +130,8 @@ def start_devices(
     """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
     check_all_joined()
     check_devices(cfg, jax.device_count())
-    if cfg.learner.offload:
-        check_host_memory()
+    if keys := offload_keys(cfg):
+        check_host_memory(keys)
     backend = jax.default_backend()
     if backend == "cpu":
         keep_freed_memory()

@@ -1,0 +1,77 @@
+"""Which activations the backward pass recomputes: learner.remat, as in "full?first=8"."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxrl.config.choices import REMATS
+from jaxrl.config.options import read_options
+from jaxrl.config.schema import key, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class RematOptions:
+    first: int = key(
+        0, "Only this many layers at the start are recomputed; the others keep everything", ge=0
+    )
+    group: int = key(
+        1, "Layers that are recomputed together: only the input of each group is kept", ge=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRange:
+    """Layers `start` to `stop` (exclusive) with one policy, in groups of `group` layers."""
+
+    start: int
+    stop: int
+    policy: str
+    group: int
+
+    @property
+    def n_layers(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """A policy and the layers that it holds for."""
+
+    policy: str  # one of REMATS
+    options: RematOptions = RematOptions()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the backward pass reads layer inputs from host memory."""
+        return self.policy == "offload"
+
+    def ranges(self, n_layers: int) -> Iterator[LayerRange]:
+        """All layers in order; a last group may be smaller."""
+        stop, group = min(self.options.first or n_layers, n_layers), self.options.group
+        whole = stop - stop % group
+        if whole:
+            yield LayerRange(0, whole, self.policy, group)
+        if stop > whole:
+            yield LayerRange(whole, stop, self.policy, stop - whole)
+        if n_layers > stop:
+            yield LayerRange(stop, n_layers, "none", 1)
+
+
+def parse_remat(spec: str) -> Remat:
+    """The Remat of "POLICY?first=N&group=N". Raises ValueError for an unknown name or option."""
+    remat, errors = read_remat(spec)
+    if errors:
+        raise ValueError("; ".join(errors))
+    return remat
+
+
+def read_remat(spec: str) -> tuple[Remat, list[str]]:
+    """(Remat, one line per unknown or invalid name or option)."""
+    name = spec.partition("?")[0]
+    found, errors = read_options(RematOptions, spec)
+    if name not in REMATS:
+        guess = nearest(name, REMATS)
+        hint = f"did you mean {guess!r}? " if guess else ""
+        errors = [f"{spec!r} is not known; {hint}set one of {', '.join(REMATS)}"]
+    elif name == "none" and found.first and found.group == 1:
+        errors.append(f"{spec!r}: none recomputes no layer; leave out first")
+    return Remat(name, found), errors
