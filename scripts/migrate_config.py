@@ -347,6 +347,10 @@ def sampling(found: Migration) -> None:
     found.config["eval.sampling.temperature"] = temperature if samples else 0.0
 
 
+CRITIC_OFFLOAD = (("critic.fsdp_config.param_offload", "critic"),)
+REWARD_MODEL_OFFLOAD = (("reward_model.model.fsdp_config.param_offload", "reward_model"),)
+
+
 def optimizer(found: Migration) -> None:
     betas = found.get(ACTOR + "optim.betas")
     if betas:
@@ -375,6 +379,8 @@ def optimizer(found: Migration) -> None:
         ("critic.fsdp_config.optimizer_offload", "optimizer"),
         (REF + "fsdp_config.param_offload", "reference"),
         (REF + "megatron.param_offload", "reference"),
+        *(CRITIC_OFFLOAD if found.get("algorithm.adv_estimator") == "gae" else ()),
+        *(REWARD_MODEL_OFFLOAD if found.get("reward_model.enable") else ()),
     ):
         if found.get(name) and ours not in offload:
             offload.append(ours)

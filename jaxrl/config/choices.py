@@ -75,7 +75,7 @@ REJECTIONS = (
     "seq_max_k3",
 )
 OLD_LOGPS = ("auto", "rollout", "recompute")
-OFFLOADS = ("optimizer", "reference")
+OFFLOADS = ("optimizer", "reference", "critic", "reward_model")
 REMATS = ("full", "offload", "attention", "mlp", "dots", "none")
 SHARED_PREFIXES = ("auto", "on", "off")
 SEQUENCE_PARALLELS = ("ulysses", "ring")

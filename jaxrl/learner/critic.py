@@ -1,7 +1,8 @@
 """Per-token values of PPO's critic (separate or shared) and scores of a reward model."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.lora import split, with_adapters, with_base
 from jaxrl.types import TrainState, Tree
-from sharding import target_platform
+from sharding import target_platform, to_device, to_host
 
 
 class ValueScorer:
@@ -62,6 +63,20 @@ class Critic:
     optimizer: Optimizer
     update: Update
     state: TrainState  # the only reference, since an update donates it; abstract until `load`
+    offload: bool  # whether the weights are in host memory between uses
+
+    @property
+    def params(self) -> Tree:
+        """The weights in device memory."""
+        return to_device(self.state.params)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Has the weights in device memory for updates, on the critic's mesh."""
+        with self.scorer.layout.on_mesh():
+            self.state = dataclasses.replace(self.state, params=self.params)
+            yield
+            self._rest()
 
     def load(self, *, offload: bool) -> None:
         """Loads the model from the folder into the state before the first update."""
@@ -71,6 +86,7 @@ class Critic:
                 self.folder, layout.rules, self.decoder, layout.dtype, seed=seed
             )
             self.state = init_state(params, self.optimizer, offload=offload)
+            self._rest()
 
     def restore(self, saved: TrainState) -> None:
         """Takes a saved state over; frozen parameters are read from the model's folder again."""
@@ -80,6 +96,12 @@ class Critic:
             with layout.on_mesh():
                 base = load_params(self.folder, layout.rules, self.decoder, layout.dtype)
             self.state = dataclasses.replace(saved, params=with_base(saved.params, base))
+        self._rest()
+
+    def _rest(self) -> None:
+        """Moves the weights to host memory if they are offloaded."""
+        if self.offload:
+            self.state = dataclasses.replace(self.state, params=to_host(self.state.params))
 
 
 def make_critic(
@@ -115,7 +137,8 @@ def make_critic(
             offload="optimizer" in cfg.learner.offload,
         )
     update = make_value_update(critic_run, optimizer, layout.rules)
-    return Critic(folder, decoder, ValueScorer(critic_run, layout), optimizer, update, state)
+    scorer, offload = ValueScorer(critic_run, layout), "critic" in cfg.learner.offload
+    return Critic(folder, decoder, scorer, optimizer, update, state, offload)
 
 
 def policy_steps(cfg: RunConfig, total_steps: int) -> int:

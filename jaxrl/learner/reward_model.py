@@ -23,6 +23,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import find_tensors, load_params, model_config
 from jaxrl.models.files.tensor_shapes import SCORE
 from jaxrl.types import Reward, Rollout, TrainingSample
+from sharding import to_device, to_host
 
 PART = "reward_model"  # key of the score in Reward.parts
 
@@ -53,7 +54,8 @@ class RewardModel:
         sequences = [self._sequence(r) for r in rollouts]
         valid = [s for s in sequences if isinstance(s, TrainingSample)]
         with jax.set_mesh(self._mesh):
-            scores = iter(last_scores(self.scorer, self.params, valid, on_batch).tolist())
+            params = to_device(self.params)
+            scores = iter(last_scores(self.scorer, params, valid, on_batch).tolist())
         found = []
         for reward, sequence in zip(rewards, sequences, strict=True):
             if isinstance(sequence, TrainingSample):
@@ -109,6 +111,8 @@ def open_reward_model(cfg: RunConfig, folder: Path, dtype: jnp.dtype) -> RewardM
     )
     with scorer.layout.on_mesh():
         params = load_params(folder, scorer.layout.rules, decoder, dtype)
+        if "reward_model" in cfg.learner.offload:
+            params = to_host(params)
     return RewardModel(scorer, params, renderer, stop_ids(folder, tokenizer))
 
 

@@ -79,6 +79,16 @@ class Job:
         return not self.workload and bool(self.cfg.reward_model.path)
 
     @property
+    def idle_roles(self) -> tuple[str, ...]:
+        """Roles whose weights learner.offload can keep in host memory between uses."""
+        there = {
+            "reference": self.keeps_reference,
+            "critic": self.has_critic,
+            "reward_model": self.has_reward_model,
+        }
+        return tuple(role for role in there if there[role])
+
+    @property
     def models(self) -> tuple[DecoderConfig, ...]:
         """The shapes of all models of the run."""
         return self.decoder, *self.role_decoders.values()
@@ -108,21 +118,23 @@ def memory_bytes(job: Job, settings: Settings) -> float:
     cfg, offload = job.cfg, settings.offload
     policy = _sizes(job, "policy", settings)
     state, optimizer = policy.held_bytes, policy.optimizer_bytes
-    trained, work = policy.trained, _update_bytes(policy, settings)
+    work = 4 * policy.trained + _update_bytes(policy, settings)  # with gradients
     if job.keeps_reference and ("reference" not in offload or full_kl_in_loss(cfg)):
         state += _sizes(job, "teacher", settings).held_bytes
-    if job.has_reward_model:
+    if job.has_reward_model and "reward_model" not in offload:
         state += _sizes(job, "reward_model", settings).held_bytes
     if job.has_critic:
         critic = _sizes(job, "critic", settings)
-        state += critic.held_bytes
         optimizer += critic.optimizer_bytes
-        trained = max(trained, critic.trained)
-        work = max(work, _update_bytes(critic, settings))
+        update = 4 * critic.trained + _update_bytes(critic, settings)
+        if "critic" in offload:
+            update += critic.held_bytes
+        else:
+            state += critic.held_bytes
+        work = max(work, update)
     copies = policy.fsdp > 1 and cfg.rollout.layout == "replicas"
     if not job.workload and (copies or cfg.lora.merge):
         work = max(work, policy.rollout_copy * policy.item_bytes)
-    state += 4 * trained  # gradients
     return state + (max(work, optimizer) if "optimizer" in offload else optimizer + work)
 
 
@@ -149,8 +161,11 @@ def step_seconds(job: Job, settings: Settings) -> float:
         seconds += _rollout_seconds(job, policy)
     if "optimizer" in settings.offload:
         seconds += 2 * policy.optimizer_bytes * cfg.updates_per_step / host_rate
-    if "reference" in settings.offload:
-        seconds += _sizes(job, "teacher", settings).held_bytes / host_rate
+    # The critic is read for values, and read and written for updates.
+    moved = {"reference": ("teacher", 1), "reward_model": ("reward_model", 1)}
+    moved |= {"critic": ("critic", 3)}
+    for role, times in (moved[name] for name in settings.offload if name in moved):
+        seconds += times * _sizes(job, role, settings).held_bytes / host_rate
     return seconds
 
 

@@ -12,7 +12,14 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs, uses_ref
+from jaxrl.planner.programs import (
+    IDLE_STATE,
+    Lengths,
+    OfflineWorkload,
+    RunPrograms,
+    run_programs,
+    uses_weights,
+)
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
@@ -247,9 +254,7 @@ def _plan_phase(
     ideal = {name: calls[name] * roofline(programs[name], chip)[0] for name in names}
     slowest = max(names, key=ideal.__getitem__)
     peak = max(memory.live_bytes[name] for name in names)
-    loaded = 0.0
-    if "reference" in run.cfg.learner.offload and any(uses_ref(run.cfg, name) for name in names):
-        loaded = run.resident["ref"] / chip.host_bytes_per_s  # loaded for the phase
+    loaded = _moved_bytes(run, names) / chip.host_bytes_per_s
     total = loaded + sum(ideal.values())
     return Phase(
         live_bytes=peak,
@@ -259,6 +264,16 @@ def _plan_phase(
         bound=roofline(programs[slowest], chip)[1],
         tokens_per_s=_n_tokens(run, lengths, phase) / total,
     )
+
+
+def _moved_bytes(run: RunPrograms, names: list[str]) -> int:
+    """Offloaded weights that the programs of a phase read from host memory, or write to it."""
+    moved = 0
+    for role in run.cfg.learner.offload:
+        used = [name for name in names if uses_weights(run.cfg, name, role)]
+        n_bytes = sum(run.resident.get(name, 0) for name in IDLE_STATE.get(role, ()))
+        moved += n_bytes * (bool(used) + ("critic_apply" in used))
+    return moved
 
 
 def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:

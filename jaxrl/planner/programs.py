@@ -34,6 +34,12 @@ from jaxrl.types import Batch, TrainState, Tree
 from sharding import Rules, bytes_per_device, host_bytes_per_device, target_platform
 
 CRITIC_PROGRAMS = ("values", "critic_accumulate", "critic_apply")
+# Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
+IDLE_STATE = {
+    "reference": ("ref",),
+    "critic": ("critic", "critic_base"),
+    "reward_model": ("reward_model",),
+}
 Lower = Callable[[], jax.stages.Lowered]
 
 
@@ -163,26 +169,29 @@ def run_programs(
     )
     if workload is None:
         programs = _with_engine(programs, state.params, mesh, dtype, memory_bytes)
-    if "reference" in cfg.learner.offload:
+    for role in cfg.learner.offload:
+        idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
         for name, counted in table.counted_state.items():
-            if not uses_ref(cfg, name):
-                table.counted_state[name] = (*counted, "ref")
+            if not uses_weights(cfg, name, role):
+                table.counted_state[name] = (*counted, *idle)
     return programs
 
 
 def _host_state(cfg: RunConfig, resident: dict[str, int], state: TrainState) -> dict[str, int]:
     """Bytes per device of the state that is in host memory between its uses."""
     found = {"opt_state": host_bytes_per_device(state.opt_state)}
-    if "reference" in cfg.learner.offload:
-        found["ref"] = resident.get("ref", 0)
+    for role in cfg.learner.offload:
+        found |= {name: resident.get(name, 0) for name in IDLE_STATE.get(role, ())}
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
-def uses_ref(cfg: RunConfig, program: str) -> bool:
-    """Whether a program needs the reference model on the devices."""
-    if program in ("count", "accumulate", "apply"):
+def uses_weights(cfg: RunConfig, program: str, role: str) -> bool:
+    """Whether a program needs the weights of an offloaded role on the devices."""
+    if role == "critic":
+        return program in CRITIC_PROGRAMS
+    if role == "reference" and program in ("count", "accumulate", "apply"):
         return full_kl_in_loss(cfg)
-    return program == "reference"
+    return program == role
 
 
 def shares_base(cfg: RunConfig) -> bool:

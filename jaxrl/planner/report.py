@@ -49,7 +49,11 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     )
     head += f"; {plan.note}" if plan.note else ""
     verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
-    state = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.resident.items())
+    state = ", ".join(
+        f"{name} {format_bytes(n)}"
+        for name, n in plan.resident.items()
+        if name not in plan.host_resident
+    )
     on_host = ""
     if plan.host_resident:
         shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.host_resident.items())
@@ -82,10 +86,10 @@ ROLES = {  # state of a run -> what it is, and how to make it smaller
     "base": ("frozen base model", "model.dtype, mesh.fsdp, mesh.tensor"),
     "opt_state": ("optimizer state", "learner.offload=optimizer, mesh.fsdp"),
     "ref": ("reference model", "learner.offload=reference, mesh.fsdp"),
-    "critic": ("critic weights", "mesh.fsdp, a smaller critic.path"),
+    "critic": ("critic weights", "learner.offload=critic, mesh.fsdp, a smaller critic.path"),
     "critic_base": ("frozen base model of the critic", "mesh.fsdp, a smaller critic.path"),
     "critic_opt_state": ("critic optimizer state", "learner.offload=optimizer, mesh.fsdp"),
-    "reward_model": ("reward model", "mesh.fsdp, a smaller reward_model.path"),
+    "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
 }
 KV_LOWER = "rollout.release_kv, rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
 PHASE_LOWER = {

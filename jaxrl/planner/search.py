@@ -117,8 +117,8 @@ def candidates(job: Job) -> Iterator[Candidate]:
     """All meshes that divide the models, token budgets, remat policies and offload options."""
     row = max(job.cfg.learner.row_lens)
     offloads: list[tuple[str, ...]] = [(), ("optimizer",)]
-    if job.keeps_reference:
-        offloads.append(("optimizer", "reference"))
+    if job.idle_roles:
+        offloads.append(("optimizer", *job.idle_roles))
     for mesh in meshes(job):
         for rows in BUDGET_ROWS:
             for remat in REMATS:

@@ -107,7 +107,7 @@ def export(core: Core) -> None:
         core.progress.status(f"averaged weights in {core.folder / 'hf_ema'}")
     if critic is not None:
         with critic.scorer.layout.on_mesh():
-            save_classifier(core, core.folder / "hf_critic", critic.state.params, critic.folder)
+            save_classifier(core, core.folder / "hf_critic", critic.params, critic.folder)
     elif core.value_scorer is not None and has_logits:
         values = with_heads(params, ("score",))
         save_classifier(core, core.folder / "hf_critic", values, core.model_folder)

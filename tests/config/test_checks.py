@@ -20,6 +20,13 @@ WRONG = [
     (dict(rollout__page_len=100), "page_len=100", "multiple of 64", "set 128"),
     (dict(rollout__max_num_batched_tokens=32), "max_num_batched_tokens=32", "page_len=64"),
     (dict(rollout__n_pages=8), "n_pages=8", "576 tokens", "at least 9"),
+    (
+        dict(learner__offload=("critic",)),
+        "learner.offload=('critic',)",
+        "no separate critic",
+        "leave out 'critic'",
+    ),
+    (dict(learner__offload=("reward_model",)), "no reward_model.path", "leave out 'reward_model'"),
     (dict(schedule__keep_kv=True), "schedule.keep_kv=True has no effect", "mode='partial'"),
     (
         dict(schedule__mode="partial", schedule__oversample=2.0, schedule__max_staleness=0),

@@ -194,3 +194,20 @@ def test_a_critic_has_a_separate_mesh():
             make_critic(
                 dataclasses.replace(cfg, critic=wide), Path(), MODEL, np.dtype(np.float32), 10
             )
+
+
+def test_an_offloaded_critic_is_on_the_devices_during_its_updates_only():
+    def kinds(params) -> set[str]:
+        return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(params)}
+
+    cfg = gae_config()
+    cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, offload=("critic",)))
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        critic = make_critic(cfg, Path(), MODEL, np.dtype(np.float32), 10)
+        critic.restore(init_state(params_of(CRITIC, TRAIN), critic.optimizer))
+        before = jax.device_get(critic.state.params)
+        assert kinds(critic.state.params) == {"pinned_host"} and kinds(critic.params) == {"device"}
+        with critic.training():
+            assert kinds(critic.state.params) == {"device"}
+        assert kinds(critic.state.params) == {"pinned_host"}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(critic.params), before)

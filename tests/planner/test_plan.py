@@ -244,6 +244,22 @@ def test_offloaded_state_takes_no_device_memory_while_unused(plan):
     }  # fmt: skip
 
 
+def test_offloaded_roles_take_no_device_memory_in_other_phases(plan):
+    """`counted_state` has what a program needs no extra device memory for."""
+    cfg = run(
+        learner__offload=("critic", "reward_model"),
+        algorithm__advantage="gae",
+        critic__path="critic",
+        reward_model__path="scorer",
+    )
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, plan.chip.memory_bytes)
+    on_host = ("critic", "reward_model")
+    assert parts.host_resident == {name: parts.resident[name] for name in on_host}
+    for counted in parts.table.counted_state.values():
+        assert {"critic", "reward_model"} <= set(counted)  # arguments, or in host memory
+
+
 def test_the_rollout_has_a_gathered_copy_of_the_weights(plan):
     """fsdp 4 x tensor 2: a replica's copy of the matrices is sharded over tensor only.
 

@@ -131,6 +131,23 @@ def test_estimated_state_of_a_critic_is_counted_by_hand():
     assert critic.bytes - rest.bytes == pytest.approx(3 * 4 * params / 8, rel=0.01)
 
 
+def test_idle_roles_wait_in_host_memory():
+    """Without the reference, nothing is copied; a critic is on the devices for its own update."""
+    cfg = run(algorithm__advantage="gae", critic__path="critic", reward_model__path="scorer")
+    roles = {"critic": TINY, "reward_model": SMALL}
+    planned = job(cfg, role_decoders=roles)
+    assert planned.idle_roles == ("reference", "critic", "reward_model")
+    kept = estimate(planned, MESH)
+    for role in planned.idle_roles:
+        offloaded = estimate(planned, dataclasses.replace(MESH, offload=(role,)))
+        assert offloaded.bytes <= kept.bytes and offloaded.step_s > kept.step_s
+    assert {c.offload for c in candidates(planned)} == {
+        (),
+        ("optimizer",),
+        ("optimizer", *planned.idle_roles),
+    }
+
+
 def test_offline_jobs_have_no_rollout():
     def seconds(workload: OfflineWorkload | None) -> float:
         return estimate(job(run(algorithm__kl_coef=0.0), workload=workload), MESH).step_s
@@ -141,7 +158,7 @@ def test_offline_jobs_have_no_rollout():
     # 8 or 16 sequences of 128 tokens on 8 ranks of 256 tokens: one micro-batch
     assert seconds(sft) == seconds(pairs) < seconds(dpo) < seconds(None)
     found = list(candidates(job(run(algorithm__kl_coef=0.0), workload=dpo)))
-    assert {c.offload for c in found} == {(), ("optimizer", "reference")}
+    assert {c.offload for c in found} == {(), ("optimizer",), ("optimizer", "reference")}
 
 
 @pytest.mark.thorough

@@ -238,13 +238,15 @@ def test_scores_are_of_the_last_token_in_its_own_chat_template_on_any_mesh(
     texts, found = ["3", "it is three, I think", ""], {}
     for tensor in (0, 2):
         tiny_config.reward_model.mesh.tensor = tensor
+        tiny_config.learner.offload = ("reward_model",) if tensor else ()
         with jax.set_mesh(make_mesh(fsdp=2)):
             model = open_reward_model(resolve(tiny_config), tiny_scorer, jnp.dtype("float32"))
             found[tensor] = model.add_scores(
                 [rollout(text) for text in texts], [Reward(1.0)] * len(texts)
             )
-        mesh = jax.tree.leaves(model.params)[0].sharding.mesh
-        assert mesh.shape["tensor"] == max(tensor, 1)
+        sharding = jax.tree.leaves(model.params)[0].sharding
+        assert sharding.mesh.shape["tensor"] == max(tensor, 1)
+        assert sharding.memory_kind == ("pinned_host" if tensor else "device")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_scorer)
     with jax.set_mesh(make_mesh(fsdp=1)):
         _, alone = load_model(tiny_scorer, rules=TRAIN, heads=("score",))

@@ -6,7 +6,7 @@ from jaxrl.config.remat import parse_remat, read_remat
 
 def memory_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_remat_errors(run), *_budget_errors(run)]
+    return [*_remat_errors(run), *_offload_errors(run), *_budget_errors(run)]
 
 
 def offload_keys(run: RunConfig) -> str:
@@ -35,6 +35,20 @@ def _remat_errors(run: RunConfig) -> list[str]:
                 "'stacked'"
             )
     return errors
+
+
+def _offload_errors(run: RunConfig) -> list[str]:
+    """Weights of a role can be in host memory only if the run has the role."""
+    separate = run.has_critic and not run.critic.shared
+    absent = {
+        "critic": "" if separate else "has no separate critic",
+        "reward_model": "" if run.reward_model.path else "has no reward_model.path",
+    }
+    return [
+        f"learner.offload={run.learner.offload}, but the run {absent[role]}; leave out {role!r}"
+        for role in run.learner.offload
+        if absent.get(role)
+    ]
 
 
 def _budget_errors(run: RunConfig) -> list[str]:

@@ -71,8 +71,9 @@ class LearnerConfig:
     )
     offload: tuple[str, ...] = key(
         (),
-        "State kept in host memory between uses: optimizer (moments and master weights), reference "
-        "(the frozen model). Frees device memory at the cost of transfers in every use",
+        "State kept in host memory between uses: optimizer (moments and master weights), and the "
+        "weights of reference, critic (a separate one) and reward_model. Frees device memory at "
+        "the cost of transfers in every use",
         choices=OFFLOADS,
     )
     logprob_chunk: int = key(

@@ -98,9 +98,9 @@ def add_values(
     core: Core, scorer: ValueScorer, samples: Sequence[TrainingSample]
 ) -> list[TrainingSample]:
     """Fills `values` with the critic's value of every response token."""
-    params = core.state.params if core.critic is None else core.critic.state.params
     packed = pack_samples(samples, scorer.cfg, scorer.n_ranks)
     with core.timed("values"), core.no_compile("scoring"):
+        params = core.state.params if core.critic is None else core.critic.params
         values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 

@@ -73,7 +73,7 @@ def update_critic(
         core.timed("update_critic"),
         core.no_compile("critic"),
         core.progress.phase("critic", total=sum(map(len, work))) as bar,
-        critic.scorer.layout.on_mesh(),
+        critic.training(),
     ):
         for packed in work:
             critic.state, one = critic.update.update(

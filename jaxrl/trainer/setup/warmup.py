@@ -19,7 +19,7 @@ def warm_up(run: Run) -> None:
     end_rollouts(run)
     if run.reward_model is not None:
         model = run.reward_model
-        warm_up_values(core, model.scorer, model.params, "the reward model")
+        warm_up_values(core, model.scorer, to_device(model.params), "the reward model")
     warm_up_learner(core, policy=needs_old_logp(core.cfg), reference=needs_ref_logp(core.cfg))
 
 
@@ -40,7 +40,7 @@ def warm_up_critic(core: Core, critic: Critic) -> None:
             core.progress.waiting(
                 f"compiling the critic's update for [{n_rows}, {row_len}] tokens"
             ),
-            scorer.layout.on_mesh(),
+            critic.training(),
         ):
             critic.state, _ = critic.update.update(critic.state, [empty_batch(n_rows, row_len)])
 
@@ -48,7 +48,7 @@ def warm_up_critic(core: Core, critic: Critic) -> None:
 def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
     """Compiles the update, the value programs, and the requested logprob programs."""
     if core.value_scorer is not None:
-        params = core.state.params if core.critic is None else core.critic.state.params
+        params = core.state.params if core.critic is None else core.critic.params
         warm_up_values(core, core.value_scorer, params, "values")
     if core.critic is not None:
         warm_up_critic(core, core.critic)
