@@ -215,7 +215,7 @@ class Advantage:
     """One row of `ADVANTAGES`: an estimator, what it reads and what it requires."""
 
     function: Callable[..., Any]
-    inputs: tuple[str, ...]  # names of `estimator_inputs` (trainer/phases/advantage.py), in order
+    inputs: tuple[str, ...]  # fields of EstimatorInputs (trainer/phases/advantage.py), in order
     hyper_parameters: tuple[str, ...] = ()  # keys of config.algorithm
     level: Literal["response", "token"] = "response"  # result [P, n], or [N, T]
     needs_group: bool = False  # compares the samples of a prompt: rollout.n >= 2

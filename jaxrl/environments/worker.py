@@ -33,6 +33,8 @@ from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.plugins import load_plugin
 from jaxrl.workers.process import connect, error_text, time_limit
 
+RunProgram = Callable[[WorkerChannel], NoReturn]
+
 
 def main(fd: int) -> None:
     """Loads the environment, reports {"tools"} or {"error"}, then starts and ends episodes.
@@ -44,50 +46,59 @@ def main(fd: int) -> None:
     running: set[int] = set()
     try:
         key, spec, limits = channel.receive()
-        run: Callable[[WorkerChannel], NoReturn]
-        tools: list[dict[str, Any]] = []
         try:
-            if key == AGENT_KEY:
-                agent = AgentProgram(load_plugin(spec, built_in={}, key=key), spec)
-                run = functools.partial(run_agent, agent=agent)
-            else:
-                factory = load_plugin(spec, built_in=BUILT_IN, key=key)
-                tools = check_factory(factory, spec)
-                run = functools.partial(run_episode, factory=factory, limits=limits)
+            run, tools = load_program(key, spec, limits)
         except BaseException as error:
             channel.send({"error": str(error) or type(error).__name__})
             return
         sys.stdout.flush()  # otherwise every episode would print the buffered output
         channel.send({"tools": tools})
         while True:
-            verb, *arguments = channel.receive()
-            if verb == "end":
-                if arguments[0] in running:  # else a fork server before this one started it
-                    running.remove(arguments[0])
-                    kill(arguments[0])
-                continue
-            episode = WorkerChannel(channel.receive_socket())
-            try:
-                pid = os.fork()
-            except OSError as error:
-                episode.close()
-                channel.send({"error": f"an episode's process cannot be started: {error}"})
-                continue
-            if pid == 0:
-                channel.close()
-                run(episode)
-            episode.close()
-            running.add(pid)
-            # The process leads a group before anybody knows it: killing the fork server's group
-            # must not end it.
-            with contextlib.suppress(OSError):  # it has ended, or has done so itself
-                os.setpgid(pid, pid)
-            channel.send({"pid": pid})
+            serve_request(channel, run, running)
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
     finally:
         for pid in running:
             kill(pid)
+
+
+def load_program(
+    key: str, spec: str, limits: StepLimits
+) -> tuple[RunProgram, list[dict[str, Any]]]:
+    """(what an episode's process runs, the tools that the environment offers)."""
+    if key == AGENT_KEY:
+        agent = AgentProgram(load_plugin(spec, built_in={}, key=key), spec)
+        return functools.partial(run_agent, agent=agent), []
+    factory = load_plugin(spec, built_in=BUILT_IN, key=key)
+    tools = check_factory(factory, spec)
+    return functools.partial(run_episode, factory=factory, limits=limits), tools
+
+
+def serve_request(channel: WorkerChannel, run: RunProgram, running: set[int]) -> None:
+    """Starts or ends an episode, as the parent's next message says."""
+    verb, *arguments = channel.receive()
+    if verb == "end":
+        if arguments[0] in running:  # else a fork server before this one started it
+            running.remove(arguments[0])
+            kill(arguments[0])
+        return
+    episode = WorkerChannel(channel.receive_socket())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        episode.close()
+        channel.send({"error": f"an episode's process cannot be started: {error}"})
+        return
+    if pid == 0:
+        channel.close()
+        run(episode)
+    episode.close()
+    running.add(pid)
+    # The process leads a group before anybody knows it: killing the fork server's group must not
+    # end it.
+    with contextlib.suppress(OSError):  # it has ended, or has done so itself
+        os.setpgid(pid, pid)
+    channel.send({"pid": pid})
 
 
 def check_factory(factory: EnvironmentFactory, name: str) -> list[dict[str, Any]]:

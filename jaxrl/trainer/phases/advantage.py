@@ -1,7 +1,7 @@
 """Advantages of a step's samples, from rewards, KL penalties, lengths, baselines and values."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,8 +37,8 @@ def add_advantages(
     """
     row = lookup(ADVANTAGES, cfg.advantage, "algorithm.advantage")
     places = places_in_groups(samples)
-    inputs = estimator_inputs(samples, rewards, places, penalties, baselines)
-    result = apply(row, {name: inputs[name]() for name in row.inputs}, cfg)
+    inputs = EstimatorInputs(samples, rewards, places, penalties, baselines)
+    result = apply(row, {name: getattr(inputs, name) for name in row.inputs}, cfg)
 
     def fields(result: np.ndarray) -> list[np.ndarray]:
         rows = result if row.level == "token" else result[places][:, None]
@@ -50,7 +50,7 @@ def add_advantages(
             for s, a in zip(samples, fields(result), strict=True)
         ]
     advantages, returns = result
-    advantages = whiten(advantages, inputs["mask"]())
+    advantages = whiten(advantages, inputs.mask)
     return [
         dataclasses.replace(s, advantages=a, returns=g)
         for s, a, g in zip(samples, fields(advantages), fields(returns), strict=True)
@@ -65,70 +65,100 @@ def places_in_groups(samples: Sequence[TrainingSample]) -> tuple[np.ndarray, np.
     return group, episode - episode[first][group]
 
 
-def estimator_inputs(
-    samples: Sequence[TrainingSample],
-    rewards: np.ndarray,
-    places: tuple[np.ndarray, np.ndarray],
-    penalties: Sequence[np.ndarray] | None,
-    baselines: np.ndarray | None,
-) -> dict[str, Callable[[], np.ndarray]]:
-    """Functions that compute the inputs that a row of `ADVANTAGES` can name.
+@dataclasses.dataclass(frozen=True)
+class EstimatorInputs:
+    """The inputs that a row of `ADVANTAGES` can name, computed when they are read.
 
-    With P prompts, at most n samples per prompt, N samples in total, and T tokens of the loss mask:
-      rewards [P, n]: rewards minus the KL penalties; NaN in a group of fewer than n samples.
-      lengths [P, n]: number of tokens of the loss mask; 0 there.
-      task_rewards, baselines [N]: rewards without KL penalties; greedy rewards.
-      mask, values [N, T].
-      token_kl_rewards [N, T]: minus the KL penalties.
-      token_rewards [N, T]: the same, plus the rewards: `turn_rewards` of the sample at its tokens,
-        and the rest of the response's reward at its last token.
+    With P prompts, at most n samples per prompt, N samples in total, and T tokens of the loss mask.
     """
-    lens = np.array([s.n_loss_tokens for s in samples])
-    mask = (np.arange(max(lens.max(initial=1), 1)) < lens[:, None]).astype(np.float32)
-    if penalties is not None:
-        penalties = [p[s.loss_mask] for p, s in zip(penalties, samples, strict=True)]
 
-    turns = [response_field(s, s.turn_rewards)[s.loss_mask] for s in samples]
-    kl_rewards = np.zeros(mask.shape, np.float64)
-    if penalties is not None:
-        kl_rewards[mask > 0] = -np.concatenate(penalties)
+    samples: Sequence[TrainingSample]
+    sample_rewards: np.ndarray  # float64 [N]
+    places: tuple[np.ndarray, np.ndarray]  # of the samples in [P, n]
+    penalties: Sequence[np.ndarray] | None  # KL penalties of each sample's tokens
+    greedy_rewards: np.ndarray | None  # [N]
 
-    sizes = [int(index.max()) + 1 for index in places]
+    @property
+    def rewards(self) -> np.ndarray:
+        """[P, n]: rewards minus the KL penalties; NaN in a group of fewer than n samples."""
+        result = np.full(self._sizes, np.nan, np.float32)
+        result[self.places] = self.sample_rewards
+        if self.penalties is not None:
+            sums = np.array([float(p.sum()) for p in self._masked(self.penalties)])
+            result = (result - self._of_episodes(sums)).astype(np.float32)
+        return result
 
-    def of_episodes(x: np.ndarray) -> np.ndarray:
+    @property
+    def lengths(self) -> np.ndarray:
+        """[P, n]: number of tokens of the loss mask; 0 in a group of fewer than n samples."""
+        return self._of_episodes(self._lens)
+
+    @property
+    def task_rewards(self) -> np.ndarray:
+        """[N]: rewards without KL penalties."""
+        return self.sample_rewards.astype(np.float32)
+
+    @property
+    def baselines(self) -> np.ndarray:
+        """[N]: greedy rewards."""
+        assert self.greedy_rewards is not None
+        return self.greedy_rewards.astype(np.float32)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[N, T]"""
+        width = max(self._lens.max(initial=1), 1)
+        return (np.arange(width) < self._lens[:, None]).astype(np.float32)
+
+    @property
+    def values(self) -> np.ndarray:
+        """[N, T]"""
+        return self._of_tokens([response_field(s, s.values) for s in self.samples], np.float32)
+
+    @property
+    def token_kl_rewards(self) -> np.ndarray:
+        """[N, T]: minus the KL penalties."""
+        return self._kl_rewards().astype(np.float32)
+
+    @property
+    def token_rewards(self) -> np.ndarray:
+        """[N, T]: the same, plus the rewards.
+
+        `turn_rewards` of the sample are at its tokens, and the rest of the response's reward is at
+        its last token.
+        """
+        turns = self._masked([response_field(s, s.turn_rewards) for s in self.samples])
+        return token_rewards(self._kl_rewards(), self.sample_rewards, turns, self.mask)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [int(index.max()) + 1 for index in self.places]
+
+    @property
+    def _lens(self) -> np.ndarray:
+        return np.array([s.n_loss_tokens for s in self.samples])
+
+    def _kl_rewards(self) -> np.ndarray:
+        if self.penalties is None:
+            return np.zeros(self.mask.shape, np.float64)
+        return self._of_tokens([-p for p in self.penalties], np.float64)
+
+    def _masked(self, fields: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The values at the tokens of the loss mask."""
+        return [x[s.loss_mask] for x, s in zip(fields, self.samples, strict=True)]
+
+    def _of_tokens(self, fields: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        """Values per response token, as [N, T]."""
+        mask = self.mask
+        result = np.zeros(mask.shape, dtype)
+        result[mask > 0] = np.concatenate(self._masked(fields))
+        return result
+
+    def _of_episodes(self, x: np.ndarray) -> np.ndarray:
         """The sum over the samples of each episode, [P, n]."""
-        found = np.zeros(sizes, x.dtype)
-        np.add.at(found, places, x)
+        found = np.zeros(self._sizes, x.dtype)
+        np.add.at(found, self.places, x)
         return found
-
-    def group_rewards() -> np.ndarray:
-        result = np.full(sizes, np.nan, np.float32)
-        result[places] = rewards
-        if penalties is not None:
-            charged = of_episodes(np.array([float(p.sum()) for p in penalties]))
-            result = (result - charged).astype(np.float32)
-        return result
-
-    def greedy_rewards() -> np.ndarray:
-        assert baselines is not None
-        return baselines.astype(np.float32)
-
-    def values() -> np.ndarray:
-        result = np.zeros_like(mask)
-        fields = [response_field(s, s.values)[s.loss_mask] for s in samples]
-        result[mask > 0] = np.concatenate(fields)
-        return result
-
-    return {
-        "rewards": group_rewards,
-        "lengths": lambda: of_episodes(lens),
-        "task_rewards": lambda: rewards.astype(np.float32),
-        "baselines": greedy_rewards,
-        "token_rewards": lambda: token_rewards(kl_rewards, rewards, turns, mask),
-        "token_kl_rewards": lambda: kl_rewards.astype(np.float32),
-        "mask": lambda: mask,
-        "values": values,
-    }
 
 
 def token_rewards(
