@@ -1,12 +1,13 @@
 """Mesh and sharding rules of each role of a run: training, scoring, reference, critic, rollout.
 
-All roles use the same devices; each may have a different mesh over them.
+All roles use the same devices, and each may have a different mesh over them. With
+`schedule.rollout_devices` the rollout has separate devices.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,12 @@ from sharding import (
     REPLICAS,
     Resharding,
     Rules,
+    Transfer,
     bytes_per_device,
     copy_tree,
+    first_devices,
+    make_mesh,
+    make_transfer,
     on_mesh,
     process_mesh_sizes,
     reshape_mesh,
@@ -63,7 +68,8 @@ class Layout:
     """Mesh, sharding rules and dtype with which a role reads the policy's weights."""
 
     rules: Rules
-    resharding: Resharding | None  # from training's mesh; None: the role reads training's arrays
+    # From training's mesh; Transfer: to other devices; None: the role reads training's arrays.
+    resharding: Resharding | Transfer | None
     specs: Tree  # PartitionSpecs of the weights
     dtype: jnp.dtype  # of activations, and of weights that are not int8
     per_process: bool = False  # every process has a separate mesh over its local devices
@@ -82,13 +88,7 @@ class Layout:
             yield params
             return
         with timed or contextlib.nullcontext():
-            prepared = self.prepare(params)
-            shared = [leaf.is_shared for leaf in self._leaves(params, prepared)]
-            copied = prepared
-            if self.resharding is not None:
-                copied = self.resharding.reshard(prepared, self.specs, self.dtype)
-            copied = jax.block_until_ready(copied)
-            del prepared
+            copied, shared = self._load(params)
         with self.on_mesh():
             try:
                 yield copied
@@ -101,6 +101,24 @@ class Layout:
     def copies(self) -> bool:
         """Whether the role reads other arrays than training's."""
         return self.resharding is not None or self.merge
+
+    @property
+    def separate(self) -> bool:
+        """Whether the role has other devices than training."""
+        return isinstance(self.resharding, Transfer)
+
+    def send(self, params: Tree) -> Tree:
+        """The policy's weights on the separate devices of the role, which keeps them."""
+        assert self.separate, "a role on training's devices may share arrays, which updates donate"
+        return self._load(params)[0]
+
+    def _load(self, params: Tree) -> tuple[Tree, list[bool]]:
+        """The weights as the role reads them, and which arrays are those of `params`."""
+        prepared = self.prepare(params)
+        shared = [leaf.is_shared for leaf in self._leaves(params, prepared)]
+        if self.resharding is not None:
+            prepared = self.resharding.reshard(prepared, self.specs, self.dtype)
+        return jax.block_until_ready(prepared), shared
 
     def copy(self, params: Tree) -> Tree:
         """A copy of the current weights for the role, in buffers that no update donates."""
@@ -148,6 +166,20 @@ class Layout:
         shared = bytes_per_device([leaf.array for leaf in leaves if leaf.is_shared])
         copied = [leaf.array for leaf in leaves if leaf.of_training and not leaf.is_shared]
         return shared, bytes_per_device(copied)
+
+    def sent_bytes(self, params: Tree) -> int:
+        """Bytes per device of the (abstract) arrays of training that it reshards before `send`."""
+        assert isinstance(self.resharding, Transfer)
+        shares = self.resharding.source.shares_buffers
+        leaves = self._leaves(params, self._abstract(params, jax.sharding.get_mesh()))
+        pairs = zip(leaves, jax.tree.leaves(self.specs), strict=True)
+        return bytes_per_device(
+            [
+                leaf.array
+                for leaf, spec in pairs
+                if leaf.of_training and not shares(leaf.array, spec, self.dtype)
+            ]
+        )
 
     def lower(self, params: Tree) -> jax.stages.Lowered:
         """The program that reshards the (abstract) weights, for ahead-of-time compilation."""
@@ -216,13 +248,34 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     return Layout(rules, None if resharding.mesh == mesh else resharding, specs, dtype)
 
 
-def rollout_layout(cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype) -> Layout:
+def split_devices(cfg: RunConfig, devices: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(devices of training, separate devices of the rollout: the last ones, or none)."""
+    n = len(devices) - cfg.schedule.rollout_devices
+    return devices[:n], devices[n:]
+
+
+def training_mesh(cfg: RunConfig) -> Mesh:
+    """The mesh of `config.mesh` over the attached devices of training."""
+    sizes = dataclasses.asdict(cfg.mesh)
+    devices, _ = split_devices(cfg, jax.devices())
+    return make_mesh(first_devices(devices, **sizes), **sizes)
+
+
+def rollout_layout(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    devices: Sequence[Any] = (),
+) -> Layout:
     """Layout of the engine from `rollout.layout` and `rollout.engines`.
 
-    Training's mesh is the current one; `dtype` is that of training's weights. Raises ValueError if
-    the sizes do not divide the devices or the model.
+    Training's mesh is the current one; `dtype` is that of training's weights. `devices` are those
+    of the rollout if they are not training's. Raises ValueError if the sizes do not divide the
+    devices or the model.
     """
     mesh = jax.sharding.get_mesh()
+    if devices:
+        return _engine_layout(cfg, decoder, dtype, mesh, devices=devices)
     if mesh.is_multi_process and cfg.rollout.engines != "mesh":
         try:
             return _engine_layout(cfg, decoder, dtype, mesh, per_process=True)
@@ -232,16 +285,25 @@ def rollout_layout(cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype) -> 
                     f"config.rollout.engines='process' is not possible: {error}; set smaller sizes "
                     "in config.mesh, or config.rollout.engines='mesh'"
                 ) from error
-    return _engine_layout(cfg, decoder, dtype, mesh, per_process=False)
+    return _engine_layout(cfg, decoder, dtype, mesh)
 
 
 def _engine_layout(
-    cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh, *, per_process: bool
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    *,
+    per_process: bool = False,
+    devices: Sequence[Any] = (),
 ) -> Layout:
     rollout = cfg.rollout
-    resharding = reshape_mesh(
-        mesh, per_process=per_process, **_engine_mesh_sizes(cfg, mesh, per_process)
-    )
+    if devices:
+        sizes = _replica_sizes(cfg, mesh, len(devices))
+        resharding = make_transfer(mesh, devices, **sizes)
+    else:
+        sizes = _engine_mesh_sizes(cfg, mesh, per_process)
+        resharding = reshape_mesh(mesh, per_process=per_process, **sizes)
     replicas = rollout.layout == "replicas" and resharding.mesh.shape["replica"] > 1
     rules = REPLICAS if replicas else DECODE
     keys = "config.rollout.tensor and .expert to sizes"
@@ -273,7 +335,14 @@ def _engine_mesh_sizes(cfg: RunConfig, mesh: Mesh, per_process: bool) -> dict[st
         if split_axes:
             raise ValueError(f"the devices of a process do not hold all of the axes {split_axes}")
         return sizes
-    n = math.prod(sizes.values())
+    return {"replica": -1} | _replica_sizes(cfg, mesh, math.prod(sizes.values()))
+
+
+def _replica_sizes(cfg: RunConfig, mesh: Mesh, n: int) -> dict[str, int]:
+    """Axis sizes of one replica of the engine on `n` devices.
+
+    Raises ValueError if the devices cannot be divided into replicas.
+    """
     tensor = cfg.rollout.tensor or mesh.shape["tensor"]
     expert = cfg.rollout.expert or mesh.shape["expert"]
     if n % (tensor * expert):
@@ -282,4 +351,4 @@ def _engine_mesh_sizes(cfg: RunConfig, mesh: Mesh, per_process: bool) -> dict[st
             "config.rollout.tensor and config.rollout.expert to sizes whose product divides "
             f"{n}"
         )
-    return {"replica": -1, "expert": expert, "tensor": tensor}
+    return {"expert": expert, "tensor": tensor}

@@ -117,6 +117,11 @@ def _compiled_plan(
     machine = topology(options["topology"])
     searches = "search" in options and simulation is None
     cfg = resolve(config, n_devices=None if searches else len(machine.devices))
+    if cfg.schedule.mode == "async" and (searches or simulation):
+        raise ValueError(
+            "--search and --schedule plan runs on all devices, but config.schedule.mode='async' "
+            "splits them; leave out config.schedule, or the options"
+        )
     decoder = model_shape(cfg.model.path, options.get("model-config", ""))
     response_len = simulation.mean_len(cfg) if simulation else cfg.data.max_response_len
     lengths = Lengths(

@@ -7,7 +7,7 @@ from sharding.memory import (
     to_device,
     to_host,
 )
-from sharding.mesh import MESH_AXES, abstract_mesh, make_mesh
+from sharding.mesh import MESH_AXES, abstract_mesh, first_devices, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
 from sharding.platform import target_platform
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
@@ -22,6 +22,7 @@ from sharding.rules import (
     ULYSSES,
     Rules,
 )
+from sharding.transfer import Transfer, make_transfer
 from sharding.tree import (
     bytes_per_device,
     copy_tree,
@@ -44,14 +45,17 @@ __all__ = [
     "ULYSSES",
     "Resharding",
     "Rules",
+    "Transfer",
     "abstract_mesh",
     "bytes_per_device",
     "check_host_memory",
     "copy_tree",
+    "first_devices",
     "gather_matrix",
     "host_bytes_per_device",
     "is_on_host",
     "make_mesh",
+    "make_transfer",
     "mesh_order",
     "on_mesh",
     "process_mesh_sizes",

@@ -48,12 +48,15 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> jax.shardin
     `make_mesh()` is one device, `make_mesh(fsdp=-1)` is all of them.
     """
     if devices is None:
-        devices = jax.devices()
-        if -1 not in sizes.values():
-            devices = devices[: math.prod(sizes.values())]
+        devices = first_devices(jax.devices(), **sizes)
     full = axis_sizes(len(devices), **sizes)
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
     return jax.sharding.Mesh(_order(devices, full), MESH_AXES, axis_types=kinds)
+
+
+def first_devices(devices: Sequence[Any], **sizes: int) -> Sequence[Any]:
+    """The first devices, as many as a mesh of these sizes has; all of them if one size is -1."""
+    return devices if -1 in sizes.values() else devices[: math.prod(sizes.values())]
 
 
 def _order(devices: Sequence[Any], sizes: dict[str, int]) -> np.ndarray:

@@ -108,7 +108,7 @@ REWARDS = (
     "reasoning_gym",
     "remote",
 )
-SCHEDULES = ("sync", "partial")
+SCHEDULES = ("sync", "partial", "async")
 GROUP_ORDERS = ("prompt", "arrival")
 ENGINES = ("auto", "process", "mesh")
 ROLLOUT_LAYOUTS = ("replicas", "training")

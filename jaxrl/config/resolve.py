@@ -58,8 +58,7 @@ def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = N
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, errors = build(RunConfig, values)
-    errors += validate(run) + mesh_errors(run.mesh, n_devices)
-    raise_errors(errors + sharding_errors(run, n_devices))
+    raise_errors(errors + validate(run) + _device_errors(run, n_devices))
     checks = (
         mesh_warnings,
         rollout_warnings,
@@ -97,8 +96,22 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
 
 
 def check_devices(run: RunConfig, n_devices: int) -> None:
-    """Raises ValueError if the mesh of a resolved run does not have `n_devices`."""
-    raise_errors(mesh_errors(run.mesh, n_devices) + sharding_errors(run, n_devices))
+    """Raises ValueError if the mesh of a resolved run does not fit `n_devices`."""
+    raise_errors(_device_errors(run, n_devices))
+
+
+def _device_errors(run: RunConfig, n_devices: int | None) -> list[str]:
+    """Errors of the meshes, on the devices that the rollout leaves for training."""
+    n = run.schedule.rollout_devices
+    if n_devices is not None and n >= n_devices:
+        return [
+            f"schedule.rollout_devices={n} leaves no device for training: there are {n_devices}; "
+            "set fewer, or schedule.mode='partial', which needs no separate devices"
+        ]
+    n_training = None if n_devices is None else n_devices - n
+    errors = mesh_errors(run.mesh, n_training) + sharding_errors(run, n_training)
+    rest = f" ({n} more are for the rollout: schedule.rollout_devices)" if n else ""
+    return [error + rest for error in errors]
 
 
 def validate(run: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.layout import split_devices
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.plan import Plan, assemble_plan
@@ -64,16 +65,19 @@ def attached_plan(
     `role_decoders` and `workload` are as in `run_programs`. Raises ProgramTooLarge if the compiler
     runs out of device memory.
     """
-    mesh = jax.sharding.get_mesh()
+    mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
     platform = target_platform()
     chip = dataclasses.replace(
         CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
     )
     machine = Topology(
-        f"{mesh.size} {platform} devices", platform, chip, mesh.devices.flatten().tolist()
+        f"{mesh.size + len(rollout)} {platform} devices",
+        platform,
+        chip,
+        [*mesh.devices.flatten().tolist(), *rollout],
     )
     lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload)
+    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
     programs = compile_programs(run, lengths, machine)
     return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.layout import split_devices
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
@@ -26,7 +27,7 @@ from sharding import make_mesh
 PHASES = {
     "rollout": ("reshard", "prefill", "mixed", "copy_pages", "decode"),
     "scoring": ("reward_model", "reshard_score", "score", "reference", "values"),
-    "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply"),
+    "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply", "send"),
 }
 
 POOL_PROGRAMS = (*PHASES["rollout"], "reward_model")
@@ -69,6 +70,7 @@ class Plan:
     note: str  # what the compilation assumes about the machine, or ""
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
+    n_rollout_devices: int = 0  # separate from those of `mesh`; 0: the same
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
@@ -102,7 +104,7 @@ class Plan:
             "max_concurrent_sequences": self.max_concurrent_sequences,
             "expected_step_s": self.expected_step_s,
             "serial_step_s": self.serial_step_s,
-        }
+        } | ({"n_rollout_devices": self.n_rollout_devices} if self.n_rollout_devices else {})
 
 
 def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | float]]:
@@ -161,10 +163,12 @@ def make_plan(
     devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    mesh = make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))
+    devices, rollout = split_devices(cfg, machine.devices)
+    mesh = make_mesh(devices, **dataclasses.asdict(cfg.mesh))
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
-        run = run_programs(cfg, decoder, machine.chip.memory_bytes, role_decoders, workload)
+        memory_bytes = machine.chip.memory_bytes
+        run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
         programs = compile_programs(run, lengths, machine, on_start)
     return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
@@ -184,7 +188,7 @@ def assemble_plan(
         for phase, names in PHASES.items()
         if (present := [name for name in names if name in programs])
     }
-    step_s = sum(phase.roofline_s for phase in phases.values())
+    step_s = step_seconds(run, {name: phase.roofline_s for name, phase in phases.items()})
     return Plan(
         topology=machine.name,
         chip=machine.chip,
@@ -201,13 +205,21 @@ def assemble_plan(
         kv_phases=tuple(name for name in phases if memory.with_pages & set(PHASES[name])),
         max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
-        serial_step_s=sum(phase.serial_s for phase in phases.values()),
+        serial_step_s=step_seconds(run, {name: phase.serial_s for name, phase in phases.items()}),
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
         note=machine.note,
         n_replicas=run.n_replicas,
         rollout_weight_bytes=_rollout_weight_bytes(run, programs),
+        n_rollout_devices=run.n_rollout_devices,
     )
+
+
+def step_seconds(run: RunPrograms, phases: Mapping[str, float]) -> float:
+    """Time of a step from those of its phases: the slower side if rollout and training overlap."""
+    rollout = phases.get("rollout", 0.0)
+    training = sum(phases.values()) - rollout
+    return max(rollout, training) if run.cfg.schedule.lag else rollout + training
 
 
 def _rollout_weight_bytes(run: RunPrograms, programs: dict[str, Program]) -> int:
@@ -230,7 +242,9 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     pages = min_pages = sequences = 0
     # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
     with_pages = frozenset(programs)
-    if cfg.release_kv:
+    if run.n_rollout_devices:
+        with_pages = frozenset(name for name in programs if name in PHASES["rollout"])
+    elif cfg.release_kv:
         with_pages = frozenset(name for name in programs if name in POOL_PROGRAMS)
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
@@ -295,14 +309,18 @@ def _misfit(cfg: RunConfig, memory: Memory, chip: Chip) -> str:
 def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
     """Memory in use on a device while a program runs, without the KV pool.
 
-    Its arguments, temporaries and new outputs, and the rest of the run's state.
+    Its arguments, temporaries and new outputs, and the rest of the run's state. On separate devices
+    of the rollout this is its weights, twice: the next version arrives while the engine runs.
     """
     sizes = run.resident | run.role_weights
-    counted = sum(sizes[name] for name in program.counted_state if name != "kv")
-    other_state = sum(run.resident.values()) - counted
-    return (
-        other_state + program.footprint_bytes - (pool_bytes if "kv" in program.counted_state else 0)
-    )
+    has_pool = "kv" in program.counted_state
+    if has_pool and run.n_rollout_devices:
+        copies = 1 if "rollout_aliased" in program.counted_state else 2
+        other_state = copies * sizes["rollout_aliased"]
+    else:
+        counted = sum(sizes[name] for name in program.counted_state if name != "kv")
+        other_state = sum(run.resident.values()) - counted
+    return other_state + program.footprint_bytes - (pool_bytes if has_pool else 0)
 
 
 def roofline(program: Program, chip: Chip) -> tuple[float, str]:
@@ -377,6 +395,7 @@ def _engine_calls(
     prefills = math.ceil(prompts * lengths.prompt / (rows * engine.shapes.prefill_row_len))
     return {
         "reshard": 1,
+        "send": 1,
         "prefill": max(prefills - mixed, 0),
         "mixed": mixed,
         "copy_pages": 0,

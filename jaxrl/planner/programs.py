@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ class RunPrograms:
     resident: dict[str, int]
     host_resident: dict[str, int]  # state in host memory, per device
     # Weights of the roles "score" and "rollout": ROLE_aliased are training's own buffers,
-    # ROLE_copied are copies.
+    # ROLE_copied are copies. With separate devices of the rollout, rollout_aliased are the weights
+    # there and rollout_copied what training reshards to send them.
     role_weights: dict[str, int]
     micro_batches_per_call: dict[str, int]  # of "score" and "reference"
     value_scorers: dict[str, ValueScorer]  # by program: the critic and the reward model
@@ -100,6 +102,7 @@ class RunPrograms:
     page_bytes: int = 0
     n_replicas: int = 0  # of all engines
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
+    n_rollout_devices: int = 0  # separate from those of training; 0: the same
 
 
 def run_programs(
@@ -108,16 +111,17 @@ def run_programs(
     memory_bytes: int | float,
     role_decoders: Mapping[str, DecoderConfig] | None = None,
     workload: OfflineWorkload | None = None,
+    rollout_devices: Sequence[Any] = (),
 ) -> RunPrograms:
     """The programs of a run at their largest declared shapes, on the current mesh.
 
-    `role_decoders` has the shapes of "critic" (a separate backbone), "teacher" and "reward_model";
-    the default is the policy's. With `workload` the run is offline training instead of RL.
+    Those of the rollout are on `rollout_devices` if there are some. `role_decoders` has the shapes
+    of "critic" (a separate backbone), "teacher" and "reward_model"; the default is the policy's.
+    With `workload` the run is offline training instead of RL.
 
     The KV pool has all pages that the run could fill if they fit in half of the memory that the
     state leaves free. A run that fits then uses exactly the programs that its plan compiled.
     """
-    mesh = jax.sharding.get_mesh()
     roles = {name: decoder for name in ("critic", "teacher", "reward_model")}
     roles |= dict(role_decoders or {})
     dtype, decoder = for_platform(cfg, decoder, target_platform())
@@ -168,7 +172,7 @@ def run_programs(
         n_sequences=cfg.data.prompts_per_step * responses,
     )
     if workload is None:
-        programs = _with_engine(programs, state.params, mesh, dtype, memory_bytes)
+        programs = _with_engine(programs, state.params, dtype, memory_bytes, rollout_devices)
     for role in cfg.learner.offload:
         idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
         for name, counted in table.counted_state.items():
@@ -313,13 +317,13 @@ def _add_scoring(
 def _with_engine(
     programs: RunPrograms,
     params: Tree,
-    mesh: jax.sharding.Mesh,
     dtype: jnp.dtype,
     memory_bytes: int | float,
+    devices: Sequence[Any],
 ) -> RunPrograms:
-    """Adds the rollout's programs; `params` are the training weights."""
-    cfg, table = programs.cfg, programs.table
-    layout = rollout_layout(cfg, programs.decoder, dtype)
+    """Adds the rollout's programs, on `devices` if given; `params` are the training weights."""
+    cfg, table, mesh = programs.cfg, programs.table, jax.sharding.get_mesh()
+    layout = rollout_layout(cfg, programs.decoder, dtype, devices)
     implementation = cfg.model.paged_attention
     engine = PagedEngine(
         programs.decoder,
@@ -331,10 +335,10 @@ def _with_engine(
         keep_support=cfg.algorithm.keep_sampling_mask,
     )
     weights = layout.abstract_weights(programs.decoder, mesh)
-    aliased, copied = layout.weight_bytes(params)
-    copy_bytes = bytes_per_device(weights) - aliased
-    state_bytes = sum(programs.resident.values())
-    half = (cfg.rollout.memory_utilization * memory_bytes - state_bytes - copy_bytes) / 2
+    n_bytes = bytes_per_device(weights)
+    aliased, copied = (0, 0) if devices else layout.weight_bytes(params)
+    used = 2 * n_bytes if devices else sum(programs.resident.values()) + n_bytes - aliased
+    half = (cfg.rollout.memory_utilization * memory_bytes - used) / 2
     with jax.set_mesh(layout.mesh(mesh)):
         page_bytes, n_replicas = engine.pool.page_bytes_per_device, engine.pool.n_replicas
     max_pages = max(int(half // page_bytes), engine.shapes.max_pages_per_seq)
@@ -347,7 +351,11 @@ def _with_engine(
         with jax.set_mesh(layout.mesh(mesh)):
             return engine.runner.lower(weights, n_pages, kind)
 
-    if copied:
+    if devices:
+        aliased, copied = n_bytes, layout.sent_bytes(params)
+        if copied:
+            table.add("send", functools.partial(layout.lower, params), "rollout_copied")
+    elif copied:
         table.add("reshard", functools.partial(layout.lower, params), "rollout_copied")
     for name in ("prefill", *("mixed",) * engine.shapes.mixed, "copy_pages", "decode"):
         counted = ("kv",) if name == "copy_pages" else ("rollout_aliased", "kv")
@@ -357,8 +365,9 @@ def _with_engine(
         engine=engine,
         role_weights=programs.role_weights | {"rollout_aliased": aliased, "rollout_copied": copied},
         page_bytes=page_bytes,
-        n_replicas=n_replicas * (mesh.size // layout.mesh(mesh).size),
+        n_replicas=n_replicas * (1 if devices else mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,
+        n_rollout_devices=len(devices),
     )
 
 

@@ -47,6 +47,8 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"mesh {mesh}; "
         f"sequences of {lengths.prompt} + {lengths.response} tokens"
     )
+    if plan.n_rollout_devices:
+        head += f"; rollout on {plan.n_rollout_devices} more devices, with two copies of weights"
     head += f"; {plan.note}" if plan.note else ""
     verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
     state = ", ".join(
@@ -64,7 +66,7 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     )
     last = (
         f"{verdict}\n"
-        f"resident on every device: {state}\n"
+        f"resident on every device{' of training' if plan.n_rollout_devices else ''}: {state}\n"
         f"{on_host}"
         f"{pages if plan.page_bytes else ''}"
         f"step at peak rates: {format_seconds(plan.expected_step_s)}, "

@@ -8,6 +8,8 @@ from jaxrl.config import resolve
 from jaxrl.config.resolve import check_devices
 from tests.config.runnable import complaint, runnable
 
+ASYNC = dict(schedule__mode="async", schedule__rollout_devices=2)
+
 # Invalid changes, and the parts of the message that name the cause and the remedy.
 WRONG = [
     (dict(learner__mini_batch_prompts=24), "mini_batch_prompts=24", "prompts_per_step=64", "16"),
@@ -53,6 +55,31 @@ WRONG = [
         ),
         "'guess_number'",
         "schedule.mode='sync'",
+    ),
+    (
+        dict(schedule__mode="async"),
+        "generates on separate devices",
+        "set schedule.rollout_devices",
+    ),
+    (
+        dict(schedule__mode="partial", schedule__rollout_devices=2),
+        "schedule.rollout_devices=2 has no effect with schedule.mode='partial'",
+        "mode='async'",
+    ),
+    (dict(ASYNC, rollout__tensor=4), "rollout_devices=2", "replicas of 4 x 1", "divides 2"),
+    (dict(ASYNC, rollout__release_kv=True), "rollout.release_kv", "other devices", "omit it"),
+    (dict(ASYNC, rollout__layout="training"), "rollout.layout='training'", "layout='replicas'"),
+    (dict(ASYNC, data__skip_solved=0.9), "data.skip_solved=0.9", "mode='partial'"),
+    (
+        dict(ASYNC, schedule__oversample=2.0),
+        "schedule.oversample=2",
+        "older than schedule.max_staleness=1",
+        "set at most 1",
+    ),
+    (
+        dict(ASYNC, algorithm__policy_loss="policy_gradient"),
+        "mode='async'",
+        "policy_loss='policy_gradient' has no importance ratio",
     ),
     (dict(rollout__n=1), "rollout.n=1", "grpo", "2 or more"),
     (dict(rollout__n=1, algorithm__advantage="rloo"), "rollout.n=1", "rloo", "2 or more"),
@@ -316,6 +343,14 @@ def test_the_mesh_sizes_must_match_the_number_of_devices(sizes, n_devices, fits)
         assert f"there are {n_devices}" in complaint(config, n_devices=n_devices)
         with pytest.raises(ValueError, match="needs"):
             check_devices(run, n_devices)
+
+
+def test_the_rollout_leaves_devices_for_the_mesh_of_training():
+    config = runnable(**ASYNC, mesh__fsdp=2)
+    resolve(config, n_devices=4)
+    assert "leaves no device for training: there are 2" in complaint(config, n_devices=2)
+    message = complaint(config, n_devices=8)
+    assert "needs 2 devices but there are 6" in message and "2 more are for the rollout" in message
 
 
 def test_truncated_sampling_in_training_warns():

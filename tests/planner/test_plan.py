@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import MeshConfig, RoleConfig
+from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
@@ -275,6 +276,33 @@ def test_the_rollout_has_a_gathered_copy_of_the_weights(plan):
     # Only tokens and two logprobs of 32 steps of 4 x 8 sequences; the smallest weight has 8 KiB.
     gathered = decode.cost.collectives_by_kind().get("all-gather", {"bytes": 0})["bytes"]
     assert gathered < 3 * 4 * 8 * 32 * 4 + 1024
+
+
+def test_separate_rollout_devices_have_two_copies_of_the_weights_and_no_training_state(plan):
+    schedule = ScheduleConfig(mode="async", rollout_devices=4)
+    cfg = dataclasses.replace(run(), schedule=schedule, mesh=MeshConfig(fsdp=2, tensor=2))
+    devices = jax.devices()[:8]
+    with jax.set_mesh(make_mesh(devices[:4], fsdp=2, tensor=2)):
+        parts = run_programs(cfg, TINY, 2**30, rollout_devices=devices[4:])
+        assert "all-gather" in parts.table.lower["send"]().compile().as_text()
+    assert "reshard" not in parts.table.lower
+    programs = {name: p for name, p in plan.programs.items() if name != "reshard"}
+    machine = topology("cpu:8")
+    split = assemble_plan(parts, programs, machine, {"fsdp": 2, "tensor": 2}, plan.lengths)
+    weights = parts.role_weights["rollout_aliased"]
+    assert weights == pytest.approx(plan.rollout_weight_bytes, rel=0.02)  # tensor 2 in both
+    pool_bytes = parts.n_pages * parts.page_bytes
+    rollout = [p for p in programs.values() if "rollout_aliased" in p.counted_state]
+    assert split.phases["rollout"].live_bytes == weights + max(
+        p.footprint_bytes - pool_bytes for p in rollout
+    )
+    assert split.phases["update"].live_bytes > sum(split.resident.values())
+    assert split.kv_phases == ("rollout",) and split.n_replicas == 2
+    times = {name: phase.roofline_s for name, phase in split.phases.items()}
+    rollout_s = times.pop("rollout")
+    assert split.expected_step_s == pytest.approx(max(rollout_s, sum(times.values())))
+    assert "rollout on 4 more devices" in as_text(split)
+    assert split.json()["n_rollout_devices"] == 4
 
 
 @pytest.mark.thorough

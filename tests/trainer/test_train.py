@@ -48,8 +48,8 @@ def metrics(run_dir):
     ]
 
 
-def start_process(config, tmp_path, *overrides):
-    """Starts the run in a separate process through the command line."""
+def start_process(config, tmp_path, *overrides, n_devices=1):
+    """Starts the run in a separate process through the command line, with simulated devices."""
     values = config.to_dict()
     path = tmp_path / "config.py"
     path.write_text(
@@ -62,20 +62,25 @@ def start_process(config, tmp_path, *overrides):
     )
     return subprocess.Popen(
         [sys.executable, "-m", "jaxrl.train", f"--config={path}", *overrides],
-        env={"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env={
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(n_devices),
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def finish_process(config, tmp_path, *overrides):
+def finish_process(config, tmp_path, *overrides, n_devices=1):
     """Runs to the end in a separate process.
 
     A bitwise comparison needs two such processes: thread pools depend on the number of simulated
     devices, and the last bit of a sum on the thread pool.
     """
-    process = start_process(config, tmp_path, *overrides)
+    process = start_process(config, tmp_path, *overrides, n_devices=n_devices)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 

@@ -12,36 +12,53 @@ class ScheduleConfig:
     mode: str = key(
         "sync",
         "sync = a step generates all of its responses, then trains on them. partial = more prompts "
-        "are in flight than a step needs, and unfinished responses continue under the new weights",
+        "are in flight than a step needs, and unfinished responses continue under the new weights. "
+        "async = the same, on separate devices: they generate the next batch during training",
         choices=SCHEDULES,
     )
     max_staleness: int = key(
         1,
-        "partial: maximum age of a response in training steps, from the version of its first token "
-        "to the step that trains on it; 0 gives the weights of sync",
+        "partial, async: maximum age of a response in training steps, from the version of its "
+        "first token to the step that trains on it; 0 gives the weights of sync. async generates "
+        "the batch of the next step during training from 1 on, and has responses of further steps "
+        "in flight from 2 on",
+        ge=0,
+    )
+    rollout_devices: int = key(
+        0,
+        "async: devices of the rollout, the last ones. The others are those of mesh, for training",
         ge=0,
     )
     oversample: float = key(
         0.0,
-        "partial: prompts in flight as a multiple of data.prompts_per_step; 0 = as many as "
-        "max_staleness allows, which is 1 + max_staleness",
+        "partial, async: prompts in flight as a multiple of data.prompts_per_step; 0 = as many as "
+        "max_staleness allows, which is 1 + max_staleness, or max(1, max_staleness) with async",
         ge=0,
     )
     keep_kv: bool = key(
         False,
-        "partial: keep the KV of unfinished responses, which earlier weights computed, instead of "
-        "computing it again under the new ones. After a validation, a ReMax baseline or a "
-        "checkpoint it is computed again in any case",
+        "partial, async: keep the KV of unfinished responses, which earlier weights computed, "
+        "instead of computing it again under the new ones. After a validation, a ReMax baseline or "
+        "a checkpoint it is computed again in any case",
     )
     order: str = key(
         "prompt",
-        "partial: order in which groups are trained on. prompt = the order of the data, which is "
-        "reproducible. arrival = groups that are generated and rewarded first, as far as no other "
-        "becomes older than max_staleness",
+        "partial, async: order in which groups are trained on. prompt = the order of the data, "
+        "which is reproducible. arrival = groups that are generated and rewarded first, as far as "
+        "no other becomes older than max_staleness",
         choices=GROUP_ORDERS,
     )
 
+    @property
+    def lag(self) -> int:
+        """Batches that are generated before the step before theirs has ended."""
+        return min(1, self.max_staleness) if self.mode == "async" else 0
+
+    @property
+    def max_oversample(self) -> int:
+        """Steps whose prompts may be in flight at the same time."""
+        return 1 + self.max_staleness - self.lag
+
     def max_started(self, prompts_per_step: int) -> int:
         """Groups that may be in flight."""
-        factor = self.oversample or 1 + self.max_staleness
-        return math.ceil(factor * prompts_per_step)
+        return math.ceil((self.oversample or self.max_oversample) * prompts_per_step)

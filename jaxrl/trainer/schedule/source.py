@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.engine.api import EngineStats
 from jaxrl.rollout.generate import engine_metrics
+from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
 from jaxrl.trainer.run import Run
+from jaxrl.trainer.schedule.engine_thread import EngineThread, Order
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Rollout, ScoredRollout
 
@@ -65,12 +69,9 @@ class PartialSource:
         waited_s, stats = time.perf_counter() - start, engine.take_stats()
         with core.timed("reward"):
             generator.wait_for_rewards(batch, check)
-        rollouts = [r for group in batch for r in generator.rollouts(group)]
-        rewards = [r for group in batch for r in group.rewards or ()]
-        n_tokens = sum(len(r.tokens) for r in rollouts)
-        metrics = engine_metrics(stats, n_tokens, waited_s) | generator.take_metrics()
-        metrics |= staleness_metrics(rollouts, core.step) | {"buffer/waited_s": waited_s}
-        return with_model_scores(run.reward_model, rollouts, rewards, core.stop), metrics
+        scored = scored_groups(run, generator, batch)
+        metrics = group_metrics(scored, stats, waited_s, core.step) | generator.take_metrics()
+        return scored, metrics | {"buffer/waited_s": waited_s}
 
     def release_engine(self) -> None:
         """Frees the engine for other requests."""
@@ -78,6 +79,62 @@ class PartialSource:
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
         return self.generator.snapshot().json
+
+
+class AsyncSource:
+    """Groups that a thread generates on separate devices during training (mode = "async")."""
+
+    def __init__(self, thread: EngineThread, stop: StopFlag):
+        self.thread, self.stop = thread, stop
+        self._version = -1  # of the weights that the thread has
+        self._taken_at = time.perf_counter()  # the end of the last wait
+
+    def next_batch(self, run: Run, draw: int) -> Scored:
+        core, start, buffer = run.core, time.perf_counter(), self.thread.generator.buffer
+        self.stop.check()
+        with (
+            core.no_compile("rollout"),
+            core.timed("gen"),
+            core.progress.phase("rollout", total=buffer.batch_size) as bar,
+        ):
+
+            def on_wait() -> None:
+                self.stop.check()
+                bar.update(buffer.n_ready)
+
+            while self.thread.n_ahead <= core.cfg.schedule.lag:
+                self._order(run)
+            batch = self.thread.take(on_wait)
+        end, previous = time.perf_counter(), self._taken_at
+        self._taken_at = end
+        scored = scored_groups(run, self.thread.generator, batch.groups)
+        metrics = group_metrics(scored, batch.stats, batch.busy_s, core.step) | batch.metrics
+        return scored, metrics | {
+            "buffer/waited_s": end - start,
+            "rollout/busy_s": batch.busy_s,
+            "perf/rollout_idle_fraction": batch.idle_s / (batch.busy_s + batch.idle_s),
+            "perf/training_idle_fraction": (end - start) / (end - previous),
+        }
+
+    def release_engine(self) -> None:
+        """Waits until the thread has done its orders, and frees the engine."""
+        self.thread.hold(self.stop.check)
+
+    def in_flight(self) -> Callable[[], dict[str, Any]]:
+        snapshot = self.thread.mark()
+        return lambda: snapshot(self.stop.check).json()
+
+    def _order(self, run: Run) -> None:
+        """Orders one more batch, with the current weights."""
+        core = run.core
+        params = None
+        if core.step != self._version:
+            with core.timed("reshard"):
+                params = run.engines.layout.send(core.state.params)
+            self._version = core.step
+        fresh = core.saved_at == core.step  # a run that resumes from this checkpoint has no KV
+        step = core.step + self.thread.n_ahead
+        self.thread.order(Order(step, core.step, params, fresh))
 
 
 @contextlib.contextmanager
@@ -88,6 +145,24 @@ def released_on_error(source: PartialSource) -> Iterator[None]:
     except BaseException:
         source.release_engine()
         raise
+
+
+def scored_groups(
+    run: Run, generator: GroupGenerator, groups: Sequence[PromptGroup]
+) -> list[ScoredRollout]:
+    """The rollouts of complete groups, with the rewards of functions and of the reward model."""
+    rollouts = [r for group in groups for r in generator.rollouts(group)]
+    rewards = [r for group in groups for r in group.rewards or ()]
+    return with_model_scores(run.reward_model, rollouts, rewards, run.core.stop)
+
+
+def group_metrics(
+    scored: Sequence[ScoredRollout], stats: EngineStats, busy_s: float, step: int
+) -> dict[str, float]:
+    """Metrics of the engine, which ran for `busy_s`, and of the staleness at `step`."""
+    rollouts = [one.rollout for one in scored]
+    n_tokens = sum(len(r.tokens) for r in rollouts)
+    return engine_metrics(stats, n_tokens, busy_s) | staleness_metrics(rollouts, step)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
 from jaxrl.io.tracking.loggers import check_loggers
 from jaxrl.io.tracking.progress import Progress
+from jaxrl.layout import split_devices, training_mesh
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
@@ -27,7 +30,7 @@ from jaxrl.runtime.signals import StopFlag, stop_on_signals
 from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.setup.folder import hold_folder
 from jaxrl.trainer.setup.models import Models
-from sharding import check_host_memory, hosts, make_mesh
+from sharding import check_host_memory, hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Policy:
 
     decoder: DecoderConfig  # "auto" values resolved
     dtype: jnp.dtype  # of the weights
+    rollout_devices: Sequence[Any] = ()  # if they are not those of training
 
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
@@ -66,15 +70,17 @@ def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
 def open_devices(
     cfg: RunConfig, models: Models, session: Session, stack: contextlib.ExitStack
 ) -> Policy:
-    """Opens the backend and sets the mesh."""
+    """Opens the backend and sets the mesh of training."""
     dtype, decoder = start_devices(cfg, models.decoder, session.progress)
-    mesh = make_mesh(**dataclasses.asdict(cfg.mesh))
+    mesh = training_mesh(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
     where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
     kind = jax.devices()[0].device_kind
-    session.progress.status(f"mesh {shape} of {kind} ({jax.default_backend()}){where}")
-    return Policy(decoder, dtype)
+    rollout = split_devices(cfg, jax.devices())[1]
+    more = f", rollout on {len(rollout)} more" if rollout else ""
+    session.progress.status(f"mesh {shape} of {kind} ({jax.default_backend()}){where}{more}")
+    return Policy(decoder, dtype, rollout)
 
 
 def checked_plan(

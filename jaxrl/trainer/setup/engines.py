@@ -43,7 +43,7 @@ def make_engines(
     environments: EnvironmentPool | Agents | None,
 ) -> Engines:
     """The engines of the run, with the sizes in `rollout`."""
-    layout = rollout_layout(cfg, policy.decoder, policy.dtype)
+    layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
     if environments is not None:
         check_independent_engines(cfg, layout)
     return Engines(

@@ -88,7 +88,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             reward_errors=RewardErrors(cfg.reward.max_error_fraction),
             reward_model=reward_model,
             engines=engines,
-            source=make_source(core, engines, rewards),
+            source=make_source(core, engines, rewards, stack),
         )
         if not core.done:
             warm_up(run)

@@ -1,11 +1,15 @@
 """Builds the source of scored rollouts that the schedule of a run names."""
 
+import contextlib
+
 from jaxrl.config.keys import RunConfig
+from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.trainer.run import Core, Source
+from jaxrl.trainer.schedule.engine_thread import EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
-from jaxrl.trainer.schedule.source import PartialSource, SyncSource
+from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
 from sharding import hosts
 
 
@@ -18,14 +22,25 @@ def check_processes(cfg: RunConfig) -> None:
         )
 
 
-def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
-    """The source of `schedule.mode`, with what was in flight at the checkpoint."""
+def make_source(
+    core: Core, engines: Engines, rewards: RewardPool, stack: contextlib.ExitStack
+) -> Source:
+    """The source of `schedule.mode`, with what was in flight at the checkpoint.
+
+    `stack` stops its thread, if it has one.
+    """
     cfg = core.cfg
     if cfg.schedule.mode == "sync":
         return SyncSource()
+    if cfg.schedule.mode == "async":
+        core.iterator = SharedBatches(core.iterator)
     generator = GroupGenerator(
         cfg, engines.engine, rewards, core.iterator, decode=engines.renderer.decode
     )
     if core.in_flight is not None:
         generator.restore(core.in_flight())
-    return PartialSource(generator)
+    if cfg.schedule.mode == "partial":
+        return PartialSource(generator)
+    thread = EngineThread(generator, cfg.schedule.lag, engines.layout.on_mesh)
+    stack.callback(thread.close)
+    return AsyncSource(thread, core.stop)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import BatchIterator
-from jaxrl.engine.api import Generated
+from jaxrl.engine.api import EngineStats, Generated
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Prompt, Reward
 
@@ -72,7 +72,8 @@ class ToyEngine:
 
     def insert(self, prefix, request): ...
 
-    def take_stats(self): ...
+    def take_stats(self):
+        return EngineStats()
 
     @property
     def n_unfinished(self):
@@ -123,11 +124,11 @@ class SlowRewards:
         return {t: [Reward(float(len(r.tokens))) for r in rs] for t, rs in found.items()}
 
 
-def make_generator(case: Case, seed: int) -> GroupGenerator:
+def make_generator(case: Case, seed: int, mode: str = "partial") -> GroupGenerator:
     cfg = RunConfig()
     schedule = dataclasses.replace(
         cfg.schedule,
-        mode="partial",
+        mode=mode,
         **{k: getattr(case, k) for k in ("max_staleness", "oversample", "order", "keep_kv")},
     )
     cfg = dataclasses.replace(
@@ -264,7 +265,7 @@ def test_random_schedules_lose_nothing_keep_their_bounds_and_resume_exactly(case
     check_schedule(case)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=1000)
 @given(cases())
 def test_a_thousand_random_schedules(case):

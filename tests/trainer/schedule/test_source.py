@@ -29,13 +29,21 @@ def config(tiny_config):
     return tiny_config
 
 
-def partial(config, tmp_path, name, **keys):
+CLOCK = ("buffer/waited_s", "perf/rollout_idle_fraction", "perf/training_idle_fraction")
+
+
+def partial(config, tmp_path, name, mode="partial", **keys):
     """Trains with responses that outlive updates. Returns the run folder."""
     config.run_dir = str(tmp_path / name)
-    config.schedule.mode = "partial"
+    config.schedule.mode = mode
     config.schedule.update(keys)
     assert train(resolve(config))
     return config.run_dir
+
+
+def separate(config, tmp_path, name, **keys):
+    """Trains on one device and generates on another. Returns the run folder."""
+    return partial(config, tmp_path, name, "async", rollout_devices=1, **keys)
 
 
 def trained(run_dir):
@@ -49,21 +57,26 @@ def trained(run_dir):
         {
             name: value
             for name, value in line.items()
-            if name in sampled or (name != "buffer/waited_s" and "rollout/" not in name)
+            if name in sampled or not (name in CLOCK or name.startswith("rollout/"))
         }
         for line in lines
     ]
 
 
 @pytest.mark.bitwise
-def test_partial_without_staleness_gives_the_weights_of_sync(config, tmp_path):
+def test_without_staleness_partial_and_async_give_the_weights_of_sync(config, tmp_path):
+    config.total_steps = 2
     assert train(resolve(config))
-    folder = partial(config, tmp_path, "partial", max_staleness=0)
-    assert_same_weights(tmp_path / "run", folder)
-    lines = trained(folder)
-    assert all(line["staleness/max"] == 0 for line in lines)
     sync = trained(tmp_path / "run")
-    assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
+    folders = (
+        partial(config, tmp_path, "partial", max_staleness=0),
+        separate(config, tmp_path, "async", max_staleness=0),
+    )
+    for folder in folders:
+        assert_same_weights(tmp_path / "run", folder)
+        lines = trained(folder)
+        assert all(line["staleness/max"] == 0 for line in lines)
+        assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
 
 
 @pytest.mark.thorough
@@ -82,6 +95,23 @@ def test_a_resumed_partial_run_is_bitwise_equal_to_an_uninterrupted_one(config, 
     assert any("val/reward" in line for line in metrics(whole)[2:-1])
 
 
+@pytest.mark.thorough
+@pytest.mark.bitwise
+def test_a_resumed_async_run_is_bitwise_equal_to_an_uninterrupted_one(config, tmp_path):
+    config.checkpoint.every = 2
+    whole = separate(config, tmp_path, "whole", max_staleness=2)
+    config.total_steps = 2
+    separate(config, tmp_path, "resumed")
+    config.total_steps = 4
+    resumed = separate(config, tmp_path, "resumed")
+    assert_same_weights(whole, resumed)
+    assert trained(whole) == trained(resumed)
+    lines = trained(whole)
+    assert max(line["staleness/max"] for line in lines) == 2
+    assert max(line["rollout/versions_per_response"] for line in lines) > 1
+    assert any("val/reward" in line for line in metrics(whole)[2:-1])
+
+
 def test_several_processes_are_refused(config, monkeypatch):
     config.schedule.mode = "partial"
     monkeypatch.setattr(hosts, "n_processes", lambda: 2)
@@ -90,21 +120,24 @@ def test_several_processes_are_refused(config, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["partial", "async"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_partial_run_killed_at_random_moments_resumes_bitwise(config, tmp_path, seed):
-    random = np.random.default_rng(seed)
+def test_a_run_killed_at_random_moments_resumes_bitwise(config, tmp_path, mode, seed):
+    random, n_devices = np.random.default_rng(seed), 2 if mode == "async" else 1
     config.total_steps, config.checkpoint.every = 8, 1
-    config.schedule.mode = "partial"
+    config.schedule.mode = mode
+    config.schedule.rollout_devices = n_devices - 1
+    config.schedule.max_staleness = n_devices
     config.schedule.keep_kv = bool(seed % 2)
-    finish_process(config, tmp_path)
+    finish_process(config, tmp_path, n_devices=n_devices)
     whole = config.run_dir
     config.run_dir = str(tmp_path / "killed")
     for step in np.sort(random.choice(np.arange(1, 7), 2, replace=False)):
-        process = start_process(config, tmp_path)
+        process = start_process(config, tmp_path, n_devices=n_devices)
         wait_for_step(config.run_dir, step, process)
         time.sleep(random.uniform(0.0, 0.5))
         process.kill()
         process.wait()
-    finish_process(config, tmp_path)
+    finish_process(config, tmp_path, n_devices=n_devices)
     assert_same_weights(whole, config.run_dir)
     assert trained(whole) == trained(config.run_dir)
