@@ -187,6 +187,15 @@ class Layout:
         prepared = self._abstract(params, jax.sharding.get_mesh())
         return self.resharding.lower(prepared, self.specs, self.dtype)
 
+    def lowered_weights(self, params: Tree) -> Tree:
+        """Training's weights as `weights` gives them, but in shape only if it copies them.
+
+        Programs can be lowered with them.
+        """
+        if not self.copies:
+            return params
+        return self.abstract_weights(params.cfg, jax.sharding.get_mesh())
+
     def abstract_weights(self, decoder: DecoderConfig, training: Mesh) -> Tree:
         """Shapes, dtypes and shardings of the role's weights, given the mesh of training."""
         mesh = self.mesh(training)

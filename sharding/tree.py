@@ -42,11 +42,13 @@ def put_batch(batch: Tree, spec: jax.P) -> Tree:
 def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """A result of `jax.eval_shape` with its abstract mesh replaced by the device mesh `mesh`.
 
-    Only a program that is lowered with the device mesh accepts the arrays themselves.
+    Only a program that is lowered with the device mesh accepts the arrays themselves. Of arrays on
+    that mesh it gives the shapes.
     """
 
-    def leaf(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = jax.P() if a.sharding is None else a.sharding.spec
+    def leaf(a: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
+        sharding: Any = a.sharding
+        spec = jax.P() if sharding is None else sharding.spec
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(leaf, tree)

@@ -243,7 +243,7 @@ def engine_collectives(program: str) -> list[Collective]:
         params = abstract_params(decoder_specs(MODEL), DECODE, jnp.float32, mesh)
         rollout = RolloutConfig(max_num_seqs=64, max_num_batched_tokens=128)
         engine = PagedEngine(MODEL, rollout, rules=DECODE, dtype=jnp.dtype("float32"), max_len=128)
-        compiled = engine.runner.lower(params, 16, program).compile()
+        compiled = engine.runner.lower_largest(params, 16, program).compile()
     return program_cost(compiled.as_text() or "", lambda loop: 1).collectives
 
 

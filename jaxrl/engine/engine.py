@@ -1,7 +1,9 @@
 """The paged engine with continuous batching: scheduling rounds over a model runner."""
 
 import dataclasses
+import functools
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,12 +16,13 @@ from jaxrl.engine.device.adjustments import MAX_BIAS
 from jaxrl.engine.device.batches import MAX_STOP_IDS, dispatch_shapes, split_rows, stop_ids
 from jaxrl.engine.device.decode_loop import DecodeOutput
 from jaxrl.engine.device.kv_pool import KVPoolSpec
-from jaxrl.engine.device.model_runner import COPIES_PER_CALL, ModelRunner
+from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import PageCopy, Plan, PrefillChunk, Scheduler, Sequence
 from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
+from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
 from jaxrl.types import TokenSets, Tree
 from sharding import Rules
 
@@ -71,6 +74,7 @@ class PagedEngine:
         )
         self._scheduler: ReplicaScheduler | None = None
         self._n_pages = 0  # of each replica; 0 until the first allocation
+        self._pending: set[Dispatch] = set()  # programs that dispatches must not use yet
         self._stats = EngineStats()
 
     # Verbs of api.Engine
@@ -107,7 +111,8 @@ class PagedEngine:
             self._prefill(params, plans)
             if not any(seqs):
                 return []
-            output = self._decode(params, plans)
+            n_steps = min(plan.n_steps for plan in plans if plan.decode)
+            output = self._decode(params, seqs, n_steps)
         generated = self._advance(seqs, output)
         device_s = self.runner.device_s - device_s
         self._stats.host_s += time.perf_counter() - start - device_s
@@ -132,18 +137,63 @@ class PagedEngine:
 
     # Lifecycle
 
-    def warmup(self, params: Tree) -> int:
-        """Compiles the programs of all buckets by running each on padding. Returns their number."""
-        for bucket in self.shapes.prefill_buckets:
-            self.runner.prefill(params, [], bucket)
-        self.runner.copy_pages([])
-        for adjusted in (False, True) if self.adjustable else (False,):
-            if self.shapes.mixed:
-                self.runner.mixed(params, [], [], adjusted=adjusted)
-            for bucket in self.shapes.decode_buckets:
-                self.runner.decode(params, [], bucket, n_steps=0, exit_at=0, adjusted=adjusted)
+    def warmup(self, params: Tree, threads: CompileThreads | None = None) -> int:
+        """Compiles the programs of all buckets, then runs each on padding. Returns their number.
+
+        Those that `threads` already compile are waited for, too.
+        """
+        if threads is None:
+            with CompileThreads() as threads:
+                return self.warmup(params, threads)
+        threads.add(self.lowered(params))
+        threads.wait()
+        for program in self.runner.declared(adjustable=self.adjustable):
+            self.runner.run_on_padding(params, program)
         jax.block_until_ready(self.runner.cache)
         return self.runner.n_programs
+
+    def warmup_first(self, params: Tree) -> None:
+        """As `warmup`, but of the programs that suffice for every request only.
+
+        The others are pending: dispatches use a larger decode batch or several smaller ones of
+        prefill until `compile_pending`, in another thread, has compiled them.
+        """
+        declared = self.runner.declared(adjustable=self.adjustable)
+        first = [program for program in declared if self._suffices(program)]
+        self._pending = set(declared) - set(first)
+        compile_in_threads(self._lowered(params, first))
+        for program in first:
+            self.runner.run_on_padding(params, program)
+        jax.block_until_ready(self.runner.cache)
+
+    def compile_pending(self, params: Tree, threads: CompileThreads) -> None:
+        """Compiles the pending programs, lowered from (abstract) parameters, the smallest first."""
+        declared = self.runner.declared(adjustable=self.adjustable)
+        for program in [program for program in declared if program in self._pending]:
+            done = functools.partial(self._pending.discard, program)
+            threads.add(self._lowered(params, [program]), done)
+
+    def _suffices(self, program: Dispatch) -> bool:
+        shapes = self.shapes
+        buckets = {
+            "prefill": shapes.prefill_buckets[0],
+            "copy_pages": COPIES_PER_CALL,
+            "decode": shapes.decode_buckets[-1],
+        }
+        return program.bucket == buckets.get(program.kind)
+
+    def _ready(self, kind: str, buckets: tuple[int, ...], *, adjusted: bool = False) -> list[int]:
+        """The buckets of a kind whose programs are not pending."""
+        return [b for b in buckets if Dispatch(kind, b, adjusted) not in self._pending]
+
+    def lowered(self, params: Tree) -> Iterator[jax.stages.Lowered]:
+        """The programs of `warmup`, lowered one by one from (abstract) parameters."""
+        return self._lowered(params, self.runner.declared(adjustable=self.adjustable)[::-1])
+
+    def _lowered(self, params: Tree, programs: list[Dispatch]) -> Iterator[jax.stages.Lowered]:
+        n_pages = self._n_pages or self.scheduler.pool.n_pages
+        for program in programs:
+            yield self.runner.lower(params, n_pages, program)
 
     def allocate(self) -> None:
         """Allocates the KV cache, if there is none, on the current mesh."""
@@ -192,18 +242,22 @@ class PagedEngine:
         self._copy([plan.copies for plan in plans])
         rows = self._prefill_rows(plans)
         while longest := max(map(len, rows)):
-            fitting = [b for b in self.shapes.prefill_buckets if b <= longest]
-            bucket = max(fitting, default=self.shapes.prefill_buckets[0])
+            ready = self._ready("prefill", self.shapes.prefill_buckets)
+            bucket = max((b for b in ready if b <= longest), default=ready[0])
             self.runner.prefill(params, [own[:bucket] for own in rows], bucket)
             rows = [own[bucket:] for own in rows]
         self._copy([plan.post_prefill_copies for plan in plans])
 
     def _mixed(self, params: Tree, plans: list[Plan]) -> DecodeOutput:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
+        seqs = [plan.previously_running for plan in plans]
+        adjusted = _adjusted(seqs)
+        if not self._ready("mixed", self.shapes.prefill_buckets[-1:], adjusted=adjusted):
+            self._prefill(params, plans)
+            return self._decode(params, seqs, n_steps=1)
         self._copy([plan.copies for plan in plans])
         rows = self._prefill_rows(plans)
-        seqs = [plan.previously_running for plan in plans]
-        output = self.runner.mixed(params, rows, seqs, adjusted=_adjusted(seqs))
+        output = self.runner.mixed(params, rows, seqs, adjusted=adjusted)
         self._copy([plan.post_prefill_copies for plan in plans])
         return output
 
@@ -217,20 +271,19 @@ class PagedEngine:
         for i in range(0, max(map(len, copies)), COPIES_PER_CALL):
             self.runner.copy_pages([own[i : i + COPIES_PER_CALL] for own in copies])
 
-    def _decode(self, params: Tree, plans: list[Plan]) -> DecodeOutput:
-        seqs = [plan.decode for plan in plans]
-        n_steps = min(plan.n_steps for plan in plans if plan.decode)
+    def _decode(self, params: Tree, seqs: list[list[Sequence]], n_steps: int) -> DecodeOutput:
         if any(seq.allowed is not None for own in seqs for seq in own):
             # A grammar allows one token per dispatch; the others decode one step meanwhile.
             n_steps = min(n_steps, 1 + self.rollout.spec_tokens)
-        n = max(map(len, seqs))
-        bucket = min(b for b in self.shapes.decode_buckets if b >= n)
+        n, adjusted = max(map(len, seqs)), _adjusted(seqs)
+        ready = self._ready("decode", self.shapes.decode_buckets, adjusted=adjusted)
+        bucket = min(b for b in ready if b >= n)
         # Exit early when a smaller batch suffices, or when ended sequences make room for others.
         exit_at = max((b for b in self.shapes.decode_buckets if b < n), default=0)
         if self.scheduler.n_waiting:
             exit_at = n - max(1, n // 32)
         return self.runner.decode(
-            params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, adjusted=_adjusted(seqs)
+            params, seqs, bucket, n_steps=n_steps, exit_at=exit_at, adjusted=adjusted
         )
 
     # Results

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +125,16 @@ class Scorer:
         joined = self.n_joined > self._n_least
         self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
 
+    def lowered(self, params: Tree, batch: Batch) -> Iterator[jax.stages.Lowered]:
+        """The programs of `warm_up`, lowered from (abstract) parameters on training's mesh."""
+        n_vocab = params.cfg.V if self.restricted else 0
+        for n_joined in sorted({self._n_least, self.n_joined}):
+            joined = join_batches([batch] * n_joined)
+            with self.layout.on_mesh():
+                placed = put_batch(joined, self.layout.rules, n_vocab)
+                program = self.score.lower(params, placed)
+            yield program
+
     def _groups(self, indices: list[int]) -> Iterator[tuple[list[int], int]]:
         """(micro-batches of a call, their number with padding)."""
         whole = len(indices) - len(indices) % self.n_joined
@@ -211,8 +221,7 @@ class Update:
         (learner/router.py).
         """
         total = self.zeros(state.params)
-        restricts = self._restricts and "vocab" in state.params.cfg.heads
-        n_vocab = state.params.cfg.V if restricts else 0
+        n_vocab = self._n_vocab(state.params)
         balance = self.balance(state.params, batches, extra_weight)
         for i, batch in enumerate(batches):
             total = self.accumulate(
@@ -231,6 +240,18 @@ class Update:
         state, metrics = self.apply(state, total, np.float32(extra_weight))
         state = dataclasses.replace(state, params=combine(state.params, frozen))
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def lowered(
+        self, state: TrainState, batch: Batch, ref_params: Tree | None = None
+    ) -> Iterable[jax.stages.Lowered]:
+        """The programs of `update` for a micro-batch on the host, not yet compiled."""
+        placed = self.put(batch, n_vocab=self._n_vocab(state.params))
+        return self.lower(state, placed, ref_params).values()
+
+    def _n_vocab(self, params: Tree) -> int:
+        """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
+        restricts = self._restricts and "vocab" in params.cfg.heads
+        return params.cfg.V if restricts else 0
 
     def lower(
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None

@@ -349,7 +349,7 @@ def _with_engine(
     @functools.cache
     def engine_program(kind: str) -> jax.stages.Lowered:
         with jax.set_mesh(layout.mesh(mesh)):
-            return engine.runner.lower(weights, n_pages, kind)
+            return engine.runner.lower_largest(weights, n_pages, kind)
 
     if devices:
         aliased, copied = n_bytes, layout.sent_bytes(params)

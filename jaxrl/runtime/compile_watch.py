@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -21,6 +22,7 @@ class CompileWatch(logging.Handler):
     def __init__(self, on_compiled: Callable[[str, float], None] | None = None):
         super().__init__(logging.DEBUG)
         self.n_compiled = 0
+        self._counting = threading.Lock()  # programs compile in several threads
         self._on_compiled = on_compiled
         self._shapes: collections.deque[str] = collections.deque(maxlen=8)
         self._logger = logging.getLogger(SHAPES_LOGGER)
@@ -38,7 +40,8 @@ class CompileWatch(logging.Handler):
     def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event != COMPILED:
             return
-        self.n_compiled += 1
+        with self._counting:
+            self.n_compiled += 1
         if self._on_compiled is not None:
             self._on_compiled(str(details.get("fun_name", "?")), duration_secs)
 

@@ -32,6 +32,7 @@ from jaxrl.http.connection import ConnectionLimits, HttpServer
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
+from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
@@ -95,7 +96,7 @@ def url(listening: socket.socket) -> str:
 
 
 def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
-    """Loads and compiles the model, and creates the service for it."""
+    """Loads the model, compiles its first programs, and creates the service for it."""
     model, metrics = load_first_model(options, run), ServerMetrics()
     max_tasks = run.rollout.max_num_seqs + options.max_waiting
     limits = Limits(
@@ -121,6 +122,7 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         limits=limits,
         renderer=model.renderer,
         engine=engine,
+        compiler=BackgroundCompiler(model.engine, model.params, model.mesh),
         watcher=watcher,
         metrics=metrics,
         bodies=BodyReader(options.max_body_mib << 20, options.max_bodies_mib << 20),

@@ -19,6 +19,7 @@ from jaxrl.http.body import BodyReader
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
+from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import Json, ResponseFormatter
@@ -41,6 +42,7 @@ class Service:
     limits: Limits
     renderer: ChatRenderer
     engine: EngineThread
+    compiler: BackgroundCompiler
     metrics: ServerMetrics
     bodies: BodyReader
     parsers: ThreadPoolExecutor  # parse, render and tokenize requests
@@ -53,11 +55,13 @@ class Service:
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             self.engine.start()
+            self.compiler.start()
             if self.watcher is not None:
                 self.watcher.start()
             yield
             if self.watcher is not None:
                 self.watcher.stop()
+            self.compiler.stop()
             await asyncio.to_thread(self.engine.stop)
 
         return Starlette(

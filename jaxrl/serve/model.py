@@ -49,7 +49,9 @@ def open_model(
     step: int | None = None,
     adapters: Sequence[Path] = (),
 ) -> Model:
-    """Loads the model of `run.model.path` on the devices of `run.mesh` and compiles its programs.
+    """Loads the model of `run.model.path` on the devices of `run.mesh`.
+
+    Compiles the programs that suffice for every request; the others are pending.
 
     With `checkpoints`, the checkpoint folder of a run that started from that model, loads the
     weights of `step`; step 0 is the model itself. `adapters` are folders of adapters of the model
@@ -77,7 +79,10 @@ def open_model(
         with jax.set_mesh(devices):
             layout = rollout_layout(run, decoder, dtype)
         mesh = layout.mesh(devices)
-        with jax.set_mesh(mesh), progress.waiting("loading weights and compiling all programs"):
+        with (
+            jax.set_mesh(mesh),
+            progress.waiting("loading weights and compiling the first programs"),
+        ):
             specs = decoder_specs(policy)
             abstract = abstract_params(specs, layout.rules, layout.dtype, mesh)
             saved = None if checkpoints is None else Checkpoints(checkpoints, abstract, layout)
@@ -90,7 +95,7 @@ def open_model(
             engine = make_engine(
                 run, run.rollout, layout, params.cfg, folder, renderer, adjustable=True
             )
-            engine.warmup(params)
+            engine.warmup_first(params)
             pool = engine.scheduler.pool
     max_model_len = min(max_len, pool.n_pages * pool.page_len)
     return Model(renderer, engine, params, mesh, max_model_len, step, saved)

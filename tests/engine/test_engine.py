@@ -11,7 +11,8 @@ from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.device import programs
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.packed import forward_packed
-from sharding import make_mesh
+from jaxrl.runtime.compile_threads import CompileThreads
+from sharding import make_mesh, on_mesh
 from sharding.rules import TRAIN
 from tests.engine.engine_cases import (
     FAMILIES,
@@ -226,14 +227,17 @@ def test_nothing_compiles_after_warmup(llama):
     cfg, params = llama
     compiled = []
 
-    def listener(name, seconds, **_):
+    def listener(name, seconds, *, fun_name="", **_):
         if "backend_compile" in name:
-            compiled.append(name)
+            compiled.append(fun_name)
 
     engine = make_engine(cfg)
-    n_programs = engine.warmup(params)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
+        n_programs = engine.warmup(params)
+        kinds = {f"jit({kind})" for kind in ("prefill", "mixed", "copy_pages", "decode")}
+        assert sum(name in kinds for name in compiled) <= n_programs  # each was compiled once
+        compiled.clear()
         run(engine, params, make_requests(13, max_tokens=60))
         run(
             engine,
@@ -244,6 +248,21 @@ def test_nothing_compiles_after_warmup(llama):
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
     assert engine.runner.n_programs == n_programs
+
+
+def test_requests_are_served_before_all_programs_are_compiled(llama):
+    cfg, params = llama
+    requests = make_requests(5, max_tokens=20)
+    results = run(make_engine(cfg), params, requests)
+    engine = make_engine(cfg)
+    engine.warmup_first(params)
+    assert run(engine, params, requests) == results
+    used = set(engine.runner.dispatched)
+    assert used == {("prefill", 2), ("copy", 16), ("decode", engine.shapes.decode_buckets[-1])}
+    with CompileThreads() as threads:
+        engine.compile_pending(on_mesh(params, jax.sharding.get_mesh()), threads)
+    assert run(engine, params, requests) == results
+    assert used < engine.runner.dispatched  # smaller batches, too
 
 
 def test_release_frees_the_pool_and_the_next_call_allocates_it_anew(llama):

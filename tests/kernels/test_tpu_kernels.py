@@ -117,7 +117,7 @@ def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
         engine = PagedEngine(cfg, rollout, rules=DECODE, dtype=jnp.bfloat16, max_len=512)
         pool = n_pages * engine.pool.page_bytes_per_device
         for kind in ("prefill", "decode"):
-            compiled = engine.runner.lower(params, n_pages, kind).compile()
+            compiled = engine.runner.lower_largest(params, n_pages, kind).compile()
             text = compiled.as_text()
             assert "paged_attention" in text and "ragged" not in text
             # keys and values of 4 layers, 2 heads: 128 bytes and a scale

@@ -4,6 +4,8 @@ They cover jaxrl/train.py, and in jaxrl/trainer loop.py, run.py, step.py, sampli
 checkpointing.py and setup/ (core.py, data.py, devices.py, engines.py, folder.py, models.py, run.py,
 state.py, warmup.py)."""
 
+import collections
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -100,8 +103,27 @@ def wait_for_step(run_dir, step, process, timeout_s=240):
     raise AssertionError(f"no step {step} within {timeout_s} s")
 
 
+@contextlib.contextmanager
+def counted_compilations():
+    """Counts the compilations in the block by program."""
+    counts = collections.Counter()
+
+    def listener(event, seconds, *, fun_name="", **_):
+        if "backend_compile" in event:
+            counts[fun_name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield counts
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def test_a_run_leaves_a_complete_folder(tiny_config):
-    assert train(resolve(tiny_config))
+    with counted_compilations() as counts:
+        assert train(resolve(tiny_config))
+    # What the warm-up compiles ahead is what the run calls.
+    assert counts["jit(_accumulate)"] == counts["jit(_apply)"] == 1
     folder = Path(tiny_config.run_dir)
     for name in ("config.json", "metrics.jsonl", "samples.jsonl", "report.html", "checkpoints/4"):
         assert (folder / name).exists(), name
@@ -123,7 +145,10 @@ def test_a_kept_sampling_mask_leaves_no_mismatch_and_compiles_nothing_after_warm
     algorithm.correction = "token_tis"
     learner.mini_batch_prompts = tiny_config.data.prompts_per_step // 2  # old logprobs are scored
     tiny_config.total_steps = 2
-    assert train(resolve(tiny_config))
+    with counted_compilations() as counts:
+        assert train(resolve(tiny_config))
+    once = ("jit(_accumulate)", "jit(_apply)", "jit(score_tokens)", "jit(mixed)")
+    assert [counts[name] for name in once] == [1, 1, 2, 1]  # of the policy and of the reference
     lines = [line for line in metrics(tiny_config.run_dir) if "optim/grad_norm" in line]
     assert len(lines) == 2
     for line in lines:

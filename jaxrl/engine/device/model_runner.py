@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +26,14 @@ from jaxrl.types import Tree
 from sharding import on_mesh
 
 COPIES_PER_CALL = 16  # pages copied by one call
+
+
+class Dispatch(NamedTuple):
+    """A program of the engine: its kind, and the rows or sequences that it takes."""
+
+    kind: str  # prefill, mixed, copy_pages or decode
+    bucket: int
+    adjusted: bool = False  # with adjustments
 
 
 class ModelRunner:
@@ -168,26 +177,55 @@ class ModelRunner:
                 speculative=self.speculation is not None,
             )
 
-    def lower(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
-        """Lowers the largest program of a kind: prefill, mixed, copy_pages or decode.
+    def declared(self, *, adjustable: bool) -> list[Dispatch]:
+        """Every program of the declared shapes; `adjustable` adds those with adjustments."""
+        shapes = self.shapes
+        variants = (False, True) if adjustable else (False,)
+        prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
+        mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
+        decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
+        return [*prefill, Dispatch("copy_pages", COPIES_PER_CALL), *mixed, *decode]
+
+    def run_on_padding(self, params: Tree, program: Dispatch) -> None:
+        """Runs a program without rows, which compiles it if it is not compiled yet."""
+        kind, bucket, adjusted = program
+        if kind == "prefill":
+            self.prefill(params, [], bucket)
+        elif kind == "copy_pages":
+            self.copy_pages([])
+        elif kind == "mixed":
+            self.mixed(params, [], [], adjusted=adjusted)
+        else:
+            self.decode(params, [], bucket, n_steps=0, exit_at=0, adjusted=adjusted)
+
+    def lower_largest(self, params: Tree, n_pages: int, kind: str) -> jax.stages.Lowered:
+        """`lower` of the largest program of a kind, without adjustments."""
+        buckets = self.shapes.decode_buckets if kind == "decode" else self.shapes.prefill_buckets
+        bucket = COPIES_PER_CALL if kind == "copy_pages" else buckets[-1]
+        return self.lower(params, n_pages, Dispatch(kind, bucket))
+
+    def lower(self, params: Tree, n_pages: int, program: Dispatch) -> jax.stages.Lowered:
+        """Lowers a program.
 
         For ahead-of-time compilation on the current mesh, with (abstract) parameters and a pool of
         `n_pages` pages.
         """
+        kind, bucket, adjusted = program
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
         rules, implementation = self.pool.rules, self._implementation
         if kind == "copy_pages":
-            pages = np.zeros(self.pool.n_replicas * COPIES_PER_CALL, np.int32)
+            pages = np.zeros(self.pool.n_replicas * bucket, np.int32)
             stacked = self.pool.cfg.stacked
             return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
-        prefilled = self._prefill_batch([], self.shapes.prefill_buckets[-1])
         if kind == "prefill":
+            prefilled = self._prefill_batch([], bucket)
             return programs.prefill.lower(
                 params, cache, prefilled, rules=rules, implementation=implementation
             )
-        batch = self.decode_batch([], self.shapes.decode_buckets[-1])
         if kind == "mixed":
+            prefilled = self._prefill_batch([], bucket)
+            batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
             return programs.mixed.lower(
                 params,
                 cache,
@@ -200,7 +238,7 @@ class ModelRunner:
         return programs.decode.lower(
             params,
             cache,
-            batch,
+            self.decode_batch([], bucket, adjusted=adjusted),
             np.int32(0),
             np.int32(0),
             rules=rules,

@@ -40,7 +40,7 @@ from jaxrl.trainer.setup.engines import (
 from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
 from jaxrl.trainer.setup.source import check_processes, make_source
-from jaxrl.trainer.setup.warmup import warm_up, warm_up_learner
+from jaxrl.trainer.setup.warmup import warm_up, warm_up_offline
 from sharding import hosts
 
 
@@ -163,7 +163,7 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         )
         if not core.done:
             has_logits = "vocab" in workload.heads
-            warm_up_learner(core, policy=has_logits, reference=workload.has_reference)
+            warm_up_offline(core, policy=has_logits, reference=workload.has_reference)
         yield OfflineRun(core, objective)
 
 

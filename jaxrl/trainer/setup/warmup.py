@@ -1,8 +1,13 @@
 """Compiles every program of a run before its first step, with progress output."""
 
+from collections.abc import Iterator
+
+import jax
+
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
+from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
 from jaxrl.trainer.run import Core, Run
@@ -11,34 +16,66 @@ from sharding import to_device
 
 
 def warm_up(run: Run) -> None:
-    """Runs every program of an RL run once on padding, in every declared shape."""
-    core = run.core
-    compiling = core.progress.waiting("compiling prefill and decode")
-    with compiling, run.engines.layout.weights(core.state.params) as params:
-        run.engines.engine.warmup(params)
+    """Compiles every program of an RL run, and runs each once on padding in its declared shapes."""
+    core, model = run.core, run.reward_model
+    scores = {"policy": needs_old_logp(core.cfg), "reference": needs_ref_logp(core.cfg)}
+    with core.progress.waiting("compiling all programs"), CompileThreads() as threads:
+        threads.add(lowered_learner(core, **scores))
+        if model is not None:
+            threads.add(model.scorer.lowered(to_device(model.params)))
+        with run.engines.layout.weights(core.state.params) as params:
+            run.engines.engine.warmup(params, threads)
     end_rollouts(run)
-    if run.reward_model is not None:
-        model = run.reward_model
+    if model is not None:
         warm_up_values(core, model.scorer, to_device(model.params), "the reward model")
-    warm_up_learner(core, policy=needs_old_logp(core.cfg), reference=needs_ref_logp(core.cfg))
+    warm_up_learner(core, **scores)
+
+
+def warm_up_offline(core: Core, *, policy: bool, reference: bool) -> None:
+    """As `warm_up`, for offline training."""
+    with core.progress.waiting("compiling all programs"):
+        compile_in_threads(lowered_learner(core, policy=policy, reference=reference))
+    warm_up_learner(core, policy=policy, reference=reference)
+
+
+def lowered_learner(core: Core, *, policy: bool, reference: bool) -> Iterator[jax.stages.Lowered]:
+    """The programs of `warm_up_learner`, lowered one by one."""
+    for rows, row_len in reversed(core.cfg.learner.shapes):
+        batch = empty_batch(core.n_ranks * rows, row_len)
+        yield from core.update.lowered(core.state, batch, _kl_reference(core))
+        if policy:
+            params = core.scorer.layout.lowered_weights(core.state.params)
+            yield from core.scorer.lowered(params, batch)
+        if reference:
+            yield from core.ref_scorer.lowered(to_device(core.ref_params), batch)
+    if core.value_scorer is not None:
+        params = core.state.params if core.critic is None else core.critic.params
+        yield from core.value_scorer.lowered(params)
+    if core.critic is not None:
+        yield from core.critic.lowered()
+
+
+def _kl_reference(core: Core) -> Tree | None:
+    """The reference's weights, if the update reads them."""
+    return to_device(core.ref_params) if full_kl_in_loss(core.cfg) else None
 
 
 def warm_up_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> None:
-    """Compiles the forward pass of a value or reward model in every declared shape."""
+    """Runs the forward pass of a value or reward model in every declared shape."""
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
-        with core.progress.waiting(f"compiling {name} for [{n_rows}, {row_len}] tokens"):
+        with core.progress.waiting(f"running {name} on [{n_rows}, {row_len}] tokens of padding"):
             scorer.values(params, [Packed(empty_batch(n_rows, row_len), spans=())])
 
 
 def warm_up_critic(core: Core, critic: Critic) -> None:
-    """Compiles the update of a separate critic in every declared shape."""
+    """Runs the update of a separate critic in every declared shape."""
     scorer = critic.scorer
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
         with (
             core.progress.waiting(
-                f"compiling the critic's update for [{n_rows}, {row_len}] tokens"
+                f"running the critic's update on [{n_rows}, {row_len}] tokens of padding"
             ),
             critic.training(),
         ):
@@ -46,7 +83,7 @@ def warm_up_critic(core: Core, critic: Critic) -> None:
 
 
 def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
-    """Compiles the update, the value programs, and the requested logprob programs."""
+    """Runs the update, the value programs, and the requested logprob programs on padding."""
     if core.value_scorer is not None:
         params = core.state.params if core.critic is None else core.critic.params
         warm_up_values(core, core.value_scorer, params, "values")
@@ -54,7 +91,9 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
         warm_up_critic(core, core.critic)
     for rows, row_len in core.cfg.learner.shapes:
         n_rows = core.n_ranks * rows
-        with core.progress.waiting(f"compiling score and update for [{n_rows}, {row_len}] tokens"):
+        with core.progress.waiting(
+            f"running score and update on [{n_rows}, {row_len}] tokens of padding"
+        ):
             batch = empty_batch(n_rows, row_len)
             if policy:
                 with core.scorer.layout.weights(core.state.params) as params:
@@ -66,14 +105,13 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
                     token_kl(batch, batch.ref_logp, core.cfg.algorithm)
             if core.cfg.algorithm.correction_normalize:
                 with_mean_weight(MiniBatch([Packed(batch, spans=())]), core.cfg.algorithm)
-            compile_update(core, batch)
+            run_update(core, batch)
     core.progress.steps(core.step, core.total_steps)
 
 
-def compile_update(core: Core, batch: Batch) -> None:
-    """Compiles the update by running it on padding.
+def run_update(core: Core, batch: Batch) -> None:
+    """Runs the update on padding.
 
     Padding has weight 0, and an update of weight 0 does not change the state.
     """
-    ref_params = to_device(core.ref_params) if full_kl_in_loss(core.cfg) else None
-    core.state, _ = core.update.update(core.state, [batch], ref_params=ref_params)
+    core.state, _ = core.update.update(core.state, [batch], ref_params=_kl_reference(core))
