@@ -2,6 +2,7 @@
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "fp8")
+MATMUL_DTYPES = ("auto", *QUANTIZED_DTYPES)  # of products in training
 ROLLOUT_DTYPES = (*DTYPES, "int8")
 ADAPTER_INITS = ("default", "pissa")
 BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters

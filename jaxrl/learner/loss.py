@@ -139,6 +139,7 @@ def hidden_states(
         rules=rules,
         remat=remat,
         implementation=implementation,
+        matmul_dtype=cfg.learner.matmul_dtype,
     )
 
 

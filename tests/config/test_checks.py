@@ -393,6 +393,14 @@ def test_a_value_of_failed_rewards_that_training_does_not_use_warns(recwarn):
     assert not recwarn.list
 
 
+def test_quantized_products_need_the_package_and_unquantized_weights(monkeypatch):
+    assert resolve(runnable(learner__matmul_dtype="int8")).learner.matmul_dtype == "int8"
+    quantized = runnable(learner__matmul_dtype="fp8", lora__rank=2, lora__base_dtype="int8")
+    assert "learner.matmul_dtype='fp8' with lora.base_dtype='int8'" in complaint(quantized)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "uv sync --extra qwix" in complaint(runnable(learner__matmul_dtype="int8"))
+
+
 @pytest.mark.parametrize("key", ["dtype", "kv_dtype"])
 def test_a_quantized_rollout_without_correction_warns(key, recwarn):
     quantized = {f"rollout__{key}": "int8"}

@@ -239,6 +239,23 @@ def test_eight_devices_give_the_weights_of_one(tiny_config, two_layers, tmp_path
         np.testing.assert_allclose(one[name], eight[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
+def test_quantized_products_are_those_of_the_policy_and_of_its_reference(tiny_config, tmp_path):
+    tiny_config.learner.matmul_dtype, tiny_config.learner.lr = "int8", 0.01
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.kl_in = 0.1, "loss"
+    tiny_config.algorithm.correction, tiny_config.total_steps = "token_tis", 2
+    assert train(resolve(tiny_config))
+    first, last = [m for m in metrics(tiny_config.run_dir) if "loss/total" in m]
+    assert abs(first["loss/kl"]) < 1e-6 < last["loss/kl"]
+    # The engine's products are float32.
+    assert 1e-6 < first["mismatch/logp_diff_mean"] < first["mismatch/logp_diff_max"] < 0.1
+    tiny_config.run_dir, tiny_config.mesh.fsdp = str(tmp_path / "mesh"), 2
+    tiny_config.mesh.tensor, tiny_config.total_steps = 2, 1
+    assert train(resolve(tiny_config))
+    (again,) = [m for m in metrics(tiny_config.run_dir) if "loss/total" in m]
+    assert again["loss/total"] == pytest.approx(first["loss/total"], rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.thorough
 def test_several_updates_and_epochs_per_step_with_kl_and_entropy(tiny_config):
     tiny_config.total_steps = 2

@@ -1,4 +1,6 @@
-"""Rules of recomputation, offload and token budgets of roles."""
+"""Rules of recomputation, offload, token budgets of roles, and the dtype of products."""
+
+import importlib.util
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.remat import parse_remat, read_remat
@@ -6,7 +8,7 @@ from jaxrl.config.remat import parse_remat, read_remat
 
 def memory_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_remat_errors(run), *_offload_errors(run), *_budget_errors(run)]
+    return [*_remat_errors(run), *_offload_errors(run), *_budget_errors(run), *_matmul_errors(run)]
 
 
 def offload_keys(run: RunConfig) -> str:
@@ -60,4 +62,21 @@ def _budget_errors(run: RunConfig) -> list[str]:
                 f"{name}.token_budget={budget} is no multiple of learner.token_budget={unit}; set "
                 f"{-(-budget // unit) * unit}, or 0 for the same"
             )
+    return errors
+
+
+def _matmul_errors(run: RunConfig) -> list[str]:
+    kind, errors = run.learner.matmul_dtype, []
+    if kind == "auto":
+        return errors
+    if importlib.util.find_spec("qwix") is None:
+        errors.append(
+            f"learner.matmul_dtype={kind!r} needs the package qwix; install it with uv sync "
+            "--extra qwix or pip install 'jaxrl[qwix]', or set 'auto'"
+        )
+    if run.lora.base_dtype != "auto":
+        errors.append(
+            f"learner.matmul_dtype={kind!r} with lora.base_dtype={run.lora.base_dtype!r}: the "
+            "weights are quantized already; set one of them to 'auto'"
+        )
     return errors

@@ -6,6 +6,7 @@ from jaxrl.config.choices import (
     AGGREGATIONS,
     IPO_REDUCTIONS,
     LR_SCHEDULES,
+    MATMUL_DTYPES,
     MOMENT_DTYPES,
     OFFLOADS,
     PREFERENCE_LOSSES,
@@ -68,6 +69,13 @@ class LearnerConfig:
         "inputs in host memory, attention = all but the attention kernel, mlp = all but attention "
         "and the gate and up products, dots = all but attention and matrix products, none. "
         "full?first=8 = only the first 8 layers; full?group=4 = 4 layers together",
+    )
+    matmul_dtype: str = key(
+        "auto",
+        "Dtype of the products of attention and MLPs in updates and scoring: auto (model.dtype), "
+        "int8 or fp8, quantized per token and output; needs the extra qwix. Weights, optimizer, "
+        "logits and losses keep their dtypes",
+        choices=MATMUL_DTYPES,
     )
     offload: tuple[str, ...] = key(
         (),

@@ -141,7 +141,8 @@ class RunConfig:
     @property
     def reward_model_run(self) -> "RunConfig":
         """The run with the model, batches and pipeline stages of the reward model."""
-        reward_model, learner = self.reward_model, self.learner
+        reward_model = self.reward_model
+        learner = dataclasses.replace(self.learner, matmul_dtype="auto")
         if reward_model.token_budget:
             learner = dataclasses.replace(
                 learner, token_budget=reward_model.token_budget, buckets=()

@@ -15,6 +15,7 @@ from jaxrl.kernels.bits import materialize
 from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
+from jaxrl.kernels.quantized_matmul import quantized_matmul
 from jaxrl.models.config import LoRA
 from jaxrl.models.layers.stored import (
     QUANTIZED,
@@ -141,6 +142,7 @@ class Linear(nnx.Module):
         if not (w_dims == out_dims[2:] + x_dims[2:] and x_dims[:2] == out_dims[:2] == "BT"):
             raise ValueError(f"{eq!r} is not a [B, T, in] x [out, in] product")
         self.name, self.axes = name, axes
+        self.matmul_dtype = "auto"  # of the product; packed.with_matmul_dtype sets another one
         n_in = len(shape) - self.n_out
         w = make_stored(make, name, shape, axes, n_in=n_in, hf_shape=hf_shape, dtype=base_dtype)
         self.w: Stored = nnx.data(w)
@@ -231,7 +233,7 @@ class Linear(nnx.Module):
 
     def product_spec(self, rules: Rules) -> jax.P:
         """PartitionSpec of x Wᵀ."""
-        if self.out_axes[0] == "embed":
+        if self.out_axes[0] == "embed" and self.matmul_dtype == "auto":
             return rules.partial_residual()
         return rules.spec("batch", "time", self.out_axes[0])
 
@@ -246,8 +248,11 @@ def apply_linears(
     x: Float[Array, "B T *in"], *linears: Linear, rules: Rules
 ) -> list[Float[Array, "B T ..."]]:
     """Several linear maps of the same x; the decode kernel reads their weights in one call."""
+    kind = linears[0].matmul_dtype
     if linears[0].in_axis == "embed":
-        inputs = jax.reshard(x, rules.gathered_residual())
+        # Scales multiply whole sums: quantized products leave none to the residual stream.
+        plain = rules.spec("batch", "time", "embed")
+        inputs = jax.reshard(x, rules.gathered_residual() if kind == "auto" else plain)
     else:
         x_spec = rules.spec("batch", "time", linears[0].in_axis)
         x = jnp.reshape(x, (*x.shape[:2], math.prod(x.shape[2:])), out_sharding=x_spec)
@@ -260,6 +265,9 @@ def apply_linears(
             x, stored = jax.lax.optimization_barrier((x, stored))
         pairs = zip(linears, stored, strict=True)
         weights = [linear.matrix(w, x.dtype, rules) for linear, w in pairs]
+        if kind != "auto":
+            pairs = zip(weights, outs, strict=True)
+            return [quantized_matmul(x, w, kind, out) for w, out in pairs]
         return matmuls(x, weights, out_shardings=outs)
 
     stored = [linear.w for linear in linears]
