@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.optimizers.layerwise import step_by_layer
@@ -70,9 +70,16 @@ def init_opt_state(params: Tree, optimizer: Optimizer, offload: bool = False) ->
 
 
 def apply_gradients(
-    state: TrainState, grads: Tree, optimizer: Optimizer, *, keep: Bool[Array, ""]
+    state: TrainState,
+    grads: Tree,
+    optimizer: Optimizer,
+    *,
+    keep: Bool[Array, ""],
+    factor: Float[Array, ""] | float = 1.0,
 ) -> TrainState:
     """One optimizer step in float32 on the master weights; the parameters are rounded from them.
+
+    The gradient is factor * grads; a step by layer needs no second copy of it.
 
     Without master weights the step starts from the parameters, which are rounded stochastically
     (rounding.py). `state` and `grads` have only the parameters that training changes.
@@ -84,7 +91,7 @@ def apply_gradients(
     State in host memory is updated layer by layer (layerwise.py), unless the optimizer is given by
     an import path: such a one may combine all gradients.
     """
-    step = functools.partial(_step, optimizer=optimizer, keep=keep)
+    step = functools.partial(_step, optimizer=optimizer, keep=keep, factor=factor)
     offloaded = any(map(is_on_host, jax.tree.leaves(state.opt_state)))
     if offloaded and optimizer.recipe is not None and optimizer.recipe.is_divisible(state.params):
         return step_by_layer(state, grads, optimizer.recipe, step)
@@ -98,12 +105,14 @@ def _step(
     *,
     optimizer: Optimizer,
     keep: Bool[Array, ""],
+    factor: Float[Array, ""] | float,
 ) -> TrainState:
     """`apply_gradients` of all parameters or some, with the new state on the device.
 
     `transform` is that of `optimizer` for these parameters.
     """
     state, grads = to_device((state, grads))
+    grads = jax.tree.map(lambda g: g * factor, grads)
     old = _float32(state.params, state.opt_state.master)
     updates, inner = transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)

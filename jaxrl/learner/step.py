@@ -325,7 +325,6 @@ class Update:
         weight = jnp.where(empty, 1.0, weight)
         norm = optax.tree.norm(total.grads) / weight
         factor = clip_factor(norm, self._optimizer.clip_norm) / weight
-        grads = jax.tree.map(lambda g: g * factor, total.grads)
         losses = {name: value / weight for name, value in sums.losses.items()}
         nonfinite = ~(jnp.isfinite(losses["loss/total"]) & jnp.isfinite(norm))
         metrics = {
@@ -337,7 +336,9 @@ class Update:
             "optim/lr": self._optimizer.lr(state.step),
             "optim/nonfinite": nonfinite.astype(jnp.float32),
         }
-        return apply_gradients(state, grads, self._optimizer, keep=nonfinite | empty), metrics
+        keep = nonfinite | empty
+        state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
+        return state, metrics
 
 
 def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:

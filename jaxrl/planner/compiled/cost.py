@@ -182,6 +182,7 @@ class _CostVisitor:
                 work.steps.append(Done(one.channel))
             elif not kind:
                 self._instruction(one, inside, work)
+                self.cost.host_bytes += times * _host_bytes(one, inside)
 
     def _collective(
         self, kind: str, one: Instruction, inside: Computation, times, loops
@@ -286,12 +287,17 @@ def _results(one: Instruction) -> Sequence[Shape]:
 
 
 def _host_bytes(one: Instruction, inside: Computation) -> float:
-    """Bytes that a copy moves from or to host memory."""
-    if one.opcode not in ("copy", "copy-start"):
+    """Bytes that a copy moves from or to host memory, or a slice of an array there."""
+    kind = one.opcode.removesuffix("-start")
+    if kind not in ("copy", "dynamic-slice", "dynamic-update-slice"):
         return 0.0
-    source = inside.instructions[one.operands[0]].shapes[0]
-    target = one.shapes[0]
-    return target.bytes if source.on_host != target.on_host else 0.0
+    operands = [inside.instructions[name].shapes[0] for name in one.operands[:2]]
+    if kind == "dynamic-update-slice":
+        whole, moved = operands
+        return moved.bytes if whole.on_host != moved.on_host else 0.0
+    # An asynchronous slice has its operands before its result.
+    moved = one.shapes[len(one.operands) if one.opcode == "dynamic-slice-start" else 0]
+    return moved.bytes if operands[0].on_host != moved.on_host else 0.0
 
 
 def _read_bytes(parameter: Instruction, called: Computation, whole: float, module: Module) -> float:

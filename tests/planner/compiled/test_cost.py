@@ -176,6 +176,28 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert cost.bytes_accessed == 4 * 32  # %a writes, %c reads, %e writes, %f reads
 
 
+def test_slices_of_arrays_in_host_memory_count_as_host_traffic():
+    """Layer inputs on their way to host memory and back, fused (GPU) and asynchronous (TPU)."""
+    text = """
+%wrapped (a: f32[4,8], u: f32[1,8], i: s32[]) -> f32[4,8] {
+  %a = f32[4,8]{1,0:S(5)} parameter(0)
+  %u = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %put = f32[4,8]{1,0:S(5)} dynamic-update-slice(%a, %u, %i, %i)
+}
+
+ENTRY %main (p: f32[4,8], x: f32[1,8], i: s32[]) -> f32[1,8] {
+  %p = f32[4,8]{1,0:S(5)} parameter(0)
+  %x = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %b = f32[4,8]{1,0:S(5)} fusion(%p, %x, %i), kind=kLoop, calls=%wrapped
+  %c = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]{:S(2)}) dynamic-slice-start(%b, %i, %i)
+  ROOT %d = f32[1,8]{1,0} dynamic-slice-done(%c)
+}
+"""
+    assert program_cost(text).host_bytes == 2 * 32  # one row of 8 numbers there, one back
+
+
 def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
     text = """
 %inner (p: f32[64,8], i: s32[]) -> f32[1,8] {
