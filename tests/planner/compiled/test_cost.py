@@ -191,7 +191,7 @@ ENTRY %main (p: f32[4,8], x: f32[1,8], i: s32[]) -> f32[1,8] {
   %x = f32[1,8]{1,0} parameter(1)
   %i = s32[] parameter(2)
   %b = f32[4,8]{1,0:S(5)} fusion(%p, %x, %i), kind=kLoop, calls=%wrapped
-  %c = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]{:S(2)}) dynamic-slice-start(%b, %i, %i)
+  %c = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%b, %i, %i)
   ROOT %d = f32[1,8]{1,0} dynamic-slice-done(%c)
 }
 """
