@@ -270,5 +270,6 @@ def test_preference_losses_of_adapters_have_the_base_as_their_reference(dpo_conf
     first, last = [line for line in metrics(dpo_config.run_dir) if "val/accuracy" in line]
     at_reference = math.log(2) if loss == "dpo" else 0.5  # policy and base are equal
     assert first["val/loss"] == pytest.approx(at_reference, abs=1e-6)
-    assert last["val/loss"] < 0.9 * first["val/loss"] and last["val/accuracy"] == 1.0
+    fraction = 0.9 if loss == "dpo" else 0.97
+    assert last["val/loss"] < fraction * first["val/loss"] and last["val/accuracy"] == 1.0
     assert (Path(dpo_config.run_dir) / "adapter" / "adapter_model.safetensors").is_file()
