@@ -32,13 +32,16 @@ DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take
 def score_tokens(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str = "none"
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(logp, entropy) of the targets under the policy at the sampling temperature.
+    """(logp, entropy) of the targets in the loss under the policy at the sampling temperature.
 
+    Both are 0 at other tokens, for example of prompts: they skip the product with the vocabulary.
     The logprob is that of the policy restricted to the supports of the batch, if it has them.
     """
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
     head = _head(params, cfg, rules)
-    scores = token_scores(hidden, params.unembed, batch.targets, support=batch.support, **head)
+    scores = token_scores(
+        hidden, params.unembed, batch.targets, support=batch.support, mask=batch.mask, **head
+    )
     restricted = batch.support is not None
     return scores.logp - scores.log_mass if restricted else scores.logp, scores.entropy
 
@@ -153,6 +156,7 @@ def _score_targets(
         params.unembed,
         batch.targets,
         support=batch.support,
+        mask=batch.mask,
         **_head(params, cfg, rules),
     )
     if not full_kl_in_loss(cfg):

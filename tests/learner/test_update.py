@@ -173,6 +173,18 @@ def test_idle_rollouts_count_in_the_denominator(one_device):
     assert_same(*results)
 
 
+def test_scores_are_those_of_tokens_in_the_loss(one_device):
+    params, score = new_params(), programs(run_config())[2]
+    batch = batches(ROLLOUTS, **ONE)[0]
+    found = jax.device_get(score(params, put_batch(batch, TRAIN)))
+    every = dataclasses.replace(batch, mask=np.ones_like(batch.mask))
+    all_tokens = jax.device_get(score(params, put_batch(every, TRAIN)))
+    assert 0 < batch.mask.sum() < 0.7 * batch.mask.size
+    for got, want in zip(found, all_tokens, strict=True):
+        np.testing.assert_array_equal(got[batch.mask == 0], 0.0)
+        np.testing.assert_allclose(got, want * batch.mask, rtol=1e-6, atol=1e-6)
+
+
 def test_on_policy_the_ratio_is_one_and_the_loss_follows_the_score(one_device):
     cfg = run_config(old_logp="auto")
     state, (_, update, score) = new_state(cfg), programs(cfg)
