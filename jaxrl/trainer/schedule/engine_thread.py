@@ -44,7 +44,7 @@ class GeneratedBatch:
     groups: list[PromptGroup]
     stats: EngineStats
     busy_s: float  # generating
-    idle_s: float  # without an order before that
+    idle_s: float  # without an order before that, since the batch before
     metrics: dict[str, float]  # of the buffer after it
 
     @property
@@ -175,7 +175,8 @@ class EngineThread:
             order = self._next_order(number)
             params = params if order.params is None else order.params
             ordered = time.perf_counter()
-            batch = self._generate_batch(order, params, idle_s=ordered - start)
+            idle_s = ordered - start if number else 0.0
+            batch = self._generate_batch(order, params, idle_s)
             self._last.append(batch)
             with self._changed:
                 self._batches[number] = batch

@@ -87,7 +87,7 @@ class AsyncSource:
     def __init__(self, thread: EngineThread, stop: StopFlag):
         self.thread, self.stop = thread, stop
         self._version = -1  # of the weights that the thread has
-        self._taken_at = time.perf_counter()  # the end of the last wait
+        self._taken_at: float | None = None  # the end of the last wait
 
     def next_batch(self, run: Run, draw: int) -> Scored:
         core, start, buffer = run.core, time.perf_counter(), self.thread.generator.buffer
@@ -105,7 +105,7 @@ class AsyncSource:
             while self.thread.n_ahead <= core.cfg.schedule.lag:
                 self._order(run)
             batch = self.thread.take(on_wait)
-        end, previous = time.perf_counter(), self._taken_at
+        end, since = time.perf_counter(), start if self._taken_at is None else self._taken_at
         self._taken_at = end
         scored = scored_groups(run, self.thread.generator, batch.groups)
         metrics = group_metrics(scored, batch.stats, batch.busy_s, core.step) | batch.metrics
@@ -113,7 +113,7 @@ class AsyncSource:
             "buffer/waited_s": end - start,
             "rollout/busy_s": batch.busy_s,
             "perf/rollout_idle_fraction": batch.idle_s / (batch.busy_s + batch.idle_s),
-            "perf/training_idle_fraction": (end - start) / (end - previous),
+            "perf/training_idle_fraction": (end - start) / (end - since),
         }
 
     def release_engine(self) -> None:
