@@ -8,12 +8,11 @@ on a shared disk.
 Data: parquet in verl's schema with long solutions, for example DAPO-Math-17k.
 
 Mesh: the layout of reference for this size and context is tensor 8 x sequence 8 x pipeline 2, with
-tensor 4 in the rollout. The trainer does not combine a pipeline with sequence parallelism yet
-(mesh.stage=2 with mesh.sequence=8 is refused), so this is the nearest layout that runs: tensor 8 x
-sequence 8 x FSDP 2. It has as many weights, gradients and optimizer states per GPU as two pipeline
-stages, no pipeline bubble, and an all-gather of two shards per layer instead of transfers between
-stages. The tensor axis stays within a node. Ulysses exchanges 64 heads over 8 x 8 devices, one
-each. The rollout has 32 replicas of 4 GPUs.
+tensor 4 in the rollout. This config uses tensor 8 x sequence 8 x FSDP 2 instead (mesh.stage=2 in
+place of mesh.fsdp=2 gives the other). It has as many weights, gradients and optimizer states per
+GPU as two pipeline stages, no pipeline bubble, and an all-gather of two shards per layer instead
+of transfers between stages. The tensor axis stays within a node. Ulysses exchanges 64
+heads over 8 x 8 devices, one each. The rollout has 32 replicas of 4 GPUs.
 
 Published figures: none that could be cited for this layout. For the size, verl's guide lists GRPO
 of Qwen2-70B on 32 H800 as the least that runs (github.com/volcengine/verl,

@@ -41,7 +41,7 @@ from sharding import (
     reshape_mesh,
 )
 from sharding.mesh import ONE_TOKEN_AXES
-from sharding.rules import PIPELINE, PRESETS, TENSOR, TRAIN
+from sharding.rules import PRESETS, TENSOR, TRAIN
 
 
 def training_rules(cfg: RunConfig) -> Rules:
@@ -50,14 +50,14 @@ def training_rules(cfg: RunConfig) -> Rules:
 
 
 def _rules(cfg: RunConfig, stage: int, sequence: int, tensor: int) -> Rules:
-    if stage != 1:
-        return PIPELINE
     rules = TRAIN
     if sequence != 1:
         rules = PRESETS[cfg.learner.sequence_parallel]
         if rules.ring:  # a role with a smaller sequence axis has smaller places in its ring
             ulysses = math.gcd(cfg.learner.ulysses_size, max(sequence, 0))
             rules = dataclasses.replace(rules, ulysses=ulysses)
+    if stage != 1:
+        return rules.with_stages()
     if tensor != 1 and cfg.learner.shard_residual:
         rules = dataclasses.replace(rules, residual=TENSOR.residual)
     return rules

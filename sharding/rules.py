@@ -46,7 +46,7 @@ class Rules:
     @property
     def ring_size(self) -> int:
         """Places of the ring that shares a row on the current mesh."""
-        return self.n_shards("time") // self.ulysses
+        return self.in_stage().n_shards("time") // self.ulysses
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         axis = getattr(self, logical)
@@ -85,8 +85,15 @@ class Rules:
         return dataclasses.replace(self, time=None, heads=heads, kv_heads=heads)
 
     def in_stage(self) -> "Rules":
-        """Rules inside one pipeline stage, which has its own layers and whole rows."""
-        return dataclasses.replace(self, layers=None, time=None, residual=None)
+        """Rules inside one pipeline stage, which has its own layers and shares no row."""
+        stages = self.mesh_axes("layers")
+        time = tuple(axis for axis in self.mesh_axes("time") if axis not in stages)
+        return dataclasses.replace(self, layers=None, time=time or None, residual=None)
+
+    def with_stages(self) -> "Rules":
+        """The same layout inside the stages of a pipeline (PIPELINE)."""
+        time = (*self.mesh_axes("time"), "stage")
+        return dataclasses.replace(self, layers="stage", time=time, residual=None)
 
     def in_replica(self) -> "Rules":
         """Rules inside one rollout replica, which has its own rows."""
@@ -110,7 +117,7 @@ ULYSSES = Rules(time="sequence", attn_heads=("tensor", "sequence"), w_embed=("fs
 RING = Rules(time="sequence", ring=True, w_embed=("fsdp", "sequence"))
 # Pipeline parallelism: stages of layers pass rows on (GPipe, https://arxiv.org/abs/1811.06965).
 # Before the first layer and after the last, the stages shard each row over `time`.
-PIPELINE = Rules(layers="stage", time="stage")
+PIPELINE = TRAIN.with_stages()
 DECODE = Rules(batch=None)  # every device steps all slots; weights stay sharded as in training
 REPLICAS = Rules(batch="replica")  # on the rollout's mesh: each replica steps its own slots
 PRESETS: dict[str, Rules] = {

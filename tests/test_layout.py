@@ -102,8 +102,6 @@ def invalid(tiny: dict, words: str, **sections):
     [
         invalid(dict(fsdp=8), "ref.tensor=3.*needs a multiple of 3", ref=dict(tensor=3)),
         invalid(dict(fsdp=8), "score.sequence=3 devices cannot share", score=dict(sequence=3)),
-        invalid(dict(fsdp=8), "ref.stage=2 with ref.sequence=2 is not supported",
-              ref=dict(stage=2, sequence=2)),
         invalid(dict(fsdp=8), "ref.token_budget=9000 is no multiple of .*=8192; set 16384",
                 ref=dict(token_budget=9000)),
         invalid(dict(fsdp=8), "ref.tensor=2 gives the reference another mesh.*'full'",

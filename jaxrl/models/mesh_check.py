@@ -47,7 +47,11 @@ def check_mesh(
             "(not with learner.sequence_parallel='ring')"
         )
     if rules.ulysses > 1:
-        errors.update(_place_errors(cfg, shards("time")[0], shards("kv_heads")[0], rules.ulysses))
+        errors.update(
+            _place_errors(
+                cfg, shards("time")[0] // shards("layers")[0], shards("kv_heads")[0], rules.ulysses
+            )
+        )
     n, shown = shards("experts")
     if n > 1 and not cfg.E:
         errors.add(f"no experts to shard over {shown}")

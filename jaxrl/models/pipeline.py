@@ -29,7 +29,7 @@ def run_stages(
 
     The leading axis of `layers` is sharded over the stages; `stage(layers, x, *rows)` runs the
     layers of one stage. `rows` are further inputs, [B, T]. `x` has the sharding of the residual
-    stream; inside, every stage sees whole rows.
+    stream; inside, no row is shared between stages.
     """
     (axis,) = rules.mesh_axes("layers")
     pipeline = jax.shard_map(
@@ -45,7 +45,7 @@ def run_stages(
 
 
 def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], whole rows."""
+    """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], without."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 3)
 
@@ -70,7 +70,8 @@ def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
     """PartitionSpecs of [M, ranks, T, ...] outside and [S, M, ranks, T, ...] inside the stages."""
     rest = (None,) * n_more
     shared = rules.spec(None, "batch", "time", *rest)
-    return shared, rules.spec("layers", None, "batch", None, *rest)
+    (inside,) = (rules.in_stage().spec("time"),)
+    return shared, jax.P(*rules.spec("layers", None, "batch"), *inside, *rest)
 
 
 def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):

@@ -292,7 +292,6 @@ WRONG = [
         dict(mesh__sequence=4, learner__sequence_parallel="ring", learner__ulysses_size=3),
         "learner.ulysses_size=3 does not divide mesh.sequence=4",
     ),
-    (dict(mesh__stage=2, mesh__sequence=2), "mesh.stage=2 with mesh.sequence=2 is not supported"),
     (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
     (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),

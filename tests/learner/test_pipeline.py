@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.hf_save import save_model
-from sharding import PIPELINE, TRAIN, make_mesh
+from sharding import PIPELINE, RING, TRAIN, ULYSSES, make_mesh
 from tests.learner.tiny_policy import MODEL, all_numbers, batches, new_params, rollouts, run_config
 
 # Two micro-batches of four rows of 128 tokens; each is pipelined through the stages.
@@ -52,3 +52,10 @@ def test_a_model_in_stages_is_saved_and_loaded_bit_for_bit(tmp_path):
         assert again.layers.mlp.up.w.sharding.spec == jax.P("stage", "tensor", "fsdp")
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rules", [ULYSSES, RING], ids=["ulysses", "ring"])
+def test_stages_share_rows_over_a_sequence_axis(rules):
+    mesh = dict(stage=2, sequence=2)
+    assert_same(all_numbers(CFG, BATCHES, mesh, STACKED, rules.with_stages()), alone(STACKED))

@@ -90,21 +90,23 @@ def _role_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[st
     """Errors of one role: unsupported pipeline settings, and rows that do not divide evenly."""
     learner = run.learner
     errors = _stage_errors(run, section, sizes) if sizes["stage"] not in (0, 1) else []
-    axis = "stage" if sizes["stage"] > 1 else "sequence"
-    n = sizes[axis]
+    sequence, stage = max(sizes["sequence"], 1), max(sizes["stage"], 1)
+    n = sequence * stage
     if errors or n <= 1:
         return errors
-    ring = axis == "sequence" and learner.sequence_parallel == "ring"
-    places = n // math.gcd(learner.ulysses_size, n)
+    ring = sequence > 1 and learner.sequence_parallel == "ring"
+    places = sequence // math.gcd(learner.ulysses_size, sequence)
     unit = math.lcm(2 * RING_BLOCK_LEN * places, n) if ring else n
     indivisible = sorted({row_len for _, row_len in learner.shapes if row_len % unit})
     if not indivisible:
         return []
+    used = {axis: sizes[axis] for axis in ("stage", "sequence") if sizes[axis] > 1}
+    shown = " x ".join(f"{section}.{axis}={size}" for axis, size in used.items())
     owner = section.removesuffix(".mesh") if section.endswith(".mesh") else "learner"
     source = "learner.buckets" if learner.buckets else f"{owner}.token_budget"
     return [
         f"{source}={one_or_all(learner.row_lens)} with learner.halvings={learner.halvings} makes "
-        f"rows of {', '.join(map(str, indivisible))} tokens, which {section}.{axis}={n} devices "
+        f"rows of {', '.join(map(str, indivisible))} tokens, which {shown} devices "
         f"cannot share{' in a ring' if ring else ''}; make {source} a multiple of {unit}, and set "
         "learner.halvings=0 if its halves are not"
     ]
@@ -112,11 +114,6 @@ def _role_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[st
 
 def _stage_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[str]:
     errors, stage = [], f"{section}.stage={sizes['stage']}"
-    if sizes["sequence"] not in (0, 1):
-        errors.append(
-            f"{stage} with {section}.sequence={sizes['sequence']} is not supported yet; set one of "
-            "them to 1"
-        )
     if run.model.layers == "list":
         errors.append(
             f"{stage} splits stacked layers, but model.layers='list'; set 'auto' or 'stacked'"
