@@ -45,7 +45,7 @@ def run_stages(
 
 
 def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], without."""
+    """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], not over stages."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 3)
 
@@ -70,7 +70,7 @@ def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
     """PartitionSpecs of [M, ranks, T, ...] outside and [S, M, ranks, T, ...] inside the stages."""
     rest = (None,) * n_more
     shared = rules.spec(None, "batch", "time", *rest)
-    (inside,) = (rules.in_stage().spec("time"),)
+    inside = rules.in_stage().spec("time")
     return shared, jax.P(*rules.spec("layers", None, "batch"), *inside, *rest)
 
 
