@@ -88,6 +88,31 @@ def test_values_and_gradients_equal_the_naive_form(one_device, monkeypatch, chun
     assert_close(want[1], got[1], tol=2e-5)  # sums over 104 tokens or 500 words
 
 
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param(dict(fsdp=2, tensor=2), marks=pytest.mark.thorough)], ids=str
+)
+def test_one_reduction_gives_logprob_and_entropy(monkeypatch, sizes):
+    monkeypatch.setattr(logprob, "ONE_PASS", ("cpu",))
+    inputs, weights = problem()
+    inputs = {name: inputs[name] for name in ("hidden", "unembed", "targets")}
+    inputs["hidden"] *= 20  # logits of up to 300
+
+    def naive(**k):
+        ref = dict(ref_hidden=k["hidden"], ref_unembed=k["unembed"])
+        return logprob_reference(**k, **ref, temperature=0.7, softcap=None)[:2]
+
+    def kernel(**k):
+        scores = token_scores(**k, temperature=0.7, chunk=7, rules=RULES)
+        return scores.logp, scores.entropy
+
+    with jax.set_mesh(make_mesh()):
+        want = value_and_grad(naive, inputs, weights[:2])
+    with jax.set_mesh(make_mesh(**sizes)):
+        got = value_and_grad(kernel, inputs, weights[:2])
+    assert_close(want[0], got[0], tol=1e-4)
+    assert_close(want[1], got[1], tol=1e-3)
+
+
 @pytest.mark.parametrize("with_entropy", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_without_a_reference(one_device, with_entropy):
     inputs, weights = problem()

@@ -15,6 +15,9 @@ __all__ = ["TokenScores", "token_logp", "token_scores"]
 # matrix products, and larger blocks waste time on more rows without a token. On GPU all tokens are
 # one step: each step reads and writes the float32 dW.
 GROUPED_CHUNKS = {"cpu": 1, "gpu": 2**20}
+# Platforms on which maximum, sum and entropy of a row of logits are one reduction, which reads the
+# logits once in place of twice.
+ONE_PASS = ("gpu",)
 
 
 def grouped_chunks() -> int:
@@ -73,6 +76,7 @@ def token_scores(
         with_kl=ref is not None,
         with_support=support is not None,
         n_grouped=grouped_chunks(),
+        one_pass=target_platform() in ONE_PASS,
     )
     keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
     targets, keep = (jax.reshard(a, rules.spec("batch", "time")) for a in (targets, keep))

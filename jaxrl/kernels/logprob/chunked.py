@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxrl.kernels.bits import row_sum
 from jaxrl.kernels.logprob.reference import head_logits
+from jaxrl.kernels.logprob.softmax import softmax_moments, softmax_parts, vocab_sum
 from sharding import Rules
 
 
@@ -38,6 +39,7 @@ class Head:
     with_kl: bool
     with_support: bool
     n_grouped: int = 4  # chunks of tokens per step of the backward pass
+    one_pass: bool = False  # the forward pass reads the logits once where it can
 
     def logits(self, x, w):
         return head_logits(x, w, temperature=self.temperature, softcap=self.softcap)
@@ -55,6 +57,11 @@ class Head:
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
         reference, support = (rows, weight)[:n_ref], (rows,) * self.with_support
         return tokens, rows, weight, tokens, tokens, reference, support
+
+    @property
+    def single_pass(self) -> bool:
+        """Whether maximum, sum and entropy are one reduction; KL and supports need the weights."""
+        return self.one_pass and self.with_entropy and not (self.with_kl or self.with_support)
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -202,38 +209,34 @@ def _slice(a, i, size: int):
 
 
 def _chunk_stats(head: Head, x, y, w, ref_x, ref_w, bits=None):
-    logits = head.logits(x, w)
-    top, total, e = _softmax_parts(head, logits)
+    logits, axes = head.logits(x, w), head.vocab_axes
+    if head.single_pass:
+        return _single_pass_stats(head, logits, y)
+    top, total, e = softmax_parts(logits, axes)
     logp = _pick(head, logits, y) - top - jnp.log(total)
     norm = top + jnp.log(total)
     zero = jnp.zeros_like(logp)
     entropy = kl = log_mass = ref_norm = zero
     if head.with_entropy:
-        entropy = jnp.log(total) - _vocab_sum(head, e * (logits - top[:, None])) / total
+        entropy = jnp.log(total) - vocab_sum(e * (logits - top[:, None]), axes) / total
     if head.with_kl:
         ref_logits = head.logits(ref_x, ref_w)
-        ref_top, ref_total, _ = _softmax_parts(head, ref_logits)
+        ref_top, ref_total, _ = softmax_parts(ref_logits, axes)
         ref_norm = ref_top + jnp.log(ref_total)
         gap = (logits - norm[:, None]) - (ref_logits - ref_norm[:, None])
-        kl = _vocab_sum(head, e * gap) / total
+        kl = vocab_sum(e * gap, axes) / total
     if bits is not None:
         members = _members(bits, _vocab_start(head, len(w)), len(w))
-        log_mass = jnp.log(_vocab_sum(head, jnp.where(members, e, 0.0))) - jnp.log(total)
+        log_mass = jnp.log(vocab_sum(jnp.where(members, e, 0.0), axes)) - jnp.log(total)
     return logp, entropy, kl, log_mass, norm, ref_norm
 
 
-def _softmax_parts(head: Head, logits):
-    """(max [c], Σ exp(l - max) [c], exp(l - max) [c, v]) over the whole vocabulary."""
-    top = jnp.max(logits, axis=-1)
-    if head.vocab_axes:
-        top = lax.pmax(top, head.vocab_axes)
-    e = jnp.exp(logits - top[:, None])
-    return top, _vocab_sum(head, e), e
-
-
-def _vocab_sum(head: Head, values):
-    total = row_sum(values)
-    return lax.psum(total, head.vocab_axes) if head.vocab_axes else total
+def _single_pass_stats(head: Head, logits, y):
+    """`_chunk_stats` of logprob and entropy alone."""
+    top, total, weighted = softmax_moments(logits, head.vocab_axes)
+    logp = _pick(head, logits, y) - top - jnp.log(total)
+    zero = jnp.zeros_like(logp)
+    return logp, jnp.log(total) - weighted / total, zero, zero, top + jnp.log(total), zero
 
 
 def _pick(head: Head, logits, y):
