@@ -39,10 +39,7 @@ def test_every_name_has_an_answer():
     "name, message",
     [
         ("actor_rollout_ref.rollout.n", "verl's actor_rollout_ref.rollout.n is rollout.n here"),
-        (
-            "rollout.mode",
-            "verl's actor_rollout_ref.rollout.mode does not exist here yet: rollouts are ",
-        ),
+        ("rollout.mode", "verl's actor_rollout_ref.rollout.mode is schedule.mode here"),
         ("num_generations", "TRL's num_generations is rollout.n here"),
         ("num-generations", "TRL's num_generations is rollout.n here"),
         ("actor_learning_rate", "OpenRLHF's --actor_learning_rate is learner.lr here"),

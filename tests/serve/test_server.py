@@ -20,6 +20,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
+from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
@@ -749,7 +750,9 @@ def test_all_errors_have_the_openai_format(served):
 
 def test_shutdown_finishes_running_requests(served, model):
     thread = EngineThread(model.engine, model.params, model.mesh, ServerMetrics(), max_tasks=4)
-    web = server(dataclasses.replace(served.service, engine=thread), served.options)
+    compiler = BackgroundCompiler(model.engine, model.params, model.mesh)
+    service = dataclasses.replace(served.service, engine=thread, compiler=compiler)
+    web = server(service, served.options)
     with listener("127.0.0.1", 0) as listening, running(web, listening):
         client = openai.OpenAI(base_url=f"{url(listening)}/v1", api_key=KEY, max_retries=0)
         stream = client.completions.create(model="tiny", prompt="x", stream=True, seed=1, **LONG)
