@@ -179,6 +179,7 @@ def test_a_mixture_of_experts_trains_with_expert_parallelism(tiny_config, tiny_e
     assert (before[router] != after[router]).any()
 
 
+@pytest.mark.thorough
 def test_the_export_has_the_trained_weights_and_the_template_and_stop_tokens_of_the_run(
     tiny_config, tiny_model
 ):

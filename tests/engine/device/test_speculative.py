@@ -106,6 +106,7 @@ def test_tokens_and_logprobs_are_bitwise_those_of_decoding_one_by_one(one_device
     assert stats.n_tokens == before.n_tokens and stats.n_steps < 0.8 * before.n_steps
 
 
+@pytest.mark.thorough
 def test_repetitive_text_takes_one_pass_for_several_tokens(one_device):
     """With greedy sampling the model loops; from then on every draft token is accepted."""
     cfg, params = small("llama")

@@ -9,6 +9,7 @@ from jaxrl.config import resolve
 from jaxrl.train import train
 from jaxrl.trainer.setup.source import check_processes
 from sharding import hosts
+from tests.marks import graded
 from tests.trainer.test_train import (
     assert_same_weights,
     finish_process,
@@ -64,19 +65,17 @@ def trained(run_dir):
 
 
 @pytest.mark.bitwise
-def test_without_staleness_partial_and_async_give_the_weights_of_sync(config, tmp_path):
+@pytest.mark.parametrize("mode", graded(["async", "partial"], default=["async"]))
+def test_without_staleness_a_schedule_gives_the_weights_of_sync(mode, config, tmp_path):
     config.total_steps = 2
     assert train(resolve(config))
     sync = trained(tmp_path / "run")
-    folders = (
-        partial(config, tmp_path, "partial", max_staleness=0),
-        separate(config, tmp_path, "async", max_staleness=0),
-    )
-    for folder in folders:
-        assert_same_weights(tmp_path / "run", folder)
-        lines = trained(folder)
-        assert all(line["staleness/max"] == 0 for line in lines)
-        assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
+    run = {"partial": partial, "async": separate}[mode]
+    folder = run(config, tmp_path, mode, max_staleness=0)
+    assert_same_weights(tmp_path / "run", folder)
+    lines = trained(folder)
+    assert all(line["staleness/max"] == 0 for line in lines)
+    assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
 
 
 @pytest.mark.thorough
