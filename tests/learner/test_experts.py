@@ -23,6 +23,7 @@ from tests.learner.tiny_policy import (
     run_config,
 )
 from tests.learner.tiny_policy import update_once as update_any
+from tests.marks import graded
 
 MOE = DecoderConfig(
     family="qwen3_moe",
@@ -71,11 +72,10 @@ MORE = {
     "expert 4": (dict(row_len=32, token_budget=64, n_ranks=4), dict(expert=4)),
     "fsdp 8": (dict(row_len=32, token_budget=64, n_ranks=8), dict(fsdp=8)),
 }
-CASES = [pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
+MOST = ("long rows, two micro-batches", "fsdp 2, expert 2, tensor 2")
 
 
-@pytest.mark.parametrize("layout", [*CASES, *SLOW])
+@pytest.mark.parametrize("layout", graded((*LAYOUTS, *MORE), thorough=MOST))
 def test_an_update_does_not_depend_on_the_layout(layout, want):
     packing, mesh = (LAYOUTS | MORE)[layout]
     assert_same(update_once(packing, mesh), want)

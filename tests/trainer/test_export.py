@@ -21,6 +21,7 @@ from jaxrl.models.files.safetensors import map_tensor
 from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.train import train
 from jaxrl.types import TrainState
+from tests.marks import graded
 from tests.trainer.conftest import LLAMA, write_model
 
 
@@ -142,8 +143,9 @@ def test_what_cannot_be_exported_is_named(saved_run, tmp_path, capsys):
     assert "does not match its checksum" in stopped("--step=5")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["one device", "mesh", "stages"])
+@pytest.mark.parametrize(
+    "layout", graded(["one device", "mesh", "stages"], thorough=["one device", "stages"])
+)
 def test_the_last_checkpoint_is_the_export_of_the_run(tiny_config, two_layers, tmp_path, layout):
     tiny_config.model.path, tiny_config.data.val = str(two_layers), ()
     tiny_config.checkpoint.every = tiny_config.total_steps = 2
