@@ -47,7 +47,7 @@ def make_kinds(rng: np.random.Generator, n_kinds: int) -> list[Request]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rollout", "n_requests", "n_kinds", "min_hit_rate"),
-    [(SMALL, 1_000, 40, 0.25), pytest.param(LARGE, 10_000, 400, 0.5, marks=pytest.mark.thorough)],
+    [(SMALL, 1_000, 40, 0.25), pytest.param(LARGE, 10_000, 400, 0.5, marks=pytest.mark.slow)],
     ids=["small", "large"],
 )
 def test_many_requests_end_as_they_would_alone(

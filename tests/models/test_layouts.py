@@ -147,7 +147,7 @@ def test_stacked_layers_give_the_numbers_of_a_list(family):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "stacked",
-    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+    [pytest.param(False, id="list", marks=pytest.mark.slow), pytest.param(True, id="stacked")],
 )
 def test_remat_does_not_change_gradients(stacked, one_device):
     _, model = load_model(GOLDEN / "llama", rules=TRAIN, stacked=stacked)

@@ -157,7 +157,7 @@ def test_fsdp_gathers_weights_sums_gradients_and_keeps_no_whole_copy():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "stacked",
-    [pytest.param(False, id="list", marks=pytest.mark.thorough), pytest.param(True, id="stacked")],
+    [pytest.param(False, id="list", marks=pytest.mark.slow), pytest.param(True, id="stacked")],
 )
 def test_remat_saves_the_memory_of_activations(stacked):
     cfg = dataclasses.replace(SMALL, stacked=stacked)

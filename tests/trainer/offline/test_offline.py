@@ -37,6 +37,7 @@ from jaxrl.trainer.offline.sft import SFT
 from jaxrl.trainer.setup.run import open_offline
 from jaxrl.types import Demonstration
 from sharding.rules import TRAIN
+from tests.marks import graded
 from tests.trainer.conftest import perturbed
 
 QUESTIONS = [(f"{a} + {b}?", str(a + b), str(a + b + 1)) for a in range(6) for b in range(4)]
@@ -156,8 +157,7 @@ def test_ipo_and_kto_losses_fall(dpo_config, loss):
     assert last["val/loss"] < first["val/loss"] and last["val/margin"] > 0
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", graded(["dpo", "ipo"], thorough=["dpo"]))
 def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
     """Packed samples in two passes, against the derivative of the loss of whole pairs.
 
