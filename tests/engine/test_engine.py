@@ -83,6 +83,7 @@ def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
         assert finish == ("stop" if made[-1] == 1 else "length")
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
 def test_a_request_gives_the_same_alone_in_a_batch_and_in_any_order(llama):
     cfg, params = llama

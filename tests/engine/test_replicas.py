@@ -89,6 +89,7 @@ def test_requests_are_distributed_evenly_with_the_samples_of_a_prompt_together()
         assert engine.scheduler.n_pages_used == 0
 
 
+@pytest.mark.thorough
 def test_a_prefix_is_used_by_the_replica_that_holds_it():
     """Two prefilled prompts are on two replicas; their samples are those of submitted requests."""
     cfg = FAMILIES["llama"]

@@ -133,6 +133,7 @@ def wait_for_step(followed, step):
 def test_a_followed_run_is_served_with_its_newest_weights(followed, expected, save_next):
     first = step = followed.service.engine.step  # 0 until the run saves a checkpoint
     responses = [followed.client.completions.create(**BODY, logprobs=0, extra_body=IDS)]
+    followed.service.compiler.join()
     programs = []
     watch = CompileWatch(lambda name, _: programs.append(name))
     for _ in range(2):

@@ -150,6 +150,7 @@ def test_full_pools_and_conversations_change_no_result(one_device, kv_dtype):
     assert tight.take_stats().n_cached_tokens > 0
 
 
+@pytest.mark.thorough
 def test_a_stop_token_in_an_accepted_draft_ends_the_response(one_device):
     cfg, params = small("llama")
     request = make_requests(1, V=8, sampling=GREEDY, ignore_stop=True, max_tokens=60)[0]

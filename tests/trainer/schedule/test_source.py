@@ -9,7 +9,6 @@ from jaxrl.config import resolve
 from jaxrl.train import train
 from jaxrl.trainer.setup.source import check_processes
 from sharding import hosts
-from tests.marks import graded
 from tests.trainer.test_train import (
     assert_same_weights,
     finish_process,
@@ -64,8 +63,9 @@ def trained(run_dir):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.bitwise
-@pytest.mark.parametrize("mode", graded(["async", "partial"], default=["async"]))
+@pytest.mark.parametrize("mode", ["async", "partial"])
 def test_without_staleness_a_schedule_gives_the_weights_of_sync(mode, config, tmp_path):
     config.total_steps = 2
     assert train(resolve(config))
