@@ -94,13 +94,7 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in theirs)
         shutil.rmtree(exported)
-    lora_config.run_dir = str(tmp_path / "resumed")
-    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
-    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
-    lora_config.resume = True
-    assert train(resolve(lora_config))
-    found = weights(lora_config)
-    assert all(np.array_equal(found[name], want[name]) for name in want)
+    assert_resumes_bitwise(lora_config, run_dir, tmp_path / "resumed", want)
 
 
 @pytest.mark.thorough
@@ -134,6 +128,17 @@ def test_a_run_is_evaluated_merged_and_its_adapter_can_be_continued_from(lora_co
     assert train(resolve(lora_config))
     found = weights(lora_config)
     assert all(np.array_equal(found[name], first[name]) for name in first)
+
+
+def assert_resumes_bitwise(config, run_dir, resumed, want):
+    """A copy of the run that continues from its checkpoint of step 1 ends with these adapters."""
+    config.run_dir = str(resumed)
+    shutil.copytree(run_dir / "checkpoints" / "1", resumed / "checkpoints" / "1")
+    shutil.copy(run_dir / "config.json", resumed / "config.json")
+    config.resume = True
+    assert train(resolve(config))
+    found = weights(config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
 def weights_of(folder):
@@ -218,13 +223,7 @@ def test_pissa_starts_at_the_base_resumes_and_is_exported(lora_config, tmp_path)
         (theirs,) = map(load_file, (run_dir / folder).glob("*.safetensors"))
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in theirs)
-    lora_config.run_dir = str(tmp_path / "resumed")
-    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
-    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
-    lora_config.resume = True
-    assert train(resolve(lora_config))
-    found = weights(lora_config)
-    assert all(np.array_equal(found[name], want[name]) for name in want)
+    assert_resumes_bitwise(lora_config, run_dir, tmp_path / "resumed", want)
 
 
 @pytest.mark.parametrize("kind", graded(["int8", "nf4"], thorough=["nf4"]))
@@ -244,13 +243,7 @@ def test_a_quantized_base_trains_adapters_resumes_and_is_exported(kind, lora_con
     original = load_file(Path(lora_config.model.path) / "model.safetensors")[f"{name}weight"]
     error = np.abs(base - original).max() / np.abs(original).max()
     assert 1e-4 < error < (0.02 if kind == "int8" else 0.2)
-    lora_config.run_dir = str(tmp_path / "resumed")
-    shutil.copytree(run_dir / "checkpoints" / "1", tmp_path / "resumed" / "checkpoints" / "1")
-    shutil.copy(run_dir / "config.json", tmp_path / "resumed" / "config.json")
-    lora_config.resume = True
-    assert train(resolve(lora_config))
-    found = weights(lora_config)
-    assert all(np.array_equal(found[name], want[name]) for name in want)
+    assert_resumes_bitwise(lora_config, run_dir, tmp_path / "resumed", want)
 
 
 @pytest.mark.thorough
