@@ -7,7 +7,7 @@ that ends with the right number and an end-of-sequence token. Validation: greedy
 two-digit sums that are not in the training set.
 
 Minutes and result: 11 minutes on 2 cores (AVX-512), including compilation. Greedy accuracy 0.00
-before training, 0.63 after 24 steps, 0.77 after 48, 0.81 after 72.
+before training, 0.61 after 24 steps, 0.77 after 48, 0.84 after 72.
 """
 
 from ml_collections import ConfigDict

@@ -7,8 +7,8 @@ second SmolLM2 instead of a comparison of the samples of a prompt. Only the crit
 first four steps.
 
 Minutes and result: measured for the first 48 steps, with validation every 12
-(`scripts/learning_curves.py PPO`): greedy accuracy 0.02, 0.46, 0.62, 0.60. 17 s per step at best on
-one core, 8 GB of memory.
+(`scripts/learning_curves.py algorithms PPO`): greedy accuracy 0.02, 0.46, 0.62, 0.60. 17 s per step
+at best on one core, 8 GB of memory.
 """
 
 from ml_collections import ConfigDict

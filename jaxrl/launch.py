@@ -1,6 +1,7 @@
 """Starts one training process per host of a Ray cluster.
 
     python -m jaxrl.launch --config=FILE.py --num-hosts=4 --accelerator=gpu:8
+    python -m jaxrl.launch --config=FILE.py --num-hosts=1 --rollout-hosts=2:8 --accelerator=gpu:8
 
 Ray finds the hosts, starts the processes, and restarts them from the newest checkpoint when a host
 dies. It is not in the inner loop: the processes communicate only through jax.distributed.
@@ -20,12 +21,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
+from jaxrl.config.accelerators import resources
 from jaxrl.config.command_line import parse
+from jaxrl.runtime.ray_cluster import actor_options, forwarded_environment, import_ray
 
-FORWARDED_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
+ALTERNATIVE = "start the processes yourself (docs/how_to/multihost.md)"
 TAIL_LINES = 40  # last lines shown of a failed process other than process 0
 LOST = 137  # status of a process that vanished with its host, as if killed
 USER_ERROR, INTERRUPTED = 1, 130  # statuses of jaxrl.train
@@ -92,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args, config_arguments = read_arguments(argv)
-    parse(config_arguments)  # reports config errors before any host is reserved
     try:
-        ray = import_ray()
+        config_arguments += rollout_arguments(args)
+        parse(config_arguments)  # reports config errors before any host is reserved
+        ray = import_ray("jaxrl.launch", ALTERNATIVE)
         ray.init(address=args.address, log_to_driver=False, configure_logging=False)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray's handlers would end without a save
             signal.signal(number, signal.default_int_handler)
@@ -116,6 +119,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--num-hosts", type=int, required=True, help="hosts; each runs one process")
+    add(
+        "--rollout-hosts", default="", help="further hosts that only generate: N, or N:M, at most M"
+    )
     add("--accelerator", default="cpu", help="resources of each host: cpu, gpu:8 or tpu:4")
     add("--max-failures", type=int, default=3, help="restarts before giving up")
     add("--address", default="auto", help="address of the Ray cluster")
@@ -123,28 +129,25 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def import_ray() -> ModuleType:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
+def rollout_arguments(args: argparse.Namespace) -> list[str]:
+    """The config arguments for --rollout-hosts=N or N:M. Raises ValueError if it is invalid."""
+    if not args.rollout_hosts:
+        return []
+    n, _, most = args.rollout_hosts.partition(":")
+    numbers = [n, most or n]
+    if not all(number.isdigit() and int(number) for number in numbers):
         raise ValueError(
-            f"jaxrl.launch needs Ray, which cannot be imported ({error}); install it on all hosts "
-            "with `uv sync --extra ray` or pip install 'jaxrl[ray]', or start the processes "
-            "yourself (docs/how_to/multihost.md)"
-        ) from error
-
-
-def resources(accelerator: str) -> dict[str, int]:
-    """The resources that Ray reserves on each host for "cpu", "gpu:8" or "tpu:4"."""
-    kind, _, count = accelerator.partition(":")
-    if kind == "cpu" and not count:
-        return {"CPU": 1}
-    if kind not in ("gpu", "tpu") or not count.isdigit() or int(count) < 1:
-        raise ValueError(
-            f"--accelerator={accelerator} is not known; give cpu, or gpu:N or tpu:N with the "
-            "number per host"
+            f"--rollout-hosts={args.rollout_hosts} is not known; give N, or N:M for at least N and "
+            "at most M hosts"
         )
-    return {"CPU": 1, kind.upper(): int(count)}
+    if args.num_hosts != 1:
+        raise ValueError(
+            f"--rollout-hosts={args.rollout_hosts} needs --num-hosts=1, because training with "
+            f"rollout workers is one process; it is {args.num_hosts}"
+        )
+    values = {"rollout_workers": n, "max_rollout_workers": numbers[1]}
+    values["worker_accelerator"] = args.accelerator
+    return [f"--config.schedule.{name}={value}" for name, value in values.items()]
 
 
 def run_with_restarts(ray: Any, args: argparse.Namespace, arguments: list[str]) -> int:
@@ -180,6 +183,8 @@ def run_group(ray: Any, args: argparse.Namespace, arguments: list[str]) -> list[
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     bundle = resources(args.accelerator)
     placement = group.placement_group([bundle] * args.num_hosts, strategy="STRICT_SPREAD")
+    environment = forwarded_environment()
+    environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for rollout workers
     actors: list[Any] = []
     try:
         wait_for_hosts(ray, placement, args, bundle)
@@ -188,12 +193,10 @@ def run_group(ray: Any, args: argparse.Namespace, arguments: list[str]) -> list[
             strategy = strategies.PlacementGroupSchedulingStrategy(placement, rank)
             actors.append(
                 make(
-                    num_cpus=bundle["CPU"],
-                    num_gpus=bundle.get("GPU", 0),
-                    resources={"TPU": bundle["TPU"]} if "TPU" in bundle else {},
+                    **actor_options(bundle),
                     scheduling_strategy=strategy,
                     max_concurrency=2,  # `send` during `run`
-                ).remote(forwarded_environment(), os.getcwd())
+                ).remote(environment, os.getcwd())
             )
         return wait_for_processes(ray, actors, process_arguments(ray, actors, args, arguments))
     except ray.exceptions.RayError as error:
@@ -286,11 +289,6 @@ def stream_output(ray: Any, actor: Any, arguments: list[str], *, show: bool) -> 
     except ray.exceptions.RayError as error:
         tail.append(f"its host is lost: {type(error).__name__}")
     return ProcessResult(LOST, tuple(tail))
-
-
-def forwarded_environment() -> dict[str, str]:
-    """Environment variables of this process that the processes on all hosts get."""
-    return {name: v for name, v in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
 def log(*lines: str) -> None:

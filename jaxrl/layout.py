@@ -1,9 +1,10 @@
 """Mesh and sharding rules of each role of a run: training, scoring, reference, critic, rollout.
 
 All roles use the same devices, and each may have a different mesh over them. With
-`schedule.rollout_devices` the rollout has separate devices.
+`schedule.rollout_devices` the rollout has separate devices in each process.
 """
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -56,11 +57,9 @@ def _rules(cfg: RunConfig, stage: int, sequence: int, tensor: int) -> Rules:
         if rules.ring:  # a role with a smaller sequence axis has smaller places in its ring
             ulysses = math.gcd(cfg.learner.ulysses_size, max(sequence, 0))
             rules = dataclasses.replace(rules, ulysses=ulysses)
-    if stage != 1:
-        return rules.with_stages()
     if tensor != 1 and cfg.learner.shard_residual:
         rules = dataclasses.replace(rules, residual=TENSOR.residual)
-    return rules
+    return rules if stage == 1 else rules.with_stages()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,10 +256,21 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     return Layout(rules, None if resharding.mesh == mesh else resharding, specs, dtype)
 
 
+REPLICA_AXES = ("tensor", "expert")  # of an engine; rollout keys that default to the mesh's
+
+
 def split_devices(cfg: RunConfig, devices: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """(devices of training, separate devices of the rollout: the last ones, or none)."""
-    n = len(devices) - cfg.schedule.rollout_devices
-    return devices[:n], devices[n:]
+    """(devices of training, separate devices of the rollout in this process, or none).
+
+    The rollout has the last `schedule.rollout_devices` of each process.
+    """
+    by_process = collections.defaultdict(list)
+    for device in devices:
+        by_process[device.process_index].append(device)
+    n = cfg.schedule.rollout_devices
+    rollout = {i: local[len(local) - n :] for i, local in by_process.items()}
+    training = [device for device in devices if device not in rollout[device.process_index]]
+    return training, rollout[jax.process_index()]
 
 
 def training_mesh(cfg: RunConfig) -> Mesh:
@@ -279,12 +289,13 @@ def rollout_layout(
     """Layout of the engine from `rollout.layout` and `rollout.engines`.
 
     Training's mesh is the current one; `dtype` is that of training's weights. `devices` are those
-    of the rollout if they are not training's. Raises ValueError if the sizes do not divide the
-    devices or the model.
+    of the rollout in this process if they are not training's. Raises ValueError if the sizes do not
+    divide the devices or the model.
     """
     mesh = jax.sharding.get_mesh()
     if devices:
-        return _engine_layout(cfg, decoder, dtype, mesh, devices=devices)
+        per_process = mesh.is_multi_process
+        return _engine_layout(cfg, decoder, dtype, mesh, per_process=per_process, devices=devices)
     if mesh.is_multi_process and cfg.rollout.engines != "mesh":
         try:
             return _engine_layout(cfg, decoder, dtype, mesh, per_process=True)
@@ -306,28 +317,49 @@ def _engine_layout(
     per_process: bool = False,
     devices: Sequence[Any] = (),
 ) -> Layout:
-    rollout = cfg.rollout
     if devices:
         sizes = _replica_sizes(cfg, mesh, len(devices))
-        resharding = make_transfer(mesh, devices, **sizes)
+        try:
+            resharding = make_transfer(mesh, devices, **sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"config.schedule.rollout_devices={len(devices)} is not possible: {error}, so it "
+                "cannot copy the weights to its rollout devices; set config.mesh sizes of which "
+                "one, such as fsdp or replica, is a multiple of the number of processes"
+            ) from error
     else:
         sizes = _engine_mesh_sizes(cfg, mesh, per_process)
         resharding = reshape_mesh(mesh, per_process=per_process, **sizes)
-    replicas = rollout.layout == "replicas" and resharding.mesh.shape["replica"] > 1
+    layout = worker_layout(cfg, decoder, dtype, resharding.mesh)
+    copies = layout.dtype != dtype or layout.int8
+    moves = None if resharding.mesh == mesh and not copies else resharding
+    return dataclasses.replace(layout, resharding=moves, per_process=per_process)
+
+
+def worker_mesh(cfg: RunConfig, devices: Sequence[Any]) -> Mesh:
+    """The mesh of a rollout worker with these devices: engine replicas over all of them."""
+    sizes = {key: getattr(cfg.rollout, key) or getattr(cfg.mesh, key) for key in REPLICA_AXES}
+    return make_mesh(devices, replica=-1, **sizes)
+
+
+def worker_layout(cfg: RunConfig, decoder: DecoderConfig, dtype: jnp.dtype, mesh: Mesh) -> Layout:
+    """Layout of an engine on `mesh`, without a way for the weights from training.
+
+    `dtype` is that of training's weights. Raises ValueError if the mesh does not fit the model.
+    """
+    rollout = cfg.rollout
+    replicas = rollout.layout == "replicas" and mesh.shape["replica"] > 1
     rules = REPLICAS if replicas else DECODE
-    keys = "config.rollout.tensor and .expert to sizes"
-    check_mesh(decoder, resharding.mesh.shape, rules, keys=keys)
+    check_mesh(decoder, mesh.shape, rules, keys="config.rollout.tensor and .expert to sizes")
     int8 = rollout.dtype == "int8" and not decoder.base_dtype  # else it is already
     keeps_dtype = rollout.dtype in ("auto", "int8")
     engine_dtype = dtype if keeps_dtype else jnp.dtype(rollout.dtype)
-    in_place = resharding.mesh == mesh and engine_dtype == dtype and not int8
     merge = cfg.lora.merge and decoder.lora is not None
     read = dataclasses.replace(decoder, lora=None) if merge else decoder
     specs = partition_specs(decoder_specs(read), rules)
     if int8:
         specs = int8_specs(specs)
-    moves = None if in_place else resharding
-    return Layout(rules, moves, specs, engine_dtype, per_process, int8, merge)
+    return Layout(rules, None, specs, engine_dtype, int8=int8, merge=merge)
 
 
 def _engine_mesh_sizes(cfg: RunConfig, mesh: Mesh, per_process: bool) -> dict[str, int]:

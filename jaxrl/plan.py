@@ -4,8 +4,8 @@
 
 Compiles the programs of a run for devices that need not be attached, from the model's config.json.
 
-    --topology=NAME        v4:2x2x4, v5e:2x4, v5p:4x4x4, v6e:16x16, v7x:2x2x2, a100:8, h100:64,
-                           h200:8, b200:8, cpu:8
+    --topology=NAME        v4:2x2x4, v5e:2x4, v5p:4x4x4, v6e:16x16, v7x:2x2x2, a100:8,
+                           rtx4090:1, h100:64, h200:8, b200:8, cpu:8
     --model-config=PATH    config.json (or its folder) of a model that is not on this machine
     --prompt-len=N         average prompt length in tokens (default: data.max_prompt_len)
     --response-len=N       average response length in tokens (default: data.max_response_len)
@@ -44,11 +44,10 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.command_line import read_args, read_options, stop
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import resolve
+from jaxrl.config.resolve import check_devices, resolve
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.estimate import Job
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -60,6 +59,7 @@ from jaxrl.planner.schedules.command import (
     simulate_text,
 )
 from jaxrl.planner.search import search
+from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import KNOWN, Topology, simulated_cpus, topology
 from jaxrl.trainer.offline.dpo import DPO
 from jaxrl.trainer.offline.objective import with_objective
@@ -91,7 +91,9 @@ def main() -> int:
         simulation = read_schedule(options)
         plan = _saved_plan(options["plan"], "rollout_weight_bytes") if "plan" in options else None
         if plan is not None:
-            cfg = resolve(config, n_devices=math.prod(plan["mesh"].values()))
+            cfg = resolve(config)
+            _check_all_devices(cfg)
+            check_devices(cfg, math.prod(plan["mesh"].values()))
             decoder = model_shape(cfg.model.path, options.get("model-config", ""))
         else:
             compiled, cfg, decoder = _compiled_plan(config, options, simulation)
@@ -116,12 +118,10 @@ def _compiled_plan(
         jax.config.update("jax_num_cpu_devices", n)
     machine = topology(options["topology"])
     searches = "search" in options and simulation is None
-    cfg = resolve(config, n_devices=None if searches else len(machine.devices))
-    if cfg.schedule.mode == "async" and (searches or simulation):
-        raise ValueError(
-            "--search and --schedule plan runs on all devices, but config.schedule.mode='async' "
-            "splits them; leave out config.schedule, or the options"
-        )
+    n_devices = None if searches else len(machine.devices)
+    cfg = resolve(config, n_devices=n_devices, n_processes=machine.n_processes)
+    if searches or simulation:
+        _check_all_devices(cfg)
     decoder = model_shape(cfg.model.path, options.get("model-config", ""))
     response_len = simulation.mean_len(cfg) if simulation else cfg.data.max_response_len
     lengths = Lengths(
@@ -130,6 +130,15 @@ def _compiled_plan(
     )
     job = _job(cfg, decoder, machine, lengths, options.get("job", "train"))
     return _search(job, options) if searches else _plan(job), cfg, decoder
+
+
+def _check_all_devices(cfg: RunConfig) -> None:
+    """Raises ValueError if the run splits its devices."""
+    if cfg.schedule.mode == "async":
+        raise ValueError(
+            "--search and --schedule plan runs on all devices, but config.schedule.mode='async' "
+            "splits them; leave out config.schedule, or the options"
+        )
 
 
 def _show(plan: Plan | None, options: dict[str, str]) -> int:

@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=2, help="responses per prompt")
     parser.add_argument("--prompt-len", type=int, default=48)
-    parser.add_argument("--mean-len", type=float, default=48, help="mean response length, tokens")
+    parser.add_argument("--mean-len", type=float, default=96, help="mean response length, tokens")
     parser.add_argument("--longest", type=float, default=9.0, help="longest length / mean length")
     parser.add_argument("--sigma", type=float, default=1.6, help="of the logarithm of the length")
     parser.add_argument("--max-staleness", type=int, default=1, help="of partial")
@@ -129,7 +129,12 @@ def run(engine, params, lens: np.ndarray, args: argparse.Namespace, *, max_stale
     )
     buffer.waiting.extend(groups(lens, args, engine.cfg.V))
     stream = ResponseStream(
-        engine, request_of(lens), stop=(), decode=lambda tokens: "", keep_kv=args.keep_kv
+        engine,
+        request_of(lens),
+        n=args.samples,
+        stop=(),
+        decode=lambda tokens: "",
+        keep_kv=args.keep_kv,
     )
     engine.take_stats()
     wall, cpu, n_tokens, ages = time.perf_counter(), time.process_time(), 0, []

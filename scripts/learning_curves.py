@@ -1,10 +1,11 @@
-"""Trains several algorithms on the quickstart's task and draws their curves in one picture.
+"""Trains algorithms or schedules on the quickstart's task and draws their curves in one picture.
 
-    python scripts/learning_curves.py --runs runs/curves --out docs/curves.svg [NAME ...]
+    python scripts/learning_curves.py --runs runs/curves [algorithms|schedules] [NAME ...]
 
-Each run is configs/quickstart.py with the keys of ALGORITHMS and 48 steps of 64 responses; an
-algorithm that samples more responses per step takes fewer steps. A run takes about 8 minutes on two
-cores. Interrupted runs resume and finished runs are kept, so the picture can be drawn again.
+Each run is configs/quickstart.py with other keys. The algorithms have 48 steps of 64 responses; an
+algorithm that samples more responses per step takes fewer steps. The schedules have the 72 steps of
+the quickstart. A run takes about 8 or 12 minutes on two cores. Interrupted runs resume and finished
+runs are kept, so the picture can be drawn again.
 
 Prints the validation accuracy of each run after so many sampled responses:
 
@@ -12,16 +13,19 @@ Prints the validation accuracy of each run after so many sampled responses:
 """
 
 import argparse
+import os
 import pathlib
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from jaxrl.report.curve import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, grid
 from jaxrl.report.record import read_record
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 48
-COLORS = ("#2f6fdb", "#1f9d6a", "#d9822b", "#a24bd0", "#d64562", "#6b7a8c")
+COLORS = ("#2f6fdb", "#1f9d6a", "#d9822b", "#a24bd0", "#d64562", "#6b7a8c", "#8a6d3b", "#2aa3b3")
 SAME = {
     "eval.every": "12",
     "checkpoint.every": "12",
@@ -52,16 +56,28 @@ ALGORITHMS = {  # name -> keys
         "algorithm.clip_high": "0.0004",
         "algorithm.aggregation": "seq_mean_token_mean",
     },
+    "Muon": {"learner.optimizer": "muon", "learner.lr": "3e-5"},  # GRPO
+    "Adafactor": {"learner.optimizer": "adafactor", "learner.lr": "1e-4"},
 }
+
+CORRECTED = {"algorithm.correction": "token_tis", "total_steps": "72"}
+ASYNC = CORRECTED | {"schedule.mode": "async", "schedule.rollout_devices": "1"}
+SCHEDULES = {
+    "sync": {"total_steps": "72"},
+    "partial, staleness 1": CORRECTED | {"schedule.mode": "partial", "schedule.max_staleness": "1"},
+    "async, staleness 1": ASYNC | {"schedule.max_staleness": "1"},
+    "async, staleness 4": ASYNC | {"schedule.max_staleness": "4"},
+    "async, staleness 4, seq_tis": ASYNC
+    | {"schedule.max_staleness": "4", "algorithm.correction": "seq_tis"},
+}
+PICTURES = {"algorithms": ALGORITHMS, "schedules": SCHEDULES}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("picture", choices=PICTURES, help="what to compare")
     parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"algorithms to train (default: all): {', '.join(ALGORITHMS)}",
+        "names", nargs="*", metavar="NAME", help="runs to train (default: all of the picture)"
     )
     parser.add_argument(
         "--runs",
@@ -70,38 +86,46 @@ def main() -> None:
         help="folder of the runs (default: %(default)s)",
     )
     parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=ROOT / "docs" / "curves.svg",
-        help="picture to write (default: docs/curves.svg)",
+        "--out", type=pathlib.Path, help="picture to write (default: docs/curves_PICTURE.svg)"
     )
     args = parser.parse_args()
-    if unknown := set(args.names) - set(ALGORITHMS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(ALGORITHMS)}")
-    for name in args.names or ALGORITHMS:
+    runs = PICTURES[args.picture]
+    if unknown := set(args.names) - set(runs):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; set any of {', '.join(runs)}")
+    for name in args.names or runs:
         train(name, args.runs)
-    draw(args.runs, args.out)
+    draw(runs, args.runs, args.out or ROOT / "docs" / f"curves_{args.picture}.svg")
 
 
-def train(name: str, runs: pathlib.Path) -> None:
-    """Trains one run in a separate process."""
-    subprocess.run([sys.executable, "-m", "jaxrl.train", *arguments(name, runs)], check=True)
+def train(name: str, folder: pathlib.Path) -> None:
+    """Trains one run in a separate process, on as many CPU devices as it needs.
+
+    The devices share the cores.
+    """
+    n_devices = 1 + int(keys(name).get("schedule.rollout_devices", 0))
+    subprocess.run(
+        [sys.executable, "-m", "jaxrl.train", *arguments(name, folder)],
+        check=True,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(n_devices)},
+    )
 
 
-def arguments(name: str, runs: pathlib.Path) -> list[str]:
+def keys(name: str) -> dict[str, str]:
+    """What a run changes in configs/quickstart.py."""
+    return {"total_steps": str(STEPS)} | SAME | (ALGORITHMS | SCHEDULES)[name]
+
+
+def arguments(name: str, folder: pathlib.Path) -> list[str]:
     """The command line of a run, after `python -m jaxrl.train`."""
-    keys = {"total_steps": str(STEPS), "run_dir": str(folder(runs, name))} | SAME
-    words = [f"--config.{key}={value}" for key, value in (keys | ALGORITHMS[name]).items()]
+    found = keys(name) | {"run_dir": str(run_dir(folder, name))}
+    words = [f"--config.{key}={value}" for key, value in found.items()]
     return [f"--config={ROOT / 'configs' / 'quickstart.py'}", *words]
 
 
-def draw(runs: pathlib.Path, out: pathlib.Path) -> None:
-    """Draws greedy validation accuracy over sampled responses, one line per algorithm."""
-    curves = {
-        n: curve(folder(runs, n))
-        for n in ALGORITHMS
-        if (folder(runs, n) / "metrics.jsonl").is_file()
-    }
+def draw(names: Iterable[str], folder: pathlib.Path, out: pathlib.Path) -> None:
+    """Draws greedy validation accuracy over sampled responses, one line per run."""
+    folders = {name: run_dir(folder, name) for name in names}
+    curves = {n: curve(f) for n, f in folders.items() if (f / "metrics.jsonl").is_file()}
     most = max(n for points in curves.values() for n, _ in points)
 
     def at(n: float, accuracy: float) -> tuple[float, float]:
@@ -123,9 +147,9 @@ def draw(runs: pathlib.Path, out: pathlib.Path) -> None:
     )
 
 
-def curve(run_dir: pathlib.Path) -> list[tuple[int, float]]:
-    """(responses sampled so far, greedy accuracy) at every validation."""
-    record = read_record(run_dir)
+def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """(responses sampled so far, greedy accuracy) at every validation of the run in `folder`."""
+    record = read_record(folder)
     batches = dict(record.series.get("rollout/batches", ()))
     sampled = {0: 0}
     for step, _ in record.series["reward/mean"]:
@@ -133,8 +157,8 @@ def curve(run_dir: pathlib.Path) -> list[tuple[int, float]]:
     return [(sampled[step], accuracy) for step, accuracy in record.series["val/reward"]]
 
 
-def folder(runs: pathlib.Path, name: str) -> pathlib.Path:
-    return runs / name.lower().replace("+", "p")
+def run_dir(folder: pathlib.Path, name: str) -> pathlib.Path:
+    return folder / re.sub(r"\W+", "_", name.lower().replace("+", "p"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in tests/models/golden/,
 saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. <name>_experts/
 has one of the experts and of q_proj, with a tensor per expert: PEFT reads this format and does not
-write it, because transformers 5 fuses the experts. Folders that exist are kept. With
+write it, because transformers 5 fuses the experts. <name>_tables/ has one of the embedding table,
+the output head and q_proj. Folders that exist are kept. With
 --check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and compares the logits
 with those in their golden.npz.
 
@@ -26,6 +27,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DORA = ("gemma2", "mixtral", "qwen2")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
+TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
 SHOWN = slice(None, None, 5)  # positions whose logits are kept
 
 
@@ -45,13 +47,12 @@ def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     """Dense models have adapters on all linear layers; a mixture of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
     targets = ATTENTION + MLP * dense
-    config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM", **settings
-    )
+    settings = dict(target_modules=targets) | settings
+    config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings)
     model = get_peft_model(base_model(models / "golden" / name), config).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter, weight in model.named_parameters():
-        if "lora_B" in parameter:
+        if "lora_B" in parameter or "lora_embedding_A" in parameter:
             weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
         if "lora_magnitude_vector" in parameter:
             weight.data *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
@@ -107,6 +108,8 @@ def main() -> None:
     cases = {name: (name, {"use_rslora": i % 2 == 1}) for i, name in enumerate(names)}
     cases |= {f"{name}_dora": (name, {"use_dora": True}) for name in DORA}
     cases |= {f"{name}_experts": (name, {}) for name in EXPERTS}
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    cases |= {f"{name}_tables": (name, {"target_modules": targets}) for name in TABLES}
     checked = Path(options[0].removeprefix("--check=")) if options else None
     for seed, (case, (name, settings)) in enumerate(cases.items()):
         if checked is not None:

@@ -10,7 +10,7 @@ with the keys of a row plans the whole run. Bytes are per device:
     state     on the device during the update: weights, optimizer, roles that are not offloaded
     gradient  peak of `accumulate`: state, gradients and the temporaries of a micro-batch
     step      peak of `apply`: state, gradients and the temporaries of the optimizer step
-    host      host memory: offloaded state, and layer inputs of a micro-batch
+    host      host memory: offloaded state, sums of gradients, and layer inputs of a micro-batch
     time      of a micro-batch's gradient by the planner, kernels one after the other, over row one
 """
 
@@ -73,7 +73,8 @@ def measure(cfg: RunConfig, machine: Topology) -> tuple[list[str], float]:
     live = {name: live_bytes(program, run, 0) for name, program in programs.items()}
     idle = set(run.table.counted_state["accumulate"]) & set(run.host_resident)
     state = sum(n_bytes for name, n_bytes in run.resident.items() if name not in idle)
-    host = sum(run.host_resident.values()) + programs["accumulate"].host_bytes
+    others = {name: n for name, n in run.host_resident.items() if name != "gradients"}
+    host = sum(others.values()) + programs["accumulate"].host_bytes
     numbers = (state, live["accumulate"], live["apply"], host)
     cells = [f"{n / GIB:.1f}" for n in numbers]
     return cells, serial_seconds(programs["accumulate"], machine.chip)

@@ -140,6 +140,7 @@ IMPLIED = (
     r".*\.(use_remove_padding|use_liger|use_fused_kernels|fused_kernel_options\..*|shuffle)",
     r".*micro_batch_size(_per_gpu)?", r".*use_dynamic_bsz", r".*\.entropy_checkpointing",
     r".*\.entropy_from_logits_with_chunking", r".*log_prob_max_token_len_per_gpu",
+    r".*\.megatron\.grad_offload",
     r".*forward_max_token_len_per_gpu", r".*\.fsdp_config\.(?!optimizer_offload|fsdp_size).*",
     r".*\.optim\.(optimizer|optimizer_impl|num_cycles|total_training_steps|.*override.*)",
     r"actor_rollout_ref\.rollout\.(name|mode|dtype|enforce_eager|free_cache_engine|load_format)",

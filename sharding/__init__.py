@@ -9,8 +9,9 @@ from sharding.memory import (
 )
 from sharding.mesh import MESH_AXES, abstract_mesh, first_devices, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
-from sharding.platform import target_platform
+from sharding.platform import target_device_kind, target_platform
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
+from sharding.residual import gather_residual, scatter_residual
 from sharding.rules import (
     DECODE,
     PIPELINE,
@@ -52,6 +53,7 @@ __all__ = [
     "copy_tree",
     "first_devices",
     "gather_matrix",
+    "gather_residual",
     "host_bytes_per_device",
     "is_on_host",
     "make_mesh",
@@ -63,7 +65,9 @@ __all__ = [
     "reshape_mesh",
     "restore_memory_space",
     "row_order",
+    "scatter_residual",
     "shardings",
+    "target_device_kind",
     "target_platform",
     "to_device",
     "to_host",

@@ -5,21 +5,25 @@ process's own value and open no device.
 """
 
 import contextlib
+import contextvars
+import functools
 import os
 import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 MESSAGE_BYTES = 1024  # first message, with the length of the whole value
 CHUNK_BYTES = 1 << 20  # longer values follow in chunks of one size, so that nothing recompiles
+_DEVICES = contextvars.ContextVar[tuple[Any, ...]]("devices of the exchange", default=())
 
 
 class AgreedError(ValueError):
@@ -57,13 +61,40 @@ def gather(value: Any) -> list[Any]:
 
 
 def _gather_bytes(data: bytes, size: int) -> list[bytes]:
-    padded = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
-    return [row.tobytes() for row in multihost_utils.process_allgather(padded)]
+    mesh, replicate = _exchange(_DEVICES.get() or tuple(jax.devices()))
+    by_process, shape = NamedSharding(mesh, jax.P("process")), (n_processes(), size)
+    row = np.frombuffer(data.ljust(size, b"\0"), np.uint8)[None]
+    with jax.set_mesh(mesh):
+        rows = replicate(jax.make_array_from_process_local_data(by_process, row, shape))
+    return [row.tobytes() for row in np.asarray(rows.addressable_data(0))]
+
+
+@functools.cache
+def _exchange(devices: tuple[Any, ...]) -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """(mesh of these devices with the axis "process", program that replicates rows on it)."""
+    rows = np.array(sorted(devices, key=lambda device: device.process_index))
+    mesh = Mesh(rows.reshape(n_processes(), -1), ("process", "local"))
+    return mesh, jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, jax.P()))
 
 
 def warm_up() -> None:
     """Compiles the exchange of short and of long messages."""
     gather(b"\0" * (MESSAGE_BYTES + 1))
+
+
+@contextlib.contextmanager
+def exchange_on(devices: Sequence[Any]) -> Iterator[None]:
+    """Exchanges of this thread in the block use these devices, as many of every process.
+
+    The others may then run programs of other threads: if two programs are started on several
+    devices in another order on each, they wait for each other forever.
+    """
+    token = _DEVICES.set(tuple(devices))
+    try:
+        warm_up()
+        yield
+    finally:
+        _DEVICES.reset(token)
 
 
 def barrier() -> None:

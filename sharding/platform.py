@@ -12,3 +12,9 @@ def target_platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def target_device_kind() -> str:
+    """JAX's name ("TPU v5 lite") of the chip of the current mesh, or of the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind

@@ -4,6 +4,8 @@ Both meshes are expressed on one factored mesh: the devices in the order of the 
 axes of prime size. An axis of either mesh is a product of these factors, so one compiled program
 can reshard a tree, and a leaf whose sharding does not change is passed through. An axis keeps as
 many of its old factors as its size allows, so that a device already has most of what it needs.
+
+The program works in groups of layers, one after the other: its temporaries are those of a group.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from sharding.mesh import MESH_AXES, axis_sizes
 from sharding.tree import Tree
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
+GROUP_BYTES = 512 * 2**20  # resharded at a time, on a device of the destination
 Factors = Mapping[str, tuple[str, ...]]  # mesh axis -> its axes of the factored mesh, slowest first
 
 
@@ -33,6 +36,7 @@ class Resharding:
     factored_mesh: Mesh
     source_factors: Factors
     target_factors: Factors
+    group_bytes: int = GROUP_BYTES
 
     def shares_buffers(self, leaf: Leaf, spec: jax.P, dtype: DTypeLike | None = None) -> bool:
         """Whether this leaf keeps its buffers: each device already has its shard under `spec`."""
@@ -82,7 +86,7 @@ class Resharding:
         self, wanted: list[jax.P], moving: list[bool], dtype: DTypeLike | None
     ) -> dict:
         specs = [self._target(s).spec for s, m in zip(wanted, moving, strict=True) if m]
-        return {"specs": tuple(specs), "dtype": dtype}
+        return {"specs": tuple(specs), "dtype": dtype, "group_bytes": self.group_bytes}
 
     def _source(self, leaf: Leaf) -> NamedSharding:
         sharding: Any = leaf.sharding
@@ -92,17 +96,63 @@ class Resharding:
         return NamedSharding(self.factored_mesh, _factored_spec(spec, self.target_factors))
 
 
-@functools.partial(jax.jit, static_argnames=("specs", "dtype"))
+@functools.partial(jax.jit, static_argnames=("specs", "dtype", "group_bytes"))
 def reshard_leaves(
-    leaves: Sequence[jax.Array], *, specs: tuple[jax.P, ...], dtype: DTypeLike | None
+    leaves: Sequence[jax.Array],
+    *,
+    specs: tuple[jax.P, ...],
+    dtype: DTypeLike | None,
+    group_bytes: int,
 ) -> list[jax.Array]:
-    """The leaves, each sharded by its spec on the current mesh."""
+    """The leaves, each sharded by its spec on the current mesh.
+
+    Small ones are resharded together, up to `group_bytes` of the results on a device. Of larger
+    ones, such as stacked layers, a loop takes so many indices of the leading axis at a time.
+    """
 
     def reshard(leaf: jax.Array, spec: jax.P) -> jax.Array:
         leaf = leaf.astype(_dtype(leaf, dtype))
         return jax.reshard(jax.reshard(leaf, _intermediate_spec(leaf, spec)), spec)
 
-    return [reshard(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    done: list[jax.Array] = []
+    n_bytes = last_group = 0
+    for leaf, spec in zip(leaves, specs, strict=True):
+        size = _result_bytes(leaf, spec, dtype)
+        if n_bytes and n_bytes + size > group_bytes:  # start after the group before is complete
+            leaf, done[last_group:] = jax.lax.optimization_barrier((leaf, done[last_group:]))
+            n_bytes, last_group = 0, len(done)
+        n_bytes += size
+        n_parts = _n_parts(leaf, spec, -(-size // group_bytes))
+        if n_parts == 1:
+            done.append(reshard(leaf, spec))
+            continue
+        parts = _split_leading(leaf, n_parts)
+        moved = jax.lax.map(functools.partial(reshard, spec=spec), parts)
+        done.append(moved.reshape(leaf.shape, out_sharding=spec))
+    return done
+
+
+def _result_bytes(leaf: jax.Array, spec: jax.P, dtype: DTypeLike | None) -> int:
+    """Bytes of the resharded leaf on a device of the current mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    n = math.prod(sizes[axis] for axes in _by_dim(spec, leaf.ndim) for axis in axes)
+    return leaf.size * jnp.dtype(_dtype(leaf, dtype)).itemsize // n
+
+
+def _n_parts(leaf: jax.Array, spec: jax.P, at_least: int) -> int:
+    """The smallest divisor of the leading axis that is `at_least` so large; 1 if it is sharded."""
+    now, then = (_by_dim(s, leaf.ndim) for s in (jax.typeof(leaf).sharding.spec, spec))
+    if at_least == 1 or not leaf.ndim or now[0] or then[0]:
+        return 1
+    size = leaf.shape[0]
+    return next((n for n in range(at_least, size) if size % n == 0), size)
+
+
+def _split_leading(leaf: jax.Array, n_parts: int) -> jax.Array:
+    """The leading axis, which is not sharded, as two: parts, and the indices of a part."""
+    shape = (n_parts, leaf.shape[0] // n_parts, *leaf.shape[1:])
+    spec = (*jax.typeof(leaf).sharding.spec, *[None] * leaf.ndim)[1 : leaf.ndim]
+    return leaf.reshape(shape, out_sharding=jax.P(None, None, *spec))
 
 
 def _dtype(leaf: Leaf, dtype: DTypeLike | None) -> DTypeLike:
@@ -164,7 +214,7 @@ def reshape_mesh(mesh: Mesh, *, per_process: bool = False, **sizes: int) -> Resh
     dims = [names.index(a) for a in (*across, *order)]
     devices = factored.devices[tuple(index)].transpose(dims).reshape(*full.values())
     kinds = (AxisType.Explicit,) * len(MESH_AXES)
-    source = {axis: tuple(_prime_factors(axis, mesh.shape[axis])) for axis in MESH_AXES}
+    source = {axis: tuple(factors) for axis, factors in _axis_factors(mesh).items()}
     return Resharding(Mesh(devices, MESH_AXES, axis_types=kinds), factored, source, target)
 
 
@@ -182,7 +232,7 @@ def _factored_mesh(mesh: Mesh, per_process: bool) -> tuple[Mesh, dict[str, dict[
 
     With `per_process` these are the factors along which the devices of one process vary, else all.
     """
-    primes = {axis: _prime_factors(axis, mesh.shape[axis]) for axis in MESH_AXES}
+    primes = _axis_factors(mesh)
     sizes = {name: n for factors in primes.values() for name, n in factors.items()}
     sizes = sizes or {"one": 1}  # a mesh needs an axis
     kinds = (AxisType.Explicit,) * len(sizes)
@@ -203,15 +253,31 @@ def _process_indices(mesh: Mesh) -> np.ndarray:
     return np.vectorize(lambda device: device.process_index)(mesh.devices)
 
 
-def _prime_factors(axis: str, size: int) -> dict[str, int]:
-    """Factors {name: prime} of an axis, slowest first. Two is fastest: hosts have even counts."""
+def _axis_factors(mesh: Mesh) -> dict[str, dict[str, int]]:
+    """{axis: {factor: prime}} of the mesh, slowest first.
+
+    The fastest factors are those of the part of an axis that is in one process, if there is one.
+    """
+    process, factors = _process_indices(mesh), {}
+    for i, axis in enumerate(mesh.axis_names):
+        size = mesh.shape[axis]
+        line = np.moveaxis(process, i, 0).reshape(size, -1)[:, 0]
+        local = int(np.argmax(line != line[0])) or size
+        local = local if size % local == 0 else 1
+        primes = _primes(size // local) + _primes(local)
+        factors[axis] = {f"{axis}{number}": prime for number, prime in enumerate(primes)}
+    return factors
+
+
+def _primes(size: int) -> list[int]:
+    """Prime factors, the largest first. Two is fastest: hosts have even counts."""
     primes, divisor = [], 2
     while size > 1:
         while size % divisor == 0:
             primes.insert(0, divisor)
             size //= divisor
         divisor += 1
-    return {f"{axis}{i}": n for i, n in enumerate(primes)}
+    return primes
 
 
 def _assign_factors(inside: Mapping[str, Mapping[str, int]], sizes: Mapping[str, int]) -> Factors:

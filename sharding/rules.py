@@ -21,6 +21,7 @@ class Rules:
     experts: Axis = "expert"  # the experts of a layer; tokens are exchanged with their devices
     embed: Axis = None  # the model dimension of activations
     w_embed: Axis = "fsdp"  # the model dimension of weights: all-gathered just before use
+    replicas: Axis = "replica"  # hold the same weights, and with ZeRO shards of optimizer state
     layers: Axis = None  # the leading axis of stacked layers: stages of a pipeline
     residual: Axis = None  # shards the tokens of the residual stream further
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
@@ -88,12 +89,17 @@ class Rules:
         """Rules inside one pipeline stage, which has its own layers and shares no row."""
         stages = self.mesh_axes("layers")
         time = tuple(axis for axis in self.mesh_axes("time") if axis not in stages)
-        return dataclasses.replace(self, layers=None, time=time or None, residual=None)
+        return dataclasses.replace(self, layers=None, time=time or None)
 
     def with_stages(self) -> "Rules":
         """The same layout inside the stages of a pipeline (PIPELINE)."""
         time = (*self.mesh_axes("time"), "stage")
-        return dataclasses.replace(self, layers="stage", time=time, residual=None)
+        return dataclasses.replace(self, layers="stage", time=time)
+
+    def over_replicas(self) -> "Rules":
+        """Rules of the state that replicas share with ZeRO: they divide the shards of weights."""
+        shared = (*self.mesh_axes("w_embed"), *self.mesh_axes("replicas"))
+        return dataclasses.replace(self, w_embed=shared)
 
     def in_replica(self) -> "Rules":
         """Rules inside one rollout replica, which has its own rows."""

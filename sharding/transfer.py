@@ -1,4 +1,4 @@
-"""Copies of trees on other devices of the same process, which move device to device."""
+"""Copies of trees on other devices of each process, which move device to device."""
 
 import collections
 import dataclasses
@@ -11,16 +11,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from sharding.mesh import make_mesh
-from sharding.resharding import Leaf, Resharding, reshape_mesh
+from sharding.resharding import Leaf, Resharding, process_mesh_sizes, reshape_mesh
 from sharding.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Moves arrays from one mesh to `mesh`, whose devices are others.
+    """Moves arrays from one mesh to `mesh`, whose devices are others of this process.
 
-    The source devices reshard to shards that both sides can hold, these shards are copied, and the
-    devices of `mesh` reshard what arrived:
+    The source devices of each process reshard to shards that both sides can hold, these shards are
+    copied, and the devices of `mesh` reshard what arrived:
 
         source mesh --reshard--> `source.mesh` --copy--> `copied` --reshard--> `mesh`
     """
@@ -56,12 +56,17 @@ class Transfer:
 
 
 def make_transfer(mesh: Mesh, devices: Sequence[Any], *, expert: int, tensor: int) -> Transfer:
-    """Transfer from `mesh` to replicas of `expert` x `tensor` devices each over `devices`."""
-    shards = {"expert": math.gcd(expert, mesh.size)}
-    shards["tensor"] = math.gcd(tensor, mesh.size // shards["expert"])
+    """Transfer from `mesh` to replicas of `expert` x `tensor` devices each over `devices`.
+
+    `devices` are those of this process; in each process the devices of `mesh` there hold the whole
+    tree before the copy. Raises ValueError if they are not a block of the mesh.
+    """
+    n_source = math.prod(process_mesh_sizes(mesh).values())
+    shards = {"expert": math.gcd(expert, n_source)}
+    shards["tensor"] = math.gcd(tensor, n_source // shards["expert"])
     copied = make_mesh(devices, replica=-1, **shards)
     return Transfer(
-        source=reshape_mesh(mesh, per_process=False, replica=-1, **shards),
+        source=reshape_mesh(mesh, per_process=True, replica=-1, **shards),
         copied=copied,
         target=reshape_mesh(copied, replica=-1, expert=expert, tensor=tensor),
     )

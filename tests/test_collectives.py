@@ -148,6 +148,19 @@ UPDATE = {  # name -> mesh, learner, model, arrays moved by one micro-batch per 
             "all-reduce": 2,  # for embedding and head the stages are replicas
         },
     ),
+    "pipeline x tensor": (
+        dict(stage=2, tensor=2),
+        ROWS,
+        MODEL,
+        {
+            # tokens as under "tensor", in every tick, with a real reduce-scatter; before and after
+            # the stages, the tokens are also gathered over tensor
+            "all-gather": TURNS * (2 + 2 + 2) + 2 + 2,
+            "reduce-scatter": TURNS * (2 + 1 + 2) + 2,
+            "collective-permute": 2 * TICKS,
+            "all-reduce": 2 + 2,  # as above, and over the shards of the vocabulary
+        },
+    ),
 }
 
 
@@ -186,7 +199,7 @@ def moved(collectives: list[Collective]) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-SLOW = ("ring", "expert", "pipeline")  # the longest to compile
+SLOW = ("ring", "expert", "pipeline", "pipeline x tensor")  # the longest to compile
 
 
 def layouts(names):
@@ -265,3 +278,9 @@ def test_prefill_mixed_with_decode_adds_no_collectives():
 
 def test_copying_pages_has_no_collectives():
     assert not engine_collectives("copy_pages")
+
+
+@pytest.mark.slow
+def test_stages_send_the_share_of_one_tensor_device():
+    sent = [one for one in update_collectives("pipeline x tensor") if "permute" in one.kind]
+    assert {shape.dims for one in sent for shape in one.shapes} == {(1, 128 // 2, MODEL.D)}

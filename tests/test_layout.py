@@ -5,14 +5,16 @@ Tests of jaxrl/layout.py.
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.keys import MeshConfig, ScoringConfig
+from jaxrl.config.keys import MeshConfig, RunConfig, ScoringConfig
+from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.resolve import default_config, resolve
-from jaxrl.layout import role_layout, training_rules
+from jaxrl.layout import role_layout, split_devices, training_rules
 from jaxrl.learner.step import Scorer, take_tokens
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
@@ -114,3 +116,12 @@ def test_invalid_role_sizes_say_what_to_set(mesh, sections, words):
     config.update(sections)
     with pytest.raises(ValueError, match=words):
         resolve(config, n_devices=8)
+
+
+def test_the_rollout_has_the_last_devices_of_each_process():
+    devices = [types.SimpleNamespace(id=i, process_index=i // 4) for i in range(8)]
+    cfg = RunConfig(schedule=ScheduleConfig(mode="async", rollout_devices=1))
+    training, rollout = split_devices(cfg, devices)
+    assert [device.id for device in training] == [0, 1, 2, 4, 5, 6]
+    assert [device.id for device in rollout] == [3]  # of this process
+    assert split_devices(RunConfig(), devices) == (devices, [])

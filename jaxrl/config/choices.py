@@ -76,10 +76,12 @@ REJECTIONS = (
     "seq_max_k3",
 )
 OLD_LOGPS = ("auto", "rollout", "recompute")
-OFFLOADS = ("optimizer", "reference", "critic", "reward_model")
+OFFLOADS = ("optimizer", "gradients", "reference", "critic", "reward_model")
 REMATS = ("full", "offload", "attention", "mlp", "dots", "none")
+REMATS_OF_1F1B = ("full", "attention", "mlp", "dots")  # the same activations of every layer
 SHARED_PREFIXES = ("auto", "on", "off")
 SEQUENCE_PARALLELS = ("ulysses", "ring")
+PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 OPTIMIZERS_WITH_MOMENTS = ("adamw", "lion", "muon")  # that moment_dtype applies to
 MOMENT_DTYPES = ("float32", "bfloat16", "int8")
@@ -111,6 +113,7 @@ REWARDS = (
 )
 SCHEDULES = ("sync", "partial", "async")
 GROUP_ORDERS = ("prompt", "arrival")
+WEIGHT_TRANSFERS = ("full", "delta")
 ENGINES = ("auto", "process", "mesh")
 ROLLOUT_LAYOUTS = ("replicas", "training")
 STARTS = ("auto", "on", "off")

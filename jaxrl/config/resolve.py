@@ -49,16 +49,18 @@ def default_config() -> ConfigDict:
     return config
 
 
-def resolve(config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = None) -> RunConfig:
+def resolve(
+    config: ConfigDict | Mapping[str, Any], *, n_devices: int | None = None, n_processes: int = 1
+) -> RunConfig:
     """The frozen run that `config` describes, checked without touching a device.
 
     Raises one ValueError with a line for every error: unknown or missing keys, wrong types, values
-    out of range, keys that contradict each other, and, if `n_devices` is given, a mesh of another
-    size. Warns of choices that are valid but usually a mistake.
+    out of range, keys that contradict each other, and, if `n_devices` in all processes is given, a
+    mesh of another size. Warns of choices that are valid but usually a mistake.
     """
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     run, errors = build(RunConfig, values)
-    raise_errors(errors + validate(run) + _device_errors(run, n_devices))
+    raise_errors(errors + validate(run) + _device_errors(run, n_devices, n_processes))
     checks = (
         mesh_warnings,
         rollout_warnings,
@@ -95,18 +97,20 @@ def resolve_evaluation(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
     )
 
 
-def check_devices(run: RunConfig, n_devices: int) -> None:
-    """Raises ValueError if the mesh of a resolved run does not fit `n_devices`."""
-    raise_errors(_device_errors(run, n_devices))
+def check_devices(run: RunConfig, n_devices: int, n_processes: int = 1) -> None:
+    """Raises ValueError if the mesh of a resolved run does not fit `n_devices` in all processes."""
+    raise_errors(_device_errors(run, n_devices, n_processes))
 
 
-def _device_errors(run: RunConfig, n_devices: int | None) -> list[str]:
+def _device_errors(run: RunConfig, n_devices: int | None, n_processes: int) -> list[str]:
     """Errors of the meshes, on the devices that the rollout leaves for training."""
-    n = run.schedule.rollout_devices
+    n = run.schedule.rollout_devices * n_processes
     if n_devices is not None and n >= n_devices:
+        each = f" in {n_processes} processes" if n_processes > 1 else ""
         return [
-            f"schedule.rollout_devices={n} leaves no device for training: there are {n_devices}; "
-            "set fewer, or schedule.mode='partial', which needs no separate devices"
+            f"schedule.rollout_devices={run.schedule.rollout_devices} leaves no device for "
+            f"training: there are {n_devices}{each}; set fewer, or schedule.mode='partial', which "
+            "needs no separate devices"
         ]
     n_training = None if n_devices is None else n_devices - n
     errors = mesh_errors(run.mesh, n_training) + sharding_errors(run, n_training)

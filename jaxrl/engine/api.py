@@ -160,24 +160,11 @@ class EngineStats:
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """A generation engine. It keeps no reference to `params`: each call uses the ones it gets."""
+class RequestEngine(Protocol):
+    """Generates the responses of queued requests, on local devices or through remote workers."""
 
     def set_version(self, version: int) -> None:
         """Sets the policy version of the next calls. A change invalidates the prefix cache."""
-        ...
-
-    def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
-        """Computes the KV of a prompt with an adapter.
-
-        The handle keeps its pages until `release_prefix`.
-        """
-        ...
-
-    def release_prefix(self, prefix: Prefix) -> None: ...
-
-    def insert(self, prefix: Prefix, request: Request) -> int:
-        """Starts a sequence from a prefix, which several sequences may share. Returns its slot."""
         ...
 
     def submit(self, request: Request) -> int:
@@ -202,4 +189,22 @@ class Engine(Protocol):
 
     def take_stats(self) -> EngineStats:
         """Returns the counters since the last call and resets them."""
+        ...
+
+
+@runtime_checkable
+class Engine(RequestEngine, Protocol):
+    """A generation engine. It keeps no reference to `params`: each call uses the ones it gets."""
+
+    def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
+        """Computes the KV of a prompt with an adapter.
+
+        The handle keeps its pages until `release_prefix`.
+        """
+        ...
+
+    def release_prefix(self, prefix: Prefix) -> None: ...
+
+    def insert(self, prefix: Prefix, request: Request) -> int:
+        """Starts a sequence from a prefix, which several sequences may share. Returns its slot."""
         ...

@@ -112,6 +112,11 @@ class EnvironmentPool:
         """Starts the time limit of an agent again: the model has answered."""
         self._episodes[episode].deadline = time.monotonic() + self._cfg.timeout_s
 
+    def postpone(self, seconds: float) -> None:
+        """Moves the time limits of pending results by a time without `collect`."""
+        for episode in self._episodes.values():
+            episode.deadline += seconds if episode.deadline else 0.0
+
     def collect(self, timeout_s: float) -> list[tuple[int, Turn]]:
         """(episode, result) pairs that are ready, waiting up to `timeout_s` for the first.
 

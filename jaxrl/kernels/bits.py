@@ -14,6 +14,10 @@ from sharding import target_platform
 
 MIN_SIZE = 4096  # elements; XLA sums smaller arrays in another order
 
+# Compiler options of every program that reads the policy. XLA by default leaves out some roundings
+# to bfloat16 between two operations, and not the same ones in the programs of trainer and engine.
+ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
 
 def materialize(x: jax.Array) -> jax.Array:
     """`x` rounded to its dtype; on CPU a barrier that XLA cannot fuse or contract across."""
@@ -28,3 +32,11 @@ def row_sum(x: Float[Array, "*B M S"]) -> Float[Array, "*B M"]:
     if copies > 1:  # a multiple of the rows keeps a sharded axis divisible
         x = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows * (copies - 1)), (0, 0)))
     return jnp.sum(materialize(x), axis=-1)[..., :rows]
+
+
+def rsqrt(x: jax.Array) -> jax.Array:
+    """1 / √x. On CPU, XLA's rsqrt of a vector has other last bits than that of one number.
+
+    The barrier keeps XLA from replacing root and quotient by its rsqrt.
+    """
+    return 1 / materialize(jnp.sqrt(x)) if target_platform() == "cpu" else jax.lax.rsqrt(x)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.layout import Layout, role_layout, training_rules
-from jaxrl.learner.optimizer import Optimizer, check_moments, make_optimizer
+from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.optimizers.patterns import found_patterns
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.learner.step import Update, make_value_update, make_values, put_batch, take_tokens
@@ -141,9 +141,10 @@ def make_critic(
     specs = decoder_specs(decoder)
     trained = split(specs)[0]
     learner = found_patterns(critic_run.learner, trained)
-    optimizer = make_optimizer(learner, total_steps * critic_run.updates_per_step, trained)
+    n_updates = total_steps * critic_run.updates_per_step
+    optimizer = make_optimizer(learner, n_updates, trained, layout.rules)
     with layout.on_mesh():
-        check_moments(learner, trained, layout.rules)
+        check_opt_state(learner, trained, layout.rules)
         state = abstract_state(
             specs,
             dtype,

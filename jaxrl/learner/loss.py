@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,21 @@ from jaxrl.learner.policy_objective import (
     aggregate_tokens,
     token_loss_sums,
     value_sums,
+    zero_sums,
 )
 from jaxrl.learner.prefixes import shares_prefixes
 from jaxrl.learner.requirements import full_kl_in_loss
-from jaxrl.learner.router import Balance, balance_loss
+from jaxrl.learner.router import Balance, balance_loss, no_load
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers.moe import RouterLoad
-from jaxrl.models.packed import forward_routed
-from jaxrl.types import Batch
+from jaxrl.models.lora import combine, split
+from jaxrl.models.packed import forward_routed, pipelined_gradients
+from jaxrl.types import Batch, Tree
 from sharding import Rules, target_platform, unshuffle
+
+Reference = tuple[jax.Array, jax.Array]  # hidden states and unembedding of the reference model
+# (params, ref, hidden, batch, coefs, cfg=, rules=) -> (loss, LossSums): what follows the layers
+Objective = Callable[..., tuple[jax.Array, LossSums]]
 
 DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take a third longer
 
@@ -38,10 +46,7 @@ def score_tokens(
     The logprob is that of the policy restricted to the supports of the batch, if it has them.
     """
     hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=remat)
-    head = _head(params, cfg, rules)
-    scores = token_scores(
-        hidden, params.unembed, batch.targets, support=batch.support, mask=batch.mask, **head
-    )
+    scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)()
     restricted = batch.support is not None
     return scores.logp - scores.log_mass if restricted else scores.logp, scores.entropy
 
@@ -72,34 +77,37 @@ def score_values(
     return params.scores(hidden, rules)
 
 
-def value_loss_sums(
-    params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules
-) -> tuple[Float[Array, ""], LossSums]:
-    """`value_sums` of a separate critic."""
-    hidden, _ = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
-    values = params.scores(hidden, rules)
-    values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), (values, batch))
-    return value_sums(values, batch, cfg=cfg)
-
-
-def policy_loss_sums(
+def value_objective(
     params: Decoder,
-    ref_params: Decoder | None,
+    ref: Reference | None,
+    hidden: Float[Array, "B T D"],
     batch: Batch,
-    balance: Balance | None = None,
     coefs: Coefs | None = None,
     *,
     cfg: RunConfig,
     rules: Rules,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """`token_loss_sums` of the policy, plus value and load-balancing losses if used.
+    """`value_sums` of a separate critic from its final hidden states."""
+    values = params.scores(hidden, rules)
+    values, batch = jax.tree.map(lambda rows: unshuffle(rows, rules), (values, batch))
+    return value_sums(values, batch, cfg=cfg)
 
-    Only a KL over the vocabulary needs `ref_params`, which gets no gradient. `balance`, counted
-    over the whole mini-batch, adds router_aux_coef times the load-balancing loss. A shared critic
-    adds loss_coef times the value loss.
+
+def policy_objective(
+    params: Decoder,
+    ref: Reference | None,
+    hidden: Float[Array, "B T D"],
+    batch: Batch,
+    coefs: Coefs | None = None,
+    *,
+    cfg: RunConfig,
+    rules: Rules,
+) -> tuple[Float[Array, ""], LossSums]:
+    """`token_loss_sums` of the policy from its final hidden states.
+
+    A shared critic adds loss_coef times the value loss. Only a KL over the vocabulary needs `ref`.
     """
-    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
-    scores = _score_targets(params, ref_params, hidden, batch, cfg=cfg, rules=rules)
+    scores = _scorer(params, hidden, batch, cfg=cfg, rules=rules)(ref=ref)
     values = params.scores(hidden, rules) if cfg.critic.shared else None
     restricted = batch.support is not None
     per_token = scores, values, dataclasses.replace(batch, support=None)
@@ -119,54 +127,156 @@ def policy_loss_sums(
         sums = dataclasses.replace(
             sums, losses=extra.losses | sums.losses, means=sums.means | extra.means
         )
-    if load is not None and balance is not None and balance.load is not None:
-        aux = balance_loss(load, balance.load)
-        loss = loss + cfg.learner.router_aux_coef * balance.weight * aux
-    losses = sums.losses | {"loss/total": jax.lax.stop_gradient(loss)}
-    load = jax.lax.stop_gradient(load)
-    return loss, dataclasses.replace(sums, losses=losses, router=load)
+    total = {"loss/total": jax.lax.stop_gradient(loss)}
+    return loss, dataclasses.replace(sums, losses=sums.losses | total)
+
+
+def loss_sums(
+    objective: Objective,
+    params: Decoder,
+    ref_params: Decoder | None,
+    batch: Batch,
+    balance: Balance | None = None,
+    coefs: Coefs | None = None,
+    *,
+    cfg: RunConfig,
+    rules: Rules,
+) -> tuple[Float[Array, ""], LossSums]:
+    """The objective of a micro-batch, plus the load-balancing loss if used.
+
+    Only a KL over the vocabulary needs `ref_params`, which gets no gradient. `balance`, counted
+    over the whole mini-batch, adds router_aux_coef times the load-balancing loss.
+    """
+    hidden, load = hidden_states(params, batch, cfg=cfg, rules=rules, remat=cfg.learner.remat)
+    ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
+    loss, sums = objective(params, ref, hidden, batch, coefs, cfg=cfg, rules=rules)
+    load = _router_load(params, load)
+    aux = _aux_loss(load, balance, cfg)
+    return loss + aux, _with_router(sums, load, aux)
+
+
+def loss_gradients(
+    objective: Objective,
+    params: Decoder,
+    ref_params: Decoder | None,
+    batch: Batch,
+    balance: Balance | None = None,
+    coefs: Coefs | None = None,
+    *,
+    cfg: RunConfig,
+    rules: Rules,
+) -> tuple[Tree, LossSums]:
+    """(gradient of the trained parameters, sums) of `loss_sums`."""
+    if rules.layers is not None and cfg.learner.pipeline_schedule == "1f1b":
+        return _gradients_1f1b(
+            objective, params, ref_params, batch, balance, coefs, cfg=cfg, rules=rules
+        )
+    trained, frozen = split(params)
+
+    def loss(trained: Tree) -> tuple[jax.Array, LossSums]:
+        whole = combine(trained, frozen)
+        return loss_sums(objective, whole, ref_params, batch, balance, coefs, cfg=cfg, rules=rules)
+
+    (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+    return grads, sums
+
+
+def _gradients_1f1b(
+    objective: Objective, params, ref_params, batch: Batch, balance, coefs, *, cfg, rules: Rules
+) -> tuple[Tree, LossSums]:
+    """`loss_gradients` row by row. The hidden states of a reference are those of all rows."""
+    ref = _reference(ref_params, batch, cfg=cfg, rules=rules)
+    hidden_ref, unembed_ref = ref or (None, None)
+
+    def of_row(params: Decoder, hidden: jax.Array, row: tuple) -> tuple[jax.Array, LossSums]:
+        batch, hidden_ref = row
+        ref = None if hidden_ref is None else (hidden_ref, unembed_ref)
+        return objective(params, ref, hidden, batch, coefs, cfg=cfg, rules=rules)
+
+    zero_load = _router_load(params, no_load(params.cfg))
+    load_gradient = jax.tree.map(jnp.zeros_like, no_load(params.cfg))
+    if zero_load is not None:
+        load_gradient = jax.grad(lambda load: _aux_loss(load, balance, cfg))(zero_load)
+    grads, sums, load = pipelined_gradients(
+        params,
+        of_row,
+        rows=(batch, hidden_ref),
+        zero_sums=dataclasses.replace(zero_sums(cfg.algorithm, params.cfg), router=None),
+        load_gradient=load_gradient,
+        **_packed_inputs(batch, cfg),
+        rules=rules,
+        remat=cfg.learner.remat,
+    )
+    load = _router_load(params, load)
+    return grads, _with_router(sums, load, _aux_loss(load, balance, cfg))
+
+
+def _router_load(params: Decoder, load: RouterLoad | None) -> RouterLoad | None:
+    """The load that losses and metrics know: a separate critic has none."""
+    return load if "vocab" in params.cfg.heads else None
+
+
+def _aux_loss(load: RouterLoad | None, balance: Balance | None, cfg: RunConfig) -> Float[Array, ""]:
+    """The load-balancing loss of a micro-batch, linear in its load."""
+    if load is None or balance is None or balance.load is None:
+        return jnp.zeros((), jnp.float32)
+    return cfg.learner.router_aux_coef * balance.weight * balance_loss(load, balance.load)
+
+
+def _with_router(sums: LossSums, load: RouterLoad | None, aux: Float[Array, ""]) -> LossSums:
+    """The sums with the router load, and the total loss with the load-balancing loss."""
+    aux, load = jax.lax.stop_gradient((aux, load))
+    losses = sums.losses | {"loss/total": sums.losses["loss/total"] + aux}
+    return dataclasses.replace(sums, losses=losses, router=load)
+
+
+def _reference(
+    ref_params: Decoder | None, batch: Batch, *, cfg: RunConfig, rules: Rules
+) -> Reference | None:
+    """The reference of a KL over the vocabulary, if the loss has one."""
+    if not full_kl_in_loss(cfg):
+        return None
+    if ref_params is None:
+        raise ValueError(
+            f"config.algorithm.kl = {cfg.algorithm.kl!r} needs the reference model; pass ref_params"
+        )
+    hidden, _ = hidden_states(ref_params, batch, cfg=cfg, rules=rules, remat="none")
+    return jax.lax.stop_gradient((hidden, ref_params.unembed))
 
 
 def hidden_states(
     params: Decoder, batch: Batch, *, cfg: RunConfig, rules: Rules, remat: str
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
     """(final hidden states, expert load or None) of the packed rows."""
-    implementation = None if cfg.model.attention == "auto" else cfg.model.attention
-    return forward_routed(
-        params,
-        batch.tokens,
-        batch.segments,
-        batch.positions,
+    return forward_routed(params, **_packed_inputs(batch, cfg), rules=rules, remat=remat)
+
+
+def _packed_inputs(batch: Batch, cfg: RunConfig) -> dict[str, Any]:
+    """Arguments of `forward_routed`."""
+    return dict(
+        tokens=batch.tokens,
+        segments=batch.segments,
+        positions=batch.positions,
         until=batch.until if shares_prefixes(cfg) else None,
         copies=batch.copies,
-        rules=rules,
-        remat=remat,
-        implementation=implementation,
+        implementation=None if cfg.model.attention == "auto" else cfg.model.attention,
         matmul_dtype=cfg.learner.matmul_dtype,
+        mlp_chunk=cfg.learner.mlp_chunk,
     )
 
 
-def _score_targets(
-    params: Decoder, ref_params: Decoder | None, hidden, batch: Batch, *, cfg, rules
-) -> TokenScores:
-    """The scores of the targets, with the exact KL if the loss has it."""
-    score = functools.partial(
+def _scorer(params: Decoder, hidden, batch: Batch, *, cfg, rules) -> Callable[..., TokenScores]:
+    """`token_scores` of the targets in the loss."""
+    return functools.partial(
         token_scores,
         hidden,
         params.unembed,
         batch.targets,
+        change=params.head_change(hidden, rules),
         support=batch.support,
         mask=batch.mask,
         **_head(params, cfg, rules),
     )
-    if not full_kl_in_loss(cfg):
-        return score()
-    if ref_params is None:
-        raise ValueError(
-            f"config.algorithm.kl = {cfg.algorithm.kl!r} needs the reference model; pass ref_params"
-        )
-    ref_hidden, _ = hidden_states(ref_params, batch, cfg=cfg, rules=rules, remat="none")
-    return score(ref=(ref_hidden, ref_params.unembed))
 
 
 def logprob_chunk(cfg: RunConfig) -> int:

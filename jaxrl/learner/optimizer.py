@@ -25,9 +25,10 @@ from jaxrl.learner.optimizers.moments import store_moments
 from jaxrl.learner.optimizers.muon import scale_by_muon, split_specs
 from jaxrl.learner.optimizers.patterns import lr_factors, weight_decays
 from jaxrl.learner.optimizers.plugin import load_optimizer
+from jaxrl.learner.zero import NO_ZERO, Zero, check_zero
 from jaxrl.models.spec import is_spec
 from jaxrl.types import Tree
-from sharding import Rules
+from sharding import TRAIN, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +43,17 @@ class Optimizer:
     clip_norm: float  # 0 = off
     ema: float = 0.0  # decay of the moving average of the weights per step; 0 = no average
     master: bool = True  # keep float32 weights of narrower parameters; else round stochastically
+    zero: Zero = NO_ZERO  # what replicas share of state and gradients
     # To build the transformation of a single layer; None if layers depend on each other.
     recipe: Recipe | None = dataclasses.field(default=None, compare=False)
 
 
-def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optimizer:
+def make_optimizer(
+    cfg: LearnerConfig, total_updates: int, specs: Tree, rules: Rules = TRAIN
+) -> Optimizer:
     """The optimizer of the learner's config; `specs` is the model's parameter table.
+
+    `rules` shard the parameters.
 
     weights -= lr * factor * (direction + decay * weights), with `direction` by `cfg.optimizer`:
     adamw: https://arxiv.org/abs/1711.05101
@@ -62,9 +68,17 @@ def make_optimizer(cfg: LearnerConfig, total_updates: int, specs: Tree) -> Optim
     lr, decays = lr_schedule(cfg, total_updates), weight_decays(cfg, specs)
     factors = lr_factors(cfg, specs)
     build = functools.partial(_transformation, cfg, lr)
-    recipe = Recipe(build, specs, decays, factors) if _has_independent_layers(cfg, specs) else None
+    recipe = None
+    if _has_independent_layers(cfg, specs):
+        recipe = Recipe(build, specs, decays, factors, elementwise=_is_elementwise(cfg))
     return Optimizer(
-        build(specs, decays, factors), lr, cfg.clip_norm, cfg.ema, cfg.master_weights, recipe
+        build(specs, decays, factors),
+        lr,
+        cfg.clip_norm,
+        cfg.ema,
+        cfg.master_weights,
+        Zero(cfg.zero, rules),
+        recipe,
     )
 
 
@@ -95,8 +109,21 @@ def _has_independent_layers(cfg: LearnerConfig, specs: Tree) -> bool:
     return not _is_plugin(cfg) and not (stacked and rounds)
 
 
-def check_moments(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:
-    """Raises ValueError if the moments cannot be stored as configured, on the current mesh."""
+def _is_elementwise(cfg: LearnerConfig) -> bool:
+    """Whether some rows of a table take the same step alone.
+
+    Adafactor divides by sums over rows, and stochastic rounding draws its bits per array. Muon
+    leaves tables to AdamW.
+    """
+    rounds = cfg.moment_dtype == "bfloat16" or not cfg.master_weights
+    return cfg.optimizer.partition("?")[0] != "adafactor" and not rounds
+
+
+def check_opt_state(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:
+    """Raises ValueError if the state cannot be stored as configured, on the current mesh."""
+    if cfg.zero:
+        check_zero(specs, rules)
+        rules = rules.over_replicas()
     if cfg.moment_dtype == "int8":
         check_blocks(specs, rules)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.optimizers.layerwise import step_by_layer
 from jaxrl.learner.optimizers.rounding import round_tree
+from jaxrl.learner.zero import as_sharded
 from jaxrl.models.lora import checkpoint_part, combine, split
 from jaxrl.models.spec import abstract_params
 from jaxrl.types import TrainState, Tree
@@ -21,7 +22,7 @@ from sharding import Rules, is_on_host, on_mesh, restore_memory_space, to_device
 
 @struct.dataclass
 class OptState:
-    """Optimizer state, sharded like the parameters."""
+    """Optimizer state, sharded like the parameters, or also over replicas (zero.py)."""
 
     # Each for the arrays that training changes: with adapters, only these (models/lora.py).
     inner: Tree  # optax's state: moments
@@ -59,7 +60,7 @@ def abstract_state(
 
 def init_opt_state(params: Tree, optimizer: Optimizer, offload: bool = False) -> OptState:
     """Optimizer state, master weights and moving average before the first update."""
-    params = split(params)[0]
+    params = optimizer.zero.shard(split(params)[0])
     master = jax.tree.map(functools.partial(_master_weight, keep=optimizer.master), params)
     weights = _float32(params, master)
     ema = (
@@ -88,11 +89,11 @@ def apply_gradients(
     (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
     gradient).
 
-    State in host memory is updated layer by layer (layerwise.py), unless the optimizer is given by
-    an import path: such a one may combine all gradients.
+    With state or gradients in host memory the step runs layer by layer (layerwise.py), unless the
+    optimizer is given by an import path: such a one may combine all gradients.
     """
     step = functools.partial(_step, optimizer=optimizer, keep=keep, factor=factor)
-    offloaded = any(map(is_on_host, jax.tree.leaves(state.opt_state)))
+    offloaded = any(map(is_on_host, jax.tree.leaves((state.opt_state, grads))))
     if offloaded and optimizer.recipe is not None and optimizer.recipe.is_divisible(state.params):
         return step_by_layer(state, grads, optimizer.recipe, step)
     return restore_memory_space(step(state, grads, optimizer.transform), state)
@@ -112,14 +113,17 @@ def _step(
     `transform` is that of `optimizer` for these parameters.
     """
     state, grads = to_device((state, grads))
+    # With ZeRO every replica updates its shards, and gathers those of the others at the end.
+    shared, grads = optimizer.zero.shard((state.params, grads))
     grads = jax.tree.map(lambda g: g * factor, grads)
-    old = _float32(state.params, state.opt_state.master)
+    old = _float32(shared, state.opt_state.master)
     updates, inner = transform.update(grads, state.opt_state.inner, old)
     new = optax.apply_updates(old, updates)
     if optimizer.master:
         params = jax.tree.map(lambda p, w: w.astype(p.dtype), state.params, new)
     else:
         params = round_tree(new, state.params, state.step)
+    params = as_sharded(params, state.params)
     master = jax.tree.map(
         lambda p, m, w: m if isinstance(m, optax.MaskedNode) else w,
         state.params,
@@ -136,7 +140,7 @@ def _step(
 def averaged(state: TrainState) -> Tree:
     """The moving average of the weights, as parameters in the policy's dtype."""
     trained, frozen = split(state.params)
-    average = to_device(state.opt_state.ema)
+    average = as_sharded(to_device(state.opt_state.ema), trained)
     return combine(jax.tree.map(lambda p, e: e.astype(p.dtype), trained, average), frozen)
 
 

@@ -16,12 +16,15 @@ from jaxrl.config.keys import AlgorithmConfig, RunConfig, ScoringConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.support import join_packed, to_bits
 from jaxrl.layout import Layout, training_rules
+from jaxrl.learner.host_gradients import add_gradients
 from jaxrl.learner.loss import (
+    Objective,
     count_tokens,
-    policy_loss_sums,
+    loss_gradients,
+    policy_objective,
     score_tokens,
     score_values,
-    value_loss_sums,
+    value_objective,
 )
 from jaxrl.learner.optimizer import Optimizer, clip_factor
 from jaxrl.learner.policy_objective import Coefs, LossSums, zero_sums
@@ -29,12 +32,20 @@ from jaxrl.learner.requirements import adapts_coefs
 from jaxrl.learner.router import Balance, no_load, router_metrics
 from jaxrl.learner.state import apply_gradients, trained_state
 from jaxrl.learner.xla import compiler_options
+from jaxrl.learner.zero import Zero
 from jaxrl.models.lora import combine, split
-from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, hosts, mesh_order, on_mesh, row_order, target_platform, tree
-
-# (params, ref_params, batch, balance, coefs, cfg=, rules=) -> (loss, LossSums)
-Loss = Callable[..., tuple[jax.Array, LossSums]]
+from jaxrl.types import Array, Batch, TrainState, Tree
+from sharding import (
+    Rules,
+    hosts,
+    mesh_order,
+    on_mesh,
+    row_order,
+    target_device_kind,
+    target_platform,
+    to_host,
+    tree,
+)
 
 
 @struct.dataclass
@@ -43,6 +54,7 @@ class GradSums:
 
     grads: Tree
     sums: LossSums
+    squares: Array | None = None  # squared norm of grads in host memory; None on the device
 
 
 def put_batch(batch: Batch, rules: Rules, n_vocab: int = 0) -> Batch:
@@ -173,7 +185,7 @@ def micro_batches_per_call(cfg: RunConfig, layout: Layout, token_budget: int = 0
 
 
 def _options(cfg: RunConfig) -> dict[str, Any] | None:
-    return compiler_options(cfg.learner.xla, target_platform()) or None
+    return compiler_options(cfg.learner.xla, target_platform(), target_device_kind()) or None
 
 
 class Update:
@@ -185,8 +197,8 @@ class Update:
     optim/nonfinite to 1.
     """
 
-    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, loss: Loss):
-        self._loss = functools.partial(loss, cfg=cfg, rules=rules)
+    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, objective: Objective):
+        self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0
         self._restricts = cfg.algorithm.keep_sampling_mask
@@ -194,7 +206,10 @@ class Update:
         # Changing coefficients are array arguments: as constants they would recompile every step.
         self._adapts = adapts_coefs(cfg)
         self._coefs = Coefs(cfg.algorithm.kl_coef, cfg.algorithm.entropy_coef)
-        self.zeros = jax.jit(functools.partial(_zeros, cfg=cfg.algorithm))
+        self._offload = "gradients" in cfg.learner.offload
+        self.zeros = jax.jit(
+            functools.partial(_zeros, cfg=cfg.algorithm, zero=optimizer.zero, offload=self._offload)
+        )
         self.zero_balance = jax.jit(_zero_balance)
         jit = functools.partial(jax.jit, compiler_options=_options(cfg))
         count = functools.partial(count_tokens, cfg=cfg, rules=rules)
@@ -257,12 +272,11 @@ class Update:
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
     ) -> dict[str, jax.stages.Lowered]:
         """The programs of an update with (abstract) arguments, for ahead-of-time compilation."""
-        mesh = jax.tree.leaves(state.params)[0].sharding.mesh
-        total = on_mesh(jax.eval_shape(self.zeros, state.params), mesh)
+        total = self.abstract_zeros(state.params)
         balance, counting = None, {}
         if self._balances:
             zero_balance = jax.eval_shape(self.zero_balance, state.params, np.float32(0))
-            balance = on_mesh(zero_balance, mesh)
+            balance = on_mesh(zero_balance, _mesh(state.params))
             counting = {"count": self.count.lower(state.params, balance, batch)}
         return counting | {
             "accumulate": self.accumulate.lower(
@@ -270,6 +284,12 @@ class Update:
             ),
             "apply": self.apply.lower(trained_state(state), total, np.float32(0)),
         }
+
+    def abstract_zeros(self, params: Tree) -> GradSums:
+        """Shapes, dtypes, shardings and memory kinds of the sums of an update."""
+        total = on_mesh(jax.eval_shape(self.zeros, params), _mesh(params))
+        grads = to_host(total.grads) if self._offload else total.grads
+        return dataclasses.replace(total, grads=grads)
 
     def balance(
         self, params: Tree, batches: Sequence[Batch], extra_weight: int | float = 0.0
@@ -308,14 +328,14 @@ class Update:
         balance: Balance | None = None,
         coefs: Coefs | None = None,
     ) -> GradSums:
-        trained, frozen = split(params)
-
-        def loss(trained):
-            return self._loss(combine(trained, frozen), ref_params, batch, balance, coefs)
-
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+        grads, sums = self._gradients(params, ref_params, batch, balance, coefs)
+        grads = self._optimizer.zero.shard_gradients(grads)
+        sums = so_far.sums + sums
+        if self._offload:
+            added, squares = add_gradients(so_far.grads, grads)
+            return GradSums(added, sums, squares)
         added = jax.tree.map(lambda total, g: total + g.astype(total.dtype), so_far.grads, grads)
-        return GradSums(added, so_far.sums + sums)
+        return GradSums(added, sums)
 
     @jax.named_scope("optimizer")
     def _apply(self, state: TrainState, total: GradSums, extra_weight):
@@ -323,7 +343,9 @@ class Update:
         weight = sums.weight + extra_weight
         empty = weight <= 0  # padding, or every token is rejected
         weight = jnp.where(empty, 1.0, weight)
-        norm = optax.tree.norm(total.grads) / weight
+        squares = total.squares
+        norm = optax.tree.norm(total.grads) if squares is None else jnp.sqrt(squares)
+        norm = norm / weight
         factor = clip_factor(norm, self._optimizer.clip_norm) / weight
         losses = {name: value / weight for name, value in sums.losses.items()}
         nonfinite = ~(jnp.isfinite(losses["loss/total"]) & jnp.isfinite(norm))
@@ -341,9 +363,14 @@ class Update:
         return state, metrics
 
 
-def _zeros(params: Tree, *, cfg: AlgorithmConfig) -> GradSums:
+def _mesh(params: Tree) -> jax.sharding.Mesh:
+    return jax.tree.leaves(params)[0].sharding.mesh
+
+
+def _zeros(params: Tree, *, cfg: AlgorithmConfig, zero: Zero, offload: bool) -> GradSums:
     grads = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), split(params)[0])
-    return GradSums(grads, zero_sums(cfg, params.cfg))
+    grads, sums = zero.shard_gradients(grads), zero_sums(cfg, params.cfg)
+    return GradSums(to_host(grads), sums, jnp.zeros(())) if offload else GradSums(grads, sums)
 
 
 def _zero_balance(params: Tree, extra_weight: jax.Array) -> Balance:
@@ -352,13 +379,9 @@ def _zero_balance(params: Tree, extra_weight: jax.Array) -> Balance:
 
 def make_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
     """Update of the policy; `optimizer` must be the one that made the train state."""
-    return Update(cfg, optimizer, rules, policy_loss_sums)
+    return Update(cfg, optimizer, rules, policy_objective)
 
 
 def make_value_update(cfg: RunConfig, optimizer: Optimizer, rules: Rules) -> Update:
     """Update of a separate critic; `cfg` is `RunConfig.critic_run`."""
-    return Update(cfg, optimizer, rules, _value_loss)
-
-
-def _value_loss(params, ref_params, batch: Batch, balance, coefs, *, cfg: RunConfig, rules: Rules):
-    return value_loss_sums(params, batch, cfg=cfg, rules=rules)
+    return Update(cfg, optimizer, rules, value_objective)

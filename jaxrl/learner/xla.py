@@ -2,6 +2,12 @@
 
 from collections.abc import Sequence
 
+from jaxrl.kernels.bits import ROUND_AS_WRITTEN
+
+# An error of the TPU compiler on every chip but v5e, together with asynchronous all-gathers.
+GATHER_FUSION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+V5E = "TPU v5 lite"
+
 # overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
 # weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).
 SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
@@ -9,7 +15,7 @@ SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
         "tpu": {
             "xla_tpu_enable_latency_hiding_scheduler": True,
             "xla_tpu_enable_async_collective_fusion": True,
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+            GATHER_FUSION: True,
             "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
             "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
             "xla_tpu_overlap_compute_collective_tc": True,
@@ -42,18 +48,24 @@ SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
 }
 
 
-def compiler_options(names: Sequence[str], platform: str) -> dict[str, bool | int | str]:
+def compiler_options(
+    names: Sequence[str], platform: str, device_kind: str = ""
+) -> dict[str, bool | int | str]:
     """Compiler options of config.learner.xla on a platform: named sets or 'name=value' options.
 
-    Raises ValueError for a name that is neither.
+    Sets leave out what the chip (`device_kind`, as JAX names it) does not have. Raises ValueError
+    for a name that is neither.
     """
-    options: dict[str, bool | int | str] = {}
+    options: dict[str, bool | int | str] = dict(ROUND_AS_WRITTEN)
     for name in names:
         option, equals, value = name.partition("=")
         if equals:
             options[option] = _value(value)
         elif name in SETS:
-            options |= SETS[name][platform]
+            known = device_kind == V5E or platform != "tpu"
+            options |= {
+                k: v for k, v in SETS[name][platform].items() if known or k != GATHER_FUSION
+            }
         else:
             raise ValueError(
                 f"config.learner.xla has {name!r}, which is no set of compiler options; set some "

@@ -21,6 +21,18 @@ class KVCache:
     k: Tree
     v: Tree
 
+    def layer(self, i: int) -> "KVCache":
+        """The cache of layer `i` alone, as that of a model of one layer; for pools in a list."""
+        return jax.tree.map(lambda pools: [pools[i]], self, is_leaf=_is_list)
+
+    def with_layer(self, i: int, one: "KVCache") -> "KVCache":
+        """The cache with layer `i` replaced by what `layer` returned, after its update."""
+
+        def replace_pool(pools: list[jax.Array], pool: list[jax.Array]) -> list[jax.Array]:
+            return [*pools[:i], *pool, *pools[i + 1 :]]
+
+        return jax.tree.map(replace_pool, self, one, is_leaf=_is_list)
+
     def layer_pages(
         self, layer: int | jax.Array, rules: Rules
     ) -> tuple[Tree, Tree, int | jax.Array]:

@@ -19,12 +19,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.cpu.skinny_matmul import matmul
+from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
 from jaxrl.models.layers.moe import MoE, RouterLoad
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate, rotations
+from jaxrl.models.layers.tables import table_adapters
 from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
@@ -153,6 +155,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(top, "model.norm", cfg.D, eps=cfg.norm_eps, unit_offset=cfg.unit_offset)
         untied = "vocab" in cfg.heads and not cfg.tied
         self.lm_head = nnx.data(table("lm_head.weight") if untied else None)
+        self.lora = nnx.data(table_adapters(top, cfg))  # of embed and lm_head, by these names
         self.score = nnx.data(
             top("score.weight", (1, cfg.D), (None, "w_embed"), init="zeros")
             if "score" in cfg.heads
@@ -197,6 +200,8 @@ class Decoder(nnx.Module):
         """Input of the first layer."""
         table = gather_matrix(self.embed, rules, ("vocab", "w_embed"), 1)
         x = table.at[tokens].get(out_sharding=rules.spec("batch", "time", "embed"))
+        if (adapter := self.lora["embed"]) is not None:
+            x = x + adapter.rows(tokens, rules)
         return x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T V"]:
@@ -204,8 +209,19 @@ class Decoder(nnx.Module):
         w = jax.reshard(self.unembed, rules.gathered("vocab", "w_embed"))
         out = rules.spec("batch", "time", "vocab")
         logits = matmul(hidden, w, out_sharding=out, dtype=jnp.float32)
+        if (change := self.head_change(hidden, rules)) is not None:
+            low, b = change
+            b = jax.reshard(b, rules.gathered("vocab", None))
+            logits = logits + matmul(low, b, out_sharding=out, dtype=jnp.float32)
         cap = self.cfg.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def head_change(
+        self, hidden: Float[Array, "B T D"], rules: Rules
+    ) -> tuple[Float[Array, "B T R"], Float[Array, "V R"]] | None:
+        """(l, B) of an adapter of the unembedding, which adds l Bᵀ to the logits; None without."""
+        adapter = self.lora["lm_head"]
+        return None if adapter is None else (adapter.low(hidden, rules), adapter.b)
 
     def scores(self, hidden: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T"]:
         """One float32 number per token, from the head "score"."""
@@ -248,16 +264,17 @@ def run_layers(
     x: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
     attend: Attend,
-    state: Any,
+    state: KVCache | None,
     *,
     live: Live,
     rules: Rules,
     remat: str,
-) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
+) -> tuple[Float[Array, "B T D"], KVCache | None, RouterLoad | None]:
     """Runs all layers in order: a scan over stacked layers, a loop over a list.
 
-    `state` passes from layer to layer; as a scan carry it is updated in place. `remat` is
-    config.learner.remat (jaxrl/config/remat.py).
+    `state` passes from layer to layer; as a scan carry it is updated in place. In a list, `attend`
+    gets each layer's part as the cache of a model of one layer. `remat` is config.learner.remat
+    (jaxrl/config/remat.py).
     """
     if model.cfg.stacked:
         layers = stacked_layers(model, rules)
@@ -268,13 +285,16 @@ def run_layers(
 
     def step(policy: str) -> Callable:
         layer_fn = _layer_fn(live, positions, attend, rules, policy, traced_windows=False)
+        # Layers with the same window are traced and lowered once; XLA inlines the calls.
+        layer_fn = jax.jit(layer_fn, static_argnames=("window", "layer_index"))
 
         def one(carry, layer: Layer, i: int):
             (x, state), rotation = carry, jax.tree.map(operator.itemgetter(i), per_layer)
             if model.cfg.lora is None:  # otherwise frozen weights would get gradients
                 x, layer = finish_gradients(x, layer)
-            x, state, load = layer_fn(layer, x, rotation, model.cfg.window(i), i, state)
-            return (x, state), load
+            own = None if state is None else state.layer(i)
+            x, own, load = layer_fn(layer, x, rotation, model.cfg.window(i), 0, own)
+            return (x, None if state is None else state.with_layer(i, own)), load
 
         return one
 
@@ -312,12 +332,18 @@ def scan_layers(
     live: Live,
     rules: Rules,
     remat: str,
+    in_loop: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any, RouterLoad | None]:
-    """`run_layers` over all or some of the layers of `stacked_layers`."""
+    """`run_layers` over all or some of the layers of `stacked_layers`.
+
+    `in_loop`: the same layers run several times, in a loop. Their weights are gathered every time.
+    """
     traced_windows = any(cfg.windows)
 
     def step(policy: str) -> Callable:
-        layer_fn = _layer_fn(live, positions, attend, rules, policy, traced_windows=traced_windows)
+        layer_fn = _layer_fn(
+            live, positions, attend, rules, policy, traced_windows=traced_windows, in_loop=in_loop
+        )
 
         def body(carry, per_layer):
             (x, state), (layer, rotation, window, layer_index) = carry, per_layer
@@ -335,9 +361,22 @@ def _rotations(cfg: DecoderConfig) -> Rotation:
     return rotations([cfg.layer_rope(i) for i in range(cfg.L)], cfg.H)
 
 
-def _layer_fn(live, positions, attend: Attend, rules: Rules, policy: str, *, traced_windows: bool):
+def _layer_fn(
+    live,
+    positions,
+    attend: Attend,
+    rules: Rules,
+    policy: str,
+    *,
+    traced_windows: bool,
+    in_loop: bool = False,
+):
     def layer_fn(layer: Layer, x, rotation, window, layer_index, state):
         x = layer_input(x, policy)
+        if in_loop:
+            # XLA otherwise gathers the weights of all layers before the loop. Outside this
+            # function, the barrier would be a copy of all weights per iteration for backward.
+            layer, x = jax.lax.optimization_barrier((layer, x))
         return layer(x, live, positions, rotation, window, layer_index, attend, state, rules)
 
     # A window that is a Python int stays static: 0 means "none" only there.

@@ -24,6 +24,7 @@ from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.layers.linear import Adapter, Linear
 from jaxrl.models.layers.moe import MoE
+from jaxrl.models.layers.tables import TABLES, EmbeddingAdapter
 from jaxrl.models.quantize import matrix_inputs
 from jaxrl.models.spec import ParamSpec, init_params, is_spec, map_specs
 from jaxrl.types import Tree
@@ -69,7 +70,8 @@ def with_adapters(cfg: LoRAConfig, decoder: DecoderConfig) -> DecoderConfig:
 def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of the linear layers of a transformer layer, by name: "self_attn.q_proj", ...
 
-    Those of the experts of a mixture of experts are "mlp.experts.up_proj" and so on.
+    Those of the experts of a mixture of experts are "mlp.experts.up_proj" and so on. The embedding
+    table and the unembedding are "embed_tokens" and "lm_head".
     """
     plain = dataclasses.replace(decoder, lora=None, base_dtype="", stacked=False)
     one = decoder_specs(dataclasses.replace(plain, L=1, windows=decoder.windows[:1]))
@@ -79,12 +81,14 @@ def linear_layers(decoder: DecoderConfig) -> dict[str, tuple[int, int]]:
         name = hf.removeprefix("model.layers.0.").removesuffix(".weight")
         return name.replace(".{expert}", "")
 
-    return {layer_name(hf): shapes[hf] for hf in matrix_inputs(one)}
+    found = {layer_name(hf): shapes[hf] for hf in matrix_inputs(one)}
+    tables = [name for name in TABLES.values() if name != "lm_head" or "vocab" in decoder.heads]
+    return found | dict.fromkeys(tables, (decoder.V, decoder.D))
 
 
-def is_expert(name: str) -> bool:
-    """Whether a name of `linear_layers` is that of a projection of the experts."""
-    return ".experts." in name
+def is_optional(name: str) -> bool:
+    """Whether a name of `linear_layers` is not part of all-linear: experts and tables."""
+    return ".experts." in name or name in TABLES.values()
 
 
 def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: str) -> set[str]:
@@ -95,7 +99,7 @@ def matching(patterns: tuple[str, ...], names: dict[str, tuple[int, int]], key: 
     found: set[str] = set()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
-            found |= {name for name in names if not is_expert(name)}
+            found |= {name for name in names if not is_optional(name)}
             continue
         try:
             hits = {
@@ -158,7 +162,7 @@ def merge(model: Tree) -> Tree:
     )
 
 
-def replace_weights(fn: Callable[[Any, Adapter], Any], model: Tree) -> Tree:
+def replace_weights(fn: Callable[[Any, Adapter | EmbeddingAdapter], Any], model: Tree) -> Tree:
     """The base model with fn(w, adapter) in place of every weight w that has an adapter.
 
     Leaves may be arrays or any stand-in. `model` may also be one layer.
@@ -175,6 +179,10 @@ def replace_weights(fn: Callable[[Any, Adapter], Any], model: Tree) -> Tree:
 
     new = jax.tree.map(base_layer, model, is_leaf=lambda node: isinstance(node, Linear | MoE))
     if isinstance(new, Decoder):
+        for name, adapter in new.lora.items():
+            if adapter is not None:
+                setattr(new, name, nnx.data(fn(getattr(new, name), adapter)))
+        new.lora = nnx.data(dict.fromkeys(new.lora))
         new.cfg = dataclasses.replace(new.cfg, lora=None)
     return new
 
@@ -213,7 +221,7 @@ def split(model: Decoder) -> tuple[Tree, Tree]:
     return _select(model, trained), _select(model, jax.tree.map(lambda t: not t, trained))
 
 
-def combine(trained: Tree, frozen: Tree) -> Decoder:
+def combine(trained: Tree, frozen: Tree) -> Tree:
     """The model of which `split` made these two."""
     return jax.tree.map(
         lambda a, b: b if isinstance(a, optax.MaskedNode) else a,

@@ -1,15 +1,24 @@
 """The decoder on packed rows, for training and scoring."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.visibility import Visibility
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Attend, Decoder, scan_layers, stacked_layers
 from jaxrl.models.layers.linear import Linear
-from jaxrl.models.layers.moe import RouterLoad
-from jaxrl.models.pipeline import run_stages
+from jaxrl.models.layers.mlp import MLP
+from jaxrl.models.layers.moe import MoE, RouterLoad
+from jaxrl.models.lora import combine, split
+from jaxrl.models.pipeline import run_stages, to_micro_batches
+from jaxrl.models.pipeline_1f1b import gradients_1f1b
+from jaxrl.types import Tree
 from sharding import Rules
 
 
@@ -23,6 +32,7 @@ def forward_packed(
     remat: str = "none",
     implementation: str | None = None,
     matmul_dtype: str = "auto",
+    mlp_chunk: int = 0,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows; a token attends causally within its own segment.
 
@@ -38,6 +48,7 @@ def forward_packed(
         remat=remat,
         implementation=implementation,
         matmul_dtype=matmul_dtype,
+        mlp_chunk=mlp_chunk,
     )[0]
 
 
@@ -53,67 +64,169 @@ def forward_routed(
     remat: str = "none",
     implementation: str | None = None,
     matmul_dtype: str = "auto",
+    mlp_chunk: int = 0,
 ) -> tuple[Float[Array, "B T D"], RouterLoad | None]:
     """`forward_packed` and the router load of a mixture of experts (None for a dense model).
 
     With `until`, the last place of the row that sees each token, segments share prefixes
     (kernels/visibility.py). The load counts a token as often as `copies` says, or once.
     `matmul_dtype` "int8" or "fp8" quantizes the products of linear layers
-    (kernels/quantized_matmul.py), except those of experts and adapters.
+    (kernels/quantized_matmul.py), except those of experts and adapters. `mlp_chunk` is the
+    number of tokens of a device whose MLP is computed at one time; 0 = all.
     """
-    model, cfg = with_matmul_dtype(model, matmul_dtype), model.cfg
-    attend_rows = ring_attention if rules.ring else attention
+    model = with_mlp_chunk(with_matmul_dtype(model, matmul_dtype), mlp_chunk)
+    visibility = None if until is None else Visibility(until, positions)
+    weights = segments > 0 if copies is None else copies
+    if rules.layers is None:
+        attend = _attend(model.cfg, segments, visibility, rules, implementation)
+        hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
+        return hidden, load
+    x = model.embed_tokens(tokens, rules)
+    layers = stacked_layers(model, rules)
+    rows = positions, segments, weights, visibility
+    stage = _stage(model.cfg, rules, remat, implementation)
+    x, load = run_stages(stage, layers, x, rows, rules=rules)
+    return model.norm(x), load
+
+
+def pipelined_gradients(
+    model: Decoder,
+    objective: Callable[..., tuple[jax.Array, Tree]],
+    tokens: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    rows: Tree,
+    *,
+    until: Int[Array, "B T"] | None = None,
+    copies: Int[Array, "B T"] | None = None,
+    zero_sums: Tree,
+    load_gradient: RouterLoad | None,
+    rules: Rules,
+    remat: str,
+    implementation: str | None = None,
+    matmul_dtype: str = "auto",
+    mlp_chunk: int = 0,
+) -> tuple[Tree, Tree, RouterLoad | None]:
+    """(gradient of the trained parameters, sums of the objective, router load) by 1F1B.
+
+    `objective(model, hidden, rows)` is (loss, sums) of one row of every data-parallel rank from its
+    final hidden states [ranks, T, D]; the model has no layers there, and `rows` are the further
+    inputs, [B, T, ...]. `load_gradient` is the gradient of the loss with respect to the router
+    load. The other arguments are those of `forward_routed`.
+    """
+    trained, frozen = split(model)
+    top = _with_layers(trained, jax.tree.map(lambda _: optax.MaskedNode(), trained.layers))
+    layers, *constants = stacked_layers(trained, rules)
+    run = _stage(model.cfg, rules, remat, implementation)
+
+    def stage(layers, constants, x, *rows):
+        (frozen, *constants) = constants
+        layers = combine(layers, frozen)
+        layers = with_mlp_chunk(with_matmul_dtype(layers, matmul_dtype), mlp_chunk)
+        return run((layers, *constants), x, *rows)
+
+    def embed(top: Tree) -> jax.Array:
+        return to_micro_batches(combine(top, frozen).embed_tokens(tokens, rules), rules)
+
+    def loss(top: Tree, hidden: jax.Array, rows: Tree) -> tuple[jax.Array, Tree]:
+        whole = combine(top, frozen)
+        return objective(whole, whole.norm(hidden), rows)
 
     visibility = None if until is None else Visibility(until, positions)
     weights = segments > 0 if copies is None else copies
+    x, pull_back = jax.vjp(embed, top)
+    found = gradients_1f1b(
+        stage,
+        loss,
+        layers,
+        (stacked_layers(frozen, rules)[0], *constants),
+        top,
+        x,
+        (positions, segments, weights, visibility),
+        rows,
+        zero_sums=zero_sums,
+        load_gradient=load_gradient,
+        rules=rules,
+    )
+    (embedded,) = pull_back(found.x)
+    grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), found.top, embedded)
+    return _with_layers(grads, found.layers), found.sums, found.load
 
-    def attend_to(segments, visibility, rules: Rules) -> Attend:
-        spec = cfg.attention_spec(rules)
 
-        def attend(q, k, v, window, layer_index, state):
-            out = attend_rows(
-                q,
-                k,
-                v,
-                spec=spec,
-                segments=segments,
-                window=window,
-                visibility=visibility,
-                implementation=implementation,
-            )
-            return out, state
+def _attend(
+    cfg: DecoderConfig, segments, visibility, rules: Rules, implementation: str | None
+) -> Attend:
+    """Attention of packed rows to themselves."""
+    attend_rows = ring_attention if rules.ring else attention
+    spec = cfg.attention_spec(rules)
 
-        return attend
+    def attend(q, k, v, window, layer_index, state):
+        out = attend_rows(
+            q,
+            k,
+            v,
+            spec=spec,
+            segments=segments,
+            window=window,
+            visibility=visibility,
+            implementation=implementation,
+        )
+        return out, state
 
-    if rules.layers is None:
-        attend = attend_to(segments, visibility, rules)
-        hidden, _, load = model(tokens, positions, attend, live=weights, rules=rules, remat=remat)
-        return hidden, load
+    return attend
+
+
+def _stage(
+    cfg: DecoderConfig, rules: Rules, remat: str, implementation: str | None
+) -> Callable[..., tuple[jax.Array, RouterLoad | None]]:
+    """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
-    def stage(layers, x, positions, segments, visibility):
-        attend, live = attend_to(segments, visibility, inside), segments > 0
-        x, _, _ = scan_layers(
-            cfg, layers, x, positions, attend, None, live=live, rules=inside, remat=remat
+    def stage(layers, x, positions, segments, live, visibility):
+        attend = _attend(cfg, segments, visibility, inside, implementation)
+        x, _, load = scan_layers(
+            cfg,
+            layers,
+            x,
+            positions,
+            attend,
+            None,
+            live=live,
+            rules=inside,
+            remat=remat,
+            in_loop=True,
         )
-        return x
+        return x, load
 
-    x = model.embed_tokens(tokens, rules)
-    layers = stacked_layers(model, rules)
-    rows = positions, segments, visibility
-    return model.norm(run_stages(stage, layers, x, rows, rules=rules)), None
+    return stage
 
 
-def with_matmul_dtype(model: Decoder, dtype: str) -> Decoder:
+def _with_layers(model: Tree, layers: Tree) -> Tree:
+    new = jax.tree.map(lambda leaf: leaf, model)
+    new.layers = layers
+    return new
+
+
+def with_matmul_dtype(model: Tree, dtype: str) -> Tree:
     """The same arrays, whose linear layers have products of this dtype; "auto" is that of x."""
     if dtype == "auto":
         return model
+    return _with_field(model, (Linear,), "matmul_dtype", dtype)
+
+
+def with_mlp_chunk(model: Tree, chunk: int) -> Tree:
+    """The same arrays, whose MLPs are computed for so many tokens of a device at one time."""
+    return _with_field(model, (MLP, MoE), "chunk", chunk) if chunk else model
+
+
+def _with_field(model: Tree, kinds: tuple[type, ...], name: str, value: Any) -> Tree:
+    """The same arrays, whose modules of these kinds have this value of a static field."""
 
     def changed(node: object) -> object:
-        if not isinstance(node, Linear):
+        if not isinstance(node, kinds):
             return node
         new = jax.tree.map(lambda leaf: leaf, node)
-        new.matmul_dtype = dtype
+        setattr(new, name, value)
         return new
 
-    return jax.tree.map(changed, model, is_leaf=lambda node: isinstance(node, Linear))
+    return jax.tree.map(changed, model, is_leaf=lambda node: isinstance(node, kinds))

@@ -18,18 +18,19 @@ from sharding import Rules
 
 
 def run_stages(
-    stage: Callable[..., jax.Array],
+    stage: Callable[..., tuple[jax.Array, Tree]],
     layers: Tree,
     x: Float[Array, "B T D"],
     rows: Tree,
     *,
     rules: Rules,
-) -> Float[Array, "B T D"]:
-    """Output of all layers. A micro-batch is one row of every data-parallel rank.
+) -> tuple[Float[Array, "B T D"], Tree]:
+    """(output of all layers, sums per layer). A micro-batch is one row of every data-parallel rank.
 
     The leading axis of `layers` is sharded over the stages; `stage(layers, x, *rows)` runs the
-    layers of one stage. `rows` are further inputs, [B, T]. `x` has the sharding of the residual
-    stream; inside, no row is shared between stages.
+    layers of one stage and returns their output and sums over tokens, [layers, ...]. `rows` are
+    further inputs, [B, T]. `x` has the sharding of the residual stream; inside, no row is shared
+    between stages.
     """
     (axis,) = rules.mesh_axes("layers")
     pipeline = jax.shard_map(
@@ -39,12 +40,16 @@ def run_stages(
         axis_names={axis},
         check_vma=False,
     )
-    layers = jax.tree.map(lambda a: _shard_over_stages(a, axis), layers)
-    x, rows = jax.tree.map(lambda a: _to_stages(_to_micro_batches(a, rules), rules), (x, rows))
-    return _from_micro_batches(_from_stages(pipeline(layers, x, rows), rules), rules)
+    layers = jax.tree.map(lambda a: shard_over_stages(a, axis), layers)
+    x, rows = jax.tree.map(lambda a: to_stages(to_micro_batches(a, rules), rules), (x, rows))
+    residual = jax.P(axis, None, *rules.in_stage().residual_spec(x.shape[2:]))
+    x, whole = jax.reshard(x, residual), jax.typeof(x).sharding.spec
+    x, sums = pipeline(layers, x, rows)
+    x = from_stages(jax.reshard(x, whole), rules)
+    return from_micro_batches(x, rules), sums
 
 
-def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
+def to_stages(a: jax.Array, rules: Rules) -> jax.Array:
     """[M, ranks, T, ...] with T sharded over stages -> [S, M, ranks, T, ...], not over stages."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 3)
@@ -55,8 +60,8 @@ def _to_stages(a: jax.Array, rules: Rules) -> jax.Array:
     return jax.shard_map(gather, in_specs=shared, out_specs=whole)(a)
 
 
-def _from_stages(a: jax.Array, rules: Rules) -> jax.Array:
-    """The transpose of `_to_stages`: a reduce-scatter over the stages along T."""
+def from_stages(a: jax.Array, rules: Rules) -> jax.Array:
+    """The transpose of `to_stages`: a reduce-scatter over the stages along T."""
     (axis,) = rules.mesh_axes("layers")
     shared, whole = _specs(rules, a.ndim - 4)
 
@@ -75,7 +80,7 @@ def _specs(rules: Rules, n_more: int) -> tuple[jax.P, jax.P]:
 
 
 def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
-    """This stage's outputs, [1, M, ranks, T, D]; zeros except in the last stage."""
+    """(this stage's outputs, [1, M, ranks, T, D], zeros except in the last stage; its sums)."""
     x, rows = x[0], jax.tree.map(lambda a: a[0], rows)
     n_stages, stage_index, n_micro = lax.axis_size(axis), lax.axis_index(axis), x.shape[0]
     to_next = [(i, (i + 1) % n_stages) for i in range(n_stages)]
@@ -83,17 +88,19 @@ def _ticks(stage: Callable, layers: Tree, x, rows: Tree, *, axis: str):
     def tick(received, t):
         index = jnp.clip(t - stage_index, 0, n_micro - 1)
         inputs = jnp.where(stage_index == 0, x[index], received)
-        # Without the barrier XLA gathers the weights of all layers of a stage before the ticks.
-        stage_layers, inputs = lax.optimization_barrier((layers, inputs))
-        done = stage(stage_layers, inputs, *jax.tree.map(lambda a: a[index], rows))
-        return lax.ppermute(done, axis, to_next), done
+        done, sums = stage(layers, inputs, *jax.tree.map(lambda a: a[index], rows))
+        busy = index == t - stage_index
+        sums = jax.tree.map(lambda a: jnp.where(busy, a, 0), sums)
+        return lax.ppermute(done, axis, to_next), (done, sums)
 
-    _, done = lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(n_micro + n_stages - 1))
+    ticks = jnp.arange(n_micro + n_stages - 1)
+    _, (done, sums) = lax.scan(tick, jnp.zeros_like(x[0]), ticks)
     done = done[n_stages - 1 :]
-    return jnp.where(stage_index == n_stages - 1, done, jnp.zeros_like(done))[None]
+    done = jnp.where(stage_index == n_stages - 1, done, jnp.zeros_like(done))[None]
+    return done, jax.tree.map(lambda a: jnp.sum(a, axis=0), sums)
 
 
-def _to_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
+def to_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
     """[B, T, ...] -> [M, ranks, T, ...]; the rows of a rank are adjacent in B."""
     ranks, rest = rules.n_shards("batch"), (None,) * (a.ndim - 2)
     a = jax.reshard(a, rules.spec("batch", "time", *rest))
@@ -101,12 +108,12 @@ def _to_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
     return jnp.reshape(a, (ranks, -1, *a.shape[1:]), out_sharding=out).swapaxes(0, 1)
 
 
-def _from_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
-    """The inverse of `_to_micro_batches`."""
+def from_micro_batches(a: jax.Array, rules: Rules) -> jax.Array:
+    """The inverse of `to_micro_batches`."""
     rest = (None,) * (a.ndim - 3)
     out = rules.spec("batch", "time", *rest)
     return jnp.reshape(a.swapaxes(0, 1), (-1, *a.shape[2:]), out_sharding=out)
 
 
-def _shard_over_stages(a: jax.Array, axis: str) -> jax.Array:
+def shard_over_stages(a: jax.Array, axis: str) -> jax.Array:
     return jax.reshard(a, jax.P(axis, *jax.typeof(a).sharding.spec[1:]))

@@ -76,8 +76,9 @@ def loop_remat(
     found = []
     for part in remat.ranges(len(layers)):
         outer, inner = _group_policies(part)
+        one = step(inner)
         for start in range(part.start, part.stop, part.group):
-            run = functools.partial(_loop_group, step(inner), outer, start)
+            run = functools.partial(_loop_group, one, outer, start)
             carry, ys = recompute(run, outer)(carry, layers[start : start + part.group])
             found += ys
     return carry, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *found)

@@ -28,7 +28,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str  # "normal" | "zeros" | "ones" | "lora_a"
+    init: str  # "normal" | "unit_normal" | "zeros" | "ones" | "lora_a"
     hf: str  # e.g. "model.layers.0.mlp.up_proj.weight"
     hf_shape: tuple[int, ...]  # of one tensor in the file
     dtype: str | None = None  # of parts of quantized weights; None: the model's
@@ -92,8 +92,8 @@ def count_params(specs: Tree) -> int:
 def init_params(key: jax.Array, specs: Tree, rules: Rules, dtype: DTypeLike) -> Tree:
     """Random parameters, each leaf created in its own sharding.
 
-    Normal leaves have std 0.02. The A of an adapter is uniform between -1 / sqrt(in) and
-    1 / sqrt(in), as in PEFT.
+    Normal leaves have std 0.02, unit normal ones 1. The A of an adapter is uniform between
+    -1 / sqrt(in) and 1 / sqrt(in), as in PEFT.
 
     A layer's values derive from the key and its Hugging Face name, so they are the same on every
     mesh and for both layer layouts.
@@ -123,8 +123,9 @@ def _init_param(
     if init in ("zeros", "ones"):
         return jax.reshard((jnp.zeros if init == "zeros" else jnp.ones)(shape, dtype), out)
     keys = jax.vmap(lambda seed: jax.random.fold_in(key, seed))(seeds)
-    if init == "normal":
-        draw, scale = functools.partial(jax.random.normal, shape=shape[n_lead:]), 0.02
+    if init in ("normal", "unit_normal"):
+        draw = functools.partial(jax.random.normal, shape=shape[n_lead:])
+        scale = 0.02 if init == "normal" else 1.0
     else:
         draw = functools.partial(jax.random.uniform, shape=shape[n_lead:], minval=-1.0)
         scale = math.prod(shape[n_lead + 1 :]) ** -0.5

@@ -71,7 +71,7 @@ def attached_plan(
         CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
     )
     machine = Topology(
-        f"{mesh.size + len(rollout)} {platform} devices",
+        f"{mesh.size + len(rollout) * jax.process_count()} {platform} devices",
         platform,
         chip,
         [*mesh.devices.flatten().tolist(), *rollout],

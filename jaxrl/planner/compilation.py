@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.kernels.attention.blocks import BLOCK
 from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
@@ -63,7 +64,8 @@ def compile_programs(
     """
     cfg, table = programs.cfg, programs.table
     compiled: dict[str, Program] = {}
-    chosen = compiler_options(cfg.learner.xla, machine.platform)
+    kind = machine.devices[0].device_kind
+    chosen = compiler_options(cfg.learner.xla, machine.platform, kind)
     options = {name: on for name, on in machine.compiler_options.items() if name not in chosen}
     for name, lower in table.lower.items():
         same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
@@ -116,13 +118,12 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
 
     Training attention: a query attends on average to half of its segment and to its own block of
     keys; ring attention splits these into as many parts as there are chunks. Decode: the keys of
-    the prompt and half the response, one step. Prefill: half the prompt. Logprobs: all tokens.
+    the prompt and half the response, one step. Prefill: half the prompt. Logprobs: all tokens of
+    a device.
     """
-    scorer = programs.value_scorers.get(program)
-    cfg = programs.cfg if scorer is None else scorer.cfg
-    rows, row_len = cfg.learner.shapes[-1]
     segment = _segment_len(program, programs, lengths)
-    chunk, grouped = logprob_chunk(cfg), grouped_chunks()
+    chunks = _scored_tokens(program, programs.cfg) / logprob_chunk(programs.cfg)
+    grouped = grouped_chunks()
     n_places = _ring_size(program, programs)
 
     def trips(op_name: str) -> float | None:
@@ -135,7 +136,6 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
         if "attention" in op_name:
             return segment / 2 / BLOCK + 1
         if "logprob" in op_name:
-            chunks = rows * row_len / chunk
             return float(math.ceil(chunks / grouped if "transpose" in op_name else chunks))
         if program == "decode":
             return 1.0
@@ -163,6 +163,14 @@ def kernel_costs(
         return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
 
     return work
+
+
+def _scored_tokens(program: str, cfg: RunConfig) -> float:
+    """Tokens of a device whose logprobs one call computes, on the mesh of training."""
+    rows, row_len = cfg.learner.shapes[-1]
+    budgets = {"score": cfg.score.token_budget, "reference": cfg.ref.token_budget}
+    n_joined = max(budgets.get(program, 0) // cfg.learner.token_budget, 1)
+    return n_joined * rows * row_len / training_rules(cfg).n_shards("time")
 
 
 def _ring_size(program: str, programs: RunPrograms) -> int:

@@ -8,19 +8,15 @@ from typing import Any
 import jax
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.layout import split_devices
-from jaxrl.models.config import DecoderConfig
+from jaxrl.layout import training_rules
+from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.programs import (
-    IDLE_STATE,
-    Lengths,
-    OfflineWorkload,
-    RunPrograms,
-    run_programs,
-    uses_weights,
-)
+from jaxrl.planner.offload import IDLE_STATE, uses_weights
+from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
+from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
+from jaxrl.planner.rollout_devices import n_copies, sides
 from jaxrl.planner.topology import Chip, Topology
 from sharding import make_mesh
 
@@ -71,9 +67,15 @@ class Plan:
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
     n_rollout_devices: int = 0  # separate from those of `mesh`; 0: the same
+    n_workers: int = 0  # that these devices belong to
+    pipeline: PipelinePlan | None = None  # None without stages
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
+        names = ("n_rollout_devices", "n_workers")
+        optional: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.pipeline:
+            optional["pipeline"] = dataclasses.asdict(self.pipeline)
         return {
             "topology": self.topology,
             "mesh": {axis: n for axis, n in self.mesh.items() if n > 1},
@@ -104,7 +106,7 @@ class Plan:
             "max_concurrent_sequences": self.max_concurrent_sequences,
             "expected_step_s": self.expected_step_s,
             "serial_step_s": self.serial_step_s,
-        } | ({"n_rollout_devices": self.n_rollout_devices} if self.n_rollout_devices else {})
+        } | {name: value for name, value in optional.items() if value}
 
 
 def _collectives(program: Program, chip: Chip) -> dict[str, dict[str, int | float]]:
@@ -163,9 +165,9 @@ def make_plan(
     devices or does not divide the model.
     """
     lengths = lengths or Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    devices, rollout = split_devices(cfg, machine.devices)
+    devices, rollout = sides(cfg, machine)
     mesh = make_mesh(devices, **dataclasses.asdict(cfg.mesh))
-    check_mesh(decoder, mesh.shape)
+    check_mesh(decoder, mesh.shape, training_rules(cfg))
     with jax.set_mesh(mesh):
         memory_bytes = machine.chip.memory_bytes
         run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
@@ -188,6 +190,7 @@ def assemble_plan(
         for phase, names in PHASES.items()
         if (present := [name for name in names if name in programs])
     }
+    dtype = for_platform(run.cfg, run.decoder, machine.platform)[0]
     step_s = step_seconds(run, {name: phase.roofline_s for name, phase in phases.items()})
     return Plan(
         topology=machine.name,
@@ -212,6 +215,8 @@ def assemble_plan(
         n_replicas=run.n_replicas,
         rollout_weight_bytes=_rollout_weight_bytes(run, programs),
         n_rollout_devices=run.n_rollout_devices,
+        n_workers=run.n_workers,
+        pipeline=pipeline_plan(run.cfg, run.decoder, mesh, dtype.itemsize),
     )
 
 
@@ -310,13 +315,13 @@ def live_bytes(program: Program, run: RunPrograms, pool_bytes: int) -> int:
     """Memory in use on a device while a program runs, without the KV pool.
 
     Its arguments, temporaries and new outputs, and the rest of the run's state. On separate devices
-    of the rollout this is its weights, twice: the next version arrives while the engine runs.
+    of the rollout this is its weights, with all copies.
     """
     sizes = run.resident | run.role_weights
     has_pool = "kv" in program.counted_state
     if has_pool and run.n_rollout_devices:
-        copies = 1 if "rollout_aliased" in program.counted_state else 2
-        other_state = copies * sizes["rollout_aliased"]
+        counted = "rollout_aliased" in program.counted_state
+        other_state = (n_copies(run.cfg) - counted) * sizes["rollout_aliased"]
     else:
         counted = sum(sizes[name] for name in program.counted_state if name != "kv")
         other_state = sum(run.resident.values()) - counted

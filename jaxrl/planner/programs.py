@@ -15,7 +15,14 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.support import to_bits
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.layout import Layout, role_layout, rollout_layout, training_rules
+from jaxrl.layout import (
+    Layout,
+    role_layout,
+    rollout_layout,
+    training_rules,
+    worker_layout,
+    worker_mesh,
+)
 from jaxrl.learner.critic import (
     Critic,
     ValueScorer,
@@ -23,7 +30,7 @@ from jaxrl.learner.critic import (
     reward_model_scorer,
     shared_value_scorer,
 )
-from jaxrl.learner.optimizer import check_moments, make_optimizer
+from jaxrl.learner.optimizer import check_opt_state, make_optimizer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
@@ -31,16 +38,17 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import abstract_params
+from jaxrl.planner.offload import (
+    CRITIC_PROGRAMS,
+    IDLE_STATE,
+    add_host_state,
+    host_state,
+    uses_weights,
+)
+from jaxrl.planner.rollout_devices import n_copies
 from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, bytes_per_device, host_bytes_per_device, target_platform
+from sharding import Rules, bytes_per_device, target_platform
 
-CRITIC_PROGRAMS = ("values", "critic_accumulate", "critic_apply")
-# Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
-IDLE_STATE = {
-    "reference": ("ref",),
-    "critic": ("critic", "critic_base"),
-    "reward_model": ("reward_model",),
-}
 Lower = Callable[[], jax.stages.Lowered]
 
 
@@ -88,7 +96,9 @@ class RunPrograms:
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
     # ref, critic, critic_base, critic_opt_state, reward_model.
     resident: dict[str, int]
-    host_resident: dict[str, int]  # state in host memory, per device
+    # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model, and
+    # the larger of the sums of gradients that the updates of policy and critic have in turn.
+    host_resident: dict[str, int]
     # Weights of the roles "score" and "rollout": ROLE_aliased are training's own buffers,
     # ROLE_copied are copies. With separate devices of the rollout, rollout_aliased are the weights
     # there and rollout_copied what training reshards to send them.
@@ -103,6 +113,7 @@ class RunPrograms:
     n_replicas: int = 0  # of all engines
     n_pages: int = 0  # of the pool that the engine's programs are lowered for
     n_rollout_devices: int = 0  # separate from those of training; 0: the same
+    n_workers: int = 0  # that these devices belong to
 
 
 def run_programs(
@@ -115,7 +126,8 @@ def run_programs(
 ) -> RunPrograms:
     """The programs of a run at their largest declared shapes, on the current mesh.
 
-    Those of the rollout are on `rollout_devices` if there are some. `role_decoders` has the shapes
+    Those of the rollout are on `rollout_devices` if there are some, which are those of one process
+    or rollout worker; those of a run with workers may be left out. `role_decoders` has the shapes
     of "critic" (a separate backbone), "teacher" and "reward_model"; the default is the policy's.
     With `workload` the run is offline training instead of RL.
 
@@ -131,8 +143,8 @@ def run_programs(
         ref_decoder = dataclasses.replace(ref_decoder, base_dtype=decoder.base_dtype)
     if workload is not None:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
-    rules, table = training_rules(cfg), ProgramTable()
-    state = _add_update(table, cfg, decoder, ref_decoder, dtype)
+    rules, table, host = training_rules(cfg), ProgramTable(), dict[str, int]()
+    state = _add_update(table, host, cfg, decoder, ref_decoder, dtype)
     trained, frozen = split(state.params)
     resident = {
         "params": bytes_per_device(trained),
@@ -140,7 +152,7 @@ def run_programs(
     }
     if decoder.lora is not None:
         resident["base"] = bytes_per_device(frozen)
-    value_scorers = _add_critic(table, resident, cfg, decoder, state, roles["critic"], dtype)
+    value_scorers = _add_critic(table, resident, host, cfg, decoder, state, roles["critic"], dtype)
     if cfg.reward_model.path:
         reward_scorer = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
         value_scorers["reward_model"] = reward_scorer
@@ -161,7 +173,7 @@ def run_programs(
         decoder=decoder,
         table=table,
         resident=resident,
-        host_resident=_host_state(cfg, resident, state),
+        host_resident=host_state(cfg, resident, host),
         role_weights={"score_aliased": aliased, "score_copied": copied},
         micro_batches_per_call={
             name: micro_batches_per_call(cfg, layout, scoring[name].token_budget)
@@ -171,7 +183,7 @@ def run_programs(
         n_ranks=rules.n_shards("batch"),
         n_sequences=cfg.data.prompts_per_step * responses,
     )
-    if workload is None:
+    if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
         programs = _with_engine(programs, state.params, dtype, memory_bytes, rollout_devices)
     for role in cfg.learner.offload:
         idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
@@ -179,23 +191,6 @@ def run_programs(
             if not uses_weights(cfg, name, role):
                 table.counted_state[name] = (*counted, *idle)
     return programs
-
-
-def _host_state(cfg: RunConfig, resident: dict[str, int], state: TrainState) -> dict[str, int]:
-    """Bytes per device of the state that is in host memory between its uses."""
-    found = {"opt_state": host_bytes_per_device(state.opt_state)}
-    for role in cfg.learner.offload:
-        found |= {name: resident.get(name, 0) for name in IDLE_STATE.get(role, ())}
-    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
-
-
-def uses_weights(cfg: RunConfig, program: str, role: str) -> bool:
-    """Whether a program needs the weights of an offloaded role on the devices."""
-    if role == "critic":
-        return program in CRITIC_PROGRAMS
-    if role == "reference" and program in ("count", "accumulate", "apply"):
-        return full_kl_in_loss(cfg)
-    return program == role
 
 
 def shares_base(cfg: RunConfig) -> bool:
@@ -210,16 +205,17 @@ def policy_weights(decoder: DecoderConfig) -> tuple[str, ...]:
 
 def _add_update(
     table: ProgramTable,
+    host: dict[str, int],
     cfg: RunConfig,
     decoder: DecoderConfig,
     ref_decoder: DecoderConfig,
     dtype: jnp.dtype,
 ) -> TrainState:
-    """Adds the policy update; returns the abstract training state."""
+    """Adds the policy update; returns the abstract state."""
     mesh, rules, specs = jax.sharding.get_mesh(), training_rules(cfg), decoder_specs(decoder)
     trained, n_updates = split(specs)[0], cfg.total_steps * cfg.updates_per_step or 10**6
-    check_moments(cfg.learner, trained, rules)
-    optimizer = make_optimizer(cfg.learner, n_updates, trained)
+    check_opt_state(cfg.learner, trained, rules)
+    optimizer = make_optimizer(cfg.learner, n_updates, trained, rules)
     offload = "optimizer" in cfg.learner.offload
     state = abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload)
     ref = None
@@ -235,12 +231,14 @@ def _add_update(
     ref_names = () if ref is None or shares_base(cfg) else ("ref",)
     table.add("accumulate", lambda: lowered()["accumulate"], *policy, *ref_names)
     table.add("apply", lambda: lowered()["apply"], "params", "opt_state")
+    add_host_state(host, "opt_state", state, update)
     return state
 
 
 def _add_critic(
     table: ProgramTable,
     resident: dict[str, int],
+    host: dict[str, int],
     cfg: RunConfig,
     decoder: DecoderConfig,
     state: TrainState,
@@ -262,6 +260,8 @@ def _add_critic(
         resident["critic_base"] = base
     model = ("critic", "critic_base") if base else ("critic",)
     resident["critic_opt_state"] = bytes_per_device(critic.state.opt_state)
+    with critic.scorer.layout.on_mesh():
+        add_host_state(host, "critic_opt_state", critic.state, critic.update)
     lowered = functools.cache(lambda: _lower_critic_update(critic))
     values = functools.partial(_lower_values, critic.scorer, critic.state.params)
     table.add("values", values, *model)
@@ -323,7 +323,13 @@ def _with_engine(
 ) -> RunPrograms:
     """Adds the rollout's programs, on `devices` if given; `params` are the training weights."""
     cfg, table, mesh = programs.cfg, programs.table, jax.sharding.get_mesh()
-    layout = rollout_layout(cfg, programs.decoder, dtype, devices)
+    n_workers = cfg.schedule.rollout_workers
+    n_sides = n_workers or len({device.process_index for device in mesh.devices.flat})
+    if n_workers:  # each has an engine over its devices, and loads weights array by array
+        mesh = worker_mesh(cfg, devices)
+        layout = worker_layout(cfg, programs.decoder, dtype, mesh)
+    else:
+        layout = rollout_layout(cfg, programs.decoder, dtype, devices)
     implementation = cfg.model.paged_attention
     engine = PagedEngine(
         programs.decoder,
@@ -337,7 +343,9 @@ def _with_engine(
     weights = layout.abstract_weights(programs.decoder, mesh)
     n_bytes = bytes_per_device(weights)
     aliased, copied = (0, 0) if devices else layout.weight_bytes(params)
-    used = 2 * n_bytes if devices else sum(programs.resident.values()) + n_bytes - aliased
+    used = (
+        n_copies(cfg) * n_bytes if devices else sum(programs.resident.values()) + n_bytes - aliased
+    )
     half = (cfg.rollout.memory_utilization * memory_bytes - used) / 2
     with jax.set_mesh(layout.mesh(mesh)):
         page_bytes, n_replicas = engine.pool.page_bytes_per_device, engine.pool.n_replicas
@@ -352,7 +360,7 @@ def _with_engine(
             return engine.runner.lower_largest(weights, n_pages, kind)
 
     if devices:
-        aliased, copied = n_bytes, layout.sent_bytes(params)
+        aliased, copied = n_bytes, 0 if n_workers else layout.sent_bytes(params)
         if copied:
             table.add("send", functools.partial(layout.lower, params), "rollout_copied")
     elif copied:
@@ -365,9 +373,10 @@ def _with_engine(
         engine=engine,
         role_weights=programs.role_weights | {"rollout_aliased": aliased, "rollout_copied": copied},
         page_bytes=page_bytes,
-        n_replicas=n_replicas * (1 if devices else mesh.size // layout.mesh(mesh).size),
+        n_replicas=n_replicas * (n_sides if devices else mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,
-        n_rollout_devices=len(devices),
+        n_rollout_devices=len(devices) * n_sides,
+        n_workers=n_workers,
     )
 
 

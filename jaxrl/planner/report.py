@@ -8,11 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.planner.compilation import Program
+from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan, roofline, serial
 from jaxrl.planner.search import Candidate
 from jaxrl.planner.topology import Chip
 
-WIDTH = 150
+WIDTH = 190
 SHORT = {
     "all-gather": "AG",
     "all-reduce": "AR",
@@ -47,7 +48,10 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"mesh {mesh}; "
         f"sequences of {lengths.prompt} + {lengths.response} tokens"
     )
-    if plan.n_rollout_devices:
+    if plan.n_workers:
+        n_each = plan.n_rollout_devices // plan.n_workers
+        head += f"; rollout on {plan.n_workers} workers with {n_each} more devices each"
+    elif plan.n_rollout_devices:
         head += f"; rollout on {plan.n_rollout_devices} more devices, with two copies of weights"
     head += f"; {plan.note}" if plan.note else ""
     verdict = "fits" if plan.fits else f"does not fit: {plan.misfit}"
@@ -64,11 +68,13 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
         f"KV pages: {plan.kv_pages} of {format_bytes(plan.page_bytes)}; "
         f"concurrent sequences: {plan.max_concurrent_sequences}\n"
     )
+    stages = f"{pipeline_text(plan.pipeline)}\n" if plan.pipeline else ""
     last = (
         f"{verdict}\n"
         f"resident on every device{' of training' if plan.n_rollout_devices else ''}: {state}\n"
         f"{on_host}"
         f"{pages if plan.page_bytes else ''}"
+        f"{stages}"
         f"step at peak rates: {format_seconds(plan.expected_step_s)}, "
         f"{plan.tokens_per_s:,.0f} tokens/s; "
         f"with kernels one after the other: {format_seconds(plan.serial_step_s)}"
@@ -83,21 +89,34 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
     return Group(*parts)
 
 
+def pipeline_text(pipeline: PipelinePlan) -> str:
+    """One line about the pipeline of the policy's update."""
+    return (
+        f"pipeline ({pipeline.schedule}): {pipeline.stages} stages, {pipeline.rows} rows per rank, "
+        "idle "
+        f"{pipeline.bubble:.0%} of {pipeline.ticks} ticks; activations kept for backward: "
+        f"{format_bytes(pipeline.activation_bytes)}"
+    )
+
+
 ROLES = {  # state of a run -> what it is, and how to make it smaller
     "params": ("policy weights", "mesh.fsdp, mesh.tensor"),
     "base": ("frozen base model", "model.dtype, mesh.fsdp, mesh.tensor"),
-    "opt_state": ("optimizer state", "learner.offload=optimizer, mesh.fsdp"),
+    "opt_state": ("optimizer state", "learner.offload=optimizer, mesh.fsdp, learner.zero=1"),
     "ref": ("reference model", "learner.offload=reference, mesh.fsdp"),
     "critic": ("critic weights", "learner.offload=critic, mesh.fsdp, a smaller critic.path"),
     "critic_base": ("frozen base model of the critic", "mesh.fsdp, a smaller critic.path"),
-    "critic_opt_state": ("critic optimizer state", "learner.offload=optimizer, mesh.fsdp"),
+    "critic_opt_state": (
+        "critic optimizer state",
+        "learner.offload=optimizer, mesh.fsdp, learner.zero=1",
+    ),
     "reward_model": ("reward model", "learner.offload=reward_model, a smaller reward_model.path"),
 }
 KV_LOWER = "rollout.release_kv, rollout.memory_utilization, rollout.n_pages, rollout.kv_dtype=int8"
 PHASE_LOWER = {
     "rollout": "rollout.max_num_seqs, rollout.max_num_batched_tokens",
     "scoring": "learner.token_budget",
-    "update": "learner.token_budget, learner.remat=full",
+    "update": "learner.token_budget, learner.remat=full, learner.offload=gradients",
 }
 
 

@@ -11,20 +11,23 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxrl.config.choices import REMATS
+from jaxrl.config.choices import PIPELINE_SCHEDULES, REMATS, REMATS_OF_1F1B
 from jaxrl.config.keys import MeshConfig, RunConfig
 from jaxrl.layout import training_rules
-from jaxrl.learner.optimizer import check_moments
+from jaxrl.learner.optimizer import check_opt_state
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.estimate import Job, Settings, memory_bytes, step_seconds
+from jaxrl.planner.estimate import memory_bytes, step_seconds
 from jaxrl.planner.plan import Plan, make_plan
+from jaxrl.planner.sizes import Job, Settings
 from sharding import abstract_mesh
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
+STAGE_ROWS = (2, 4, 8)  # the same for each stage of a pipeline
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
+MLP_CHUNK = 4096  # learner.mlp_chunk that is tried for devices with more tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Candidate:
     token_budget: int
     remat: str
     offload: tuple[str, ...]
+    zero: int
+    mlp_chunk: int
+    pipeline_schedule: str
     bytes: float  # peak per device, without KV pages
     step_s: float
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
@@ -50,6 +56,12 @@ class Candidate:
         }
         if self.offload:
             keys["learner.offload"] = ",".join(self.offload)
+        if self.zero:
+            keys["learner.zero"] = self.zero
+        if self.mlp_chunk:
+            keys["learner.mlp_chunk"] = self.mlp_chunk
+        if self.pipeline_schedule != "gpipe":
+            keys["learner.pipeline_schedule"] = self.pipeline_schedule
         return " ".join(f"--config.{key}={value}" for key, value in keys.items())
 
     def apply(self, cfg: RunConfig) -> RunConfig:
@@ -60,6 +72,9 @@ class Candidate:
             buckets=(max(cfg.learner.row_lens),),
             remat=self.remat,
             offload=self.offload,
+            zero=self.zero,
+            mlp_chunk=self.mlp_chunk,
+            pipeline_schedule=self.pipeline_schedule,
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         return dataclasses.replace(cfg, mesh=mesh, learner=learner)
@@ -114,54 +129,97 @@ def _compiled(job: Job, candidate: Candidate) -> Plan | None:
 
 
 def candidates(job: Job) -> Iterator[Candidate]:
-    """All meshes that divide the models, token budgets, remat policies and offload options."""
-    row = max(job.cfg.learner.row_lens)
-    offloads: list[tuple[str, ...]] = [(), ("optimizer",)]
-    if job.idle_roles:
-        offloads.append(("optimizer", *job.idle_roles))
+    """All meshes that divide the models, and the settings of an update that memory depends on.
+
+    These are token budgets, remat policies, offload, ZeRO and chunks of MLPs.
+    """
+    row, idle = max(job.cfg.learner.row_lens), job.idle_roles
+    offloads = dict.fromkeys(
+        ((), ("optimizer",), ("optimizer", *idle), ("optimizer", "gradients", *idle))
+    )
     for mesh in meshes(job):
-        for rows in BUDGET_ROWS:
-            for remat in REMATS:
-                for offload in offloads:
-                    tokens = rows * row * mesh["sequence"]
-                    yield estimate(job, Settings(mesh, tokens, remat, offload))
+        levels, stages = zero_levels(job, mesh), mesh["stage"]
+        schedules = PIPELINE_SCHEDULES if stages > 1 else ("gpipe",)
+        for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
+            tokens, chunks = rows * row * mesh["sequence"], [job.cfg.learner.mlp_chunk]
+            if not chunks[0] and (rows if stages == 1 else 1) * row > MLP_CHUNK:
+                chunks.append(MLP_CHUNK)
+            for chosen in itertools.product(REMATS, offloads, levels, chunks, schedules):
+                if chosen[-1] == "gpipe" or chosen[0] in REMATS_OF_1F1B:
+                    yield estimate(job, Settings(mesh, tokens, *chosen))
 
 
 def meshes(job: Job) -> Iterator[dict[str, int]]:
     """All meshes worth trying; fsdp has the remaining devices.
 
-    tensor: within a node. sequence: for long rows. expert: for MoE models. replica: one node or
-    more each, if the network between nodes is slow.
+    tensor: within a node. sequence: for long rows. expert: for MoE models. replica and stage: one
+    node or more each, if the network between nodes is slow.
     """
     cfg, decoder, machine = job.cfg, job.decoder, job.machine
     n, node = len(machine.devices), machine.chip.node or len(machine.devices)
     row, rules = max(cfg.learner.row_lens), training_rules(cfg)
     divisors = [size for size in range(1, n + 1) if n % size == 0]
-    for tensor, sequence, expert, replica in itertools.product(divisors, repeat=4):
-        inner = tensor * sequence * expert * replica
+    stages = [size for size in divisors if decoder.L % size == 0 and row % size == 0]
+    if cfg.model.layers == "list":
+        stages = [1]
+    axes = divisors, divisors, divisors, divisors, stages
+    for tensor, sequence, expert, replica, stage in itertools.product(*axes):
+        inner, outer = tensor * sequence * expert * replica * stage, replica * stage
         if n % inner or tensor > node or (sequence > 1 and row < MIN_SHARD_LEN * sequence):
             continue
-        if (expert > 1 and not decoder.E) or (replica > 1 and n // replica < node):
+        if (expert > 1 and not decoder.E) or (outer > 1 and n // outer < node):
             continue
-        if replica > 1 and not machine.chip.node:
+        if outer > 1 and not machine.chip.node:
             continue
         sizes = dict(
-            fsdp=n // inner, tensor=tensor, sequence=sequence, expert=expert, replica=replica
+            stage=stage,
+            replica=replica,
+            fsdp=n // inner,
+            expert=expert,
+            sequence=sequence,
+            tensor=tensor,
         )
         rules = training_rules(dataclasses.replace(cfg, mesh=MeshConfig(**sizes)))
         with contextlib.suppress(ValueError):
             for model in job.models:
-                check_mesh(model, sizes, rules)
-            with jax.sharding.use_abstract_mesh(abstract_mesh(n, **sizes)):
-                check_moments(cfg.learner, split(decoder_specs(decoder))[0], rules)
+                check_mesh(dataclasses.replace(model, stacked=True), sizes, rules)
+            _check_opt_state(job, sizes, 0)
             yield sizes
+
+
+def zero_levels(job: Job, mesh: dict[str, int]) -> tuple[int, ...]:
+    """Values of learner.zero for a mesh: with replicas that divide the model, all of them."""
+    if mesh["replica"] > 1:
+        with contextlib.suppress(ValueError):
+            _check_opt_state(job, mesh, 1)
+            return (0, 1, 2)
+    return (0,)
+
+
+def _check_opt_state(job: Job, mesh: dict[str, int], zero: int) -> None:
+    """Raises ValueError if the optimizer state cannot be sharded over the mesh."""
+    cfg = dataclasses.replace(job.cfg, mesh=MeshConfig(**mesh))
+    learner = dataclasses.replace(cfg.learner, zero=zero)
+    specs = decoder_specs(dataclasses.replace(job.decoder, stacked=True))  # few, same sizes
+    with jax.sharding.use_abstract_mesh(abstract_mesh(len(job.machine.devices), **mesh)):
+        check_opt_state(learner, split(specs)[0], training_rules(cfg))
 
 
 def estimate(job: Job, settings: Settings) -> Candidate:
     """Memory and step time by formula (jaxrl/planner/estimate.py)."""
     mesh = {axis: n for axis, n in settings.mesh.items() if n > 1}
-    memory, step_s = memory_bytes(job, settings), step_seconds(job, settings)
-    return Candidate(mesh, settings.tokens, settings.remat, settings.offload, memory, step_s)
+    chosen = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if field.name not in ("mesh", "tokens")
+    }
+    return Candidate(
+        mesh=mesh,
+        token_budget=settings.tokens,
+        bytes=memory_bytes(job, settings),
+        step_s=step_seconds(job, settings),
+        **chosen,
+    )
 
 
 def _rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:

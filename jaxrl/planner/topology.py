@@ -60,7 +60,7 @@ def _tpu(name: str, gib: float, tera: float, giga: float, link: float, host: flo
 class Die:
     """What the compiler knows of a GPU (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
-    capability: int  # of CUDA, major
+    capability: tuple[int, int]  # of CUDA: major, minor
     cores: int
     fpus: int  # per core
     clock_ghz: float
@@ -69,10 +69,11 @@ class Die:
     l2_bytes: int
 
 
-AMPERE = Die(8, 108, 64, 1.41, 167936, 166912, 40 * 2**20)
-HOPPER = Die(9, 132, 128, 1.98, 233472, 232448, 50 * 2**20)
-BLACKWELL = Die(10, 148, 128, 1.965, 233472, 232448, 132644864)
-DIES = {"a100": AMPERE, "h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL}
+AMPERE = Die((8, 0), 108, 64, 1.41, 167936, 166912, 40 * 2**20)
+ADA = Die((8, 9), 128, 128, 2.52, 102400, 101376, 72 * 2**20)
+HOPPER = Die((9, 0), 132, 128, 1.98, 233472, 232448, 50 * 2**20)
+BLACKWELL = Die((10, 0), 148, 128, 1.965, 233472, 232448, 132644864)
+DIES = {"a100": AMPERE, "rtx4090": ADA, "h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL}
 
 
 def _gpu(
@@ -99,6 +100,9 @@ CHIPS = {
     # A device is one of the two chiplets of a chip, with half of its rates.
     "v7x": _tpu("TPU v7x", 94.74, 1153.5, 3690.0, 100.0, 32.0),
     "a100": _gpu("A100 SXM", 79.2, 312.0, 2039.0, 300.0, 25.0, 32.0, AMPERE),
+    "rtx4090": _gpu(
+        "GeForce RTX 4090", 23.5, 165.0, 1008.0, 25.0, 12.5, 25.0, ADA
+    ),  # PCIe 4.0 links
     "h100": _gpu("H100 SXM", 79.6, 989.0, 3350.0, 450.0, 50.0, 64.0, HOPPER),
     "h200": _gpu("H200 SXM", 139.8, 989.0, 4800.0, 450.0, 50.0, 64.0, HOPPER),
     "b200": _gpu("B200 SXM", 178.3, 2250.0, 8000.0, 900.0, 50.0, 64.0, BLACKWELL),
@@ -112,13 +116,14 @@ DEVICE_KINDS = {
     "TPU v6 lite": "v6e",
     "TPU7x": "v7x",
     "A100": "a100",
+    "RTX 4090": "rtx4090",
     "H100": "h100",
     "H200": "h200",
     "B200": "b200",
 }
 KNOWN = (
     "v4:2x2x4, v5e:2x4, v5p:4x4x4, v6e:16x16, v7x:2x2x2 (any shape that the chip supports), "
-    "a100:8, h100:64, h200:8, b200:8, cpu:8"
+    "a100:8, rtx4090:1, h100:64, h200:8, b200:8, cpu:8"
 )
 
 # The compiler chooses between Triton's and cuBLASLt's matrix products by timing both. Without a
@@ -129,7 +134,7 @@ CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 # (openxla/xla, xla/stream_executor/device_description.proto).
 GPU_DESCRIPTION = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: {capability} minor: 0 }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
@@ -166,6 +171,11 @@ class Topology:
     # Compiler options that stand for decisions which the compiler makes by measuring on a device.
     compiler_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     note: str = ""  # what these options assume
+
+    @property
+    def n_processes(self) -> int:
+        """Processes of a run on these devices."""
+        return len({device.process_index for device in self.devices})
 
 
 def topology(name: str) -> Topology:
@@ -249,7 +259,8 @@ def _gpu_devices(kind: str, n: int) -> Sequence[Any]:
         bandwidth=int(chip.memory_bytes_per_s),
         memory=int(chip.memory_bytes),
         name=chip.name,
-        capability=die.capability,
+        major=die.capability[0],
+        minor=die.capability[1],
         cores=die.cores,
         fpus=die.fpus,
         clock=die.clock_ghz,

@@ -22,9 +22,13 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.rollout.agents.episode import AgentLimits
-from jaxrl.rollout.agents.runner import Agents, run_agents
+from jaxrl.rollout.agents.runner import AgentRunner, Agents
+from jaxrl.rollout.agents.turn import TurnReader
+from jaxrl.rollout.episodes import EpisodeRunner, run_episodes
 from jaxrl.rollout.generate import generate
-from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
+from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
+from jaxrl.rollout.remote.pool import WorkerPool
+from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.tools.formats import ToolFormat
 from jaxrl.types import Prompt, Rollout, Tree
@@ -37,9 +41,10 @@ Sampled = tuple[list[Rollout], dict[str, float]]  # rollouts and rollout/* metri
 class Engines:
     """The engine of this process, and its communication with those of other processes."""
 
-    layout: Layout
-    engine: PagedEngine
+    layout: Layout | RemoteWeights
+    engine: PagedEngine | WorkerPool
     renderer: ChatRenderer
+    eos_ids: tuple[int, ...]
     limits: EpisodeLimits
     agent_limits: AgentLimits
     environments: EnvironmentPool | Agents | None  # None for single-turn rollouts
@@ -79,39 +84,50 @@ class Engines:
                 check()
                 bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
 
-            rollouts, metrics = self._generate()(
-                self.engine,
-                params,
-                mine,
-                n=n,
-                sampling=sampling,
-                seed=seed,
-                version=version,
-                on_progress=on_progress,
+            rollouts, metrics = self._generate(sampling)(
+                params, mine, n=n, seed=seed, version=version, on_progress=on_progress
             )
         return self._gather(prompts, rollouts, metrics, n) if per_process else (rollouts, metrics)
 
-    def _generate(self) -> Callable[..., Sampled]:
-        """Single-turn or multi-turn generation, with its fixed arguments."""
-        if self.environments is None:
-            return functools.partial(
-                generate, max_tokens=self.limits.max_tokens, decode=self.renderer.decode
-            )
-        if isinstance(self.environments, Agents):
-            return functools.partial(
-                run_agents,
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of rollout workers and their weights since the last call; {} without workers."""
+        if not isinstance(self.engine, WorkerPool) or not isinstance(self.layout, RemoteWeights):
+            return {}
+        return self.engine.take_metrics() | self.layout.take_metrics()
+
+    def episode_runner(
+        self, environments: EnvironmentPool | Agents, sampling: SamplingConfig
+    ) -> EpisodeRunner:
+        """Plays episodes in `environments`, which may be others than those of `sample`."""
+        if isinstance(environments, Agents):
+            return AgentRunner(
+                self.engine,
+                environments,
+                TurnReader(self.renderer, self.eos_ids),
+                sampling=sampling,
                 limits=self.agent_limits,
-                agents=self.environments,
-                renderer=self.renderer,
-                eos_ids=self.engine.eos_ids,
             )
-        return functools.partial(
-            multi_turn,
+        return EnvironmentRunner(
+            self.engine,
+            environments,
+            self.renderer,
+            self.eos_ids,
+            sampling=sampling,
             limits=self.limits,
-            pool=self.environments,
-            renderer=self.renderer,
-            eos_ids=self.engine.eos_ids,
             tool_format=self.tool_format,
+        )
+
+    def _generate(self, sampling: SamplingConfig) -> Callable[..., Sampled]:
+        """Single-turn or multi-turn generation, with its fixed arguments."""
+        if self.environments is not None:
+            runner = self.episode_runner(self.environments, sampling)
+            return functools.partial(run_episodes, runner)
+        return functools.partial(
+            generate,
+            self.engine,
+            sampling=sampling,
+            max_tokens=self.limits.max_tokens,
+            decode=self.renderer.decode,
         )
 
     def _gather(
@@ -131,11 +147,14 @@ class Engines:
         return rollouts, merge_metrics(hosts.gather(metrics))
 
 
-SUMMED = ("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens")
+SUMMED = (
+    *("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens"),
+    *("buffer/size", "buffer/dropped"),
+)
 
 
 def merge_metrics(per_engine: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The rollout/* metrics of all engines: sum of counts and rates, maximum of *_max, or mean."""
+    """The metrics of all engines: sum of counts and rates, maximum of *_max, or mean."""
     merged = {}
     for name in per_engine[0]:
         values = [metrics[name] for metrics in per_engine if name in metrics]

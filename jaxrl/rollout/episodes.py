@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.engine.api import Engine
+from jaxrl.engine.api import RequestEngine
 from jaxrl.rollout.generate import OnProgress, engine_metrics
 from jaxrl.types import Prompt, Rollout, Tree
 
@@ -16,12 +16,18 @@ from jaxrl.types import Prompt, Rollout, Tree
 class PlayedEpisode(Protocol):
     """An episode that becomes a rollout once it has ended."""
 
+    @property
+    def ended(self) -> bool: ...
+
     def rollout(self, renderer: ChatRenderer) -> Rollout: ...
 
 
 @runtime_checkable
-class EpisodeRunner(Protocol):
+class EpisodeRunner[E: PlayedEpisode](Protocol):
     """Unfinished episodes: some wait to start, some for their environment, some for the model."""
+
+    engine: RequestEngine
+    renderer: ChatRenderer
 
     @property
     def in_engine(self) -> Mapping[int, object]:
@@ -30,6 +36,10 @@ class EpisodeRunner(Protocol):
 
     @property
     def n_unfinished(self) -> int: ...
+
+    def add(self, prompt: Prompt, sample: int, seed: int) -> E:
+        """A new episode, which waits to start."""
+        ...
 
     def start_waiting(self) -> None:
         """Starts waiting episodes while there are free environments."""
@@ -43,27 +53,36 @@ class EpisodeRunner(Protocol):
         """Runs one dispatch of the engine. Returns the number of tokens that it sampled."""
         ...
 
+    def pause(self) -> None:
+        """Takes unfinished turns of the model out of the engine."""
+        ...
+
+    def resume(self, paused_s: float) -> None:
+        """Continues the turns, with other weights or not; time limits move by `paused_s`."""
+        ...
+
     def cancel(self) -> None:
         """Cancels all unfinished episodes."""
         ...
 
 
 def run_episodes(
-    engine: Engine,
-    params: Tree,
     runner: EpisodeRunner,
-    episodes: Sequence[PlayedEpisode],
+    params: Tree,
+    prompts: Sequence[Prompt],
     *,
+    n: int,
+    seed: int,
     version: int,
-    renderer: ChatRenderer,
-    on_progress: OnProgress | None,
+    on_progress: OnProgress | None = None,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """The rollouts of `episodes`, those of the runner, in their order, and the rollout/* metrics.
+    """`n` episodes per prompt, ordered by prompt, then sample, and the rollout/* metrics.
 
     time/env_s is the wall time of waiting for environments with nothing to decode. An exception
     cancels all episodes.
     """
-    start = time.perf_counter()
+    start, engine = time.perf_counter(), runner.engine
+    episodes = [runner.add(prompt, i, seed) for prompt in prompts for i in range(n)]
     engine.take_stats()
     engine.set_version(version)
     n_tokens, waited_s = 0, 0.0
@@ -80,7 +99,7 @@ def run_episodes(
     except BaseException:
         runner.cancel()
         raise
-    rollouts = [episode.rollout(renderer) for episode in episodes]
+    rollouts = [episode.rollout(runner.renderer) for episode in episodes]
     n_kept = sum(sequence.n_loss_tokens for r in rollouts for sequence in r.sequences)
     metrics = engine_metrics(engine.take_stats(), n_kept, time.perf_counter() - start)
     return rollouts, metrics | {"time/env_s": waited_s}

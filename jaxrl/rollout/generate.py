@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.support import join
-from jaxrl.engine.api import Engine, EngineStats, Generated, Request
+from jaxrl.engine.api import EngineStats, Generated, Request, RequestEngine
 from jaxrl.types import Prompt, Rollout, TokenSets, Tree
 
 Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
@@ -32,7 +32,7 @@ class Response:
 
 
 def generate(
-    engine: Engine,
+    engine: RequestEngine,
     params: Tree,
     prompts: Sequence[Prompt],
     *,
@@ -83,7 +83,7 @@ def generate(
 
 
 def _run(
-    engine: Engine,
+    engine: RequestEngine,
     params: Tree,
     by_slot: dict[int, Response],
     stop: tuple[str, ...],
@@ -140,6 +140,14 @@ def append_generated(
         del response.tokens[end:], response.logp[end:], response.behavior_logp[end:]
         del response.versions[end:]
         response.finish = "stop"
+
+
+def continued(request: Request, sampled: Sequence[int]) -> Request:
+    """The request for the rest of a response, after the tokens that it has."""
+    if not sampled:
+        return request
+    tokens = np.concatenate([request.tokens, np.array(sampled, np.int32)])
+    return dataclasses.replace(request, tokens=tokens, max_tokens=request.max_tokens - len(sampled))
 
 
 def stop_string_end(

@@ -17,11 +17,11 @@ import numpy as np
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.support import join, unrestricted
-from jaxrl.engine.api import Engine, Request
+from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.rollout.episodes import episode_task, run_episodes
-from jaxrl.rollout.generate import OnProgress, Response, append_generated
+from jaxrl.rollout.episodes import episode_task
+from jaxrl.rollout.generate import Response, append_generated, continued
 from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
 from jaxrl.tools.formats import ToolFormat
 from jaxrl.tools.parser import parse_turn
@@ -56,7 +56,12 @@ class ActiveEpisode:
     id: int = 0  # in the environment pool
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # offered to the model
     call_ids: Iterator[str] = dataclasses.field(default_factory=call_ids)
+    seed: int = 0
     calls: tuple[ToolCall | MalformedCall, ...] = ()  # of the last turn
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.finish)
 
     def append_turn(self, response: Response) -> None:
         self.tokens += response.tokens
@@ -93,36 +98,47 @@ class ActiveEpisode:
 
 
 class EnvironmentRunner:
-    """The unfinished episodes of one `multi_turn` call, and where each continues."""
+    """Unfinished episodes in an environment, and where each continues.
+
+    The prompt tokens of a rollout are those of the conversation that `reset` returned, or those of
+    the dataset if its environment failed before the first turn. `loss_mask` marks the tokens that
+    the model sampled; only they have a logprob. `tool_format` is that of the tool calls in episodes
+    whose environment has tools.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RequestEngine,
         pool: EnvironmentPool,
         renderer: ChatRenderer,
         eos_ids: tuple[int, ...],
         *,
         sampling: SamplingConfig,
         limits: EpisodeLimits,
-        seed: int,
         tool_format: ToolFormat | None = None,
     ):
         self.engine, self.pool, self.renderer, self.eos_ids = engine, pool, renderer, eos_ids
-        self.sampling, self.limits, self.seed = sampling, limits, seed
+        self.sampling, self.limits = sampling, limits
         self.tool_format = tool_format
         self.waiting: collections.deque[ActiveEpisode] = collections.deque()
         self.in_engine: dict[int, tuple[ActiveEpisode, Response]] = {}  # by slot
         self.started: dict[int, ActiveEpisode] = {}  # by id
+        self._paused: list[tuple[ActiveEpisode, Response]] = []
 
     @property
     def n_unfinished(self) -> int:
         return len(self.waiting) + len(self.started)
 
+    def add(self, prompt: Prompt, sample: int, seed: int) -> ActiveEpisode:
+        """A new episode, which waits to start."""
+        self.waiting.append(ActiveEpisode(prompt, sample, seed=seed))
+        return self.waiting[-1]
+
     def start_waiting(self) -> None:
         """Starts waiting episodes while the pool has free environments."""
         while self.waiting and self.pool.n_free:
             active = self.waiting.popleft()
-            task = episode_task(active.prompt, self.seed)
+            task = episode_task(active.prompt, active.seed)
             active.id = self.pool.start(task | {"tools": list(active.prompt.tools)})
             self.started[active.id] = active
 
@@ -153,11 +169,24 @@ class EnvironmentRunner:
                 self._after_turn(active, response)
         return n_tokens
 
-    def cancel(self) -> None:
-        """Cancels all unfinished episodes."""
+    def pause(self) -> None:
+        """Takes unfinished turns of the model out of the engine."""
         for slot in self.in_engine:
             with contextlib.suppress(KeyError):  # the engine no longer has it
                 self.engine.free(slot)
+        self._paused += self.in_engine.values()
+        self.in_engine.clear()
+
+    def resume(self, paused_s: float) -> None:
+        """Continues the turns, with other weights or not; time limits move by `paused_s`."""
+        self.pool.postpone(paused_s)
+        paused, self._paused = self._paused, []
+        for active, response in paused:
+            self._queue(active, response)
+
+    def cancel(self) -> None:
+        """Cancels all unfinished episodes."""
+        self.pause()
         for episode_id in self.started:
             self.pool.end(episode_id)
 
@@ -175,20 +204,20 @@ class EnvironmentRunner:
             active.episode = dataclasses.replace(active.episode, error=error)
             return self._end(active, "error")
         active.prompt = dataclasses.replace(active.prompt, tokens=tokens)
-        return self._submit(active)
+        return self._queue(active, Response(active.prompt, active.sample))
 
-    def _submit(self, active: ActiveEpisode) -> None:
-        """Queues the next turn of the model."""
+    def _queue(self, active: ActiveEpisode, response: Response) -> None:
+        """Queues a turn of the model, or the rest of it."""
         request = Request(
             tokens=np.concatenate([active.prompt.tokens, np.array(active.tokens, np.int32)]),
             max_tokens=self.limits.max_tokens - len(active.tokens),
             sampling=self.sampling,
             prompt_id=active.prompt.id,
             sample=active.sample,
-            seed=self.seed,
+            seed=active.seed,
         )
-        response = Response(active.prompt, active.sample)
-        self.in_engine[self.engine.submit(request)] = active, response
+        slot = self.engine.submit(continued(request, response.tokens))
+        self.in_engine[slot] = active, response
 
     def _after_turn(self, active: ActiveEpisode, response: Response) -> None:
         """Sends a finished turn of the model to its environment, unless it was truncated."""
@@ -239,7 +268,7 @@ class EnvironmentRunner:
         active.append_observation(observation.tolist())
         messages = (*episode.completion_messages, *turn.messages)
         active.episode = dataclasses.replace(active.episode, completion_messages=messages)
-        return self._submit(active)
+        return self._queue(active, Response(active.prompt, active.sample))
 
     def _end(self, active: ActiveEpisode, finish: str) -> None:
         active.finish = finish
@@ -253,49 +282,3 @@ def _turn_message(text: str, parsed: ParsedTurn) -> Message:
         return {"role": "assistant", "content": text}
     calls = [template_form(call) for call in parsed.calls]
     return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
-
-
-def multi_turn(
-    engine: Engine,
-    params: Tree,
-    prompts: Sequence[Prompt],
-    *,
-    pool: EnvironmentPool,
-    renderer: ChatRenderer,
-    eos_ids: tuple[int, ...],
-    n: int,
-    sampling: SamplingConfig,
-    limits: EpisodeLimits,
-    seed: int,
-    version: int,
-    tool_format: ToolFormat | None = None,
-    on_progress: OnProgress | None = None,
-) -> tuple[list[Rollout], dict[str, float]]:
-    """`n` episodes per prompt, ordered by prompt, then sample, and the rollout/* metrics.
-
-    The prompt tokens of a rollout are those of the conversation that `reset` returned, or those of
-    the dataset if its environment failed before the first turn. `loss_mask` marks the tokens that
-    the model sampled; only they have a logprob. `tool_format` is that of the tool calls in episodes
-    whose environment has tools.
-    """
-    episodes = [ActiveEpisode(prompt, i) for prompt in prompts for i in range(n)]
-    runner = EnvironmentRunner(
-        engine,
-        pool,
-        renderer,
-        eos_ids,
-        sampling=sampling,
-        limits=limits,
-        seed=seed,
-        tool_format=tool_format,
-    )
-    runner.waiting.extend(episodes)
-    return run_episodes(
-        engine,
-        params,
-        runner,
-        episodes,
-        version=version,
-        renderer=renderer,
-        on_progress=on_progress,
-    )

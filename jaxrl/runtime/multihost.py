@@ -13,7 +13,8 @@ import jax
 
 from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
-from jaxrl.data.digest import Item, content, digest
+from jaxrl.data.content import Item, content
+from jaxrl.data.digest import digest
 from jaxrl.runtime.versions import versions
 from sharding import hosts
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from sharding import hosts
@@ -26,11 +26,23 @@ class StopFlag:
     def check(self) -> None:
         """Raises Interrupted on every process if any of them received a signal.
 
-        All processes must call it together.
+        All processes must call it together. From then on `check_local` raises on every process too.
         """
         signals = [name for name in hosts.gather(self.signal) if name]
         if signals:
+            self.signal = self.signal or signals[0]
             raise Interrupted(signals[0])
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[Callable[[], None]]:
+        """A block in which each process waits for its own work. Gives what to call meanwhile.
+
+        That ends the block of a process that received a signal. Interrupted is raised on every
+        process, after the blocks of all; ValueError and OSError as `hosts.raise_together` does.
+        """
+        with hosts.raise_together(), contextlib.suppress(Interrupted):
+            yield self.check_local
+        self.check()
 
 
 @contextlib.contextmanager

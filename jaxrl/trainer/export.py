@@ -235,7 +235,7 @@ def _dtypes(decoder: DecoderConfig, prefix: str, arrays: SavedArrays) -> dict[st
 
 def _name(prefix: str, path: str) -> str:
     """Name in a checkpoint of an array of the part `prefix`; starts of adapters have no average."""
-    is_start = path.endswith(("/lora/a0", "/lora/b0"))
+    is_start = "/lora/" in path and path.endswith(("/a0", "/b0"))
     return (_params_prefix(prefix) if is_start else prefix) + path
 
 

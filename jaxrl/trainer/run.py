@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.data.digest import Content
+from jaxrl.data.content import Content
 from jaxrl.data.iterator import Batches
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.logger import Logger
@@ -170,6 +170,10 @@ class Source(Protocol):
 
         `draw` is the index of the batch within the step.
         """
+        ...
+
+    def mark_solved(self, run: "Run", ids: Sequence[int]) -> None:
+        """Has later draws skip these prompts (data.skip_solved)."""
         ...
 
     def release_engine(self) -> None:

@@ -28,6 +28,7 @@ WRONG = [
         "no separate critic",
         "leave out 'critic'",
     ),
+    (dict(learner__zero=2), "learner.zero=2", "mesh.replica=1", "set learner.zero=0"),
     (dict(learner__offload=("reward_model",)), "no reward_model.path", "leave out 'reward_model'"),
     (dict(schedule__keep_kv=True), "schedule.keep_kv=True has no effect", "mode='partial'"),
     (
@@ -48,18 +49,38 @@ WRONG = [
         "token_tis",
     ),
     (
-        dict(
-            schedule__mode="partial",
-            env__name="guess_number",
-            reward__functions=("environment",),
-        ),
-        "'guess_number'",
-        "schedule.mode='sync'",
-    ),
-    (
         dict(schedule__mode="async"),
         "generates on separate devices",
         "set schedule.rollout_devices",
+    ),
+    (dict(schedule__rollout_workers=2), "rollout_workers=2 has no effect", "mode='async'"),
+    (
+        dict(ASYNC, schedule__rollout_workers=2),
+        "schedule.rollout_devices=2 and schedule.rollout_workers=2",
+        "set one of them",
+    ),
+    (
+        dict(ASYNC, schedule__weight_transfer="delta"),
+        "schedule.weight_transfer='delta' is for rollout workers",
+        "set schedule.rollout_workers",
+    ),
+    (
+        dict(
+            schedule__mode="async",
+            schedule__rollout_workers=4,
+            schedule__max_rollout_workers=2,
+        ),
+        "schedule.max_rollout_workers=2 is less than schedule.rollout_workers=4",
+        "set at least 4",
+    ),
+    (
+        dict(
+            schedule__mode="async",
+            schedule__rollout_workers=1,
+            schedule__worker_accelerator="h100:8",
+        ),
+        "schedule.worker_accelerator=h100:8",
+        "gpu:N or tpu:N",
     ),
     (
         dict(schedule__mode="partial", schedule__rollout_devices=2),
@@ -69,7 +90,6 @@ WRONG = [
     (dict(ASYNC, rollout__tensor=4), "rollout_devices=2", "replicas of 4 x 1", "divides 2"),
     (dict(ASYNC, rollout__release_kv=True), "rollout.release_kv", "other devices", "omit it"),
     (dict(ASYNC, rollout__layout="training"), "rollout.layout='training'", "layout='replicas'"),
-    (dict(ASYNC, data__skip_solved=0.9), "data.skip_solved=0.9", "mode='partial'"),
     (
         dict(ASYNC, schedule__oversample=2.0),
         "schedule.oversample=2",
@@ -176,6 +196,11 @@ WRONG = [
         "rollout.dtype='auto'",
     ),
     (dict(lora__rank=2, lora__base_dtype="int8", lora__merge=True), "set lora.merge=False"),
+    (
+        dict(lora__rank=2, algorithm__kl_coef=0.1, algorithm__ref_refresh_every=5),
+        "adapters never change",
+    ),
+    (dict(lora__alpha=8.0), "lora.alpha=8.0 without lora.rank", "set lora.rank"),
     (dict(lora__rank=2, lora__init="pissa", lora__path="adapter"), "set lora.init='default'"),
     (dict(reward__overlong_buffer=600), "overlong_buffer=600", "at most 512"),
     (dict(algorithm__gamma=0.9), "gamma=0.9 has no effect", "gamma=1.0"),
@@ -293,6 +318,13 @@ WRONG = [
         "learner.ulysses_size=3 does not divide mesh.sequence=4",
     ),
     (dict(mesh__stage=2, model__layers="list"), "model.layers='list'", "set 'auto' or 'stacked'"),
+    (
+        dict(mesh__stage=2, learner__pipeline_schedule="1f1b", learner__remat="full?group=2"),
+        "learner.pipeline_schedule='1f1b' keeps the same activations",
+        "learner.remat='full?group=2'",
+        "full, attention, mlp, dots without options",
+    ),
+    (dict(learner__pipeline_schedule="1f1b"), "mesh.stage=1", "set mesh.stage, or 'gpipe'"),
     (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),
     (dict(log__loggers=("consol",)), "did you mean 'console'?"),
     (dict(learner__optimizer="moun"), "did you mean 'muon'?", "optax:adabelief"),

@@ -28,10 +28,10 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
-from jaxrl.planner.estimate import Job, Settings
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.search import estimate
+from jaxrl.planner.sizes import Job, Settings
 from jaxrl.planner.topology import CHIPS, Topology
 from jaxrl.rewards import functions
 from jaxrl.tools import formats
@@ -44,6 +44,7 @@ DEVICES = {
     "boba_1p5b": 128,
     "boba_7b": 192,
     "grpo_7b": 64,
+    "grpo_7b_h100": 64,
     "ppo_7b": 64,
     "grpo_70b_longctx": 256,
     "grpo_llama_70b_longctx": 128,
@@ -161,7 +162,14 @@ def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_p
     machine = Topology("h100", "gpu", CHIPS["h100"], [None] * DEVICES[name])
     learner = run.learner
     lengths = Lengths(run.data.max_prompt_len, run.data.max_response_len)
-    settings = Settings(mesh, learner.token_budget, learner.remat, learner.offload)
+    settings = Settings(
+        mesh,
+        learner.token_budget,
+        learner.remat,
+        learner.offload,
+        learner.zero,
+        learner.mlp_chunk,
+    )
     found = estimate(Job(run, decoder, machine, lengths), settings)
     share = run.rollout.memory_utilization
     assert found.bytes < share * machine.chip.memory_bytes

@@ -167,6 +167,7 @@ def trainer_logps(cfg: DecoderConfig, params, requests, results, temperature: fl
             hidden,
             params.unembed,
             targets,
+            change=params.head_change(hidden, TRAIN),
             temperature=temperature,
             logit_softcap=cfg.logit_softcap,
             chunk=256,

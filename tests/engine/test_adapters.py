@@ -114,8 +114,17 @@ def test_results_do_not_depend_on_the_other_adapters_of_a_batch(llama):
 
 @pytest.mark.bitwise
 @pytest.mark.thorough
-def test_unmerged_logprobs_are_bitwise_the_trainers(one_device):
-    model = with_adapter(make_params(FAMILIES["llama"]), ADAPTERS[0], 0)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", ADAPTERS[0]),
+        ("llama", LoRA(4, 8.0, targets=(*ALL, "embed_tokens", "lm_head"))),
+        ("qwen3_moe", LoRA(4, 6.0, targets=ALL)),  # a scale of 1.5
+    ],
+    ids=str,
+)
+def test_unmerged_logprobs_are_bitwise_the_trainers(one_device, family, lora):
+    model = with_adapter(make_params(FAMILIES[family]), lora, 0)
     requests = make_requests(8)
     results = run(make_engine(model.cfg), model, requests)
     want = trainer_logps(model.cfg, model, requests, results)

@@ -5,12 +5,16 @@ that start on multiples of 64, and at least two rows in every matrix product.
 """
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.kernels.bits import ROUND_AS_WRITTEN, rsqrt
 from jaxrl.kernels.logprob import token_scores
 from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
@@ -22,6 +26,8 @@ from sharding import TRAIN
 from tests.kernels.engine_logp import engine_logp
 
 pytestmark = pytest.mark.bitwise
+
+jit = functools.partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
 
 B, S, CHUNK, PREFILLED = 3, 100, 32, 64
 LLAMAS = {
@@ -61,7 +67,7 @@ def score_paged(model, cfg: DecoderConfig, tokens: np.ndarray, dtype=jnp.float32
     table = jnp.array([[4, 1], [0, 6], [5, 3]], jnp.int32)
     cache = init_cache(cfg, 7, 64, dtype, TRAIN)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(jit, donate_argnums=1)
     def step(model, cache, tokens, positions):
         hidden, cache = forward_paged(model, tokens, positions, cache, table, rules=TRAIN)
         return model.logits(hidden, TRAIN), cache
@@ -78,14 +84,26 @@ def score_paged(model, cfg: DecoderConfig, tokens: np.ndarray, dtype=jnp.float32
 @pytest.mark.parametrize("name", ["gqa", pytest.param("mha", marks=pytest.mark.thorough)])
 def test_logits_from_pages_are_bitwise_those_of_the_packed_row(one_device, name):
     model, tokens = tiny(LLAMAS[name])
-    trained = jax.jit(score_packed)(model, pack(tokens))
+    trained = jit(score_packed)(model, pack(tokens))
     np.testing.assert_array_equal(score_paged(model, LLAMAS[name], tokens), unpack(trained))
+
+
+@pytest.mark.thorough
+def test_processors_with_narrower_vectors_give_equal_bits_too():
+    """XLA contracts other products there. On such a processor this repeats the test above."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2"
+    test = test_logits_from_pages_are_bitwise_those_of_the_packed_row.__name__
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "bitwise", f"{__file__}::{test}[gqa]"],
+        env=os.environ | {"XLA_FLAGS": flags},
+        check=True,
+    )
 
 
 @pytest.mark.thorough
 def test_bfloat16_logits_are_bitwise_equal_too(one_device):
     model, tokens = tiny(LLAMAS["gqa"], jnp.bfloat16)
-    trained = jax.jit(score_packed)(model, pack(tokens))
+    trained = jit(score_packed)(model, pack(tokens))
     paged = score_paged(model, LLAMAS["gqa"], tokens, jnp.bfloat16)
     np.testing.assert_array_equal(paged, unpack(trained))
 
@@ -105,10 +123,17 @@ def test_logprobs_of_the_update_are_those_of_the_engine(one_device):
         return jnp.sum(out), out
 
     logits = score_paged(model, cfg, tokens)
-    engine = jax.jit(engine_logp)(
+    engine = jit(engine_logp)(
         logits.reshape(-1, cfg.V) / jnp.float32(0.8), unpack(targets).reshape(-1)
     )
     engine = np.asarray(engine).reshape(B, S)
-    np.testing.assert_array_equal(unpack(jax.jit(logp)(model)[1]), engine)
-    (_, trained), _ = jax.jit(jax.value_and_grad(logp, has_aux=True))(model)
+    np.testing.assert_array_equal(unpack(jit(logp)(model)[1]), engine)
+    (_, trained), _ = jit(jax.value_and_grad(logp, has_aux=True))(model)
     np.testing.assert_allclose(unpack(trained), engine, rtol=0, atol=1e-6)
+
+
+def test_rsqrt_is_exact_for_one_number_and_for_many():
+    x = np.random.default_rng(0).random(8192, np.float32) + np.float32(0.01)
+    want = np.float32(1) / np.sqrt(x)
+    for n in (1, 3, 64, 8192):
+        np.testing.assert_array_equal(jax.jit(rsqrt)(x[:n]), want[:n])

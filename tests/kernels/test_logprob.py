@@ -134,6 +134,48 @@ def test_without_a_reference(one_device, with_entropy):
     assert_close(want[1], got[1], tol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param(dict(fsdp=2, tensor=4), marks=pytest.mark.thorough)], ids=str
+)
+def test_a_low_rank_change_of_the_unembedding(monkeypatch, sizes):
+    """h Wᵀ + l Bᵀ is the product of [h, l] and [W, B]."""
+    monkeypatch.setattr(logprob, "GROUPED_CHUNKS", {"cpu": 4})
+    inputs, weights = problem()
+    low = jax.random.normal(jax.random.key(7), (8, 13, 4))
+    b = jax.random.normal(jax.random.key(8), (500, 4)) * 0.5
+    both = dict(
+        hidden=jnp.concatenate([inputs["hidden"], low], axis=-1),
+        unembed=jnp.concatenate([inputs["unembed"], b], axis=-1),
+    )
+    with jax.set_mesh(make_mesh()):
+        naive = functools.partial(logprob_reference, **CAPPED)
+        outs, grads = value_and_grad(naive, inputs | both, weights)
+        want = outs, [half for grad in grads for half in np.split(grad, [32], axis=-1)]
+
+    def loss(hidden, low, unembed, b, targets, ref_hidden, ref_unembed, *weights):
+        found = token_scores(
+            *(hidden, unembed, targets),
+            change=(low, b),
+            ref=(ref_hidden, ref_unembed),
+            temperature=0.7,
+            logit_softcap=3.0,
+            chunk=7,
+            rules=RULES,
+        )[:3]
+        return sum(jnp.sum(a * w) for a, w in zip(found, weights, strict=True)), found
+
+    arrays = [inputs["hidden"], low, inputs["unembed"], b, inputs["targets"]]
+    arrays += [inputs["ref_hidden"], inputs["ref_unembed"], *weights]
+    rows, tokens, matrix = ("batch", "time", None), ("batch", "time"), ("vocab", "w_embed")
+    axes = [rows, rows, matrix, ("vocab", None), tokens, rows, matrix, tokens, tokens, tokens]
+    with jax.set_mesh(make_mesh(**sizes)):
+        placed = [jax.reshard(x, RULES.spec(*a)) for x, a in zip(arrays, axes, strict=True)]
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        (_, found), grads = jax.device_get(grad(*placed))
+    assert_close(want[0], found)
+    assert_close(want[1], list(grads), tol=2e-5)
+
+
 def random_support(targets, V, seed=3):
     """(bits of 0 to V random ids with the target, the same as bool [B, T, V])."""
     rng = np.random.default_rng(seed)

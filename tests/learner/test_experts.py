@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl.learner.step import put_batch
-from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packed import forward_routed
 from sharding import RING, TRAIN, ULYSSES
 from tests.learner.tiny_policy import (
-    MODEL,
+    MOE,
     batches,
     new_params,
     new_state,
@@ -25,16 +24,6 @@ from tests.learner.tiny_policy import (
 from tests.learner.tiny_policy import update_once as update_any
 from tests.marks import graded
 
-MOE = DecoderConfig(
-    family="qwen3_moe",
-    L=2,
-    **{name: getattr(MODEL, name) for name in ("D", "N", "K", "H", "F", "V", "tied")},
-    E=4,
-    top_k=2,
-    F_expert=16,
-    qk_norm=True,
-    stacked=True,
-)
 ROLLOUTS = rollouts()
 ONE = dict(row_len=32, token_budget=512)
 COEF = 0.5  # large, so that the load-balancing loss dominates

@@ -7,16 +7,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.learner.step import make_score
-from jaxrl.learner.xla import SETS, compiler_options
+from jaxrl.learner.xla import GATHER_FUSION, SETS, compiler_options
 from sharding import TRAIN
 from tests.learner.tiny_policy import batches, new_params, rollouts, run_config
 
 
 def test_sets_and_single_options_are_joined_in_order():
     options = compiler_options(("prefetch", "a=true", "b=-3", "c=x", "a=false"), "tpu")
-    assert options == {"xla_tpu_enable_ag_backward_pipelining": True, "a": False, "b": -3, "c": "x"}
-    assert compiler_options((), "gpu") == compiler_options(tuple(SETS), "cpu") == {}
+    named = {"xla_tpu_enable_ag_backward_pipelining": True, "a": False, "b": -3, "c": "x"}
+    assert options == ROUND_AS_WRITTEN | named
+    assert compiler_options((), "gpu") == compiler_options(tuple(SETS), "cpu") == ROUND_AS_WRITTEN
+
+
+def test_an_option_by_name_replaces_a_default():
+    options = compiler_options(("xla_allow_excess_precision=true",), "gpu")
+    assert options == {"xla_allow_excess_precision": True}
 
 
 def test_an_unknown_set_is_an_error_that_lists_the_known_ones():
@@ -44,20 +51,35 @@ def score_arguments():
     return new_params(), batches(rollouts(2), row_len=32, token_budget=32)[0]
 
 
+def test_only_v5e_fuses_gathers():
+    """Other chips' compilers refuse the fusion together with asynchronous gathers."""
+    v5e = compiler_options(("overlap",), "tpu", "TPU v5 lite")
+    assert v5e.pop(GATHER_FUSION) is True
+    assert compiler_options(("overlap",), "tpu", "TPU v5") == v5e
+    by_name = compiler_options(("overlap", f"{GATHER_FUSION}=true"), "tpu", "TPU v5")
+    assert by_name[GATHER_FUSION] is True
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETS)
-def test_the_tpu_compiler_knows_its_options(name):
+@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_tpu_compiler_gathers_with_all_sets(chip):
     pytest.importorskip("libtpu")
     code = f"""
 import os
 os.environ |= {{"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}}
 os.environ["JAX_PLATFORMS"] = "cpu"
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from jaxrl.learner.xla import SETS
-device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices[0]
-x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-jax.jit(lambda x: 2 * x).lower(x).compile(SETS["{name}"]["tpu"])
+from jaxrl.learner.xla import SETS, compiler_options
+devices = topologies.get_topology_desc(platform="tpu", topology_name="{chip}").devices
+explicit = jax.sharding.AxisType.Explicit
+mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(explicit,))
+options = compiler_options(tuple(SETS), "tpu", devices[0].device_kind)
+with jax.set_mesh(mesh):
+    x, w = (jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+            for spec in (jax.P(), jax.P("fsdp")))
+    gather = jax.jit(lambda x, w: x @ jax.reshard(w, jax.P()))
+    assert "all-gather" in gather.lower(x, w).compile(options).as_text()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -32,6 +32,16 @@ from sharding.rules import TRAIN
 MODEL = DecoderConfig(
     family="qwen2", L=1, D=16, N=4, K=2, H=8, F=32, V=64, tied=True, qkv_bias=True
 )
+MOE = DecoderConfig(
+    family="qwen3_moe",
+    L=2,
+    **{name: getattr(MODEL, name) for name in ("D", "N", "K", "H", "F", "V", "tied")},
+    E=4,
+    top_k=2,
+    F_expert=16,
+    qk_norm=True,
+    stacked=True,
+)
 # Options of XLA that halve the compile time of these tiny programs.
 QUICK_COMPILE = ("xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true")
 # eps: Adam's first step is g / (|g| + eps), which at 1e-8 turns a rounding error of a tiny g into a

@@ -49,7 +49,7 @@ def test_target_modules_are_names_and_regular_expressions(targets, excluded, wan
     ("changes", "words"),
     [
         (dict(target_modules=("q_prj",)), r"'q_prj' matches no linear layer.*mean 'q_proj'"),
-        (dict(exclude_modules=("lm_head",)), "exclude_modules: 'lm_head' matches no"),
+        (dict(exclude_modules=("lm_hed",)), "exclude_modules: 'lm_hed' .*mean 'lm_head'"),
         (dict(target_modules=("(",)), "no regular expression"),
         (dict(target_modules=("q_proj",), exclude_modules=(".*",)), "exclude fewer"),
         (dict(rank=17), r"rank=17 is above.*k_proj \[16, 16\]; set at most 16"),
@@ -58,6 +58,39 @@ def test_target_modules_are_names_and_regular_expressions(targets, excluded, wan
 def test_adapters_that_cannot_be_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         adapters(LoRAConfig(**dict(rank=2) | changes), TINY)
+
+
+def test_all_linear_leaves_out_the_tables_and_their_names_choose_them():
+    cfg = LoRAConfig(rank=2, target_modules=("q_proj", "embed_tokens", "lm_head"))
+    lora = adapters(cfg, TINY)
+    assert lora is not None and lora.targets == ("q_proj", "embed_tokens", "lm_head")
+    trained = split(decoder_specs(dataclasses.replace(TINY, lora=lora)))[0]
+    specs = {spec.hf: spec.shape for spec in jax.tree.leaves(trained, is_leaf=is_spec)}
+    tables = {name: shape for name, shape in specs.items() if "q_proj" not in name}
+    assert tables == {
+        "model.embed_tokens.lora_embedding_A": (2, 32),
+        "model.embed_tokens.lora_embedding_B": (16, 2),
+        "lm_head.lora_A.weight": (2, 16),
+        "lm_head.lora_B.weight": (32, 2),
+    }
+    critic = split(decoder_specs(dataclasses.replace(TINY, lora=lora, heads=("score",))))[0]
+    names = {spec.hf for spec in jax.tree.leaves(critic, is_leaf=is_spec)}
+    assert "score.weight" in names and "lm_head.lora_A.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("decoder", "settings", "words"),
+    [
+        (dict(tied=True), {}, "lm_head: this llama model ties .* leave lm_head out"),
+        ({}, dict(dora=True), "no magnitudes.*lora.dora=False"),
+        ({}, dict(init="pissa"), r"no principal start.*lora.init='default'"),
+    ],
+)
+def test_tables_that_cannot_have_adapters_are_refused(decoder, settings, words):
+    base = dataclasses.replace(TINY, **decoder)
+    lora = adapters(LoRAConfig(rank=2, target_modules=("lm_head",), **settings), base)
+    with pytest.raises(ValueError, match=words):
+        decoder_specs(dataclasses.replace(base, lora=lora))
 
 
 def test_the_scale_is_that_of_lora_and_of_rank_stabilized_lora():

@@ -107,6 +107,24 @@ def test_a_7b_model_type_checks_with_sharded_rows(rules, sizes):
     assert grads.layers.mlp.up.w.sharding.spec == jax.P(None, "tensor", ("fsdp", "sequence"))
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(ULYSSES, id="ulysses", marks=pytest.mark.thorough),
+        pytest.param(RING, id="ring", marks=pytest.mark.slow),
+    ],
+)
+def test_a_70b_model_type_checks_with_stages_sequence_and_tensor(rules):
+    cfg = DecoderConfig(
+        family="llama", L=80, D=8192, N=64, K=8, H=128, F=28672, V=128256, stacked=True
+    )
+    mesh = abstract_mesh(256, stage=2, fsdp=2, sequence=8, tensor=8)
+    rules = rules.with_stages()
+    logits, grads = abstract_forward(cfg, mesh, rules=rules, row_len=32768)
+    assert logits.sharding.spec == rules.spec("batch", "time", "vocab")
+    assert grads.layers.mlp.up.w.sharding.spec == jax.P("stage", "tensor", ("fsdp", "sequence"))
+
+
 def test_a_mesh_that_does_not_divide_the_heads_is_one_clear_error():
     check_mesh(SMALL, {"fsdp": 4, "tensor": 2})
     with pytest.raises(ValueError, match=r"2 kv heads over tensor=4.*config\.mesh"):

@@ -1,13 +1,15 @@
-"""Quantized products in training (learner.matmul_dtype): logits, gradients and meshes."""
+"""Quantized products (learner.matmul_dtype) and MLPs in chunks of tokens (learner.mlp_chunk) in
+training: logits, gradients, meshes and memory."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import init_model
 from jaxrl.models.packed import forward_packed
 from sharding import make_mesh
@@ -20,15 +22,22 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16))
 
 
 def larger(path, w):
-    """Matrices with a standard deviation of 0.1, not 0.02."""
-    return w if "norm" in jax.tree_util.keystr(path) else 5 * w
+    """Matrices with a standard deviation of 0.1, not 0.02; random codes, with scales of 0.1."""
+    name = jax.tree_util.keystr(path)
+    if w.dtype == jnp.uint8:
+        codes = np.random.default_rng(0).integers(0, 256, w.shape, np.uint8)
+        return jax.device_put(codes, w.sharding)
+    if "norm" in name:
+        return w
+    return 0.1 * w if "scale" in name else 5 * w
 
 
-def numbers(kind, sizes, *, remat="none"):
+def numbers(kind, sizes, *, remat="none", chunk=0, cfg=TINY, dtype="float32"):
     """(logits, gradients) on a mesh, on the host."""
     stacked, rules = "stage" in sizes, RULES.get(next(reversed(sizes), ""), TRAIN)
     with jax.set_mesh(make_mesh(**sizes)):
-        model = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=rules)
+        cfg = dataclasses.replace(cfg, stacked=stacked)
+        model = init_model(cfg, seed=0, rules=rules, dtype=jnp.dtype(dtype))
         model = jax.tree.map_with_path(larger, model)
         positions = jnp.broadcast_to(jnp.arange(16), TOKENS.shape)
 
@@ -37,7 +46,14 @@ def numbers(kind, sizes, *, remat="none"):
             def logits(model):
                 tokens, ones = jnp.asarray(TOKENS, jnp.int32), jnp.ones(TOKENS.shape, jnp.int32)
                 hidden = forward_packed(
-                    model, tokens, ones, positions, rules=rules, remat=remat, matmul_dtype=kind
+                    model,
+                    tokens,
+                    ones,
+                    positions,
+                    rules=rules,
+                    remat=remat,
+                    matmul_dtype=kind,
+                    mlp_chunk=chunk,
                 )
                 return model.logits(hidden, rules)
 
@@ -79,3 +95,70 @@ def test_a_mesh_changes_quantized_products_by_rounding_only(kind, sizes, remat):
     assert np.linalg.norm(found - want) < 1e-3 * np.linalg.norm(want)
     for a, b in zip(grads, want_grads, strict=True):
         assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
+
+
+EXPERTS = dataclasses.replace(TINY, family="qwen3_moe", E=4, top_k=2, F_expert=32)
+ADAPTED = LoRA(2, 4.0, dora=True, pissa=True, targets=("gate_proj", "down_proj"))
+CHUNKED = {
+    "tensor": dict(sizes=dict(fsdp=2, tensor=2), remat="full"),
+    "one device": dict(sizes={}),
+    "replica": dict(sizes=dict(replica=2, fsdp=2, tensor=2), remat="mlp"),
+    "sequence": dict(sizes=dict(fsdp=2, sequence=2), remat="dots"),
+    "stage": dict(sizes=dict(stage=2), remat="full"),
+    "adapters": dict(sizes=dict(fsdp=2), cfg=dataclasses.replace(TINY, lora=ADAPTED)),
+    "nf4": dict(sizes=dict(fsdp=2), cfg=dataclasses.replace(TINY, lora=ADAPTED, base_dtype="nf4")),
+    "experts": dict(sizes=dict(fsdp=2, expert=2), cfg=EXPERTS),
+}
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("case", graded(CHUNKED, default=["tensor"], thorough=[]))
+def test_mlps_in_chunks_give_the_same_logits_and_gradients(case):
+    """The logits bit by bit without adapters; the gradients up to the order of sums."""
+    case = CHUNKED[case]
+    n_ranks = math.prod(case["sizes"].values()) // case["sizes"].get("tensor", 1)
+    chunk = TOKENS.size // n_ranks // 3  # four chunks: three would not divide 16 positions
+    want, want_grads = numbers("auto", **case)
+    found, grads = numbers("auto", **case, chunk=chunk)
+    # The norms of a magnitude (DoRA) are sums that XLA orders differently in each program.
+    tolerance = 1e-5 if case.get("cfg", TINY).lora else 0
+    np.testing.assert_allclose(found, want, rtol=0, atol=tolerance)
+    assert len(grads) == len(want_grads)
+    for a, b in zip(grads, want_grads, strict=True):
+        if np.issubdtype(a.dtype, np.floating):  # frozen int8 and nf4 have none
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_gradients_of_bfloat16_chunks_are_as_exact_as_those_of_one_product():
+    """Their sum over 16 chunks is in float32."""
+    exact = numbers("auto", {})[1]
+
+    def error(**options):
+        found = numbers("auto", {}, dtype="bfloat16", **options)[1]
+        wrong = [np.linalg.norm(a - b) for a, b in zip(found, exact, strict=True)]
+        return sum(wrong) / sum(map(np.linalg.norm, exact))
+
+    assert error(chunk=8) < 1.05 * error()
+
+
+@pytest.mark.thorough
+def test_the_memory_of_an_mlp_is_that_of_a_chunk(one_device):
+    cfg = dataclasses.replace(TINY, L=1, F=1024)
+
+    def temporaries(chunk: int) -> int:
+        ones = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+        def loss(model, tokens):
+            hidden = forward_packed(
+                model, tokens, tokens, tokens, rules=TRAIN, remat="full", mlp_chunk=chunk
+            )
+            return jnp.sum(hidden**2)
+
+        model = jax.eval_shape(lambda: init_model(cfg, seed=0, rules=TRAIN))
+        compiled = jax.jit(jax.grad(loss)).lower(model, ones).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole = 4096 * cfg.F * 4  # bytes of one array [T, F]; backward has several
+    assert temporaries(0) - temporaries(512) > 2 * whole
+    assert temporaries(512) - temporaries(256) > 2 * 256 * cfg.F * 4

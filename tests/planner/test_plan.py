@@ -24,8 +24,10 @@ from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
+from jaxrl.planner.compilation import compile_programs, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.offload import CRITIC_PROGRAMS
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
@@ -35,8 +37,9 @@ from jaxrl.planner.plan import (
     mixed_dispatches,
     roofline,
 )
-from jaxrl.planner.programs import CRITIC_PROGRAMS, Lengths, OfflineWorkload, run_programs
+from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
+from jaxrl.planner.rollout_devices import sides
 from jaxrl.planner.topology import CHIPS, Topology, chip_of, topology
 from sharding import bytes_per_device, make_mesh
 from tests.planner.tiny_run import TINY, run
@@ -245,6 +248,28 @@ def test_offloaded_state_takes_no_device_memory_while_unused(plan):
     }  # fmt: skip
 
 
+def test_offloaded_gradients_are_arguments_in_host_memory(plan):
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(run(learner__offload=("gradients",)), TINY, plan.chip.memory_bytes)
+        accumulate = parts.table.lower["accumulate"]()
+    sums = parts.host_resident["gradients"]
+    assert sums == plan.resident["params"]  # both float32
+    kinds = [a.sharding.memory_kind for a in jax.tree.leaves(accumulate.out_info.grads)]
+    assert set(kinds) == {"pinned_host"}
+
+
+def test_the_larger_sums_of_gradients_count_in_host_memory(plan):
+    cfg = run(
+        learner__offload=("optimizer", "gradients"), algorithm__advantage="gae", critic__path="c"
+    )
+    larger = {"critic": dataclasses.replace(TINY, L=2 * TINY.L)}
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, plan.chip.memory_bytes, larger)
+    critic = parts.resident["critic"]
+    assert parts.host_resident["gradients"] == critic > parts.resident["params"]
+    assert parts.host_resident["critic_opt_state"] == pytest.approx(2 * critic, rel=1e-3)
+
+
 def test_offloaded_roles_take_no_device_memory_in_other_phases(plan):
     """`counted_state` has what a program needs no extra device memory for."""
     cfg = run(
@@ -303,6 +328,38 @@ def test_separate_rollout_devices_have_two_copies_of_the_weights_and_no_training
     assert split.expected_step_s == pytest.approx(max(rollout_s, sum(times.values())))
     assert "rollout on 4 more devices" in as_text(split)
     assert split.json()["n_rollout_devices"] == 4
+
+
+def test_each_rollout_worker_has_an_engine_and_one_copy_of_the_weights(plan):
+    schedule = ScheduleConfig(mode="async", rollout_workers=3)
+    mesh = MeshConfig(fsdp=4, tensor=2)
+    cfg = dataclasses.replace(run(rollout__tensor=1), schedule=schedule, mesh=mesh)
+    machine = topology("cpu:8")
+    training, worker = sides(cfg, machine)
+    assert (len(training), len(worker)) == (8, 1)
+    with jax.set_mesh(make_mesh(training, fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, 2**30, rollout_devices=worker)
+    assert not {"send", "reshard"} & set(parts.table.lower)
+    weights = parts.role_weights["rollout_aliased"]
+    decoding = parts.table.lower["decode"]().compile().memory_analysis()
+    assert decoding.argument_size_in_bytes > weights > 1.9 * plan.rollout_weight_bytes  # tensor 2
+    programs = {name: p for name, p in plan.programs.items() if name != "reshard"}
+    split = assemble_plan(parts, programs, machine, {"fsdp": 4, "tensor": 2}, plan.lengths)
+    pool_bytes = parts.n_pages * parts.page_bytes
+    decode = programs["decode"].footprint_bytes - pool_bytes
+    assert live_bytes(programs["decode"], parts, pool_bytes) == decode
+    assert live_bytes(programs["copy_pages"], parts, pool_bytes) == (
+        weights + programs["copy_pages"].footprint_bytes - pool_bytes
+    )
+    assert split.kv_phases == ("rollout",) and split.n_replicas == 3
+    assert "rollout on 3 workers with 1 more devices each" in as_text(split)
+    assert (split.json()["n_rollout_devices"], split.json()["n_workers"]) == (3, 3)
+
+
+def test_a_worker_with_other_devices_than_the_topology_is_refused():
+    schedule = ScheduleConfig(mode="async", rollout_workers=3, worker_accelerator="gpu:8")
+    with pytest.raises(ValueError, match=r"worker_accelerator='gpu:8' reserves no cpu.*set 'cpu'"):
+        sides(dataclasses.replace(run(), schedule=schedule), topology("cpu:8"))
 
 
 @pytest.mark.thorough
@@ -444,6 +501,29 @@ def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan
     # Backward does not need the last product of a layer again.
     assert 0.9 * (products + attention) <= flops <= products + attention
     assert flops > 3 * plan.programs["score"].cost.total_flops
+
+
+def test_the_head_is_counted_for_the_tokens_of_a_device(plan):
+    cfg = run(mesh__tensor=1, mesh__sequence=2, learner__logprob_chunk=32, score__token_budget=512)
+    machine, lengths = topology("cpu:8"), Lengths(64, 64)
+    with jax.set_mesh(make_mesh(machine.devices, fsdp=4, sequence=2)):
+        parts = run_programs(cfg, TINY, machine.chip.memory_bytes)
+        for name in set(parts.table.lower) - {"score"}:
+            del parts.table.lower[name]
+        score = compile_programs(parts, lengths, machine)["score"]
+        trips = [trip_counts(name, parts, lengths) for name in ("score", "reference")]
+    # 128 of the 256 tokens of a rank, in chunks of 32; scoring joins two micro-batches.
+    assert [trip("logprob/while") for trip in trips] == [8, 4]
+    # Half of each row by whole matrices costs as much as whole rows by half of each matrix.
+    twice = 2 * plan.programs["score"].cost.total_flops
+    assert score.cost.total_flops == pytest.approx(twice, rel=1e-3)
+
+
+def test_pipeline_stages_share_the_tokens_of_the_head():
+    cfg = run(mesh__tensor=1, mesh__stage=2, learner__logprob_chunk=32, learner__halvings=0)
+    with jax.set_mesh(make_mesh(fsdp=4, stage=2)):
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+        assert trip_counts("accumulate", parts, Lengths(64, 64))("logprob/while") == 4
 
 
 def test_a_mixed_dispatch_costs_prefill_plus_decode(plan):
@@ -597,6 +677,7 @@ def test_an_unknown_topology_gets_a_list_of_examples(name):
     ("kind", "chip"),
     [
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA B200", "b200"),
         ("TPU v4", "v4"),
         ("TPU7x", "v7x"),
@@ -675,7 +756,7 @@ def test_the_plan_of_the_quickstart_matches_the_docs():
         ("grpo_1p5b.v5e-2x4", "libtpu"),
         ("grpo_7b.v5p-4x4x4", "libtpu"),
         ("grpo_1p5b.h100-1", "jax_cuda13_plugin"),
-        ("grpo_7b.h100-64", "jax_cuda13_plugin"),
+        ("grpo_7b_h100.h100-64", "jax_cuda13_plugin"),
     ],
 )
 def test_plans_for_absent_devices_match_the_docs(name, compiler):

@@ -5,17 +5,23 @@ import dataclasses
 import jax
 import pytest
 
-from jaxrl.config.choices import REMATS
-from jaxrl.planner.estimate import Job, Settings
+from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.report import search_text
-from jaxrl.planner.search import candidates, estimate, meshes, search
+from jaxrl.planner.search import candidates, estimate, meshes, search, zero_levels
+from jaxrl.planner.sizes import Job, Settings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_run import TINY, run
 
 LENGTHS = Lengths(64, 64)
 GIB = 2**30
+OFFLOADS = {
+    (),
+    ("optimizer",),
+    ("optimizer", "reference"),
+    ("optimizer", "gradients", "reference"),
+}
 
 
 def machine(memory_bytes: float = float(GIB)) -> Topology:
@@ -29,11 +35,11 @@ def job(cfg=None, model=TINY, where=None, **changes) -> Job:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(job()))
-    # 2 KV heads: tensor 1 or 2; four token budgets; the remat policies; none, one or both offloaded
-    n = 4 * len(REMATS) * 3
+    # 2 KV heads: tensor 1 or 2; four token budgets; remat policies; four sets of offloads
+    n = 4 * len(REMATS) * 4
     assert [c.mesh for c in found[::n]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
-    assert {c.offload for c in found} == {(), ("optimizer",), ("optimizer", "reference")}
+    assert {c.offload for c in found} == OFFLOADS
     assert len(found) == 2 * n
 
 
@@ -48,6 +54,44 @@ def test_estimated_memory_follows_the_remat_policy():
     assert len(set(found[1:])) == 5  # of two layers, both inputs are on the device at a time
     assert bytes_of("full", 128) < bytes_of("full", 1024)
     assert bytes_of("full") < bytes_of("full?first=1") < bytes_of("none")
+
+
+def test_estimates_include_mlp_chunks():
+    """Chunks of 256 of 1,024 tokens: 3/4 of 4 x 3 F numbers less, and float32 sums more."""
+
+    float32 = job(run(model__dtype="float32"))
+
+    def of(remat: str, chunk: int = 0):
+        return estimate(float32, Settings({"fsdp": 8}, 1024, remat, mlp_chunk=chunk))
+
+    whole, chunked = of("full"), of("full", 256)
+    absent, sums = 4 * 768 * 4 * 3 * 128, 4 * 3 * 128 * 64
+    assert whole.bytes - chunked.bytes == pytest.approx(absent - sums)
+    assert chunked.step_s > whole.step_s
+    assert of("none", 256).bytes < of("none").bytes
+    recomputed = of("none", 256).step_s - of("none").step_s
+    assert recomputed > chunked.step_s - whole.step_s
+
+
+def test_long_rows_are_tried_with_mlps_in_chunks():
+    long = run(learner__token_budget=8192, learner__buckets=(8192,))
+    found = {(c.token_budget, c.mlp_chunk) for c in candidates(job(long))}
+    assert {chunk for tokens, chunk in found if tokens == 8192} == {0, 4096}
+    chosen = run(learner__token_budget=8192, learner__buckets=(8192,), learner__mlp_chunk=1024)
+    chunked = next(candidates(job(chosen)))
+    assert chunked.apply(chosen).learner.mlp_chunk == 1024
+    assert "--config.learner.mlp_chunk=1024" in chunked.overrides
+
+
+def test_tensor_parallelism_shards_the_estimated_residual_stream():
+    """The inputs of two layers, 64 features of 1,024 tokens in float32, over two devices."""
+
+    def bytes_of(**changes) -> float:
+        cfg = run(model__dtype="float32", **changes)
+        return estimate(job(cfg), Settings({"fsdp": 4, "tensor": 2}, 1024, "full")).bytes
+
+    saved = bytes_of(learner__shard_residual=False) - bytes_of()
+    assert saved == pytest.approx(2 * 1024 * 64 * 4 / 2)
 
 
 def test_the_estimated_time_follows_what_is_recomputed_and_copied():
@@ -81,6 +125,45 @@ def test_meshes_depend_on_model_row_length_and_network():
     assert sizes(long, TINY, machine(), "sequence") == {1, 2}  # 2048 tokens per device
     assert sizes(cfg, TINY, machine(), "replica") == {1}
     assert sizes(cfg, TINY, nodes, "replica") == {1, 2}  # one node of 8 each
+    assert sizes(cfg, TINY, machine(), "stage") == {1}
+    assert sizes(cfg, TINY, nodes, "stage") == {1, 2}
+    assert sizes(cfg, dataclasses.replace(TINY, L=3), nodes, "stage") == {1}
+    assert sizes(run(model__layers="list"), TINY, nodes, "stage") == {1}
+
+
+def test_pipelines_have_rows_for_every_stage_and_both_schedules():
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    cfg = run()
+    staged = [c for c in candidates(job(cfg, where=nodes)) if c.mesh.get("stage") == 2]
+    assert {c.token_budget for c in staged} == {4 * 128, 8 * 128, 16 * 128}
+    assert {c.remat for c in staged if c.pipeline_schedule == "gpipe"} == set(REMATS)
+    assert {c.remat for c in staged if c.pipeline_schedule == "1f1b"} == set(REMATS_OF_1F1B)
+    chosen = next(c for c in staged if c.pipeline_schedule == "1f1b")
+    assert "--config.mesh.stage=2" in chosen.overrides
+    assert "--config.learner.pipeline_schedule=1f1b" in chosen.overrides
+    applied = chosen.apply(cfg)
+    assert applied.mesh.stage == 2 and applied.learner.pipeline_schedule == "1f1b"
+
+
+def test_a_pipeline_is_estimated_by_its_ticks():
+    """By hand: two stages of one layer, rows of 128 tokens, 4 or 8 of them in 5 or 9 ticks."""
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    planned = job(run(model__dtype="float32", data__prompts_per_step=64), where=nodes)
+
+    def of(rows: int, schedule: str = "gpipe"):
+        mesh = dict(stage=2, fsdp=8)
+        return estimate(planned, Settings(mesh, rows * 128, "full", pipeline_schedule=schedule))
+
+    array = 128 * 64 * 4
+    # per tick the input of the layer, and the row before and after the stages
+    assert of(8).bytes - of(4).bytes == pytest.approx(4 * 3 * array)
+    assert of(8, "1f1b").bytes - of(4, "1f1b").bytes == pytest.approx(4 * 2 * array)
+    # a stage has half of the layers; embeddings are on both
+    params, ends = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64), 256 * 64
+    sizes = model_sizes(planned, "policy", Settings(dict(stage=2, fsdp=8), 512, "full"))
+    assert sizes.held == pytest.approx((params / 2 + ends + 64) / 8, rel=0.01)
+    # idle ticks: 5 for 4 rows take longer than 9 for 8
+    assert of(4).step_s > of(8).step_s
 
 
 def test_estimates_include_offload_and_slow_networks():
@@ -93,6 +176,25 @@ def test_estimates_include_offload_and_slow_networks():
     nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
     # weights gathered between nodes for every layer, against gradients summed between them
     assert estimated(dict(fsdp=8, replica=2), nodes).step_s < estimated(dict(fsdp=16), nodes).step_s
+
+
+def test_replicas_may_share_optimizer_state_and_gradients():
+    """By hand: AdamW's 8 bytes per float32 parameter, then 4 of its gradient, over two replicas."""
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    mesh, cfg = dict(fsdp=8, replica=2), run(model__dtype="float32")
+    planned = job(cfg, where=nodes)
+    assert zero_levels(planned, mesh) == (0, 1, 2)
+    assert zero_levels(planned, dict(fsdp=16, replica=1)) == (0,)
+    assert zero_levels(job(cfg, dataclasses.replace(TINY, D=72), nodes), mesh) == (0,)
+    none, state, both = (
+        estimate(planned, Settings(mesh, 128, "full", zero=level)) for level in (0, 1, 2)
+    )
+    params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
+    assert none.bytes - state.bytes == pytest.approx(8 * params / 8 / 2, rel=0.01)
+    assert state.bytes - both.bytes == pytest.approx(4 * params / 8 / 2, rel=0.01)
+    assert none.step_s < state.step_s == both.step_s
+    assert both.overrides.endswith("--config.learner.zero=2")
+    assert both.apply(cfg).learner.zero == 2
 
 
 SMALL = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
@@ -145,7 +247,18 @@ def test_idle_roles_wait_in_host_memory():
         (),
         ("optimizer",),
         ("optimizer", *planned.idle_roles),
+        ("optimizer", "gradients", *planned.idle_roles),
     }
+
+
+def test_gradients_in_host_memory_are_the_last_resort():
+    """Less memory than with the optimizer there alone, for more time per step."""
+    kept, less, least = (
+        estimate(job(), dataclasses.replace(MESH, offload=offload))
+        for offload in ((), ("optimizer",), ("optimizer", "gradients"))
+    )
+    assert least.bytes < less.bytes < kept.bytes
+    assert least.step_s > less.step_s > kept.step_s
 
 
 def test_offline_jobs_have_no_rollout():
@@ -158,7 +271,7 @@ def test_offline_jobs_have_no_rollout():
     # 8 or 16 sequences of 128 tokens on 8 ranks of 256 tokens: one micro-batch
     assert seconds(sft) == seconds(pairs) < seconds(dpo) < seconds(None)
     found = list(candidates(job(run(algorithm__kl_coef=0.0), workload=dpo)))
-    assert {c.offload for c in found} == {(), ("optimizer",), ("optimizer", "reference")}
+    assert {c.offload for c in found} == OFFLOADS
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """Tests of sharding/resharding.py; several processes are tested in tests/runtime/hosts."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -87,3 +89,46 @@ def test_devices_exchange_parts_before_the_all_gather(old, new, moved):
 def test_sizes_that_do_not_match_the_devices_are_rejected():
     with pytest.raises(ValueError, match="needs 6 devices but there are 8"):
         reshape_mesh(make_mesh(fsdp=8), replica=2, tensor=3)
+
+
+ONE_LAYER = 64 * 64 * 4  # bytes
+
+
+def layers(mesh: jax.sharding.Mesh, n_stacked: int, n_single: int):
+    """Stacked layers, and single ones, sharded by FSDP."""
+    rng = np.random.default_rng(0)
+
+    def put(shape: tuple[int, ...], spec: jax.P) -> jax.Array:
+        values = rng.standard_normal(shape, np.float32)
+        return jax.device_put(values, NamedSharding(mesh, spec))
+
+    singles = [put((64, 64), jax.P(None, "fsdp")) for _ in range(n_single)]
+    return put((n_stacked, 64, 64), jax.P(None, None, "fsdp")), singles
+
+
+def in_groups(n_layers: int):
+    """Resharding from FSDP to replicas of at most so many layers at a time."""
+    resharding = reshape_mesh(make_mesh(fsdp=4), replica=4)
+    return dataclasses.replace(resharding, group_bytes=n_layers * ONE_LAYER)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 4, 1000])
+def test_groups_of_layers_give_the_same_arrays(n_layers):
+    tree = layers(make_mesh(fsdp=4), n_stacked=6, n_single=5)
+    moved = in_groups(n_layers).reshard(tree, jax.tree.map(lambda _: jax.P(), tree))
+    jax.tree.map(np.testing.assert_array_equal, moved, tree)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(moved))
+
+
+def test_temporaries_are_those_of_one_group_of_layers():
+    def temporaries(n_group: int, **sizes: int) -> int:
+        tree = layers(make_mesh(fsdp=4), **sizes)
+        specs = jax.tree.map(lambda _: jax.P(), tree)
+        compiled = in_groups(n_group).lower(tree, specs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    stacked = [temporaries(2, n_stacked=n, n_single=0) for n in (4, 16)]
+    assert stacked[0] == stacked[1] < 2 * 2 * ONE_LAYER
+    assert temporaries(1000, n_stacked=16, n_single=0) >= 16 * ONE_LAYER
+    single = [temporaries(n, n_stacked=1, n_single=16) for n in (2, 1000)]
+    assert single[0] < single[1] / 2

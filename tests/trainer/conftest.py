@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxrl.config.keys import EnvConfig
 from jaxrl.config.resolve import default_config
+from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
 from jaxrl.models.files.hf_save import save_model
 from sharding import make_mesh
 from sharding.rules import TRAIN
+from tests.trainer.tiny_episodes import AGENT, ENVIRONMENTS
 
 LLAMA = DecoderConfig("llama", L=1, D=32, N=4, K=2, H=8, F=64, V=260, tied=True, max_len=256)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -30,6 +35,13 @@ def two_layers(tmp_path_factory):
     """Folder of the tiny Llama with two layers, one per pipeline stage."""
     cfg = dataclasses.replace(LLAMA, L=2)
     return write_model(tmp_path_factory.mktemp("two_layers") / "model", cfg)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """Folder of the tiny Llama with two layers and separate embeddings and unembedding."""
+    cfg = dataclasses.replace(LLAMA, L=2, tied=False)
+    return write_model(tmp_path_factory.mktemp("untied") / "model", cfg)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +81,7 @@ def perturbed(params):
 @pytest.fixture
 def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
     """4 steps of 4 prompts x 4 samples, validation before and after, a dense reward, one device."""
-    monkeypatch.setattr("jaxrl.trainer.setup.devices.check_devices", lambda cfg, n_devices: None)
+    monkeypatch.setattr("jaxrl.trainer.setup.devices.check_devices", lambda *sizes: None)
     config = default_config()
     config.run_dir = str(tmp_path / "run")
     config.total_steps = 4
@@ -97,3 +109,45 @@ def tiny_config(tiny_model, tmp_path, xla_cache, monkeypatch):
 def short_is_good(data_source, solution_str, ground_truth, extra_info=None):
     """Share of letters in the first 8 characters: differs between samples of a random model."""
     return sum(c.isalpha() for c in solution_str) / 8
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environments") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def echo(environments):
+    with EnvironmentPool(EnvConfig(name=f"{environments}:Echo", workers=3)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    """Every byte is a token."""
+    return ChatRenderer(load_tokenizer(tiny_model), template="chatml")
+
+
+@pytest.fixture
+def env_config(tiny_config, environments):
+    tiny_config.env.name = f"{environments}:Letters"
+    tiny_config.reward.functions = ("environment",)
+    tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
+    tiny_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
+    tiny_config.total_steps = 2
+    return tiny_config
+
+
+@pytest.fixture
+def agent_config(tiny_config, tmp_path):
+    """Two steps of 16 episodes, each of three turns in two conversations."""
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+    tiny_config.env.agent, tiny_config.env.workers = f"{path}:agent", 8
+    tiny_config.reward.functions = ("environment",)
+    tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
+    tiny_config.rollout.sampling.stop = tiny_config.eval.sampling.stop = ("a", "e", "i", "0", " ")
+    tiny_config.total_steps = 2
+    return tiny_config

@@ -15,39 +15,6 @@ from tests.trainer.test_train import assert_same_weights, metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "calculator_agent_smollm2.py"
-AGENT = '''
-import json
-import urllib.request
-
-
-def turn(base_url, messages):
-    data = json.dumps({"messages": messages, "max_tokens": 20}).encode()
-    reply = urllib.request.urlopen(f"{base_url}/chat/completions", data).read()
-    return json.loads(reply)["choices"][0]["message"]
-
-
-def agent(base_url, api_key, task):
-    """Two turns of one conversation, then one of a second; rewards the share of letters."""
-    messages = list(task["messages"])
-    for text in ("More.", "End."):
-        messages += [turn(base_url, messages), {"role": "user", "content": text}]
-    last = turn(base_url, [{"role": "user", "content": f"Sum up: {len(messages)}"}])
-    texts = [messages[-4]["content"], messages[-2]["content"], last["content"]]
-    return {"reward": sum(c.isalpha() for text in texts for c in text) / 24, "texts": 3}
-'''
-
-
-@pytest.fixture
-def agent_config(tiny_config, tmp_path):
-    """Two steps of 16 episodes, each of three turns in two conversations."""
-    path = tmp_path / "agent.py"
-    path.write_text(AGENT)
-    tiny_config.env.agent, tiny_config.env.workers = f"{path}:agent", 8
-    tiny_config.reward.functions = ("environment",)
-    tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
-    tiny_config.rollout.sampling.stop = tiny_config.eval.sampling.stop = ("a", "e", "i", "0", " ")
-    tiny_config.total_steps = 2
-    return tiny_config
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
 from jaxrl.config.resolve import resolve
@@ -32,6 +32,14 @@ def lora_config(tiny_config):
     tiny_config.learner.lr = 0.05
     tiny_config.algorithm.kl_coef, tiny_config.algorithm.kl_in = 0.1, "loss"
     return tiny_config
+
+
+@pytest.fixture
+def tables_config(lora_config, untied):
+    """The same with adapters of the embedding table and the unembedding too."""
+    lora_config.model.path = str(untied)
+    lora_config.lora.target_modules = ("all-linear", "embed_tokens", "lm_head")
+    return lora_config
 
 
 @pytest.mark.thorough
@@ -71,15 +79,49 @@ def write_adapter(config, folder):
         save_adapter(folder, model, base=config.model.path)
 
 
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def more_tensors(folder):
+    path = folder / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+    save_file(load_file(path) | {name: np.zeros((4, 32), np.float32)}, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "words"),
+    [
+        (dict(target_modules=("q_prj",)), None, "'q_prj' matches no .*did you mean 'q_proj'"),
+        (dict(rank=33), None, r"rank=33 is above the rank of self_attn\.k_proj.*set at most 16"),
+        (dict(rank=5), lambda folder: None, r"rank 4, not 5; set config\.lora\.rank"),
+        (dict(), remove("adapter_config.json"), r"there is no adapter_config\.json"),
+        (dict(), remove("adapter_model.safetensors"), r"there is no adapter_model\.safetensors"),
+        (dict(), more_tensors, r"another model: 1 tensors .*layers\.7\.self_attn\.q_proj\.lora_A"),
+    ],
+)
+def test_bad_adapters_are_refused_before_devices_open(
+    changes, change, words, lora_config, tmp_path, monkeypatch
+):
+    if change is not None:
+        write_adapter(lora_config, tmp_path / "adapter")
+        change(tmp_path / "adapter")
+        lora_config.lora.path = str(tmp_path / "adapter")
+    lora_config.lora.update(changes)
+    monkeypatch.setattr("jaxrl.trainer.setup.run.open_devices", lambda *_: pytest.fail("opened"))
+    with pytest.raises(ValueError, match=words):
+        train(resolve(lora_config))
+
+
 @pytest.mark.thorough
-def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp_path):
-    lora_config.checkpoint.every = 1
-    write_adapter(lora_config, tmp_path / "adapter")
-    lora_config.lora.path = str(tmp_path / "adapter")
-    assert train(resolve(lora_config))
+def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(tables_config, tmp_path):
+    tables_config.checkpoint.every = 1
+    write_adapter(tables_config, tmp_path / "adapter")
+    tables_config.lora.path = str(tmp_path / "adapter")
+    assert train(resolve(tables_config))
     shutil.rmtree(tmp_path / "adapter")  # a resumed run has its adapters from the checkpoint
-    want = weights(lora_config)
-    run_dir = Path(lora_config.run_dir)
+    want = weights(tables_config)
+    run_dir = Path(tables_config.run_dir)
     saved = saved_params(run_dir / "checkpoints" / "1")
     assert saved and all("/lora/" in name for name in saved)
     exported = tmp_path / "exported"
@@ -94,7 +136,7 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(lora_config, tmp
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[tensor], theirs[tensor]) for tensor in theirs)
         shutil.rmtree(exported)
-    assert_resumes_bitwise(lora_config, run_dir, tmp_path / "resumed", want)
+    assert_resumes_bitwise(tables_config, run_dir, tmp_path / "resumed", want)
 
 
 @pytest.mark.thorough
@@ -161,20 +203,19 @@ def weights_of(folder):
     ),
     ids=str,
 )
-def test_every_mesh_gives_the_adapters_of_one_device(sizes, lora_config, two_layers, tmp_path):
-    lora_config.model.path = str(two_layers)
-    lora_config.eval.every = 0
+def test_every_mesh_gives_the_adapters_of_one_device(sizes, tables_config, tmp_path):
+    tables_config.eval.every = 0
     # The first step has no advantages from another sampling order: responses are the same.
-    lora_config.total_steps = 1
-    assert train(resolve(lora_config))
-    want = weights(lora_config)
-    lora_config.run_dir, sizes = str(tmp_path / "mesh"), dict(sizes)
+    tables_config.total_steps = 1
+    assert train(resolve(tables_config))
+    want = weights(tables_config)
+    tables_config.run_dir, sizes = str(tmp_path / "mesh"), dict(sizes)
     if sizes.pop("ring", False):
-        lora_config.learner.sequence_parallel = "ring"
+        tables_config.learner.sequence_parallel = "ring"
     for axis, size in sizes.items():
-        setattr(lora_config.mesh, axis, size)
-    assert train(resolve(lora_config))
-    found = weights(lora_config)
+        setattr(tables_config.mesh, axis, size)
+    assert train(resolve(tables_config))
+    found = weights(tables_config)
     for name in want:
         np.testing.assert_allclose(found[name], want[name], atol=2e-4, err_msg=name)
 

@@ -21,7 +21,8 @@ from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.files.hf_load import load_model
-from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
+from jaxrl.rollout.episodes import run_episodes
+from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.train import train
 from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample
 from jaxrl.trainer.setup.engines import check_independent_engines
@@ -31,78 +32,6 @@ from tests.trainer.phases.test_mini_batches import config, constant_scores
 from tests.trainer.test_train import assert_same_weights, metrics
 
 EOS = 2
-ENVIRONMENTS = '''
-import time
-
-
-class Echo:
-    """Replies "c" until the completion is "d"."""
-
-    def reset(self, prompt):
-        return {"long": [{"role": "user", "content": "x" * 99}]}.get(prompt["answer"])
-
-    def step(self, completion):
-        if completion == "late":
-            time.sleep(0.3)
-        if completion == "raise":
-            raise RuntimeError("out of cheese")
-        return "c", 1.0 if completion == "d" else 0.5, completion == "d", {"calls": 1}
-
-
-class Missing:
-    """Fails in every reset."""
-
-    def reset(self, prompt):
-        raise FileNotFoundError("no such level")
-
-    def step(self, completion):
-        return "", 0.0, True
-
-
-class Flaky:
-    """Fails in reset for a third of the prompts and in step for half of the completions."""
-
-    def reset(self, prompt):
-        return [{"role": "user", "content": "x" * 999}] if prompt["seed"] % 3 == 0 else None
-
-    def step(self, completion):
-        if len(completion) % 2:
-            raise RuntimeError("an odd number of characters")
-        return "", len(completion) / 8, True
-
-
-class Letters:
-    """Three turns; each rewards the share of letters in the completion."""
-
-    def __init__(self, turns=3):
-        self.left = turns
-
-    def reset(self, prompt):
-        return [{"role": "user", "content": "Go."}]
-
-    def step(self, completion):
-        self.left -= 1
-        return "More.", sum(c.isalpha() for c in completion) / 8, self.left == 0
-'''
-
-
-@pytest.fixture(scope="module")
-def environments(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environments") / "environments.py"
-    path.write_text(ENVIRONMENTS)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def echo(environments):
-    with EnvironmentPool(EnvConfig(name=f"{environments}:Echo", workers=3)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    """Every byte is a token."""
-    return ChatRenderer(load_tokenizer(tiny_model), template="chatml")
 
 
 class Scripted(Engine):
@@ -145,19 +74,15 @@ def run_script(script, pool, renderer, *, answer="", stop=(), **limits):
     prompt = Prompt(5, (message,), renderer.render([message]), answer)
     engine = Scripted([[ids(renderer, turn) for turn in turns] for turns in script])
     limits = {"prompt_len": 99, "max_tokens": 200, "max_turns": 4} | limits
-    rollouts, found = multi_turn(
+    runner = EnvironmentRunner(
         engine,
-        None,
-        [prompt],
-        pool=pool,
-        renderer=renderer,
-        eos_ids=(EOS,),
-        n=len(script),
+        pool,
+        renderer,
+        (EOS,),
         sampling=SamplingConfig(stop=stop),
         limits=EpisodeLimits(**limits),
-        seed=3,
-        version=1,
     )
+    rollouts, found = run_episodes(runner, None, [prompt], n=len(script), seed=3, version=1)
     assert not engine.left and pool.n_free == 3 and found["time/env_s"] >= 0
     return rollouts, engine.requests
 
@@ -336,19 +261,16 @@ def test_turns_reuse_kv_pages_without_changing_results(
             cfg, sizes, rules=DECODE, dtype=jnp.float32, max_len=256, eos_ids=(EOS,)
         )
         with EnvironmentPool(EnvConfig(name=f"{environments}:Echo")) as pool:
-            return multi_turn(
+            stop = ("a", "e", "i", "o", "u", "0", "1", "2", "3", "4")
+            runner = EnvironmentRunner(
                 engine,
-                params,
-                prompts,
-                pool=pool,
-                renderer=renderer,
-                eos_ids=(EOS,),
-                n=2,
-                sampling=SamplingConfig(stop=("a", "e", "i", "o", "u", "0", "1", "2", "3", "4")),
+                pool,
+                renderer,
+                (EOS,),
+                sampling=SamplingConfig(stop=stop),
                 limits=EpisodeLimits(120, 130, 3),
-                seed=11,
-                version=0,
             )
+            return run_episodes(runner, params, prompts, n=2, seed=11, version=0)
 
     rollouts, cached = run()
     plain, uncached = run(prefix_cache=False)
@@ -364,16 +286,6 @@ def test_turns_reuse_kv_pages_without_changing_results(
     longest = sum(len(p.tokens) for p in prompts) + n_between + n_later * (1 + 16)
     assert cached["rollout/prefill_tokens"] <= longest < uncached["rollout/prefill_tokens"]
     assert cached["rollout/prefix_hit_rate"] > uncached["rollout/prefix_hit_rate"]
-
-
-@pytest.fixture
-def env_config(tiny_config, environments):
-    tiny_config.env.name = f"{environments}:Letters"
-    tiny_config.reward.functions = ("environment",)
-    tiny_config.data.max_prompt_len, tiny_config.data.max_response_len = 64, 128
-    tiny_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
-    tiny_config.total_steps = 2
-    return tiny_config
 
 
 @pytest.mark.thorough

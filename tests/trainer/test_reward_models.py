@@ -20,7 +20,7 @@ from jaxrl.algorithms.losses.preference import bradley_terry
 from jaxrl.config.resolve import default_config, resolve, resolve_evaluation
 from jaxrl.data.packing import pack
 from jaxrl.evaluate import evaluate
-from jaxrl.learner.loss import value_loss_sums
+from jaxrl.learner.loss import loss_sums, value_objective
 from jaxrl.learner.reward_model import open_reward_model, with_score
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.packed import forward_packed
@@ -158,7 +158,9 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
         batches = [run.core.update.put(p.batch) for p in packed]
 
         def ours(params):
-            sums = [value_loss_sums(params, b, cfg=cfg, rules=TRAIN) for b in batches]
+            sums = [
+                loss_sums(value_objective, params, None, b, cfg=cfg, rules=TRAIN) for b in batches
+            ]
             return sum(loss for loss, _ in sums) / sum(s.weight for _, s in sums)
 
         def score(params, answer):
@@ -267,6 +269,22 @@ def score_at_end(params, tokens):
     positions = jnp.arange(n)[None]
     hidden = forward_packed(params, tokens, jnp.ones_like(tokens), positions, rules=TRAIN)
     return jnp.sum(jnp.where(positions == n - 1, params.scores(hidden, TRAIN), 0.0))
+
+
+@pytest.mark.thorough
+def test_a_reward_model_trains_adapters_and_its_head(ranking_config):
+    ranking_config.lora.rank, ranking_config.lora.alpha = 8, 16.0
+    ranking_config.learner.lr, ranking_config.total_steps = 0.02, 6
+    assert reward_model.train(resolve(ranking_config))
+    first, last = [line for line in metrics(ranking_config.run_dir) if "val/accuracy" in line]
+    assert last["val/loss"] < 0.9 * first["val/loss"] and last["val/accuracy"] > 0.8
+    base = load_file(Path(ranking_config.model.path) / "model.safetensors")
+    found = weights(ranking_config.run_dir)
+    changed = {name for name in base if np.any(found[name] != base[name])}
+    assert changed and all("_proj" in name for name in changed)
+    adapter = load_file(Path(ranking_config.run_dir) / "adapter" / "adapter_model.safetensors")
+    head = adapter["base_model.model.score.weight"]
+    np.testing.assert_array_equal(head, found["score.weight"])
 
 
 @pytest.mark.thorough

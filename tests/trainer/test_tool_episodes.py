@@ -8,7 +8,8 @@ from jaxrl.config.keys import EnvConfig, RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.rollout.multi_turn import EpisodeLimits, multi_turn
+from jaxrl.rollout.episodes import run_episodes
+from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.tools.calls import MalformedCall, ToolCall
 from jaxrl.tools.formats import tool_format
 from jaxrl.trainer.metrics import episode_means
@@ -122,20 +123,16 @@ def run(script, pool, renderer):
     message = {"role": "user", "content": "1 + 2?"}
     prompt = Prompt(5, (message,), renderer.render([message]), "3")
     engine = Scripted([[ids(renderer, turn) for turn in turns] for turns in script])
-    rollouts, _ = multi_turn(
+    runner = EnvironmentRunner(
         engine,
-        None,
-        [prompt],
-        pool=pool,
-        renderer=renderer,
-        eos_ids=(EOS,),
-        n=len(script),
+        pool,
+        renderer,
+        (EOS,),
         sampling=SamplingConfig(stop=("!",)),
         limits=EpisodeLimits(prompt_len=2000, max_tokens=2000, max_turns=4),
-        seed=3,
-        version=1,
         tool_format=tool_format(renderer.template),
     )
+    rollouts, _ = run_episodes(runner, None, [prompt], n=len(script), seed=3, version=1)
     return rollouts, engine.requests
 
 

@@ -7,6 +7,7 @@ state.py, warmup.py)."""
 import collections
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.phases.update import NonFiniteError
 
+CACHES = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 TIMES = ("time", "time/", "_per_s", "host_fraction")
 
 
@@ -70,6 +72,7 @@ def start_process(config, tmp_path, *overrides, n_devices=1):
             "JAX_NUM_CPU_DEVICES": str(n_devices),
             "PATH": "/usr/bin:/bin",
             "HOME": str(tmp_path),
+            "XDG_CACHE_HOME": CACHES,  # of compiled C kernels
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,7 +8,13 @@ from jaxrl.config.remat import parse_remat, read_remat
 
 def memory_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_remat_errors(run), *_offload_errors(run), *_budget_errors(run), *_matmul_errors(run)]
+    return [
+        *_remat_errors(run),
+        *_offload_errors(run),
+        *_zero_errors(run),
+        *_budget_errors(run),
+        *_matmul_errors(run),
+    ]
 
 
 def offload_keys(run: RunConfig) -> str:
@@ -50,6 +56,15 @@ def _offload_errors(run: RunConfig) -> list[str]:
         f"learner.offload={run.learner.offload}, but the run {absent[role]}; leave out {role!r}"
         for role in run.learner.offload
         if absent.get(role)
+    ]
+
+
+def _zero_errors(run: RunConfig) -> list[str]:
+    if not run.learner.zero or run.mesh.replica != 1:
+        return []
+    return [
+        f"learner.zero={run.learner.zero} shards training state over mesh.replica, but "
+        "mesh.replica=1: mesh.fsdp shards all of it already; set learner.zero=0, or mesh.replica"
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 
 from jaxrl.config.checks.batch import one_or_all
+from jaxrl.config.choices import REMATS_OF_1F1B
 from jaxrl.config.keys import MeshConfig, RunConfig
 from jaxrl.config.schema import to_dict
 
@@ -46,7 +47,7 @@ def sharding_errors(run: RunConfig, n_devices: int | None) -> list[str]:
     if n_devices is not None:
         rest = n_devices // math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: rest if size == -1 else size for axis, size in sizes.items()}
-    errors = _ulysses_errors(run) + _role_errors(run, "mesh", sizes)
+    errors = _ulysses_errors(run) + _role_errors(run, "mesh", sizes) + _schedule_errors(run, sizes)
     critic, reward_model = run.critic, run.reward_model
     roles = (
         ("score", run.score, run, 0),
@@ -119,6 +120,31 @@ def _stage_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[s
             f"{stage} splits stacked layers, but model.layers='list'; set 'auto' or 'stacked'"
         )
     return errors
+
+
+def _schedule_errors(run: RunConfig, sizes: dict[str, int]) -> list[str]:
+    """1F1B needs stages, and a policy that keeps the same activations of every layer."""
+    if run.learner.pipeline_schedule == "gpipe":
+        return []
+    remats = {}
+    if sizes["stage"] != 1:
+        remats["learner.remat"] = run.learner.remat
+    if run.has_critic and not run.critic.shared and run.critic_run.mesh.stage != 1:
+        remats["critic.remat" if run.critic.remat else "learner.remat"] = (
+            run.critic_run.learner.remat
+        )
+    schedule = f"learner.pipeline_schedule={run.learner.pipeline_schedule!r}"
+    if not remats:
+        return [
+            f"{schedule} orders the micro-batches of pipeline stages, but mesh.stage=1; set "
+            "mesh.stage, or 'gpipe'"
+        ]
+    return [
+        f"{schedule} keeps the same activations of all layers, but {key}={spec!r}; set one of "
+        f"{', '.join(REMATS_OF_1F1B)} without options, or pipeline_schedule='gpipe'"
+        for key, spec in remats.items()
+        if spec not in REMATS_OF_1F1B
+    ]
 
 
 def mesh_warnings(run: RunConfig) -> list[str]:

@@ -1,8 +1,14 @@
 """Rules between the schedule, the algorithm and the processes."""
 
+from collections.abc import Iterable
+
+from jaxrl.config.accelerators import resources
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.schema import to_dict
+
+WORKER_KEYS = ("max_rollout_workers", "worker_accelerator", "worker_timeout_s", "weight_transfer")
+ASYNC_ONLY = ("rollout_devices", "rollout_workers", *WORKER_KEYS)
 
 
 def schedule_errors(run: RunConfig) -> list[str]:
@@ -14,7 +20,6 @@ def schedule_errors(run: RunConfig) -> list[str]:
         *_bound_errors(schedule),
         *_device_errors(run),
         *_algorithm_errors(run),
-        *_rollout_errors(run),
     ]
 
 
@@ -32,13 +37,17 @@ def schedule_warnings(run: RunConfig) -> list[str]:
     ]
 
 
-def _unused_errors(schedule: ScheduleConfig) -> list[str]:
+def _changed(schedule: ScheduleConfig, names: Iterable[str]) -> list[str]:
+    """The keys that differ from their defaults."""
     values, default = to_dict(schedule), to_dict(ScheduleConfig())
+    return [name for name in names if values[name] != default[name]]
+
+
+def _unused_errors(schedule: ScheduleConfig) -> list[str]:
     return [
-        f"schedule.{name}={value!r} has no effect with schedule.mode='sync'; set "
-        f"schedule.mode={'async' if name == 'rollout_devices' else 'partial'!r}, or omit it"
-        for name, value in values.items()
-        if value != default[name]
+        f"schedule.{name}={getattr(schedule, name)!r} has no effect with schedule.mode='sync'; set "
+        f"schedule.mode={'async' if name in ASYNC_ONLY else 'partial'!r}, or omit it"
+        for name in _changed(schedule, [key for key in to_dict(schedule) if key != "mode"])
     ]
 
 
@@ -60,18 +69,21 @@ def _bound_errors(schedule: ScheduleConfig) -> list[str]:
 
 def _device_errors(run: RunConfig) -> list[str]:
     """Rules of the devices of mode = "async"."""
-    n, rollout = run.schedule.rollout_devices, run.rollout
-    if run.schedule.mode != "async":
+    schedule, rollout = run.schedule, run.rollout
+    n = schedule.rollout_devices
+    if schedule.mode != "async":
         return [
-            f"schedule.rollout_devices={n} has no effect with schedule.mode={run.schedule.mode!r}, "
-            "which generates on the devices of training; set schedule.mode='async', or omit it"
-        ] * bool(n)
-    if not n:
+            f"schedule.{name}={getattr(schedule, name)!r} has no effect with schedule.mode="
+            f"{schedule.mode!r}, which generates on the devices of training; set "
+            "schedule.mode='async', or omit it"
+            for name in _changed(schedule, ASYNC_ONLY)
+        ]
+    if not n and not schedule.rollout_workers:
         return [
             "schedule.mode='async' generates on separate devices; set schedule.rollout_devices to "
-            "their number, or schedule.mode='partial'"
+            "their number, schedule.rollout_workers for other hosts, or schedule.mode='partial'"
         ]
-    errors = []
+    errors = _worker_errors(schedule)
     if rollout.layout == "training":
         errors.append(
             "rollout.layout='training' has the mesh of training, but schedule.mode='async' "
@@ -82,22 +94,43 @@ def _device_errors(run: RunConfig) -> list[str]:
             "rollout.release_kv frees memory for training, but schedule.mode='async' trains on "
             "other devices; omit it"
         )
-    if run.data.skip_solved:
-        errors.append(
-            f"data.skip_solved={run.data.skip_solved:g} needs the rewards of a step before the "
-            "next prompts are drawn, but schedule.mode='async' draws them earlier; set "
-            "data.skip_solved=0, or schedule.mode='partial'"
-        )
     tensor, expert = (
         own or mesh
         for own, mesh in ((rollout.tensor, run.mesh.tensor), (rollout.expert, run.mesh.expert))
     )
-    if tensor > 0 and expert > 0 and n % (tensor * expert):
+    if n and tensor > 0 and expert > 0 and n % (tensor * expert):
         errors.append(
             f"schedule.rollout_devices={n} cannot be divided into replicas of {tensor} x {expert} "
             "devices (tensor x expert); set a multiple, or rollout.tensor and rollout.expert to "
             f"sizes whose product divides {n}"
         )
+    return errors
+
+
+def _worker_errors(schedule: ScheduleConfig) -> list[str]:
+    """Rules of rollout workers."""
+    n, most = schedule.n_workers
+    if not n:
+        return [
+            f"schedule.{name}={getattr(schedule, name)!r} is for rollout workers; set "
+            "schedule.rollout_workers, or omit it"
+            for name in _changed(schedule, WORKER_KEYS)
+        ]
+    errors = []
+    if schedule.rollout_devices:
+        errors.append(
+            f"schedule.rollout_devices={schedule.rollout_devices} and schedule.rollout_workers={n} "
+            "are two places to generate; set one of them"
+        )
+    if most < n:
+        errors.append(
+            f"schedule.max_rollout_workers={most} is less than schedule.rollout_workers={n}; set "
+            f"at least {n}, or 0"
+        )
+    try:
+        resources(schedule.worker_accelerator, "schedule.worker_accelerator")
+    except ValueError as error:
+        errors.append(str(error))
     return errors
 
 
@@ -114,13 +147,3 @@ def _algorithm_errors(run: RunConfig) -> list[str]:
             "schedule.max_staleness=0"
         ]
     return []
-
-
-def _rollout_errors(run: RunConfig) -> list[str]:
-    if not run.env.episodes:
-        return []
-    return [
-        f"schedule.mode={run.schedule.mode!r} interrupts responses and saves them in the "
-        f"checkpoint, which {run.env.episodes!r} does not support: the state of an environment or "
-        "agent cannot be saved; set schedule.mode='sync'"
-    ]

@@ -9,6 +9,7 @@ from jaxrl.config.choices import (
     MATMUL_DTYPES,
     MOMENT_DTYPES,
     OFFLOADS,
+    PIPELINE_SCHEDULES,
     PREFERENCE_LOSSES,
     SEQUENCE_PARALLELS,
     SHARED_PREFIXES,
@@ -58,6 +59,13 @@ class LearnerConfig:
         "form one place of the ring; must divide mesh.sequence and the kv heads of a tensor shard",
         ge=1,
     )
+    pipeline_schedule: str = key(
+        "gpipe",
+        "Order of the micro-batches of mesh.stage in updates: gpipe = all forward, then all "
+        "backward; 1f1b = one forward, one backward: the activations of at most 2 mesh.stage - 1 "
+        "rows are kept, at the same idle time",
+        choices=PIPELINE_SCHEDULES,
+    )
     shard_residual: bool = key(
         True,
         "Shard the tokens of the residual stream over mesh.tensor between matrix products "
@@ -79,10 +87,24 @@ class LearnerConfig:
     )
     offload: tuple[str, ...] = key(
         (),
-        "State kept in host memory between uses: optimizer (moments and master weights), and the "
-        "weights of reference, critic (a separate one) and reward_model. Frees device memory at "
-        "the cost of transfers in every use",
+        "State kept in host memory between uses: optimizer (moments and master weights), gradients "
+        "(their float32 sums, between micro-batches), and the weights of reference, critic (a "
+        "separate one) and reward_model. Frees device memory at the cost of transfers in every use",
         choices=OFFLOADS,
+    )
+    zero: int = key(
+        0,
+        "Training state that replicas (mesh.replica) share instead of holding a copy each: 1 = "
+        "optimizer state (ZeRO-1), 2 = also the gradients summed over micro-batches (ZeRO-2). "
+        "mesh.fsdp shards weights, state and gradients in any case",
+        ge=0,
+        le=2,
+    )
+    mlp_chunk: int = key(
+        0,
+        "Tokens of a device whose MLP is computed at one time, in updates and scoring; backward "
+        "computes it again, chunk by chunk. For long rows. 0 = all tokens of a micro-batch",
+        ge=0,
     )
     logprob_chunk: int = key(
         0,

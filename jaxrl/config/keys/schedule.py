@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxrl.config.choices import GROUP_ORDERS, SCHEDULES
+from jaxrl.config.choices import GROUP_ORDERS, SCHEDULES, WEIGHT_TRANSFERS
 from jaxrl.config.schema import key
 
 
@@ -26,7 +26,8 @@ class ScheduleConfig:
     )
     rollout_devices: int = key(
         0,
-        "async: devices of the rollout, the last ones. The others are those of mesh, for training",
+        "async: devices of the rollout, the last ones of each process. The others are those of "
+        "mesh, for training",
         ge=0,
     )
     oversample: float = key(
@@ -48,6 +49,40 @@ class ScheduleConfig:
         "no other becomes older than max_staleness",
         choices=GROUP_ORDERS,
     )
+
+    rollout_workers: int = key(
+        0,
+        "async, instead of rollout_devices: processes that only generate, on any host of a Ray "
+        "cluster, each with an engine over its own devices. The run begins when they are ready",
+        ge=0,
+    )
+    max_rollout_workers: int = key(
+        0,
+        "async: rollout workers that the run uses when the cluster has room for them, also if that "
+        "is later; 0 = rollout_workers",
+        ge=0,
+    )
+    worker_accelerator: str = key(
+        "cpu", "async: devices that each rollout worker reserves: cpu, gpu:N or tpu:N"
+    )
+    worker_timeout_s: float = key(
+        600.0,
+        "async: seconds after which a rollout worker that does not answer is started again, and "
+        "after which a run without any worker ends with an error",
+        gt=0,
+    )
+    weight_transfer: str = key(
+        "full",
+        "async: what rollout workers get of new weights. delta = the elements whose bits changed, "
+        "which is exact; it needs host memory for one copy of the weights in the trainer and "
+        "in each worker",
+        choices=WEIGHT_TRANSFERS,
+    )
+
+    @property
+    def n_workers(self) -> tuple[int, int]:
+        """(rollout workers to begin with, the most that the run uses)."""
+        return self.rollout_workers, self.max_rollout_workers or self.rollout_workers
 
     @property
     def lag(self) -> int:

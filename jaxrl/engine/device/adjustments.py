@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxrl import types
 from jaxrl.data.support import WORD
 from jaxrl.engine.device.sampling import Sample, SamplingParams, map_rows, sample
+from jaxrl.kernels.bits import materialize, row_sum
 from sharding import Rules
 
 MAX_BIAS = 300  # biased tokens of a request, as in OpenAI's API
@@ -130,7 +131,7 @@ def sample_adjusted(
     def sample_rows(logits, uniform, params: SamplingParams, state: RowState) -> Sample:
         sampled = sample(adjust(logits, state), uniform, params, keep_support=keep_support)
         temperature = jnp.where(params.temperature <= 0, 1.0, params.temperature)
-        logp = jax.nn.log_softmax(logits / temperature[:, None])
+        logp = _log_softmax(materialize(logits / temperature[:, None]))
         return dataclasses.replace(
             sampled,
             logp=jnp.take_along_axis(logp, sampled.token[:, None], axis=1)[:, 0],
@@ -139,6 +140,12 @@ def sample_adjusted(
 
     run = map_rows(sample_rows, rules, n_rows=uniform.shape[0])
     return run(logits, uniform, params, state)
+
+
+def _log_softmax(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """log softmax(logits), with the bits of `logprob.token_logp`."""
+    shifted = materialize(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return shifted - jnp.log(row_sum(materialize(jnp.exp(shifted))))[:, None]
 
 
 def _most_likely(logp: Float[Array, "B V"], wanted: Bool[Array, "B"]) -> Int[Array, "B n"]:

@@ -15,12 +15,21 @@ from jaxtyping import Array, Int
 from jaxrl.engine.device.decode_loop import DecodeBatch, DispatchOutput, decode_steps, sample_tokens
 from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
+from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
+
+# On GPU, XLA joins products that share an input if their arrays are small enough (64 MB). As the
+# weights are arguments, every decode step would copy those of q, k, v and of gate and up into one
+# array, which moves them three times instead of once. Other platforms ignore the option.
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, **ROUND_AS_WRITTEN}
+engine_program = functools.partial(
+    jax.jit, compiler_options=COMPILER_OPTIONS, donate_argnames="cache"
+)
 
 
 @struct.dataclass
@@ -70,7 +79,7 @@ def per_replica(
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "implementation"), donate_argnames="cache")
+@functools.partial(engine_program, static_argnames=("rules", "implementation"))
 @jax.named_scope("rollout")
 def prefill(
     params: Decoder,
@@ -99,11 +108,7 @@ def prefill(
     return run(params, cache, batch)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("rules", "implementation", "keep_support"),
-    donate_argnames="cache",
-)
+@functools.partial(engine_program, static_argnames=("rules", "implementation", "keep_support"))
 @jax.named_scope("rollout")
 def mixed(
     params: Decoder,
@@ -155,7 +160,7 @@ def mixed(
     return cache, jax.reshard(out, jax.P())
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "stacked"), donate_argnames="cache")
+@functools.partial(engine_program, static_argnames=("rules", "stacked"))
 @jax.named_scope("rollout")
 def copy_pages(
     cache: KVCache,
@@ -182,9 +187,8 @@ def copy_pages(
 
 
 @functools.partial(
-    jax.jit,
+    engine_program,
     static_argnames=("rules", "implementation", "max_steps", "speculation", "keep_support"),
-    donate_argnames="cache",
 )
 @jax.named_scope("rollout")
 def decode(

@@ -36,7 +36,7 @@ def supports_skinny_matmul(
         and x.shape[1] == 1
         and jax.sharding.get_abstract_mesh().size == 1
         and native.is_available()
-        and _matmul_bits_match(*w.shape)
+        and matmul_bits_match(*w.shape)
     )
 
 
@@ -86,13 +86,14 @@ def _call(name: str, shapes: Sequence[tuple[int, ...]], *args: jax.Array) -> Seq
 
 
 @functools.cache
-def _matmul_bits_match(n_out: int, n_in: int) -> bool:
+def matmul_bits_match(n_out: int, n_in: int) -> bool:
     """Whether XLA sums products of many rows with an [out, in] weight in `skinny_matmul`'s order.
 
-    That depends on the number of outputs; beyond 1024 only their remainder modulo 1024 matters.
+    That depends on the processor and on the number of outputs; beyond 1024 only their remainder
+    modulo 1024 matters. 256 rows, as in training: fewer may be summed in another order.
     """
     n_out = min(n_out, 1024 + n_out % 1024)
-    x, w = _random(64, n_in), _random(n_out, n_in)
+    x, w = _random(256, n_in), _random(n_out, n_in)
 
     def with_xla(x, w):
         return jnp.einsum("BI,OI->BO", x, w)

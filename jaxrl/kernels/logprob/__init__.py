@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
+from jaxrl.kernels.logprob.reference import Change
 from sharding import Rules, target_platform
 
 __all__ = ["TokenScores", "token_logp", "token_scores"]
@@ -39,6 +40,7 @@ def token_scores(
     unembed: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     *,
+    change: Change | None = None,
     ref: tuple[Float[Array, "B T E"], Float[Array, "V E"]] | None = None,
     support: UInt32[Array, "B T W"] | None = None,
     temperature: float,
@@ -50,6 +52,7 @@ def token_scores(
 ) -> TokenScores:
     """The scores of every target.
 
+    `change` is the low-rank change of the unembedding by an adapter; both parts get gradients.
     `ref` has the hidden states and the unembedding of the reference, at the same temperature; it
     gets no gradient. `support` has one bit per id of the vocabulary (data/support.py): logp -
     log_mass is the logprob under p restricted to these ids.
@@ -81,10 +84,19 @@ def token_scores(
     keep = jnp.ones(targets.shape, bool) if mask is None else mask > 0
     targets, keep = (jax.reshard(a, rules.spec("batch", "time")) for a in (targets, keep))
     hidden, unembed = _reshard(rules, hidden, unembed)
+    changes = () if change is None else _reshard_change(rules, *change)
     supports = () if support is None else (jax.reshard(support, rules.spec("batch", "time", None)),)
     reference = () if ref is None else jax.lax.stop_gradient(_reshard(rules, *ref))
     with jax.named_scope("logprob"):
-        scores = chunked_logprob(head, hidden, unembed, targets, keep, reference, supports)
+        scores = chunked_logprob(
+            head,
+            (hidden, *changes[:1]),
+            (unembed, *changes[1:]),
+            targets,
+            keep,
+            reference,
+            supports,
+        )
     return TokenScores(*scores)
 
 
@@ -93,4 +105,12 @@ def _reshard(rules: Rules, hidden, unembed):
     return (
         jax.reshard(hidden, rules.spec("batch", "time", None)),
         jax.reshard(unembed, rules.spec("vocab", "w_embed")),
+    )
+
+
+def _reshard_change(rules: Rules, low, b):
+    """The same of a change of the unembedding, whose rank is not sharded."""
+    return (
+        jax.reshard(low, rules.spec("batch", "time", None)),
+        jax.reshard(b, rules.spec("vocab", None)),
     )

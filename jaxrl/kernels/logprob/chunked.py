@@ -7,7 +7,8 @@ of tokens against vocabulary blocks and updates the large dW fewer times, with t
 chunk.
 
 n tokens of this device, c per chunk, r per block in the backward pass, v vocabulary of this device,
-D model.
+D model. Hidden states xs and weights ws are tuples of one or two: h and W, and with an adapter of
+the unembedding also l = scale A h and B; the logits are Σ x wᵀ over the pairs.
 """
 
 import dataclasses
@@ -41,22 +42,25 @@ class Head:
     n_grouped: int = 4  # chunks of tokens per step of the backward pass
     one_pass: bool = False  # the forward pass reads the logits once where it can
 
-    def logits(self, x, w):
-        return head_logits(x, w, temperature=self.temperature, softcap=self.softcap)
+    def logits(self, xs, ws):
+        (x, *low), (w, *b) = xs, ws
+        change = (low[0], b[0]) if low else None
+        return head_logits(x, w, temperature=self.temperature, softcap=self.softcap, change=change)
 
     def logits_slope(self, logits):
-        """d logits / d (h Wᵀ), from the final logits."""
+        """d logits / d (Σ x wᵀ), from the final logits."""
         if self.softcap is None:
             return 1.0 / self.temperature
         capped = logits * (self.temperature / self.softcap)
         return (1.0 - capped * capped) / self.temperature
 
-    def specs(self, n_ref: int) -> tuple:
-        """PartitionSpecs of [B, T], hidden, unembed, targets, keep, reference, support."""
+    def specs(self, n_pairs: int, n_ref: int) -> tuple:
+        """PartitionSpecs of [B, T], xs, ws, targets, keep, reference, support."""
         tokens = self.rules.spec("batch", "time")
         rows, weight = self.rules.spec("batch", "time", None), self.rules.spec("vocab", "w_embed")
+        weights = (weight, self.rules.spec("vocab", None))[:n_pairs]
         reference, support = (rows, weight)[:n_ref], (rows,) * self.with_support
-        return tokens, rows, weight, tokens, tokens, reference, support
+        return tokens, (rows,) * n_pairs, weights, tokens, tokens, reference, support
 
     @property
     def single_pass(self) -> bool:
@@ -97,59 +101,59 @@ def token_logp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_logprob(head: Head, hidden, unembed, targets, keep, ref, support):
+def chunked_logprob(head: Head, xs, ws, targets, keep, ref, support):
     """(logp, entropy, kl, log_mass), float32 [B, T]; zeros for masked tokens, disabled outputs.
 
     `ref` is (hidden, unembed) of the reference, or () without one. `support` are bitsets [B, T, W]
     of the vocabulary (data/support.py) in a tuple, or ().
     """
-    return _forward(head, hidden, unembed, targets, keep, ref, support)[0]
+    return _forward(head, xs, ws, targets, keep, ref, support)[0]
 
 
-def _forward(head: Head, hidden, unembed, targets, keep, ref, support):
-    tokens, *inputs = head.specs(len(ref))
+def _forward(head: Head, xs, ws, targets, keep, ref, support):
+    tokens, *inputs = head.specs(len(xs), len(ref))
     local = jax.shard_map(
         functools.partial(_local_forward, head),
         in_specs=tuple(inputs),
         out_specs=((tokens,) * 4, (tokens,) * 2),
         check_vma=False,
     )
-    out, norms = local(hidden, unembed, targets, keep, ref, support)
-    return out, (hidden, unembed, targets, keep, ref, support, out, norms)
+    out, norms = local(xs, ws, targets, keep, ref, support)
+    return out, (xs, ws, targets, keep, ref, support, out, norms)
 
 
 def _backward(head: Head, saved, grads):
-    hidden, unembed, targets, keep, ref, support, out, norms = saved
-    tokens, *specs = head.specs(len(ref))
-    rows, weight = specs[:2]
+    xs, ws, targets, keep, ref, support, out, norms = saved
+    tokens, *specs = head.specs(len(xs), len(ref))
+    rows, weights = specs[:2]
     local = jax.shard_map(
         functools.partial(_local_backward, head),
         in_specs=(*specs, (tokens,) * 4, (tokens,) * 2, (tokens,) * 4),
-        out_specs=(rows, weight),
+        out_specs=(rows, weights),
         check_vma=False,
     )
-    dx, dw = local(hidden, unembed, targets, keep, ref, support, out, norms, tuple(grads))
-    return dx, dw, None, None, jax.tree.map(jnp.zeros_like, ref), None
+    dxs, dws = local(xs, ws, targets, keep, ref, support, out, norms, tuple(grads))
+    return dxs, dws, None, None, jax.tree.map(jnp.zeros_like, ref), None
 
 
 chunked_logprob.defvjp(_forward, _backward)
 
 
-def _local_forward(head: Head, x, w, y, keep, ref, support):
+def _local_forward(head: Head, xs, ws, y, keep, ref, support):
     """Local tokens, chunk by chunk -> ((logp, entropy, kl, log_mass), (norm, ref_norm)), [b, t]."""
     n = y.size
     c = max(
         math.ceil(n / math.ceil(n / head.chunk)), 2
     )  # XLA on CPU uses another algorithm for one row
     kept = Kept.of(keep, c)
-    ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
-    rows = [kept.rows(a) for a in (x, y, ref_x)]
-    w, ref_w = _gather(head, w), _gather(head, ref_w)
+    ref_x, ref_w = ref or (xs[0], ws[0])  # a stand-in that nothing reads
+    rows = [kept.rows(a) for a in (y, ref_x, *xs)]
+    ws, ref_w = (_gather(head, ws[0]), *ws[1:]), _gather(head, ref_w)
 
     def chunk(i, out):
-        x, y, ref_x = (_slice(a, i, c) for a in rows)
+        y, ref_x, *xs = (_slice(a, i, c) for a in rows)
         bits = [kept.block(each, i, c) for each in support]
-        stats = jnp.stack(_chunk_stats(head, x, y, w, ref_x, ref_w, *bits))
+        stats = jnp.stack(_chunk_stats(head, xs, y, ws, ref_x, ref_w, *bits))
         return lax.dynamic_update_slice(out, stats, (0, i * c))
 
     out = jnp.zeros((6, len(kept.order)), jnp.float32)
@@ -208,8 +212,8 @@ def _slice(a, i, size: int):
     return lax.dynamic_slice_in_dim(a, i * size, size)
 
 
-def _chunk_stats(head: Head, x, y, w, ref_x, ref_w, bits=None):
-    logits, axes = head.logits(x, w), head.vocab_axes
+def _chunk_stats(head: Head, xs, y, ws, ref_x, ref_w, bits=None):
+    logits, axes = head.logits(xs, ws), head.vocab_axes
     if head.single_pass:
         return _single_pass_stats(head, logits, y)
     top, total, e = softmax_parts(logits, axes)
@@ -220,13 +224,14 @@ def _chunk_stats(head: Head, x, y, w, ref_x, ref_w, bits=None):
     if head.with_entropy:
         entropy = jnp.log(total) - vocab_sum(e * (logits - top[:, None]), axes) / total
     if head.with_kl:
-        ref_logits = head.logits(ref_x, ref_w)
+        ref_logits = head.logits([ref_x], [ref_w])
         ref_top, ref_total, _ = softmax_parts(ref_logits, axes)
         ref_norm = ref_top + jnp.log(ref_total)
         gap = (logits - norm[:, None]) - (ref_logits - ref_norm[:, None])
         kl = vocab_sum(e * gap, axes) / total
     if bits is not None:
-        members = _members(bits, _vocab_start(head, len(w)), len(w))
+        v = len(ws[0])
+        members = _members(bits, _vocab_start(head, v), v)
         log_mass = jnp.log(vocab_sum(jnp.where(members, e, 0.0), axes)) - jnp.log(total)
     return logp, entropy, kl, log_mass, norm, ref_norm
 
@@ -250,8 +255,8 @@ def _pick(head: Head, logits, y):
     return lax.psum(jnp.where(here, chosen, 0.0), head.vocab_axes)
 
 
-def _local_backward(head: Head, x, w, y, keep, ref, support, out, norms, grads):
-    """Gradients of hidden and unembed on one device.
+def _local_backward(head: Head, xs, ws, y, keep, ref, support, out, norms, grads):
+    """Gradients of xs and ws on one device.
 
     dl = g_logp (1[y] - p) - g_entropy p (log p + entropy) + g_kl p (log p - log q - kl)
     + g_mass p (1[support] / mass - 1), then dh = dl W and dW = dlᵀ h, in blocks of several chunks
@@ -259,58 +264,66 @@ def _local_backward(head: Head, x, w, y, keep, ref, support, out, norms, grads):
     """
     r = min(head.n_grouped * head.chunk, y.size)
     kept = Kept.of(keep, r)
-    ref_x, ref_w = ref or (x, w)  # a stand-in that nothing reads
-    w, ref_w = _gather(head, w), _gather(head, ref_w)
-    v, D = w.shape
+    ref_x, ref_w = ref or (xs[0], ws[0])  # a stand-in that nothing reads
+    dtypes = [[a.dtype for a in arrays] for arrays in (xs, ws)]
+    ws, ref_w = (_gather(head, ws[0]), *ws[1:]), _gather(head, ref_w)
+    v = len(ws[0])
     first = _vocab_start(head, v)
     y = y - first
     columns = [kept.rows(a)[:, None] for a in (y, *out, *norms, *grads)]
-    rows = [kept.rows(x), kept.rows(ref_x)]
+    rows = [kept.rows(a) for a in (ref_x, *xs)]
     size = _block_size(v, r, head.chunk)
     n_blocks, rest = divmod(v, size)
 
     def block_of_tokens(i, carry):
-        x, ref_x = (_slice(a, i, r) for a in rows)
+        ref_x, *xs = (_slice(a, i, r) for a in rows)
         bits = [kept.block(each, i, r) for each in support]
         part = [_slice(a, i, r) for a in columns]
 
-        def add(start, size, dx, dw):
-            w_block = lax.dynamic_slice_in_dim(w, start, size)
+        def add(start, size, dxs, dws):
+            blocks = [lax.dynamic_slice_in_dim(w, start, size) for w in ws]
             ref_block = lax.dynamic_slice_in_dim(ref_w, start, size)
             members = [_members(each, first + start, size) for each in bits]
-            d = _logits_gradient(head, x, ref_x, part, w_block, ref_block, start, *members)
-            new = _dot(d, x, 0, 0)
-            dw = _add_rows(dw, new, start)
-            return dx + _dot(d, w_block, 1, 0), dw
+            d = _logits_gradient(head, xs, ref_x, part, blocks, ref_block, start, *members)
+            pairs = zip(dws, xs, strict=True)
+            dws = [_add_rows(dw, _dot(d, x, 0, 0), start) for dw, x in pairs]
+            pairs = zip(dxs, blocks, strict=True)
+            return [dx + _dot(d, block, 1, 0) for dx, block in pairs], dws
 
-        dx_all, dw = carry
-        dx = jnp.zeros((r, D), jnp.float32)
-        dx, dw = lax.fori_loop(0, n_blocks, lambda j, c: add(j * size, size, *c), (dx, dw))
+        dx_all, dws = carry
+        dxs = [jnp.zeros((r, w.shape[1]), jnp.float32) for w in ws]
+        dxs, dws = lax.fori_loop(0, n_blocks, lambda j, c: add(j * size, size, *c), (dxs, dws))
         if rest:
-            dx, dw = add(v - rest, rest, dx, dw)
-        return lax.dynamic_update_slice(dx_all, dx, (i * r, 0)), dw
+            dxs, dws = add(v - rest, rest, dxs, dws)
+        pairs = zip(dx_all, dxs, strict=True)
+        return [lax.dynamic_update_slice(old, dx, (i * r, 0)) for old, dx in pairs], dws
 
-    carry = jnp.zeros((len(kept.order), D), jnp.float32), jnp.zeros((v, D), jnp.float32)
-    dx, dw = lax.fori_loop(0, -(-kept.count // r), block_of_tokens, carry)
+    carry = [[jnp.zeros((n, w.shape[1]), jnp.float32) for w in ws] for n in (len(kept.order), v)]
+    dxs, dws = lax.fori_loop(0, -(-kept.count // r), block_of_tokens, tuple(carry))
     if head.vocab_axes:
-        dx = lax.psum(dx, head.vocab_axes)
-    return kept.back(dx.astype(x.dtype), keep), _scatter(head, dw).astype(w.dtype)
+        dxs = [lax.psum(dx, head.vocab_axes) for dx in dxs]
+    dws = [_scatter(head, dws[0]), *(_sum_tokens(head, dw) for dw in dws[1:])]
+    dxs, dws = (
+        [a.astype(dtype) for a, dtype in zip(arrays, wanted, strict=True)]
+        for arrays, wanted in zip((dxs, dws), dtypes, strict=True)
+    )
+    return tuple(kept.back(dx, keep) for dx in dxs), tuple(dws)
 
 
-def _logits_gradient(head: Head, x, ref_x, part, w_block, ref_block, start, members=None):
+def _logits_gradient(head: Head, xs, ref_x, part, blocks, ref_block, start, members=None):
     """dl [r, size] of one block of tokens and vocabulary, in the dtype of the hidden states."""
     y, _, entropy, kl, log_mass, norm, ref_norm, g_logp, g_entropy, g_kl, g_mass = part
-    logits = head.logits(x, w_block)
+    logits = head.logits(xs, blocks)
     logp = logits - norm
     p = jnp.exp(logp)
-    d = g_logp * ((start + jnp.arange(len(w_block)))[None, :] == y) - g_logp * p
+    d = g_logp * ((start + jnp.arange(len(blocks[0])))[None, :] == y) - g_logp * p
     if head.with_entropy:
         d -= g_entropy * p * (logp + entropy)
     if head.with_kl:
-        d += g_kl * p * (logp - (head.logits(ref_x, ref_block) - ref_norm) - kl)
+        d += g_kl * p * (logp - (head.logits([ref_x], [ref_block]) - ref_norm) - kl)
     if members is not None:
         d += g_mass * p * (jnp.where(members, jnp.exp(-log_mass), 0.0) - 1.0)
-    return (d * head.logits_slope(logits)).astype(x.dtype)
+    return (d * head.logits_slope(logits)).astype(xs[0].dtype)
 
 
 def _dot(a, b, a_dim: int, b_dim: int):
@@ -335,6 +348,11 @@ def _gather(head: Head, w):
     if not head.weight_axes:
         return w
     return lax.all_gather(w, head.weight_axes, axis=1, tiled=True)
+
+
+def _sum_tokens(head: Head, dw):
+    """The gradient of a weight without `w_embed` shards, summed over the devices' tokens."""
+    return lax.psum(dw, head.token_axes) if head.token_axes else dw
 
 
 def _scatter(head: Head, dw):

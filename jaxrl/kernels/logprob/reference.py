@@ -6,6 +6,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import materialize
 
+# Low-rank change of the unembedding: (l, B), which adds l Bᵀ to the logits. l is scale A h.
+Change = tuple[Float[Array, "*B R"], Float[Array, "V R"]]
+
 
 def head_logits(
     hidden: Float[Array, "*B D"],
@@ -13,10 +16,13 @@ def head_logits(
     *,
     temperature: float,
     softcap: float | None,
+    change: Change | None = None,
 ) -> Float[Array, "*B V"]:
-    """cap(h Wᵀ) / temperature in float32, cap(l) = softcap * tanh(l / softcap)."""
+    """cap(h Wᵀ + l Bᵀ) / temperature in float32, cap(l) = softcap * tanh(l / softcap)."""
     dims = (((hidden.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(hidden, unembed, dims, preferred_element_type=jnp.float32)
+    if change is not None:
+        logits += jax.lax.dot_general(*change, dims, preferred_element_type=jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return materialize(logits / temperature)

@@ -2,7 +2,9 @@
 
 The device then needs memory for the state of one layer instead of that of the whole model: the
 state of a layer is copied to the device, updated and copied back before that of the next is read.
-A built-in optimizer updates every tensor by itself, so a step computes the same as at once.
+A built-in optimizer updates every tensor by itself, so a step computes the same as at once, up to
+rounding. The embedding table and the unembedding are parts too. They can be larger than a layer,
+and are updated in blocks of rows if the optimizer is elementwise.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxrl.learner.optimizers.blocks import Blocks
+from jaxrl.learner.optimizers.slices import put_slice, slice_count, take_slice
 from jaxrl.models.spec import ParamSpec, is_spec, map_specs
 from jaxrl.types import Tree
 from sharding import restore_memory_space
@@ -24,6 +27,7 @@ Build = Callable[[Tree, Tree, Tree | None], optax.GradientTransformation]
 # (state, gradients, transformation) -> state after a step, all on the device
 Step = Callable[[Tree, Tree, optax.GradientTransformation], Tree]
 OUTSIDE, STACKED = -1, -2  # parts that are no single layer
+TABLES = {"embed": -3, "lm_head": -4}  # fields of a Decoder, each a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +38,11 @@ class Recipe:
     specs: Tree
     decays: Tree
     factors: Tree | None
+    elementwise: bool  # whether a step of some rows of a table is the same as with the others
 
     @property
     def parts(self) -> list[int]:
-        """Indices of listed layers, STACKED, and OUTSIDE for what is in no layer."""
+        """Indices of listed layers, STACKED, those of TABLES, and OUTSIDE for what is in none."""
         paths = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         return sorted({part_of(path) for path, _ in paths})
 
@@ -76,40 +81,59 @@ def step_by_layer(state: Tree, grads: Tree, recipe: Recipe, step: Step) -> Tree:
         old, grad = select(state, part), select(grads, part)
         if done:  # a part is read after the one before is written
             (old, grad), done[-1] = jax.lax.optimization_barrier(((old, grad), done[-1]))
-        if part == STACKED:
-            done.append(_step_stacked(old, grad, recipe, step))
-            continue
-        done.append(restore_memory_space(step(old, grad, recipe.of_part(part)), old))
+        done.append(_step_part(old, grad, part, recipe, step))
     leaves = {path: leaf for tree in done for path, leaf in _leaves_with_path(tree)}
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path], state)
 
 
-def _step_stacked(state: Tree, grads: Tree, recipe: Recipe, step: Step) -> Tree:
-    """A loop over the layers, which updates the stacked arrays in place."""
-    n_layers = jax.tree.leaves(grads)[0].shape[0]
+def _step_part(state: Tree, grads: Tree, part: int, recipe: Recipe, step: Step) -> Tree:
+    if part == STACKED:
+        n_layers = jax.tree.leaves(grads)[0].shape[0]
+        return _step_in_blocks(state, grads, n_layers, recipe.of_layer, step)
+    transform = recipe.of_part(part)
+    divides = part in TABLES.values() and recipe.elementwise
+    if divides and (n_blocks := table_blocks((state, grads))) > 1:
+        return _step_in_blocks(state, grads, n_blocks, lambda _: transform, step)
+    return restore_memory_space(step(state, grads, transform), state)
 
-    def layer(tree: Tree, i: jax.Array) -> Tree:
-        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1) if a.ndim else a, tree)
+
+def _step_in_blocks(
+    state: Tree,
+    grads: Tree,
+    n_blocks: int,
+    transform: Callable[[jax.Array], optax.GradientTransformation],
+    step: Step,
+) -> Tree:
+    """A loop over equal blocks of the first axis, which updates the arrays in place.
+
+    `transform(i)` is that of block i.
+    """
+
+    def block(tree: Tree, i: jax.Array) -> Tree:
+        return jax.tree.map(lambda a: take_slice(a, i, n_blocks) if a.ndim else a, tree)
 
     def body(i: jax.Array, new: Tree) -> Tree:
-        # Scalars, such as the number of steps, are those from before the step for every layer.
+        # Scalars, such as the number of steps, are those from before the step for every block.
         old = jax.tree.map(lambda a, was: a if a.ndim else was, new, state)
-        updated = step(layer(old, i), layer(grads, i), recipe.of_layer(i))
+        updated = step(block(old, i), block(grads, i), transform(i))
         updated = restore_memory_space(updated, old)
 
-        def put(a: jax.Array, one: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(a, one, i, 0) if a.ndim else one
+        return jax.tree.map(lambda a, b: put_slice(a, b, i) if a.ndim else b, new, updated)
 
-        return jax.tree.map(put, new, updated)
+    return jax.lax.fori_loop(0, n_blocks, body, state)
 
-    return jax.lax.fori_loop(0, n_layers, body, state)
+
+def table_blocks(arrays: Tree) -> int:
+    """Number of blocks of rows of a table and its state; 1 if their shapes differ."""
+    tables = [a for a in jax.tree.leaves(arrays) if a.ndim]
+    return 1 if len({a.shape for a in tables}) > 1 else slice_count(tables[0])
 
 
 def part_of(path: tuple) -> int:
     """The part that a leaf at this path belongs to: any tree with parameters inside has parts."""
     names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
     if "layers" not in names:
-        return OUTSIDE
+        return next((part for name, part in TABLES.items() if name in names), OUTSIDE)
     index = names[names.index("layers") + 1]
     return index if isinstance(index, int) else STACKED
 

@@ -1,10 +1,12 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in one folder."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
@@ -22,7 +24,7 @@ from jaxrl.models.files.hf_save import (
     stored_tensor,
     stored_tensors,
 )
-from jaxrl.models.files.safetensors import TensorInfo, read_header, write_tensors
+from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header, write_tensors
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules, hosts
@@ -44,7 +46,11 @@ UNSUPPORTED = {
     "trainable_token_indices": None,
 }
 
-
+# Copies of base weights that PEFT puts next to the adapters of these tables.
+BASE_COPIES = {
+    f"{module}.base_layer.weight": f"{module}.weight"
+    for module in ("model.embed_tokens", "lm_head")
+}
 # Starts of training of PEFT that subtract from the weights of the base model.
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 
@@ -163,22 +169,10 @@ def adapter_config(folder: Path) -> LoRA:
 def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -> Decoder:
     """The model with the adapters in `folder` in place of the present ones; the base is shared.
 
-    Raises ValueError if they have another rank, scale or other layers than the model's, or if their
-    tensors do not fit.
+    Raises the errors of `check_adapter`.
     """
-    found, lora = adapter_config(folder), model.cfg.lora
-    assert lora is not None
-    wanted = dataclasses.replace(lora, targets=tuple(sorted(lora.targets)))
-    if found != wanted:
-        keys = ("rank", "alpha", "rslora", "dora", "targets")
-        differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
-        lines = [f"{k} {getattr(found, k)!r}, not {getattr(wanted, k)!r}" for k in differ]
-        raise ValueError(
-            f"the adapter in {folder} has {', '.join(lines)}; set config.lora.rank, .alpha, "
-            ".rslora, .dora and .target_modules to those of the adapter"
-        )
+    check_adapter(folder, model.cfg)
     tensors, specs = adapter_tensors(folder), decoder_specs(model.cfg)
-    check_tensors(specs, tensors, folder)
     mesh = jax.sharding.get_mesh()
 
     def leaf(spec: ParamSpec, old: jax.Array) -> jax.Array:
@@ -191,8 +185,50 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
     return jax.tree.map(leaf, specs, model, is_leaf=is_spec)
 
 
+def check_adapter(folder: Path, decoder: DecoderConfig) -> None:
+    """Raises ValueError unless the adapter in `folder` is one of the decoder, with its adapters.
+
+    Rank, scale and layers must be those of the decoder's adapters, and the tensors must fit.
+    """
+    found, lora = adapter_config(folder), decoder.lora
+    assert lora is not None
+    wanted = dataclasses.replace(lora, targets=tuple(sorted(lora.targets)))
+    if found != wanted:
+        keys = ("rank", "alpha", "rslora", "dora", "targets")
+        differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
+        lines = [f"{k} {getattr(found, k)!r}, not {getattr(wanted, k)!r}" for k in differ]
+        raise ValueError(
+            f"the adapter in {folder} has {', '.join(lines)}; set config.lora.rank, .alpha, "
+            ".rslora, .dora and .target_modules to those of the adapter"
+        )
+    check_tensors(decoder_specs(decoder), adapter_tensors(folder), folder)
+
+
 def adapter_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of an adapter, by the names that their layers have in the base model."""
+    """The tensors of an adapter, by the names that their layers have in the base model.
+
+    Without copies of base weights.
+    """
+    return {name: i for name, i in _all_tensors(folder).items() if name not in BASE_COPIES}
+
+
+def check_base_copies(folder: Path, base: Mapping[str, TensorInfo]) -> None:
+    """Raises ValueError if the adapter in `folder` has a copy of another base model's weights."""
+    for name, info in _all_tensors(folder).items():
+        if name not in BASE_COPIES:
+            continue
+        copy, own = np.asarray(map_tensor(info)), np.asarray(map_tensor(base[BASE_COPIES[name]]))
+        if copy.shape != own.shape or not np.array_equal(own.astype(copy.dtype), copy):
+            raise ValueError(
+                f"the adapter in {folder} has a {name} [{', '.join(map(str, copy.shape))}] that is "
+                f"not the base model's {BASE_COPIES[name]}: its table was trained or resized; "
+                "merge it into its base model with PEFT"
+            )
+
+
+def _all_tensors(folder: Path) -> dict[str, TensorInfo]:
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"there is no {WEIGHTS} in {folder}; {ADVICE}")
     header = read_header(folder / WEIGHTS)
     return {name.removeprefix(PREFIX): info for name, info in header.items()}
 

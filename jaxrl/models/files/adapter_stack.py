@@ -13,6 +13,7 @@ from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import open_adapter
 from jaxrl.models.files.hf_save import StoredAdapter
+from jaxrl.models.layers.tables import TABLES
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules
 
@@ -32,15 +33,14 @@ def stack_adapters(
             f"the adapter in {dora[0]} is a DoRA adapter, which is not served next to others; "
             "merge it with python -m jaxrl.convert BASE TARGET --adapter=FOLDER and serve TARGET"
         )
-    if experts := [
-        str(folder)
-        for folder, one in zip(folders, stored, strict=True)
-        if any(".experts." in name for name in one.tensors)
-    ]:
-        raise ValueError(
-            f"the adapter in {experts[0]} changes experts, which is not served next to others; "
-            "merge it with python -m jaxrl.convert BASE TARGET --adapter=FOLDER and serve TARGET"
-        )
+    for parts, what in (((".experts.",), "experts"), (TABLES.values(), "embeddings or the head")):
+        for folder, one in zip(folders, stored, strict=True):
+            if any(part in name for name in one.tensors for part in parts):
+                raise ValueError(
+                    f"the adapter in {folder} changes {what}, which is not served next to others; "
+                    "merge it with python -m jaxrl.convert BASE TARGET --adapter=FOLDER and serve "
+                    "TARGET"
+                )
     rank = max(one.lora.rank for one in stored)
     targets = tuple(sorted({target for one in stored for target in one.lora.targets}))
     lora = LoRA(rank, alpha=float(rank), targets=targets, n_stacked=len(stored))

@@ -33,6 +33,7 @@ SHARD_BYTES = 5_000_000_000  # largest weight file, as on the hub
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
 COPIED = (*TOKENIZER_FILES, "merges.txt", "*.jinja", "chat_template.json", "generation_config.json")
 ADAPTER_PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
 START_PARTS = ("lora_A_start.weight", "lora_B_start.weight")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -165,7 +166,12 @@ def merge_tensors(
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
-        parts = [tensors.get(name.removesuffix("weight") + part) for part in ADAPTER_PARTS]
+        module = name.removesuffix("weight")
+        parts = [tensors.get(module + part) for part in ADAPTER_PARTS]
+        # The change of an embedding table is (B A)ᵀ.
+        if module + EMBEDDING_PARTS[0] in tensors:
+            b, a = (transposed(tensors[module + part]) for part in EMBEDDING_PARTS)
+            parts = [a, b, None]
         target_dtype = np.dtype(tensor.dtype if dtype is None else dtype)
 
         def read(tensor=tensor, parts=parts, target_dtype=target_dtype) -> np.ndarray:
@@ -217,7 +223,11 @@ def joined_starts(lora: LoRA, tensors: Mapping[str, Tensor]) -> tuple[LoRA, Mapp
 
 def is_adapter(name: str) -> bool:
     """Whether a tensor is a part of an adapter: A, B, their starts or the magnitude."""
-    return name.endswith((*ADAPTER_PARTS, *START_PARTS))
+    return name.endswith((*ADAPTER_PARTS, *START_PARTS, *EMBEDDING_PARTS))
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.name, tensor.dtype, tensor.shape[::-1], lambda: tensor.read().T)
 
 
 def slice_tensor(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxrl.models.layers.stored import (
     make_stored,
 )
 from jaxrl.models.spec import ParamSpec
-from sharding import Rules, gather_matrix
+from sharding import Rules, gather_matrix, gather_residual, scatter_residual
 
 # Weight axes whose activations have another logical axis.
 ACTIVATION_AXES: dict[str | None, str] = {"w_embed": "embed"}
@@ -146,6 +146,7 @@ class Linear(nnx.Module):
         n_in = len(shape) - self.n_out
         w = make_stored(make, name, shape, axes, n_in=n_in, hf_shape=hf_shape, dtype=base_dtype)
         self.w: Stored = nnx.data(w)
+        self.gathered: Stored | None = nnx.data(None)  # what `gather` sets
         bias_shape, self.bias_axes = shape[: self.n_out], axes[: self.n_out]
         self.b = nnx.data(
             make(f"{name}.bias", bias_shape, self.bias_axes, init="zeros", hf_shape=hf_shape[:1])
@@ -166,12 +167,22 @@ class Linear(nnx.Module):
         int8 stays int8, without its scales; nf4 is dequantized to `dtype`.
         """
         if not isinstance(w, QUANTIZED):
-            return gather_matrix(w, rules, self.axes, self.n_out)
+            whole = self.gathered is not None
+            return w if whole else gather_matrix(w, rules, self.axes, self.n_out)
         w = gather_stored(w, rules, self.axes, len(self.axes) - self.n_out)
         values = w.values if isinstance(w, Quantized) else dense(w, dtype)
         flat = rules.gathered(self.axes[0], self.axes[self.n_out])
         into = math.prod(values.shape[self.n_out :])
         return jnp.reshape(values, (-1, into), out_sharding=flat)
+
+    def gather(self, rules: Rules) -> "Linear":
+        """The same map with its weight gathered once, for several products."""
+        new, n_in = jax.tree.map(lambda leaf: leaf, self), len(self.axes) - self.n_out
+        if isinstance(self.w, QUANTIZED):
+            new.gathered = gather_stored(self.w, rules, self.axes, n_in)
+        else:
+            new.gathered = gather_matrix(self.w, rules, self.axes, self.n_out)
+        return new
 
     def finish(
         self, x: Float[Array, "B T I"], y: Float[Array, "B T O"], rules: Rules
@@ -183,7 +194,8 @@ class Linear(nnx.Module):
         shape = (*y.shape[:2], *self.w.shape[: self.n_out])
         if self.out_axes[0] == "embed":
             out = rules.residual_spec(shape)
-            y = jax.reshard(y, out)
+            partial = self.product_spec(rules) == rules.partial_residual()
+            y = scatter_residual(y, rules) if partial else jax.reshard(y, out)
         else:
             out = rules.spec("batch", "time", *self.out_axes)
             y = jnp.reshape(y, shape, out_sharding=out)
@@ -252,7 +264,7 @@ def apply_linears(
     if linears[0].in_axis == "embed":
         # Scales multiply whole sums: quantized products leave none to the residual stream.
         plain = rules.spec("batch", "time", "embed")
-        inputs = jax.reshard(x, rules.gathered_residual() if kind == "auto" else plain)
+        inputs = gather_residual(x, rules) if kind == "auto" else jax.reshard(x, plain)
     else:
         x_spec = rules.spec("batch", "time", linears[0].in_axis)
         x = jnp.reshape(x, (*x.shape[:2], math.prod(x.shape[2:])), out_sharding=x_spec)
@@ -270,7 +282,7 @@ def apply_linears(
             return [quantized_matmul(x, w, kind, out) for w, out in pairs]
         return matmuls(x, weights, out_shardings=outs)
 
-    stored = [linear.w for linear in linears]
+    stored = [linear.w if linear.gathered is None else linear.gathered for linear in linears]
     if any(isinstance(w, QUANTIZED) for w in stored):
         multiply = jax.checkpoint(multiply)  # backward must not keep weights in the dtype of x
     ys = multiply(inputs, stored)

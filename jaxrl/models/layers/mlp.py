@@ -6,6 +6,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers.chunks import (
+    apply_to_chunks,
+    join_positions,
+    n_chunks,
+    n_position_shards,
+    split_positions,
+)
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears
 from sharding import Rules
 
@@ -48,6 +55,7 @@ class MLP(nnx.Module):
             )
 
         self.act = cfg.act
+        self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
         shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
         self.down = Linear(
@@ -63,6 +71,26 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
+        n_tokens = x.shape[0] * x.shape[1] // (rules.n_shards("batch") * rules.n_shards("time"))
+        n = n_chunks(n_tokens, self.chunk, x.shape[1] // n_position_shards(x))
+        if n == 1:
+            return self.apply(x, rules)
+        layout = jax.typeof(x).sharding.spec
+        whole = self._gather(rules)
+
+        def apply(mlp: MLP, x: Float[Array, "B t D"]) -> Float[Array, "B t D"]:
+            return jax.reshard(mlp.apply(x, rules), layout)
+
+        return join_positions(apply_to_chunks(apply, whole, split_positions(x, n)), x)
+
+    def apply(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
+        """The network on all tokens at one time."""
         projected = apply_linears(x, self.gate, self.up, rules=rules)
         gate, up = share_backward(*checkpoint_name(projected, "gate_up"))
         return checkpoint_name(self.down(ACTIVATIONS[self.act](gate) * up, rules), "down")
+
+    def _gather(self, rules: Rules) -> "MLP":
+        new = jax.tree.map(lambda leaf: leaf, self)
+        new.gate, new.up = self.gate.gather(rules), self.up.gather(rules)
+        new.down = self.down.gather(rules)
+        return new

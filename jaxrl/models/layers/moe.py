@@ -22,6 +22,7 @@ from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers.chunks import apply_to_chunks, n_chunks
 from jaxrl.models.layers.linear import Adapter
 from jaxrl.models.layers.mlp import ACTIVATIONS
 from jaxrl.models.layers.stored import (
@@ -91,6 +92,7 @@ class MoE(nnx.Module):
         hf, out_in = dict(zip(AXES, names, strict=True)), dict(gate=(F, D), up=(F, D), down=(D, F))
         self.top_k, self.norm_topk, self.act = cfg.top_k, cfg.norm_topk, cfg.act
         self.implementation = cfg.grouped_matmul
+        self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.router = nnx.data(make(f"{router}.weight", (E, D), (None, "w_embed"), hf_shape=(E, D)))
 
         def weight(name: str) -> Any:
@@ -151,6 +153,7 @@ class MoE(nnx.Module):
             rules=rules,
             fsdp_axes=fsdp_axes,
             implementation=self.implementation,
+            chunk=self.chunk,
         )
         in_specs = (rows, rows, rows, tokens, specs)
         mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
@@ -179,7 +182,8 @@ def route(
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T k"], Int[Array, "B T k"]]:
     """(probabilities of all experts, weights and indices of the top k, most probable first)."""
     logits = materialize(logits)
-    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    # XLA on CPU computes the exponential of a difference in another way than that of an array.
+    powers = jnp.exp(materialize(logits - jnp.max(logits, axis=-1, keepdims=True)))
     probs = powers / row_sum(powers)[..., None]
     weights, experts = lax.top_k(probs, top_k)
     if norm_topk:
@@ -214,13 +218,15 @@ def sharded_experts(
     rules: Rules,
     fsdp_axes: tuple[str, ...],
     implementation: str,
+    chunk: int,
 ) -> jax.Array:
     """shard_map body: this device's experts applied to all tokens of its expert group.
 
     Tokens are all-gathered along the expert axis if the batch is sharded over it, and the sums are
     reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
     sharded over devices with different tokens (FSDP, `fsdp_axes`) are gathered here, so their
-    gradient takes one reduce-scatter. `specs` are the PartitionSpecs of the matrices.
+    gradient takes one reduce-scatter. `specs` are the PartitionSpecs of the matrices. Every device
+    applies its experts to at most `chunk` of its tokens at one time; 0 = all.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
@@ -242,18 +248,26 @@ def sharded_experts(
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
     x, weights, experts = mark(x), mark(weights), mark(experts)
     matrices = jax.tree.map(gather_weight, matrices, specs)
-    if shared:
-        gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
-        x, weights, experts = gather(x), gather(weights), gather(experts)
-    if expert_axes:
-        experts = experts - lax.axis_index(expert_axes) * n_experts
-    y = local_experts(x, weights, experts, matrices, act=act, implementation=implementation)
-    y = y.astype(x.dtype)
-    if rest := tuple(a for a in weight_axes if a not in shared):
-        y = lax.psum(y, rest)
-    if shared:
-        y = lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
-    return y.reshape(shape)
+
+    def apply(matrices: dict[str, ExpertMatrix], tokens: tuple[jax.Array, ...]) -> jax.Array:
+        x, weights, experts = tokens
+        if shared:
+            gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
+            x, weights, experts = gather(x), gather(weights), gather(experts)
+        if expert_axes:
+            experts = experts - lax.axis_index(expert_axes) * n_experts
+        y = local_experts(x, weights, experts, matrices, act=act, implementation=implementation)
+        y = y.astype(x.dtype)
+        if rest := tuple(a for a in weight_axes if a not in shared):
+            y = lax.psum(y, rest)
+        if shared:
+            y = lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
+        return y
+
+    if (n_parts := n_chunks(n, chunk, n)) == 1:
+        return apply(matrices, (x, weights, experts)).reshape(shape)
+    parts = jax.tree.map(lambda a: a.reshape(n_parts, -1, a.shape[-1]), (x, weights, experts))
+    return apply_to_chunks(apply, matrices, parts).reshape(shape)
 
 
 def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:

@@ -1,11 +1,10 @@
 """Root-mean-square normalization (https://arxiv.org/abs/1910.07467)."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl.kernels.bits import row_sum
+from jaxrl.kernels.bits import row_sum, rsqrt
 from jaxrl.models.layers.linear import MakeParam
 
 
@@ -20,7 +19,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         x32 = x.astype(jnp.float32)
         mean = row_sum(x32 * x32)[..., None] / x.shape[-1]
-        normed = x32 * jax.lax.rsqrt(mean + self.eps)
+        normed = x32 * rsqrt(mean + self.eps)
         if self.unit_offset:  # Gemma scales before rounding, other families after
             return (normed * (1.0 + self.w.astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.w

@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxrl import types
+from jaxrl.kernels.bits import materialize
 from jaxrl.models.config import ROPE_KINDS, Rope
 
 
@@ -89,4 +90,9 @@ def rotate(
     if rotation.amplitude is not None:
         cos, sin = cos * rotation.amplitude, sin * rotation.amplitude
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    # XLA on CPU would contract one of two products with their sum, which one depends on the shape
+    rotated = [
+        materialize(x1 * cos) - materialize(x2 * sin),
+        materialize(x2 * cos) + materialize(x1 * sin),
+    ]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -40,7 +40,7 @@ class Kernel:
 
     def seconds(self, chip: Chip) -> float:
         """The larger of its arithmetic and its memory traffic at peak rates."""
-        compute = sum(flops / chip.rate(dtype) for dtype, flops in self.flops.items())
+        compute = sum((flops / chip.rate(dtype) for dtype, flops in self.flops.items()), 0.0)
         return max(compute, self.bytes / chip.memory_bytes_per_s)
 
 

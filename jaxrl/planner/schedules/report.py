@@ -79,6 +79,8 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
     rollout_slots = [costs.slots(costs.shared())]
     rollout_slots += [costs.slots(split) for split in costs.splits()[:1]]
     slots = " (shared devices) or ".join(str(n) for n in rollout_slots)
+    n = costs.replica_devices
+    replica = "1 device" if n == 1 else f"{n} devices"
     return [
         f"{cfg.data.prompts_per_step} prompts of {planned['prompt']} tokens x {cfg.rollout.n} "
         f"samples per step; lengths of responses: {spec}, mean {lengths.mean():,.0f}, median "
@@ -88,11 +90,11 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
         f"{mesh}, sequences of {planned['prompt']} + {planned['response']} tokens), with compute, "
         "HBM traffic and collectives overlapped; host, rewards and checkpoints take no time",
         "a decode step reads the weights once and the KV cache of its sequences; a replica has "
-        f"{costs.replica_devices} devices and {slots} slots for sequences of maximum length",
+        f"{replica} and {slots} slots for sequences of maximum length",
         "training on m of n devices takes n / m times as long; its attention costs by the length "
         "of each sequence, everything else by token",
-        "unfinished responses compute their KV again when the weights change"
-        + "; new weights pass the links of a rollout device once",
+        "unfinished responses compute their KV again when the weights change; new weights pass the "
+        "links of a rollout device once",
         "a step waits for groups that would become too old, so none is dropped; async trains on "
         "groups in the order of their prompts",
     ]

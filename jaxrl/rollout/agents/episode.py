@@ -91,11 +91,12 @@ class AgentEpisode:
     """A running episode of an agent."""
 
     def __init__(self, prompt: Prompt, sample: int, *, seed: int, limits: AgentLimits):
-        self.prompt, self.sample, self._seed, self._limits = prompt, sample, seed, limits
+        self.prompt, self.sample, self.seed, self._limits = prompt, sample, seed, limits
         self.branches: list[Branch] = []  # the last is the one with the latest turn
         self.reward: float | None = None
         self.counts: dict[str, float] = {"rejected": 0.0, "malformed_calls": 0.0}
         self.error = ""
+        self.ended = False
         self._n_started = 0
         self._n_turns = 0
         self._finish = "stop"
@@ -179,7 +180,7 @@ class AgentEpisode:
         """A seed for the turn that does not depend on the order in which requests arrive."""
         key = zlib.crc32(tokens.tobytes())
         n_equal = self._n_seen[key] = self._n_seen.get(key, -1) + 1
-        return int(np.random.SeedSequence([self._seed, key, n_equal]).generate_state(1)[0])
+        return int(np.random.SeedSequence([self.seed, key, n_equal]).generate_state(1)[0])
 
     def cancel_turn(self, turn: PendingTurn) -> None:
         """Forgets a turn whose client has disconnected."""
@@ -223,7 +224,7 @@ class AgentEpisode:
             error = "the agent ended without a turn of the model"
         if not error and self._limits.needs_reward and self.reward is None:
             error = missing + "a number from it, or send one to {base_url}/reward"
-        self.error = error
+        self.error, self.ended = error, True
 
     def rollout(self, renderer: ChatRenderer) -> Rollout:
         """The conversation with the latest turn, and the others as its branches.

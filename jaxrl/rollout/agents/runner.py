@@ -8,20 +8,18 @@ import contextlib
 import dataclasses
 import queue
 import time
-from collections.abc import Sequence
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.engine.api import Engine, Request
+from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import Reply
 from jaxrl.rollout.agents.endpoint import AgentEndpoint, Call, RewardCall, TurnCall
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.episodes import episode_task, run_episodes
-from jaxrl.rollout.generate import OnProgress, Response, append_generated
-from jaxrl.types import Prompt, Rollout, Tree
+from jaxrl.rollout.episodes import episode_task
+from jaxrl.rollout.generate import Response, append_generated, continued
+from jaxrl.types import Prompt, Tree
 
 IDLE_S = 0.02  # wait for requests when idle, between two looks at the agents' processes
 
@@ -45,23 +43,28 @@ class ActiveTurn:
 
 
 class AgentRunner:
-    """The unfinished episodes of one `run_agents` call."""
+    """The unfinished episodes of agents, and their turns in the engine.
+
+    A rollout has the tokens of the conversation with the latest turn, and further conversations as
+    `branches`.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RequestEngine,
         agents: Agents,
         reader: TurnReader,
         *,
         sampling: SamplingConfig,
         limits: AgentLimits,
-        seed: int,
     ):
         self.engine, self.agents, self.reader = engine, agents, reader
-        self.sampling, self.limits, self.seed = sampling, limits, seed
+        self.renderer = reader.renderer
+        self.sampling, self.limits = sampling, limits
         self.waiting: collections.deque[AgentEpisode] = collections.deque()
         self.started: dict[int, AgentEpisode] = {}  # by number in the pool
         self.in_engine: dict[int, ActiveTurn] = {}  # by slot
+        self._paused: list[ActiveTurn] = []
         self._numbers: dict[str, int] = {}  # by id of the endpoint
         self._ids: dict[int, str] = {}
         self._deadlines: dict[int, float] = {}
@@ -70,6 +73,11 @@ class AgentRunner:
     def n_unfinished(self) -> int:
         return len(self.waiting) + len(self.started)
 
+    def add(self, prompt: Prompt, sample: int, seed: int) -> AgentEpisode:
+        """A new episode, which waits to start."""
+        self.waiting.append(AgentEpisode(prompt, sample, seed=seed, limits=self.limits))
+        return self.waiting[-1]
+
     def start_waiting(self) -> None:
         """Starts waiting episodes while the pool has free processes."""
         endpoint, pool = self.agents.endpoint, self.agents.pool
@@ -77,7 +85,7 @@ class AgentRunner:
             episode = self.waiting.popleft()
             name = endpoint.open()
             address = {"base_url": endpoint.base_url(name), "api_key": name}
-            number = pool.start(episode_task(episode.prompt, self.seed) | address)
+            number = pool.start(episode_task(episode.prompt, episode.seed) | address)
             self._numbers[name], self._ids[number] = number, name
             self.started[number] = episode
             if self.limits.timeout_s:
@@ -96,13 +104,25 @@ class AgentRunner:
             active = self.in_engine[generated.slot]
             n_tokens += len(generated.tokens)
             stop = (*self.sampling.stop, *active.turn.request.stop)
-            append_generated(active.response, generated, stop, self.reader.renderer.decode)
+            append_generated(active.response, generated, stop, self.renderer.decode)
             if active.response.finish:
                 del self.in_engine[generated.slot]
                 if not generated.finish:
                     self.engine.free(generated.slot)
                 self._after_turn(active, stop)
         return n_tokens
+
+    def pause(self) -> None:
+        """Takes unfinished turns of the model out of the engine."""
+        self._paused += [self._drop(slot) for slot in list(self.in_engine)]
+
+    def resume(self, paused_s: float) -> None:
+        """Continues the turns, with other weights or not; time limits move by `paused_s`."""
+        self.agents.pool.postpone(paused_s)
+        self._deadlines = {number: end + paused_s for number, end in self._deadlines.items()}
+        paused, self._paused = self._paused, []
+        for active in paused:
+            self._queue(active)
 
     def cancel(self) -> None:
         """Cancels all unfinished episodes."""
@@ -160,18 +180,22 @@ class AgentRunner:
         except RequestError as error:
             episode.reject()
             return self._fail(call, error)
+        response = Response(episode.prompt, episode.sample)
+        self._queue(ActiveTurn(number, call, turn, response))
+        return self.agents.pool.pause(number)
+
+    def _queue(self, active: ActiveTurn) -> None:
+        """Queues the rest of a turn."""
+        turn, response = active.turn, active.response
         request = Request(
             tokens=turn.tokens,
             max_tokens=turn.max_tokens,
             sampling=self.sampling,
-            prompt_id=episode.prompt.id,
-            sample=episode.sample,
+            prompt_id=response.prompt.id,
+            sample=response.sample,
             seed=turn.seed,
         )
-        slot = self.engine.submit(request)
-        response = Response(episode.prompt, episode.sample)
-        self.in_engine[slot] = ActiveTurn(number, call, turn, response)
-        return self.agents.pool.pause(number)
+        self.in_engine[self.engine.submit(continued(request, response.tokens))] = active
 
     def _after_turn(self, active: ActiveTurn, stop: tuple[str, ...]) -> None:
         """Keeps a finished turn and answers the request, unless its client has disconnected."""
@@ -187,13 +211,14 @@ class AgentRunner:
 
     def _resume(self, number: int) -> None:
         """Starts the time limit of the agent again, unless it waits for another turn."""
-        if all(active.number != number for active in self.in_engine.values()):
+        waiting = (*self.in_engine.values(), *self._paused)
+        if all(active.number != number for active in waiting):
             self.agents.pool.resume(number)
 
-    def _drop(self, slot: int) -> None:
-        del self.in_engine[slot]
+    def _drop(self, slot: int) -> ActiveTurn:
         with contextlib.suppress(KeyError):  # the engine no longer has it
             self.engine.free(slot)
+        return self.in_engine.pop(slot)
 
     def _fail(self, call: TurnCall | RewardCall, error: RequestError) -> None:
         if call.future.set_running_or_notify_cancel():
@@ -201,49 +226,14 @@ class AgentRunner:
 
     def _end(self, number: int, error: str) -> None:
         """Ends an episode; the turns that the model is writing for it are cancelled."""
-        for slot, active in list(self.in_engine.items()):
-            if active.number == number:
-                self._drop(slot)
-                self._fail(active.call, RequestError(503, "this episode has ended"))
+        slots = [slot for slot, active in self.in_engine.items() if active.number == number]
+        paused = [active for active in self._paused if active.number == number]
+        self._paused = [active for active in self._paused if active.number != number]
+        for active in [*paused, *map(self._drop, slots)]:
+            self._fail(active.call, RequestError(503, "this episode has ended"))
         name = self._ids.pop(number)
         del self._numbers[name]
         self._deadlines.pop(number, None)
         self.agents.endpoint.end(name)
         self.agents.pool.end(number)
         self.started.pop(number).end(error)
-
-
-def run_agents(
-    engine: Engine,
-    params: Tree,
-    prompts: Sequence[Prompt],
-    *,
-    agents: Agents,
-    renderer: ChatRenderer,
-    eos_ids: tuple[int, ...],
-    n: int,
-    sampling: SamplingConfig,
-    limits: AgentLimits,
-    seed: int,
-    version: int,
-    on_progress: OnProgress | None = None,
-) -> tuple[list[Rollout], dict[str, float]]:
-    """`n` episodes of the agent per prompt, ordered by prompt, then sample, and rollout/* metrics.
-
-    A rollout has the tokens of the conversation with the latest turn, and further conversations as
-    `branches`.
-    """
-    reader = TurnReader(renderer, eos_ids)
-    runner = AgentRunner(engine, agents, reader, sampling=sampling, limits=limits, seed=seed)
-    pairs = [(prompt, i) for prompt in prompts for i in range(n)]
-    episodes = [AgentEpisode(prompt, i, seed=seed, limits=limits) for prompt, i in pairs]
-    runner.waiting.extend(episodes)
-    return run_episodes(
-        engine,
-        params,
-        runner,
-        episodes,
-        version=version,
-        renderer=renderer,
-        on_progress=on_progress,
-    )

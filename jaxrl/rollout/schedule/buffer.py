@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from jaxrl.rollout.generate import Response
-from jaxrl.types import Prompt, Reward
+from jaxrl.types import Prompt, Reward, Rollout
 
 NOT_STARTED = -1
 
@@ -22,15 +22,11 @@ class PromptGroup:
     seed: int  # of the samples
     draw: int  # number of the draw of prompts that it is from, from 0
     index: int  # of its prompt in that draw
-    responses: list[Response]
+    responses: list[Response]  # as far as they are sampled; none in groups of episodes
     version: int = NOT_STARTED  # policy version when it was started
-    rewards: list[Reward] | None = None  # of the responses, once they are known
+    rollouts: list[Rollout] | None = None  # once all responses or episodes have ended
+    rewards: list[Reward] | None = None  # of the rollouts, once they are known
     ready: bool = False  # may be trained on
-
-    @property
-    def complete(self) -> bool:
-        """Whether all responses have ended."""
-        return all(response.finish for response in self.responses)
 
 
 class GroupBuffer:

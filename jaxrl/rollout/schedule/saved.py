@@ -1,6 +1,7 @@
 """Groups in flight in the checkpoint: their place in the data, tokens, logprobs and versions.
 
 Prompts are not saved but drawn again: each draw has the state of the data iterator before it.
+Episodes in an environment cannot be saved; they begin again.
 """
 
 import base64
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxrl.data.support import join
 from jaxrl.rollout.generate import Response
-from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.rollout.schedule.buffer import NOT_STARTED, PromptGroup
 from jaxrl.types import Prompt, Reward, TokenSets
 
 FIELDS = {
@@ -53,10 +54,10 @@ def group_states(groups: Iterable[PromptGroup]) -> list[GroupState]:
     return [
         GroupState(
             group,
-            group.version,
+            group.version if group.responses else NOT_STARTED,
             tuple(len(r.tokens) for r in group.responses),
             tuple(r.finish for r in group.responses),
-            group.rewards,
+            group.rewards if group.responses else None,
         )
         for group in groups
     ]

@@ -1,18 +1,48 @@
 """Responses that outlive a weight update: generation of groups in flight, through any engine."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from jaxrl.engine.api import Engine, Request
-from jaxrl.rollout.generate import Decode, Response, append_generated
+from jaxrl.engine.api import Request, RequestEngine
+from jaxrl.rollout.generate import Decode, Response, append_generated, continued, to_rollout
 from jaxrl.rollout.schedule.buffer import PromptGroup
-from jaxrl.types import Tree
+from jaxrl.types import Prompt, Tree
 
 # The request that samples all tokens of a response, from its first.
 MakeRequest = Callable[[PromptGroup, Response], Request]
+
+
+@runtime_checkable
+class GroupStream(Protocol):
+    """Generates the responses or episodes of groups, which outlive weight updates."""
+
+    engine: RequestEngine
+
+    @property
+    def n_running(self) -> int:
+        """Responses or episodes that have not ended."""
+        ...
+
+    def responses(self, prompt: Prompt) -> list[Response]:
+        """The responses of a new group."""
+        ...
+
+    def resume(self, version: int, groups: Iterable[PromptGroup]) -> None:
+        """Continues these groups under the weights of `version`, and starts new ones."""
+        ...
+
+    def dispatch(self, params: Tree) -> list[PromptGroup]:
+        """Runs one dispatch of the engine. Returns the groups that now have their rollouts."""
+        ...
+
+    def release(self) -> None:
+        """Frees all slots of the engine; `resume` computes the KV again."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the time since the last call."""
+        ...
 
 
 class ResponseStream:
@@ -25,15 +55,16 @@ class ResponseStream:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RequestEngine,
         make_request: MakeRequest,
         *,
+        n: int,
         stop: tuple[str, ...],
         decode: Decode,
         keep_kv: bool = False,
     ):
         self.engine, self.make_request = engine, make_request
-        self.stop, self.decode, self.keep_kv = stop, decode, keep_kv
+        self.n, self.stop, self.decode, self.keep_kv = n, stop, decode, keep_kv
         self._in_engine: dict[int, tuple[PromptGroup, Response]] = {}  # by slot
         self._version: int | None = None
 
@@ -41,6 +72,10 @@ class ResponseStream:
     def n_running(self) -> int:
         """Responses in the engine."""
         return len(self._in_engine)
+
+    def responses(self, prompt: Prompt) -> list[Response]:
+        """`n` responses without tokens."""
+        return [Response(prompt, sample) for sample in range(self.n)]
 
     def resume(self, version: int, groups: Iterable[PromptGroup]) -> None:
         """Continues the unfinished responses of the groups under the weights of `version`."""
@@ -50,13 +85,14 @@ class ResponseStream:
         self.engine.set_version(version)
         for group in groups:
             self.submit(group)
+            self._complete(group)
 
     def submit(self, group: PromptGroup) -> None:
         """Queues the unfinished responses of a group, except those in the engine."""
         running = {id(response) for _, response in self._in_engine.values()}
         for response in group.responses:
             if not response.finish and id(response) not in running:
-                request = continued(self.make_request(group, response), response)
+                request = continued(self.make_request(group, response), response.tokens)
                 self._in_engine[self.engine.submit(request)] = group, response
 
     def dispatch(self, params: Tree) -> list[PromptGroup]:
@@ -69,7 +105,7 @@ class ResponseStream:
                 del self._in_engine[generated.slot]
                 if not generated.finish:
                     self.engine.free(generated.slot)
-                if group.complete:
+                if self._complete(group):
                     completed.append(group)
         return completed
 
@@ -80,11 +116,12 @@ class ResponseStream:
                 self.engine.free(slot)
         self._in_engine.clear()
 
+    def take_metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
-def continued(request: Request, response: Response) -> Request:
-    """The request for the rest of a response."""
-    n = len(response.tokens)
-    if not n:
-        return request
-    tokens = np.concatenate([request.tokens, np.array(response.tokens, np.int32)])
-    return dataclasses.replace(request, tokens=tokens, max_tokens=request.max_tokens - n)
+    def _complete(self, group: PromptGroup) -> bool:
+        """Whether all responses of the group have ended; it then has their rollouts."""
+        if group.rollouts is None and all(response.finish for response in group.responses):
+            group.rollouts = [to_rollout(response, self.decode) for response in group.responses]
+        return group.rollouts is not None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.engine.engine import PagedEngine
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
@@ -109,7 +110,7 @@ def collect(run: Run) -> Collected:
         sampled, engine_metrics = run.source.next_batch(run, draw)
         groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
         if cfg.data.skip_solved:
-            run.core.iterator.mark_solved(solved_prompts(groups, cfg.data.skip_solved))
+            run.source.mark_solved(run, solved_prompts(groups, cfg.data.skip_solved))
             collected.n_solved = run.core.iterator.n_solved
         collected.add(sampled, groups, engine_metrics)
         if collected.full:
@@ -169,6 +170,7 @@ def sample(
         run.core.timed("val" if validation else "gen"),
     ):
         if cfg.rollout.release_kv:
+            assert isinstance(run.engines.engine, PagedEngine)
             with run.core.timed("kv"):
                 run.engines.engine.allocate()
         return run.engines.sample(
@@ -185,6 +187,7 @@ def sample(
 def end_rollouts(run: Run) -> None:
     """Frees the KV pages until the next rollout, if the run does so (rollout.release_kv)."""
     if run.core.cfg.rollout.release_kv:
+        assert isinstance(run.engines.engine, PagedEngine)
         with run.core.timed("kv"):
             run.engines.engine.release()
 

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxrl.engine.api import EngineStats
 from jaxrl.rollout.schedule.buffer import PromptGroup
@@ -35,6 +35,7 @@ class Order:
     version: int  # of the weights
     params: Tree | None  # the weights, on the engine's devices; None: those of the order before
     fresh: bool  # compute the KV of unfinished responses again
+    solved: Sequence[int] = ()  # prompts to skip in its draws, besides those of earlier orders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +204,7 @@ class EngineThread:
         if order.fresh:
             generator.stream.release()
         generator.stream.engine.take_stats()
+        generator.iterator.mark_solved(order.solved)
         generator.begin(order.step, order.version)
         groups = generator.generate(params, order.step, self._check_closed)
         return GeneratedBatch(

@@ -10,13 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import Batches
-from jaxrl.engine.api import Engine, Request
-from jaxrl.rollout.generate import Decode, Response, to_rollout
+from jaxrl.engine.api import Request, RequestEngine
+from jaxrl.rollout.generate import Decode, Response
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
-from jaxrl.rollout.schedule.stream import ResponseStream
+from jaxrl.rollout.schedule.stream import GroupStream, ResponseStream
 from jaxrl.trainer.run import sampling_seed
 from jaxrl.types import Prompt, Reward, Rollout, Tree
+from sharding import hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +58,20 @@ class GroupGenerator:
     def __init__(
         self,
         cfg: RunConfig,
-        engine: Engine,
+        stream: GroupStream,
         rewards: Rewards,
         iterator: Batches[Prompt],
-        *,
-        decode: Decode,
     ):
-        schedule, size = cfg.schedule, cfg.data.prompts_per_step
-        self.cfg, self.rewards, self.iterator, self.decode = cfg, rewards, iterator, decode
+        """Every process draws all prompts and generates its slice of each draw."""
+        schedule, mine = cfg.schedule, hosts.local_slice(cfg.data.prompts_per_step)
+        self._indices = range(mine.start, mine.stop)  # of its prompts in a draw
+        size = len(self._indices)
+        self.cfg, self.stream, self.rewards, self.iterator = cfg, stream, rewards, iterator
         self.buffer = GroupBuffer(
             size,
             max_started=schedule.max_started(size),
             max_staleness=schedule.max_staleness,
             arrival=schedule.order == "arrival",
-        )
-        self.stream = ResponseStream(
-            engine,
-            self._request,
-            stop=cfg.rollout.sampling.stop,
-            decode=decode,
-            keep_kv=schedule.keep_kv,
         )
         self.n_dropped = 0
         self._draws: dict[int, Draw] = {}
@@ -123,17 +118,13 @@ class GroupGenerator:
                 group.rewards = rewards
                 self._arrive(group)
 
-    def rollouts(self, group: PromptGroup) -> list[Rollout]:
-        """The rollouts of a complete group."""
-        return [to_rollout(response, self.decode) for response in group.responses]
-
     def take_metrics(self) -> dict[str, float]:
-        """Groups that are started and not taken, and those dropped since the last call."""
+        """Groups that are started and not taken, those dropped since the last call, and more."""
         n_dropped, self.n_dropped = self.n_dropped, 0
         return {
             "buffer/size": float(len(self.buffer.started)),
             "buffer/dropped": float(n_dropped),
-        }
+        } | self.stream.take_metrics()
 
     def snapshot(self, done: Sequence[PromptGroup] = ()) -> InFlight:
         """Everything in flight now; `done` are groups that were taken but not trained on."""
@@ -144,26 +135,41 @@ class GroupGenerator:
         states = tuple(saved.group_states(groups))
         return InFlight(self.iterator.state(), draws, self._n_draws, states)
 
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Continues with what was in flight, after drawing its prompts again."""
+    def restore(self, processes: Sequence[Mapping[str, Any]]) -> None:
+        """Continues with what was in flight in all processes, after drawing its prompts again.
+
+        What only some of them had drawn is drawn later.
+        """
+        first = min(processes, key=lambda values: values["n_draws"])
+        self._n_draws = first["n_draws"]
+        draws = {
+            fields["number"]: Draw(**fields) for values in processes for fields in values["draws"]
+        }
+        self._draws = {n: draw for n, draw in sorted(draws.items()) if n < self._n_draws}
         prompts = {}
-        for draw in (Draw(**fields) for fields in values["draws"]):
+        for number, draw in draws.items():
             self.iterator.restore(dict(draw.state))
-            prompts[draw.number] = next(self.iterator)
-            self._draws[draw.number] = draw
-        self.iterator.restore(values["position"])
-        self._n_draws = values["n_draws"]
-        for group in saved.decode(values, lambda draw, index: prompts[draw][index]):
+            prompts[number] = next(self.iterator)
+        self.iterator.restore(first["position"])
+        groups = [
+            group
+            for values in processes
+            for group in saved.decode(values, lambda draw, index: prompts[draw][index])
+            if group.index in self._indices and group.draw < self._n_draws
+        ]
+        if len(processes) > 1:  # in prompt order, also if there are now fewer processes
+            groups.sort(key=lambda group: (group.draw, group.index))
+        for group in groups:
             (self.buffer.waiting if group.version == NOT_STARTED else self.buffer.started).append(
                 group
             )
 
     def _arrive(self, group: PromptGroup) -> None:
         """Has a complete group scored, and makes it ready: at once, or with its rewards."""
-        if not group.complete or group.ready:
+        if group.rollouts is None or group.ready:
             return
         if group.rewards is None and group not in self._scoring.values():
-            self._scoring[self.rewards.submit(self.rollouts(group))] = group
+            self._scoring[self.rewards.submit(group.rollouts)] = group
         if group.rewards is not None or not self.buffer.arrival:
             self.buffer.arrive(group)
 
@@ -184,16 +190,31 @@ class GroupGenerator:
         self._draws[draw.number] = draw
         self._n_draws += 1
         seed = sampling_seed(self.cfg.seed, step, validation=False, draw=n)
-        for index, prompt in enumerate(next(self.iterator)):
-            responses = [Response(prompt, sample) for sample in range(self.cfg.rollout.n)]
-            self.buffer.waiting.append(PromptGroup(prompt, seed, draw.number, index, responses))
+        prompts = next(self.iterator)
+        for index in self._indices:
+            responses = self.stream.responses(prompts[index])
+            group = PromptGroup(prompts[index], seed, draw.number, index, responses)
+            self.buffer.waiting.append(group)
 
-    def _request(self, group: PromptGroup, response: Response) -> Request:
+
+def response_stream(cfg: RunConfig, engine: RequestEngine, decode: Decode) -> ResponseStream:
+    """Responses of a single turn, as the run samples them."""
+
+    def request(group: PromptGroup, response: Response) -> Request:
         return Request(
             tokens=group.prompt.tokens,
-            max_tokens=self.cfg.data.max_response_len,
-            sampling=self.cfg.rollout.sampling,
+            max_tokens=cfg.data.max_response_len,
+            sampling=cfg.rollout.sampling,
             prompt_id=group.prompt.id,
             sample=response.sample,
             seed=group.seed,
         )
+
+    return ResponseStream(
+        engine,
+        request,
+        n=cfg.rollout.n,
+        stop=cfg.rollout.sampling.stop,
+        decode=decode,
+        keep_kv=cfg.schedule.keep_kv,
+    )

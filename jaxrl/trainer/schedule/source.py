@@ -4,6 +4,7 @@ A schedule is a source. Everything else of a step is the same for all of them.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.engine.api import EngineStats
+from jaxrl.rollout.engines import merge_metrics
 from jaxrl.rollout.generate import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
@@ -18,7 +20,8 @@ from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
 from jaxrl.trainer.run import Run
 from jaxrl.trainer.schedule.engine_thread import EngineThread, Order
 from jaxrl.trainer.schedule.generator import GroupGenerator
-from jaxrl.types import Rollout, ScoredRollout
+from jaxrl.types import Reward, Rollout, ScoredRollout
+from sharding import hosts
 
 Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/* metrics
 
@@ -29,6 +32,9 @@ class SyncSource:
     def next_batch(self, run: Run, draw: int) -> Scored:
         rollouts, metrics = sample(run, next(run.core.iterator), draw=draw)
         return reward(run, rollouts), metrics
+
+    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
+        run.core.iterator.mark_solved(ids)
 
     def release_engine(self) -> None:
         pass
@@ -69,9 +75,11 @@ class PartialSource:
         waited_s, stats = time.perf_counter() - start, engine.take_stats()
         with core.timed("reward"):
             generator.wait_for_rewards(batch, check)
-        scored = scored_groups(run, generator, batch)
-        metrics = group_metrics(scored, stats, waited_s, core.step) | generator.take_metrics()
-        return scored, metrics | {"buffer/waited_s": waited_s}
+        metrics = generator.take_metrics() | {"buffer/waited_s": waited_s}
+        return scored_shares(run, [Share.of(batch, stats, waited_s, metrics)])
+
+    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
+        run.core.iterator.mark_solved(ids)
 
     def release_engine(self) -> None:
         """Frees the engine for other requests."""
@@ -82,10 +90,14 @@ class PartialSource:
 
 
 class AsyncSource:
-    """Groups that a thread generates on separate devices during training (mode = "async")."""
+    """Groups that a thread generates on separate devices during training (mode = "async").
 
-    def __init__(self, thread: EngineThread, stop: StopFlag):
-        self.thread, self.stop = thread, stop
+    Each process has such a thread, which generates its share of every batch.
+    """
+
+    def __init__(self, thread: EngineThread, stop: StopFlag, solved: Sequence[int] = ()):
+        """`solved` are prompts that were marked after the last order before the checkpoint."""
+        self.thread, self.stop, self._solved = thread, stop, list(solved)
         self._version = -1  # of the weights that the thread has
         self._taken_at: float | None = None  # the end of the last wait
 
@@ -97,32 +109,45 @@ class AsyncSource:
             core.timed("gen"),
             core.progress.phase("rollout", total=buffer.batch_size) as bar,
         ):
-
-            def on_wait() -> None:
-                self.stop.check()
-                bar.update(buffer.n_ready)
-
             while self.thread.n_ahead <= core.cfg.schedule.lag:
                 self._order(run)
-            batch = self.thread.take(on_wait)
-        end, since = time.perf_counter(), start if self._taken_at is None else self._taken_at
-        self._taken_at = end
-        scored = scored_groups(run, self.thread.generator, batch.groups)
-        metrics = group_metrics(scored, batch.stats, batch.busy_s, core.step) | batch.metrics
-        return scored, metrics | {
-            "buffer/waited_s": end - start,
-            "rollout/busy_s": batch.busy_s,
-            "perf/rollout_idle_fraction": batch.idle_s / (batch.busy_s + batch.idle_s),
-            "perf/training_idle_fraction": (end - start) / (end - since),
-        }
+            with self.stop.agreed() as check:
+
+                def on_wait() -> None:
+                    check()
+                    bar.update(buffer.n_ready)
+
+                batch = self.thread.take(on_wait)
+            end, since = time.perf_counter(), start if self._taken_at is None else self._taken_at
+            self._taken_at = end
+            metrics = batch.metrics | run.engines.take_metrics()
+            metrics |= {
+                "buffer/waited_s": end - start,
+                "rollout/busy_s": batch.busy_s,
+                "perf/rollout_idle_fraction": batch.idle_s / (batch.busy_s + batch.idle_s),
+                "perf/training_idle_fraction": (end - start) / (end - since),
+            }
+            shares = hosts.gather(Share.of(batch.groups, batch.stats, batch.busy_s, metrics))
+        return scored_shares(run, shares)
+
+    def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
+        """Marks them with the next order, so that what is drawn does not depend on the clock."""
+        self._solved += ids
 
     def release_engine(self) -> None:
         """Waits until the thread has done its orders, and frees the engine."""
-        self.thread.hold(self.stop.check)
+        self.stop.check()
+        with self.stop.agreed() as check:
+            self.thread.hold(check)
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
-        snapshot = self.thread.mark()
-        return lambda: snapshot(self.stop.check).json()
+        snapshot, solved = self.thread.mark(), list(self._solved)
+
+        def gathered() -> dict[str, Any]:
+            mine = snapshot(self.stop.check_local).json()
+            return {"processes": hosts.gather(mine), "solved": solved}
+
+        return gathered
 
     def _order(self, run: Run) -> None:
         """Orders one more batch, with the current weights."""
@@ -134,7 +159,8 @@ class AsyncSource:
             self._version = core.step
         fresh = core.saved_at == core.step  # a run that resumes from this checkpoint has no KV
         step = core.step + self.thread.n_ahead
-        self.thread.order(Order(step, core.step, params, fresh))
+        solved, self._solved = self._solved, []
+        self.thread.order(Order(step, core.step, params, fresh, solved))
 
 
 @contextlib.contextmanager
@@ -147,30 +173,44 @@ def released_on_error(source: PartialSource) -> Iterator[None]:
         raise
 
 
-def scored_groups(
-    run: Run, generator: GroupGenerator, groups: Sequence[PromptGroup]
-) -> list[ScoredRollout]:
-    """The rollouts of complete groups, with the rewards of functions and of the reward model."""
-    rollouts = [r for group in groups for r in generator.rollouts(group)]
-    rewards = [r for group in groups for r in group.rewards or ()]
-    return with_model_scores(run.reward_model, rollouts, rewards, run.core.stop)
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one process generated of a batch."""
+
+    rollouts: list[Rollout]
+    rewards: list[Reward]  # of its functions
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[PromptGroup],
+        stats: EngineStats,
+        busy_s: float,
+        metrics: dict[str, float],
+    ) -> "Share":
+        """The share of complete groups, whose engine ran for `busy_s`, with further metrics."""
+        rollouts = [r for group in groups for r in group.rollouts or ()]
+        rewards = [r for group in groups for r in group.rewards or ()]
+        n_tokens = sum(len(r.tokens) for r in rollouts)
+        return cls(rollouts, rewards, engine_metrics(stats, n_tokens, busy_s) | metrics)
 
 
-def group_metrics(
-    scored: Sequence[ScoredRollout], stats: EngineStats, busy_s: float, step: int
-) -> dict[str, float]:
-    """Metrics of the engine, which ran for `busy_s`, and of the staleness at `step`."""
-    rollouts = [one.rollout for one in scored]
-    n_tokens = sum(len(r.tokens) for r in rollouts)
-    return engine_metrics(stats, n_tokens, busy_s) | staleness_metrics(rollouts, step)
+def scored_shares(run: Run, shares: Sequence[Share]) -> Scored:
+    """The rollouts of all processes with the rewards of functions and of the reward model."""
+    rollouts = [r for share in shares for r in share.rollouts]
+    rewards = [r for share in shares for r in share.rewards]
+    metrics = merge_metrics([share.metrics for share in shares])
+    scored = with_model_scores(run.reward_model, rollouts, rewards, run.core.stop)
+    return scored, metrics | staleness_metrics(rollouts, run.core.step)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
     """Age of the responses at `step`, from the version of the first token, and their versions."""
-    ages = [step - int(r.versions[0]) for r in rollouts]
+    ages = [step - int(r.versions[0]) for r in rollouts if len(r.versions)]
     return {
-        "staleness/mean": float(np.mean(ages)),
-        "staleness/max": float(max(ages)),
+        "staleness/mean": float(np.mean(ages or 0)),
+        "staleness/max": float(max(ages, default=0)),
         "rollout/versions_per_response": float(
             np.mean([len(np.unique(r.versions)) for r in rollouts])
         ),

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.digest import check_content, content
+from jaxrl.data.content import check_content, content
 from jaxrl.data.iterator import Batches
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
-from jaxrl.learner.optimizer import check_moments, make_optimizer
+from jaxrl.learner.optimizer import check_opt_state, make_optimizer
 from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -49,8 +49,9 @@ def build_core(
     stack.callback(checkpoints.close)
     steps = cfg.total_steps or iterator.steps_per_epoch * cfg.total_epochs
     specs = split(decoder_specs(policy.decoder))[0]
-    check_moments(cfg.learner, specs, rules)
-    optimizer = make_optimizer(cfg.learner, policy_steps(cfg, steps) * cfg.updates_per_step, specs)
+    check_opt_state(cfg.learner, specs, rules)
+    n_updates = policy_steps(cfg, steps) * cfg.updates_per_step
+    optimizer = make_optimizer(cfg.learner, n_updates, specs, rules)
     critic, value_scorer = make_critic_and_scorer(cfg, models, policy, steps)
     scorer, ref_scorer, ref_decoder = make_scorers(cfg, models, policy)
     ref_layout = ref_scorer.layout

@@ -49,7 +49,7 @@ class Policy:
 
     decoder: DecoderConfig  # "auto" values resolved
     dtype: jnp.dtype  # of the weights
-    rollout_devices: Sequence[Any] = ()  # if they are not those of training
+    rollout_devices: Sequence[Any] = ()  # of this process, if they are not those of training
 
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
@@ -74,11 +74,13 @@ def open_devices(
     dtype, decoder = start_devices(cfg, models.decoder, session.progress)
     mesh = training_mesh(cfg)
     stack.enter_context(jax.set_mesh(mesh))
+    rollout = split_devices(cfg, jax.devices())[1]
+    if rollout and mesh.is_multi_process:
+        stack.enter_context(hosts.exchange_on(mesh.devices.flatten().tolist()))
     shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "1"
     where = f" in {n} processes" if (n := hosts.n_processes()) > 1 else ""
     kind = jax.devices()[0].device_kind
-    rollout = split_devices(cfg, jax.devices())[1]
-    more = f", rollout on {len(rollout)} more" if rollout else ""
+    more = f", rollout on {len(rollout) * hosts.n_processes()} more" if rollout else ""
     session.progress.status(f"mesh {shape} of {kind} ({jax.default_backend()}){where}{more}")
     return Policy(decoder, dtype, rollout)
 
@@ -135,7 +137,7 @@ def start_devices(
 ) -> tuple[jnp.dtype, DecoderConfig]:
     """Opens the backend. Returns (dtype, decoder) with "auto" values resolved for its platform."""
     check_all_joined()
-    check_devices(cfg, jax.device_count())
+    check_devices(cfg, jax.device_count(), jax.process_count())
     if keys := offload_keys(cfg):
         check_host_memory(keys)
     backend = jax.default_backend()

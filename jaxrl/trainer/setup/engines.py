@@ -18,6 +18,9 @@ from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import Agents
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
+from jaxrl.rollout.paged_engine import paged_engine
+from jaxrl.rollout.remote.pool import WorkerPool
+from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.tools.formats import ToolFormat, tool_format
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
@@ -34,24 +37,33 @@ def open_environments(
     return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
 
 
+def local_engine(
+    cfg: RunConfig, rollout: RolloutConfig, models: Models, policy: Policy
+) -> tuple[Layout, PagedEngine]:
+    """The engine of this process, with the sizes in `rollout`."""
+    layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
+    engine = make_engine(
+        cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
+    )
+    return layout, engine
+
+
 def make_engines(
     cfg: RunConfig,
-    rollout: RolloutConfig,
+    layout: Layout | RemoteWeights,
+    engine: PagedEngine | WorkerPool,
     models: Models,
-    policy: Policy,
     session: Session,
     environments: EnvironmentPool | Agents | None,
 ) -> Engines:
-    """The engines of the run, with the sizes in `rollout`."""
-    layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
+    """The engine with everything else that a rollout needs."""
     if environments is not None:
         check_independent_engines(cfg, layout)
     return Engines(
         layout=layout,
-        engine=make_engine(
-            cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
-        ),
+        engine=engine,
         renderer=models.renderer,
+        eos_ids=stop_ids(models.folders.policy, models.renderer.tokenizer),
         limits=EpisodeLimits(cfg.data.max_prompt_len, cfg.data.max_response_len, cfg.env.max_turns),
         agent_limits=AgentLimits(
             context_len=cfg.data.max_len,
@@ -86,7 +98,7 @@ def episode_tool_format(
     return found
 
 
-def check_independent_engines(cfg: RunConfig, layout: Layout) -> None:
+def check_independent_engines(cfg: RunConfig, layout: Layout | RemoteWeights) -> None:
     """Raises AgreedError if one engine spans several processes in a run with environments."""
     if hosts.n_processes() > 1 and not layout.per_process:
         raise hosts.AgreedError(
@@ -107,18 +119,8 @@ def make_engine(
     adjustable: bool = False,
 ) -> PagedEngine:
     """The paged engine of the policy; `adjustable` as in PagedEngine."""
-    name = cfg.model.paged_attention
-    return PagedEngine(
-        decoder,
-        rollout,
-        rules=layout.rules,
-        dtype=layout.dtype,
-        max_len=cfg.data.max_len,
-        eos_ids=stop_ids(model_folder, renderer.tokenizer),
-        implementation=None if name == "auto" else name,
-        keep_support=cfg.algorithm.keep_sampling_mask,
-        adjustable=adjustable,
-    )
+    eos_ids = stop_ids(model_folder, renderer.tokenizer)
+    return paged_engine(cfg, rollout, layout, decoder, eos_ids, adjustable=adjustable)
 
 
 def load_reward_model(

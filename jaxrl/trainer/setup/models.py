@@ -9,11 +9,15 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
 from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from jaxrl.io.checkpoint.checkpointer import complete_steps
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.files.adapter import check_adapter, check_base_copies
+from jaxrl.models.files.hf_load import find_tensors, model_config
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.lora import adapters
 from jaxrl.trainer.setup.data import make_renderer
 from sharding import hosts
 
@@ -64,6 +68,7 @@ def open_models(cfg: RunConfig, progress: Progress) -> Models:
             progress.status(f"the chat template prints a date: {cfg.data.today} (data.today)")
         check_critic(cfg, folders.critic, renderer.tokenizer)
         check_teacher(cfg, folders.reference, renderer.tokenizer, decoder)
+        check_adapters(cfg, folders, decoder)
     return Models(folders, decoder, renderer)
 
 
@@ -100,3 +105,20 @@ def check_teacher(
             f"{policy.V} with soft cap {policy.logit_softcap}; set an algorithm.kl of sampled "
             "tokens, such as 'k1' with algorithm.kl_in='reward'"
         )
+
+
+def check_adapters(cfg: RunConfig, folders: ModelFolders, policy: DecoderConfig) -> None:
+    """Raises ValueError if the adapters of config.lora do not fit the policy or a separate critic.
+
+    Those in config.lora.path must fit too, unless the run has them in a checkpoint already.
+    """
+    separate_critic = cfg.has_critic and not cfg.critic.shared
+    for backbone in (policy, *([model_config(folders.critic)] if separate_critic else [])):
+        decoder_specs(dataclasses.replace(backbone, lora=adapters(cfg.lora, backbone)))
+    checkpoints = cfg.run_path / "checkpoints"
+    resumes = checkpoints.is_dir() and bool(complete_steps(checkpoints))
+    if cfg.lora.path and not resumes:
+        decoder = dataclasses.replace(policy, lora=adapters(cfg.lora, policy))
+        adapter = Path(cfg.lora.path).expanduser()
+        check_adapter(adapter, decoder)
+        check_base_copies(adapter, find_tensors(folders.policy))

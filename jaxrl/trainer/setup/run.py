@@ -33,6 +33,7 @@ from jaxrl.trainer.setup.data import (
 from jaxrl.trainer.setup.devices import checked_plan, memory_report, open_devices, open_session
 from jaxrl.trainer.setup.engines import (
     load_reward_model,
+    local_engine,
     make_engines,
     open_environments,
     reward_pool,
@@ -41,6 +42,7 @@ from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
 from jaxrl.trainer.setup.source import check_processes, make_source
 from jaxrl.trainer.setup.warmup import warm_up, warm_up_offline
+from jaxrl.trainer.setup.workers import connect_to_workers, make_workers
 from sharding import hosts
 
 
@@ -53,6 +55,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
         check_processes(cfg)
+        ray = connect_to_workers(cfg)
         with hosts.main_process_first():
             cfg = open_folder(cfg)
         models = open_models(cfg, session.progress)
@@ -81,7 +84,12 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             val=val,
             has_reference=needs_ref(cfg),
         )
-        engines = make_engines(cfg, rollout, models, policy, session, environments)
+        layout, engine = (
+            local_engine(cfg, rollout, models, policy)
+            if ray is None
+            else make_workers(cfg, ray, models, policy, session, stack)
+        )
+        engines = make_engines(cfg, layout, engine, models, session, environments)
         run = Run(
             core=core,
             rewards=rewards,
@@ -116,14 +124,14 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
         check_same_data([], prompts)
         policy = open_devices(cfg, models, session, stack)
         reward_model = load_reward_model(cfg, models, policy, session)
-        engines = make_engines(cfg, cfg.rollout, models, policy, session, environments)
-        layout = engines.layout
+        layout, engine = local_engine(cfg, cfg.rollout, models, policy)
+        engines = make_engines(cfg, layout, engine, models, session, environments)
         stack.enter_context(layout.on_mesh())
         with session.progress.waiting("loading weights, compiling prefill and decode"):
             folder = models.folders.policy
             params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
             params = layout.prepare(params)
-            engines.engine.warmup(params)
+            engine.warmup(params)
         yield Evaluation(prompts, rewards, reward_model, engines, params)
 
 

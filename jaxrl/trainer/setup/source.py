@@ -6,20 +6,44 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.schedule.episodes import EpisodeStream
+from jaxrl.rollout.schedule.stream import GroupStream
 from jaxrl.trainer.run import Core, Source
 from jaxrl.trainer.schedule.engine_thread import EngineThread
-from jaxrl.trainer.schedule.generator import GroupGenerator
+from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
+from jaxrl.trainer.setup.engines import open_environments
 from sharding import hosts
 
 
 def check_processes(cfg: RunConfig) -> None:
     """Raises AgreedError if the schedule does not support the processes of the run."""
-    if cfg.schedule.mode != "sync" and hosts.n_processes() > 1:
-        raise hosts.AgreedError(
-            f"config.schedule.mode={cfg.schedule.mode!r} runs in one process, but there are "
-            f"{hosts.n_processes()}; set config.schedule.mode='sync'"
+    n = hosts.n_processes()
+    if cfg.schedule.mode != "sync" and n > 1 and (errors := _process_errors(cfg, n)):
+        raise hosts.AgreedError("\n".join(errors))
+
+
+def _process_errors(cfg: RunConfig, n: int) -> list[str]:
+    """What of a schedule other than sync does not work in `n` processes."""
+    schedule, n_prompts = cfg.schedule, cfg.data.prompts_per_step
+    workers = f"schedule.rollout_workers={schedule.rollout_workers}"
+    refused = [
+        (schedule.mode == "partial", "schedule.mode='partial'", "schedule.mode='async' or 'sync'"),
+        (schedule.rollout_workers > 0, workers, "schedule.rollout_devices, of each process"),
+        (schedule.order == "arrival", "schedule.order='arrival'", "schedule.order='prompt'"),
+        (cfg.rollout.engines == "mesh", "rollout.engines='mesh'", "rollout.engines='process'"),
+    ]
+    errors = [
+        f"config.{key} runs in one process, but there are {n}; set config.{remedy}"
+        for found, key, remedy in refused
+        if found
+    ]
+    if n_prompts < n:
+        errors.append(
+            f"config.data.prompts_per_step={n_prompts} is less than the {n} processes, each of "
+            f"which generates for config.schedule.mode={schedule.mode!r}; set {n} or more"
         )
+    return errors
 
 
 def make_source(
@@ -27,20 +51,33 @@ def make_source(
 ) -> Source:
     """The source of `schedule.mode`, with what was in flight at the checkpoint.
 
-    `stack` stops its thread, if it has one.
+    `stack` stops its thread and the processes of its environments, if it has any.
     """
     cfg = core.cfg
     if cfg.schedule.mode == "sync":
         return SyncSource()
+    saved = None if core.in_flight is None else core.in_flight()
+    stream = make_stream(cfg, engines, stack)
     if cfg.schedule.mode == "async":
         core.iterator = SharedBatches(core.iterator)
-    generator = GroupGenerator(
-        cfg, engines.engine, rewards, core.iterator, decode=engines.renderer.decode
-    )
-    if core.in_flight is not None:
-        generator.restore(core.in_flight())
+    generator = GroupGenerator(cfg, stream, rewards, core.iterator)
+    if saved is not None:
+        generator.restore(saved.get("processes", [saved]))
     if cfg.schedule.mode == "partial":
         return PartialSource(generator)
     thread = EngineThread(generator, cfg.schedule.lag, engines.layout.on_mesh)
     stack.callback(thread.close)
-    return AsyncSource(thread, core.stop)
+    return AsyncSource(thread, core.stop, (saved or {}).get("solved", ()))
+
+
+def make_stream(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> GroupStream:
+    """Responses of a single turn, or episodes in separate processes.
+
+    The processes in `engines` stay free for validation and baselines, while episodes of later steps
+    are in flight.
+    """
+    environments = open_environments(cfg, stack)
+    if environments is None:
+        return response_stream(cfg, engines.engine, engines.renderer.decode)
+    runner = engines.episode_runner(environments, cfg.rollout.sampling)
+    return EpisodeStream(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)

@@ -45,6 +45,8 @@ def normal(*shape: int) -> np.ndarray:
     ("n_in", "n_out"), [(576, 1536), *thorough((1536, 576), (700, 200), (65, 513))]
 )
 def test_skinny_matmul_gives_the_bits_of_many(kernels, n_in, n_out):
+    if not ops.matmul_bits_match(n_out, n_in):
+        pytest.skip("on this processor XLA sums in another order, and the kernel is not used")
     x, w = normal(256, n_in), normal(n_out, n_in)
     many = jax.jit(lambda x, w: jnp.einsum("BI,OI->BO", x, w))(x, w)
     for n_rows in (1, 2, 8, 17, 40, 64):

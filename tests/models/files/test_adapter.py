@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -25,11 +26,12 @@ from tests.models.test_parity import GOLDEN, MODELS, golden, packed_logits
 ADAPTERS = GOLDEN.parent / "golden_adapters"
 DORA = sorted(path.name for path in ADAPTERS.glob("*_dora"))
 EXPERTS = sorted(path.name for path in ADAPTERS.glob("*_experts"))
+TABLES = sorted(path.name for path in ADAPTERS.glob("*_tables"))  # embedding, output head, q_proj
 
 
 def base_of(name):
     """The checkpoint of an adapter."""
-    return GOLDEN / name.removesuffix("_dora").removesuffix("_experts")
+    return GOLDEN / re.sub("_(dora|experts|tables)$", "", name)
 
 
 def load(name, folder=None, *, stacked=False, **changes):
@@ -44,8 +46,8 @@ def load(name, folder=None, *, stacked=False, **changes):
 @pytest.mark.parametrize(
     ("name", "stacked"),
     graded(
-        itertools.product((*MODELS, *DORA, *EXPERTS), (False, True)),
-        default=[("qwen2_dora", False)],
+        itertools.product((*MODELS, *DORA, *EXPERTS, *TABLES), (False, True)),
+        default=[("qwen2_dora", False), ("llama_tables", False)],
         thorough=[
             *((name, False) for name in (*MODELS, *DORA, "mixtral_experts")),
             ("qwen3_moe", True),
@@ -66,8 +68,11 @@ def test_logits_equal_those_of_peft(name, stacked, one_device):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     graded(
-        itertools.product((*MODELS, *DORA, *EXPERTS), ({}, dict(fsdp=2, tensor=2))),
-        default=itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
+        itertools.product((*MODELS, *DORA, *EXPERTS, *TABLES), ({}, dict(fsdp=2, tensor=2))),
+        default=[
+            *itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
+            ("llama_tables", dict(fsdp=2, tensor=2)),
+        ],
     ),
 )
 def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
@@ -75,8 +80,11 @@ def test_a_saved_adapter_has_the_tensors_of_pefts_file(name, sizes, tmp_path):
         save_adapter(tmp_path / "adapter", load(name, stacked=bool(sizes)), base="base")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     written = load_file(ADAPTERS / name / "adapter_model.safetensors")
-    assert saved.keys() == written.keys()
+    copies = {tensor for tensor in written if "base_layer" in tensor}
+    assert saved.keys() == written.keys() - copies and len(copies) == 2 * (name in TABLES)
     for tensor, values in written.items():
+        if tensor in copies:
+            continue
         np.testing.assert_array_equal(saved[tensor], values)
     assert adapter_config(tmp_path / "adapter") == adapter_config(ADAPTERS / name)
 
@@ -109,7 +117,11 @@ def test_merged_dora_weights_have_the_magnitudes_as_norms(one_device):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2_dora", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", *EXPERTS))],
+    [
+        "qwen2_dora",
+        "llama_tables",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", *EXPERTS)),
+    ],
 )
 def test_weights_merged_on_devices_are_those_of_a_merged_export(name, one_device):
     model = load(name)
@@ -118,6 +130,31 @@ def test_weights_merged_on_devices_are_those_of_a_merged_export(name, one_device
     wanted = {tensor.name: tensor.read() for tensor in param_tensors(model, None)}
     for tensor in param_tensors(merged, None):
         np.testing.assert_allclose(tensor.read(), wanted[tensor.name], rtol=1e-5, atol=1e-6)
+
+
+def test_merged_tables_are_those_that_peft_adds_up(tmp_path, one_device):
+    folder = Path(shutil.copytree(ADAPTERS / "llama_tables", tmp_path / "adapter"))
+    convert.main([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(GOLDEN / "llama" / "model.safetensors")
+    weights = load_file(folder / "adapter_model.safetensors")
+    a, b = (weights[f"base_model.model.model.embed_tokens.lora_embedding_{x}"] for x in "AB")
+    want = base["model.embed_tokens.weight"] + 1.5 * (b @ a).T  # alpha 6, rank 4
+    np.testing.assert_allclose(merged["model.embed_tokens.weight"], want, rtol=1e-5, atol=1e-6)
+    a, b = (weights[f"base_model.model.lm_head.lora_{x}.weight"] for x in "AB")
+    want = base["lm_head.weight"] + 1.5 * b @ a
+    np.testing.assert_allclose(merged["lm_head.weight"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_trained_copy_of_a_base_table_is_refused(tmp_path, capsys):
+    folder = Path(shutil.copytree(ADAPTERS / "llama_tables", tmp_path / "adapter"))
+    path = folder / "adapter_model.safetensors"
+    weights = load_file(path)
+    weights["base_model.model.lm_head.base_layer.weight"][3, 4] += 1
+    save_file(weights, path)
+    with pytest.raises(SystemExit):
+        convert.main([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+    assert "that is not the base model's lm_head.weight" in capsys.readouterr().err
 
 
 def test_convert_merges_an_adapter(tmp_path, capsys, one_device):
@@ -133,6 +170,12 @@ def test_convert_merges_an_adapter(tmp_path, capsys, one_device):
     with pytest.raises(SystemExit):
         convert.main(options)
     assert "is of another model" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_dropout_of_its_training_does_not_change_an_adapter(tmp_path):
+    folder = Path(shutil.copytree(ADAPTERS / "llama", tmp_path / "adapter"))
+    changed_config(lora_dropout=0.1)(folder)
+    assert adapter_config(folder) == adapter_config(ADAPTERS / "llama")
 
 
 def changed_config(**changes):

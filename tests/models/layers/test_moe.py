@@ -1,6 +1,7 @@
 """Adapters of experts: that a mesh, a quantized base and merging change no number."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
+from jaxrl.models.layers.moe import ExpertMatrix, local_experts, route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -58,6 +60,40 @@ def test_a_mesh_changes_no_logit_and_no_gradient(sizes, init, stacked):
     for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
         assert np.any(b)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1.0))
+
+
+@pytest.mark.bitwise
+@pytest.mark.thorough
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens(one_device):
+    rng = np.random.default_rng(0)
+    E, D, F, n = 4, 32, 48, 200
+
+    def normal(*shape):
+        return jnp.asarray(0.3 * rng.normal(size=shape).astype(np.float32))
+
+    def matrix(out, into):
+        return ExpertMatrix(normal(E, out, into), normal(E, 4, into), normal(E, out, 4), scale=1.5)
+
+    matrices = dict(gate=matrix(F, D), up=matrix(F, D), down=matrix(D, F))
+    x, weights = normal(n, D), jnp.asarray(rng.random((n, 2), np.float32))
+    experts = jnp.asarray([rng.permutation(E)[:2] for _ in range(n)], jnp.int32)
+    run = jax.jit(functools.partial(local_experts, act="silu", implementation="auto"))
+    whole = run(x, weights, experts, matrices)
+    for rows in (np.array([7]), np.arange(20, 25)):  # one block of 8 rows per expert, not 128
+        some = run(x[rows], weights[rows], experts[rows], matrices)
+        np.testing.assert_array_equal(some, whole[rows])
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("E", "top_k", "norm_topk"), [(4, 2, False), (8, 3, True)])
+def test_a_tokens_route_does_not_depend_on_the_other_tokens(one_device, E, top_k, norm_topk):
+    logits = np.random.default_rng(0).normal(size=(8, 256, E)).astype(np.float32)
+    run = jax.jit(functools.partial(route, top_k=top_k, norm_topk=norm_topk))
+    whole = run(logits)
+    for n in (2, 8, 64):
+        some = run(logits[0, :n, None])
+        for a, b in zip(some, whole, strict=True):
+            np.testing.assert_array_equal(a[:, 0], b[0, :n])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ def compute(seconds: float) -> Kernel:
 def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic():
     assert Kernel({"bf16": 200.0, "f32": 50.0}, 10.0).seconds(CHIP) == 2.0 + 1.0
     assert Kernel({"bf16": 200.0}, 50.0).seconds(CHIP) == 5.0
+    assert Kernel({}, 0.0).seconds(CHIP) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,15 @@ def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys, monkeypat
             ["--schedule=async", "--lengths=lognormal?mean=8", "--rollout-devices=2"],
             "2 rollout devices of 2 leave 0 for training",
         ),
+        (
+            [
+                "--schedule=async",
+                "--lengths=lognormal?mean=8",
+                "--config.schedule.mode=async",
+                "--config.schedule.rollout_devices=1",
+            ],
+            "plan runs on all devices",
+        ),
     ],
 )
 def test_options_that_cannot_be_simulated_are_rejected(options, message, monkeypatch):

@@ -16,7 +16,9 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.episode import AgentLimits
-from jaxrl.rollout.agents.runner import Agents, run_agents
+from jaxrl.rollout.agents.runner import AgentRunner, Agents
+from jaxrl.rollout.agents.turn import TurnReader
+from jaxrl.rollout.episodes import run_episodes
 from jaxrl.types import Prompt
 from tests.trainer.test_multi_turn import EOS, REPLY, Scripted, ids
 
@@ -263,19 +265,14 @@ def play(agents, renderer, answers, script, *, engine=Scripted, **limits):
     turns = [ids(renderer, text) for text in script]
     scripted = engine([turns])
     defaults = dict(context_len=300, max_turns=3, timeout_s=0.0, needs_reward=False)
-    rollouts, found = run_agents(
+    runner = AgentRunner(
         scripted,
-        None,
-        prompts,
-        agents=agents,
-        renderer=renderer,
-        eos_ids=(EOS,),
-        n=1,
+        agents,
+        TurnReader(renderer, (EOS,)),
         sampling=SamplingConfig(),
         limits=AgentLimits(**defaults | limits),
-        seed=3,
-        version=1,
     )
+    rollouts, found = run_episodes(runner, None, prompts, n=1, seed=3, version=1)
     assert not scripted.left and agents.pool.n_free == 3 and found["time/env_s"] > 0
     return rollouts, scripted.requests
 

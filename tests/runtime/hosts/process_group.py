@@ -1,6 +1,7 @@
 """Runs of several operating system processes, each with simulated devices."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -107,10 +108,14 @@ def write_config(config, folder: Path) -> Path:
 
 
 def start(args, folder: Path, i: int, *, n_devices: int, cwd: Path | None) -> subprocess.Popen:
-    """Starts one process; its output goes to a file, `log`, because a full pipe would block it."""
+    """Starts one process; its output goes to a file, `log`, because a full pipe would block it.
+
+    It has the test's cache of compiled C kernels, which take a minute of CPU time to compile.
+    """
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices)}
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # half of the time is compilation
-    env |= {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    env |= {"PATH": "/usr/bin:/bin", "HOME": str(folder), "XDG_CACHE_HOME": caches}
     log = folder / f"process_{i}_{time.monotonic_ns()}.log"
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.config.accelerators import resources
 from jaxrl.launch import (
     USER_ERROR,
     ProcessResult,
-    import_ray,
     process_arguments,
     read_arguments,
-    resources,
+    rollout_arguments,
     run_with_restarts,
 )
+from jaxrl.runtime.ray_cluster import import_ray
 from tests.runtime.hosts.process_group import (
     ROOT,
     assert_close,
@@ -52,10 +53,36 @@ def test_the_tpu_runtime_orders_the_hosts_of_a_slice():
     assert process_arguments(None, [None, None], args, rest) == [expected, expected]
 
 
+def test_rollout_hosts_are_workers_of_the_schedule():
+    args, _ = read_arguments(["--num-hosts=1", "--rollout-hosts=2:8", "--accelerator=gpu:8"])
+    assert rollout_arguments(args) == [
+        "--config.schedule.rollout_workers=2",
+        "--config.schedule.max_rollout_workers=8",
+        "--config.schedule.worker_accelerator=gpu:8",
+    ]
+    args.rollout_hosts = "3"
+    assert rollout_arguments(args)[1].endswith("=3")
+    args.rollout_hosts = ""
+    assert rollout_arguments(args) == []
+
+
+@pytest.mark.parametrize("wrong", ["x", "0", "2:x", "-1", "1:2:3"])
+def test_unknown_rollout_hosts_are_rejected(wrong):
+    args, _ = read_arguments(["--num-hosts=1", f"--rollout-hosts={wrong}"])
+    with pytest.raises(ValueError, match=r"--rollout-hosts=.*N:M"):
+        rollout_arguments(args)
+
+
+def test_rollout_hosts_need_training_on_one_host():
+    args, _ = read_arguments(["--num-hosts=2", "--rollout-hosts=2"])
+    with pytest.raises(ValueError, match="--rollout-hosts=2 needs --num-hosts=1"):
+        rollout_arguments(args)
+
+
 def test_a_missing_ray_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match="uv sync --extra ray"):
-        import_ray()
+    with pytest.raises(ValueError, match=r"jaxrl.launch needs Ray.*uv sync --extra ray.*or wait"):
+        import_ray("jaxrl.launch", "wait")
 
 
 @pytest.mark.parametrize(

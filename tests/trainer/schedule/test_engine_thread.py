@@ -23,7 +23,7 @@ class Trainer:
         self.case, self.step, self.version = case, step, -1
         self.generator = make_generator(case, case.seed + step, "async")
         if saved is not None:
-            self.generator.restore(saved)
+            self.generator.restore([saved])
         self.lag = self.generator.cfg.schedule.lag
         self.thread = EngineThread(self.generator, self.lag, contextlib.nullcontext)
         self.saved_at = step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.engine.api import EngineStats, Generated
-from jaxrl.trainer.schedule.generator import GroupGenerator
+from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
 from jaxrl.types import Prompt, Reward
 
 N_PROMPTS = 11
@@ -142,9 +142,8 @@ def make_generator(case: Case, seed: int, mode: str = "partial") -> GroupGenerat
     iterator = BatchIterator(
         PROMPTS, prompts_per_step=case.prompts_per_step, shuffle=True, seed=case.seed
     )
-    return GroupGenerator(
-        cfg, ToyEngine(case), SlowRewards(seed), iterator, decode=lambda tokens: ""
-    )
+    stream = response_stream(cfg, ToyEngine(case), lambda tokens: "")
+    return GroupGenerator(cfg, stream, SlowRewards(seed), iterator)
 
 
 def run(case: Case, n_steps: int, kills=frozenset()):
@@ -155,7 +154,7 @@ def run(case: Case, n_steps: int, kills=frozenset()):
         if step in kills:
             saved = json.loads(json.dumps(snapshot.json()))
             generator = make_generator(case, case.seed + step)
-            generator.restore(saved)
+            generator.restore([saved])
         if kills or case.keep_kv:  # checkpoints
             generator.stream.release()
         generator.begin(step, step)

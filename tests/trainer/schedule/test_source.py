@@ -7,8 +7,6 @@ import pytest
 
 from jaxrl.config import resolve
 from jaxrl.train import train
-from jaxrl.trainer.setup.source import check_processes
-from sharding import hosts
 from tests.trainer.test_train import (
     assert_same_weights,
     finish_process,
@@ -16,18 +14,6 @@ from tests.trainer.test_train import (
     start_process,
     wait_for_step,
 )
-
-
-@pytest.fixture
-def config(tiny_config):
-    """The tiny config with responses of several dispatches, which differ in length."""
-    tiny_config.data.max_response_len = 16
-    tiny_config.data.prompts_per_step = tiny_config.rollout.n = 2
-    tiny_config.rollout.steps_per_dispatch = 2
-    tiny_config.rollout.max_num_seqs = 4
-    tiny_config.eval.every = 2
-    return tiny_config
-
 
 CLOCK = ("buffer/waited_s", "perf/rollout_idle_fraction", "perf/training_idle_fraction")
 
@@ -111,11 +97,16 @@ def test_a_resumed_async_run_is_bitwise_equal_to_an_uninterrupted_one(config, tm
     assert any("val/reward" in line for line in metrics(whole)[2:-1])
 
 
-def test_several_processes_are_refused(config, monkeypatch):
-    config.schedule.mode = "partial"
-    monkeypatch.setattr(hosts, "n_processes", lambda: 2)
-    with pytest.raises(hosts.AgreedError, match=r"mode='partial' runs in one process.*are 2"):
-        check_processes(resolve(config))
+@pytest.mark.slow
+def test_an_async_run_that_skips_solved_prompts_resumes_bitwise(config, tmp_path):
+    """Rewards of a step count in the draws that are ordered after it."""
+    config.data.skip_solved, config.checkpoint.every = 0.5, 2
+    whole = separate(config, tmp_path, "whole")
+    config.total_steps = 2
+    separate(config, tmp_path, "resumed")
+    config.total_steps = 4
+    assert_same_weights(whole, separate(config, tmp_path, "resumed"))
+    assert max(line["data/solved"] for line in trained(whole)) > 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
-"""Tests of jaxrl/data/digest.py."""
+"""Tests of jaxrl/data/content.py."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
+from jaxrl.data.content import check_content, content
 from jaxrl.data.demonstrations import demonstration
-from jaxrl.data.digest import check_content, content
 from jaxrl.data.preferences import Pair
 from jaxrl.types import Prompt
 

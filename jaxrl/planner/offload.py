@@ -1,0 +1,43 @@
+"""State that learner.offload keeps in host memory, and the programs that need it on the devices."""
+
+from collections.abc import Mapping
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.learner.step import Update
+from jaxrl.types import TrainState
+from sharding import host_bytes_per_device
+
+CRITIC_PROGRAMS = ("values", "critic_accumulate", "critic_apply")
+# Weights in `RunPrograms.resident` that learner.offload keeps in host memory between uses.
+IDLE_STATE = {
+    "reference": ("ref",),
+    "critic": ("critic", "critic_base"),
+    "reward_model": ("reward_model",),
+}
+
+
+def uses_weights(cfg: RunConfig, program: str, role: str) -> bool:
+    """Whether a program needs the weights of an offloaded role on the devices."""
+    if role == "critic":
+        return program in CRITIC_PROGRAMS
+    if role == "reference" and program in ("count", "accumulate", "apply"):
+        return full_kl_in_loss(cfg)
+    return program == role
+
+
+def add_host_state(host: dict[str, int], name: str, state: TrainState, update: Update) -> None:
+    """Adds the bytes of optimizer state and summed gradients that an update has in host memory."""
+    host[name] = host_bytes_per_device(state.opt_state)
+    sums = host_bytes_per_device(update.abstract_zeros(state.params).grads)
+    host["gradients"] = max(host.get("gradients", 0), sums)  # the updates take turns
+
+
+def host_state(
+    cfg: RunConfig, resident: Mapping[str, int], updates: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes per device of all state in host memory: of the updates, and of idle roles."""
+    found = dict(updates)
+    for role in cfg.learner.offload:
+        found |= {name: resident.get(name, 0) for name in IDLE_STATE.get(role, ())}
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}

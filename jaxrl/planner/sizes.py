@@ -1,0 +1,284 @@
+"""What the formulas of a plan compute with: the run, the settings, and sizes per device."""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.config.keys import LearnerConfig, RunConfig
+from jaxrl.learner.optimizer import Optimizer, make_optimizer
+from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp
+from jaxrl.learner.state import init_opt_state
+from jaxrl.models.config import DecoderConfig, for_platform
+from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.lora import split, with_adapters
+from jaxrl.models.spec import count_params, is_spec, map_specs
+from jaxrl.planner.programs import Lengths, OfflineWorkload, shares_base
+from jaxrl.planner.topology import Topology
+from jaxrl.types import Tree
+from sharding import bytes_per_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run to plan: its models, the average sequence, and the machine.
+
+    `role_decoders` and `workload` are as in `run_programs`.
+    """
+
+    cfg: RunConfig
+    decoder: DecoderConfig
+    machine: Topology
+    lengths: Lengths
+    role_decoders: Mapping[str, DecoderConfig] = dataclasses.field(default_factory=dict)
+    workload: OfflineWorkload | None = None
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences of a training step."""
+        offline = self.workload
+        per_prompt = offline.responses_per_example if offline else self.cfg.rollout.n
+        return self.cfg.data.prompts_per_step * per_prompt
+
+    @property
+    def scores_policy(self) -> bool:
+        return self.workload.scores_policy if self.workload else needs_old_logp(self.cfg)
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.workload.has_reference if self.workload else needs_ref_logp(self.cfg)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a reference model has its own copy of the weights."""
+        has_one = self.workload.has_reference if self.workload else needs_ref(self.cfg)
+        return has_one and not shares_base(self.cfg)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values come from a separate critic."""
+        return not self.workload and self.cfg.has_critic and not self.cfg.critic.shared
+
+    @property
+    def scores_values(self) -> bool:
+        """Whether a value head on the policy's backbone is scored before the update."""
+        if self.workload:
+            return "score" in self.workload.heads
+        return self.cfg.has_critic and self.cfg.critic.shared
+
+    @property
+    def has_reward_model(self) -> bool:
+        return not self.workload and bool(self.cfg.reward_model.path)
+
+    @property
+    def idle_roles(self) -> tuple[str, ...]:
+        """Roles whose weights learner.offload can keep in host memory between uses."""
+        there = {
+            "reference": self.keeps_reference,
+            "critic": self.has_critic,
+            "reward_model": self.has_reward_model,
+        }
+        return tuple(role for role in there if there[role])
+
+    @property
+    def models(self) -> tuple[DecoderConfig, ...]:
+        """The shapes of all models of the run."""
+        return self.decoder, *self.role_decoders.values()
+
+    def model(self, role: str) -> DecoderConfig:
+        """The shape of the model of a role; the policy's by default."""
+        return self.role_decoders.get(role, self.decoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a candidate chooses."""
+
+    mesh: Mapping[str, int]
+    tokens: int  # token budget of a data-parallel rank
+    remat: str  # config.learner.remat
+    offload: tuple[str, ...] = ()
+    zero: int = 0  # config.learner.zero
+    mlp_chunk: int = 0  # config.learner.mlp_chunk
+    pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Mesh sizes, and parameters of a model per device. Parameters are counts, not bytes.
+
+    In a pipeline a device has the layers of its stage, and the embeddings.
+    """
+
+    decoder: DecoderConfig
+    stage: int
+    tensor: int
+    sequence: int
+    expert: int
+    replica: int
+    fsdp: int  # devices that shard the weights by FSDP: fsdp x sequence
+    ranks: int  # data-parallel ranks
+    tokens: int  # token budget of a rank
+    row: int  # tokens of a row
+    kept_calls: int  # calls of the layers whose activations backward has at one time
+    item_bytes: int  # of a weight in its product
+    stored_bytes: float  # of a weight in memory, on average
+    optimizer_bytes: float  # of the optimizer state, per device
+    gradient_bytes: float  # of the sums over micro-batches, per device
+    step_parts: int  # parts of an optimizer step with state in host memory: layers, or 1
+    active_params: int | float  # used by one token
+    head: int  # parameters of the unembedding
+    gathered: float  # per device with all FSDP shards
+    held: float  # per device, sharded
+    trained: float  # of these, what an update changes
+    layer: float  # of one gathered layer
+    mlp: float  # of the MLP of one gathered layer
+    mlp_chunk: int  # tokens of a chunk of an MLP, 0: all
+    residual: int  # devices that shard the residual stream of the same tokens
+    rollout_copy: float  # per device
+    n_replicas: int  # of the rollout engine; 1 if it uses the training layout
+
+    @property
+    def local_tokens(self) -> float:
+        return self.tokens / self.sequence
+
+    @property
+    def n_layers(self) -> float:
+        """Layers of a device."""
+        return self.decoder.L / self.stage
+
+    @property
+    def calls(self) -> int:
+        """Forward passes through the layers of a device per micro-batch: ticks of a pipeline."""
+        return n_calls(self.tokens // self.row, self.stage)
+
+    @property
+    def call_tokens(self) -> float:
+        """Tokens of a device in such a pass: one row in a pipeline, else all."""
+        return (self.tokens if self.stage == 1 else self.row) / self.sequence
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks of tokens of an MLP."""
+        return math.ceil(self.call_tokens / self.mlp_chunk) if self.mlp_chunk else 1
+
+    @property
+    def held_bytes(self) -> float:
+        """Weights of the compute dtype on a device."""
+        return self.held * self.stored_bytes
+
+
+def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
+    """The sizes of the model of a role. Critic and reward model may have their own token budget."""
+    runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
+    budgets = {
+        "critic": job.cfg.critic.token_budget,
+        "reward_model": job.cfg.reward_model.token_budget,
+    }
+    cfg, d = runs.get(role, job.cfg), job.model(role)
+    size = collections.defaultdict(lambda: 1, settings.mesh)
+    tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
+    params, head = n_params(dataclasses.replace(d, stacked=True)), d.V * d.D
+    experts = 3 * d.L * d.E * d.F_expert * d.D
+    ends = head * (1 if d.tied else 2) / tp
+    layer = (((params - experts) + experts / e) / tp - ends) / d.L
+    gathered = layer * d.L / stage + ends
+    n_replicas, rollout_copy = 1, gathered
+    if cfg.rollout.layout == "replicas":
+        group = cfg.rollout.tensor or tp, cfg.rollout.expert or e
+        n_replicas = max(len(job.machine.devices) // math.prod(group), 1)
+        rollout_copy = ((params - experts) + experts / group[1]) / group[0]
+    dtype, placed = for_platform(cfg, d, job.machine.platform)
+    held = gathered / (size["fsdp"] * s)
+    adapted = with_adapters(cfg.lora, d)
+    trained, tokens = held * trained_fraction(adapted), budgets.get(role) or settings.tokens
+    row, by_layer = max(cfg.learner.row_lens), with_adapters(cfg.lora, placed)
+    # Replicas that share the optimizer state, and the gradients.
+    sharing, summing = (size["replica"] if settings.zero >= level else 1 for level in (1, 2))
+    return Sizes(
+        decoder=d,
+        stage=stage,
+        tensor=tp,
+        sequence=s,
+        expert=e,
+        replica=size["replica"],
+        fsdp=size["fsdp"] * s,
+        ranks=size["replica"] * size["fsdp"] * e,
+        tokens=tokens,
+        row=row,
+        kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage),
+        item_bytes=dtype.itemsize,
+        stored_bytes=stored_bytes_per_param(adapted, dtype),
+        optimizer_bytes=held * optimizer_bytes_per_param(cfg.learner, adapted, dtype) / sharing,
+        gradient_bytes=4 * trained / summing,
+        step_parts=d.L if stage == 1 and steps_by_layer(cfg.learner, by_layer) else 1,
+        active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
+        head=head,
+        gathered=gathered,
+        held=held,
+        trained=trained,
+        layer=layer,
+        mlp=(experts / e / d.L if d.E else 3 * d.F * d.D) / tp,
+        mlp_chunk=settings.mlp_chunk,
+        residual=tp if cfg.learner.shard_residual else 1,
+        rollout_copy=rollout_copy,
+        n_replicas=n_replicas,
+    )
+
+
+def n_calls(rows: int, stages: int) -> int:
+    """Calls of the layers of a stage for so many rows: ticks of a pipeline; 1 without stages."""
+    return 1 if stages == 1 else rows + stages - 1
+
+
+def n_kept(schedule: str, rows: int, stages: int) -> int:
+    """Calls whose activations are kept: of every tick with GPipe, of 2 S - 1 rows with 1F1B."""
+    return 2 * stages - 1 if schedule == "1f1b" and stages > 1 else n_calls(rows, stages)
+
+
+@functools.cache
+def optimizer_bytes_per_param(
+    learner: LearnerConfig, decoder: DecoderConfig, dtype: jnp.dtype
+) -> float:
+    """Mean bytes of moments, master weights and moving average per parameter of the model."""
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
+    optimizer = _optimizer(learner, specs)
+    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
+    state = jax.eval_shape(lambda params: init_opt_state(params, optimizer), params)
+    return bytes_per_device(state) / count_params(specs)
+
+
+@functools.cache
+def steps_by_layer(learner: LearnerConfig, decoder: DecoderConfig) -> bool:
+    """Whether an optimizer step with state in host memory runs layer by layer."""
+    return _optimizer(learner, decoder_specs(decoder)).recipe is not None
+
+
+def _optimizer(learner: LearnerConfig, specs: Tree) -> Optimizer:
+    learner = dataclasses.replace(learner, lr_schedule="constant")
+    return make_optimizer(learner, 0, split(specs)[0])
+
+
+@functools.cache
+def trained_fraction(decoder: DecoderConfig) -> float:
+    """Share of the parameters that an update changes."""
+    specs = decoder_specs(dataclasses.replace(decoder, stacked=True, base_dtype=""))
+    return count_params(split(specs)[0]) / count_params(specs)
+
+
+@functools.cache
+def stored_bytes_per_param(decoder: DecoderConfig, dtype: jnp.dtype) -> float:
+    """Mean bytes of a weight: those of the dtype, or less if the frozen ones are quantized."""
+    base = dataclasses.replace(decoder, stacked=True, lora=None)
+    leaves = jax.tree.leaves(decoder_specs(base), is_leaf=is_spec)
+    stored = sum(math.prod(s.shape) * jnp.dtype(s.dtype or dtype).itemsize for s in leaves)
+    return stored / n_params(dataclasses.replace(base, base_dtype=""))
+
+
+@functools.cache
+def n_params(decoder: DecoderConfig) -> int:
+    return count_params(decoder_specs(decoder))

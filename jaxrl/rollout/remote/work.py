@@ -1,0 +1,73 @@
+"""What a rollout worker and the trainer's process send each other."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.digest import digest
+from jaxrl.engine.api import EngineStats, Generated, Request
+from jaxrl.models.config import DecoderConfig
+from jaxrl.rollout.remote.weights import Update
+from jaxrl.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The engine that every worker of a run builds."""
+
+    cfg: RunConfig
+    decoder: DecoderConfig  # "auto" values resolved
+    dtype: jnp.dtype  # of training's weights
+    eos_ids: tuple[int, ...]
+    platform: str  # of JAX
+    model: str  # `model_digest` of the weights that it gets
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """A worker's answer when it joins."""
+
+    host: str = ""
+    pid: int = 0
+    n_devices: int = 0
+    capacity: int = 0  # sequences that it decodes at a time
+    refused: str = ""  # why it cannot work for this run; "" if it can
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a worker does in one dispatch, in this order."""
+
+    free: tuple[int, ...]  # requests to cancel
+    update: Update | None  # weights to load; None: it has them
+    version: int  # policy version of the weights
+    submit: tuple[tuple[int, Request], ...]  # (number of the request, request)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The tokens of one dispatch."""
+
+    generated: tuple[tuple[int, Generated], ...]  # (number of the request, new tokens)
+    stats: EngineStats
+
+
+def model_digest(weights: Tree) -> str:
+    """Hash of the names, shapes and dtypes of (abstract) weights."""
+    leaves = jax.tree_util.tree_flatten_with_path(weights)[0]
+    return digest(
+        f"{jax.tree_util.keystr(path)} {tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}".encode()
+        for path, leaf in leaves
+    )
+
+
+def refusal(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    """How a worker's versions differ from those of the trainer; "" if they do not."""
+    return "; ".join(
+        f"{name} is {found.get(name)} on the worker and {value} in the trainer"
+        for name, value in expected.items()
+        if found.get(name) != value
+    )

@@ -1,0 +1,82 @@
+"""A rollout worker: an engine on all devices of its process, driven dispatch by dispatch."""
+
+import os
+import pickle
+import socket
+
+import jax
+
+from jaxrl.layout import worker_layout, worker_mesh
+from jaxrl.rollout.paged_engine import paged_engine
+from jaxrl.rollout.remote.weights import Get, LoadedWeights
+from jaxrl.rollout.remote.work import Done, Registration, Settings, Work, model_digest, refusal
+from jaxrl.runtime.versions import versions
+from jaxrl.types import Tree
+
+
+class RolloutWorker:
+    """Runs in its own process, as a Ray actor. It needs no files except the code."""
+
+    def __init__(self, get: Get):
+        """`get` reads objects from the store that has the weights."""
+        self._get = get
+        self._numbers: dict[int, int] = {}  # slot of the engine -> number of its request
+        self._version: int | None = None
+        self._params: Tree | None = None
+
+    def register(self, expected: dict[str, str], settings: bytes) -> Registration:
+        """Builds the engine of the pickled Settings, if this process has the `expected` versions.
+
+        Raises ValueError if the devices do not fit the engine.
+        """
+        if refused := refusal(expected, versions()):
+            return Registration(refused=f"{socket.gethostname()}: {refused}")
+        found: Settings = pickle.loads(settings)
+        if (platform := jax.default_backend()) != found.platform:
+            return Registration(
+                refused=f"{socket.gethostname()}: JAX runs on {platform} on the worker and on "
+                f"{found.platform} in the trainer"
+            )
+        return self._build(found)
+
+    def dispatch(self, work: Work) -> Done:
+        """Does the work, and generates once if there are requests."""
+        slots = {number: slot for slot, number in self._numbers.items()}
+        with jax.set_mesh(self._mesh):
+            for number in work.free:
+                if (slot := slots.get(number)) is not None:  # it may have ended
+                    self._engine.free(slot)
+                    del self._numbers[slot]
+            if work.update is not None:
+                first = self._params is None
+                self._params = self._weights.load(work.update, self._get)
+                if first:
+                    self._engine.warmup(self._params)
+            if work.version != self._version:
+                self._engine.set_version(work.version)
+                self._version = work.version
+            for number, request in work.submit:
+                self._numbers[self._engine.submit(request)] = number
+            return self._generate()
+
+    def _generate(self) -> Done:
+        done = []
+        for one in self._engine.generate(self._params) if self._numbers else ():
+            number = self._numbers[one.slot]
+            if one.finish:
+                del self._numbers[one.slot]
+            done.append((number, one))
+        return Done(tuple(done), self._engine.take_stats())
+
+    def _build(self, settings: Settings) -> Registration:
+        cfg, devices = settings.cfg, jax.devices()
+        self._mesh = worker_mesh(cfg, devices)
+        layout = worker_layout(cfg, settings.decoder, settings.dtype, self._mesh)
+        abstract = layout.abstract_weights(settings.decoder, self._mesh)
+        host = socket.gethostname()
+        if model_digest(abstract) != settings.model:
+            return Registration(refused=f"{host}: its model has other weights than the trainer's")
+        self._weights = LoadedWeights(abstract, keep_bits=cfg.schedule.weight_transfer == "delta")
+        self._engine = paged_engine(cfg, cfg.rollout, layout, settings.decoder, settings.eos_ids)
+        n_replicas = self._mesh.shape["replica"]
+        return Registration(host, os.getpid(), len(devices), n_replicas * cfg.rollout.max_num_seqs)

@@ -1,0 +1,28 @@
+"""The engine's programs, compiled for GPUs that are not attached."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from jaxrl.planner.programs import run_programs
+from jaxrl.planner.topology import topology
+from sharding import make_mesh
+from tests.planner.tiny_run import TINY, run
+
+pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed")
+
+
+MODEL = dataclasses.replace(TINY, F=88)  # no other array has 88 or 176 rows
+
+
+@pytest.mark.thorough
+def test_a_decode_step_does_not_copy_weights():
+    machine, cfg = topology("h100:8"), run(mesh__fsdp=8, mesh__tensor=1)
+    with jax.set_mesh(make_mesh(machine.devices, fsdp=8)):
+        programs = run_programs(cfg, MODEL, machine.chip.memory_bytes)
+        lowered = programs.table.lower["decode"]()
+        text = lowered.compile(dict(machine.compiler_options)).as_text()
+    rows = {int(n) for n in re.findall(r"\w+\[(\d+),64\]", text)}
+    assert MODEL.F in rows and 2 * MODEL.F not in rows

@@ -1,0 +1,112 @@
+"""Asynchronous runs of two processes, each with its own rollout devices."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.hosts.process_group import assert_close, metrics
+from tests.trainer.tiny_episodes import ENVIRONMENTS
+
+CLOCK = ("buffer/waited_s", "busy_s", "idle_fraction")
+
+
+@pytest.fixture
+def async_config(group_config):
+    """Two steps on one training device of each process; responses of several dispatches."""
+    group_config.mesh.fsdp, group_config.mesh.tensor = 2, 1
+    group_config.learner.mini_batch_prompts = 0
+    group_config.algorithm.kl_coef = 0.0
+    group_config.data.max_response_len = 16
+    group_config.rollout.steps_per_dispatch = 2
+    group_config.schedule.mode = "async"
+    group_config.schedule.rollout_devices = 1
+    return group_config
+
+
+def trained(run_dir):
+    """The lines of training steps, without the clock."""
+    return [
+        {name: value for name, value in line.items() if not any(word in name for word in CLOCK)}
+        for line in metrics(run_dir)
+        if "reward/mean" in line
+    ]
+
+
+@pytest.mark.slow
+def test_without_staleness_two_processes_give_the_weights_of_sync(
+    start_group, async_config, tmp_path
+):
+    async_config.schedule.max_staleness = 0
+    (first, _) = start_group(async_config, n=2, n_devices=2).finish()
+    assert "in 2 processes, rollout on 2 more" in first
+    separate = async_config.run_dir
+    async_config.run_dir = str(tmp_path / "sync")
+    async_config.schedule.update(mode="sync", rollout_devices=0, max_staleness=1)
+    start_group(async_config, n=2, n_devices=1).finish()
+    assert_close(separate, async_config.run_dir, atol=0)
+    losses = [
+        [line["loss/total"] for line in trained(folder)]
+        for folder in (separate, async_config.run_dir)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_two_processes_is_bitwise_equal_to_an_uninterrupted_one(
+    start_group, async_config, tmp_path
+):
+    """3 of 4 devices of each process train; 3 of 5 prompts of a step are of the second process."""
+    async_config.data.prompts_per_step, async_config.rollout.n = 5, 6
+    async_config.mesh.replica, async_config.mesh.fsdp = 6, 1
+    async_config.schedule.max_staleness = 2
+    async_config.total_steps, async_config.eval.every = 6, 3
+    async_config.checkpoint.every = 3
+    start_group(async_config, n=2, n_devices=4).finish()
+    whole = async_config.run_dir
+    async_config.run_dir, async_config.total_steps = str(tmp_path / "resumed"), 3
+    start_group(async_config, n=2, n_devices=4).finish()
+    async_config.total_steps = 6
+    start_group(async_config, n=2, n_devices=4).finish()
+    assert_close(whole, async_config.run_dir, atol=0)
+    lines = trained(whole)
+    assert lines == trained(async_config.run_dir)
+    assert max(line["staleness/max"] for line in lines) == 2
+    assert max(line["rollout/versions_per_response"] for line in lines) > 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_one_process_saves_what_is_in_flight_in_both(start_group, async_config):
+    async_config.total_steps, async_config.schedule.max_staleness = 400, 2
+    group = start_group(async_config, n=2, n_devices=2)
+    group.wait_for_step(async_config.run_dir, 2)
+    group.processes[1].send_signal(signal.SIGINT)
+    first, _ = group.outputs()
+    assert [process.returncode for process in group.processes] == [130, 130], first
+    assert "SIGINT: saved after step" in first
+    (saved,) = Path(async_config.run_dir, "checkpoints").iterdir()
+    host = json.loads((saved / "host" / "metadata").read_text())
+    assert len(host["in_flight"]["processes"]) == 2
+    assert all(one["groups"] for one in host["in_flight"]["processes"])
+    async_config.total_steps = int(saved.name) + 3
+    start_group(async_config, n=2, n_devices=2).finish()
+    steps = [line["step"] for line in trained(async_config.run_dir)]
+    assert steps == list(range(1, async_config.total_steps + 1))
+    assert max(line["staleness/max"] for line in trained(async_config.run_dir)) == 2
+
+
+@pytest.mark.slow
+def test_episodes_of_two_processes_outlive_updates(start_group, async_config, tmp_path):
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    async_config.env.name = f"{path}:Letters"
+    async_config.reward.functions = ("environment",)
+    async_config.data.max_response_len = 64
+    async_config.rollout.sampling.stop = ("a", "e", "i", "o", "u", "0", "1", "2", " ")
+    async_config.total_steps, async_config.schedule.max_staleness = 4, 2
+    start_group(async_config, n=2, n_devices=2).finish()
+    lines = trained(async_config.run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["staleness/max"] for line in lines) == 2
+    assert any(line["env/turns"] > 1 for line in lines)

@@ -1,0 +1,124 @@
+"""Schedules of several processes, one generator each, on a toy engine."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+
+from jaxrl.config import default_config, resolve
+from jaxrl.rollout.engines import merge_metrics
+from jaxrl.trainer.setup.source import check_processes
+from sharding import hosts
+from tests.trainer.schedule.test_generator import CASE, drawn, make_generator
+
+BATCHES = dataclasses.replace(CASE, prompts_per_step=3, max_staleness=2, oversample=2.5)
+
+
+@pytest.fixture
+def generators(monkeypatch):
+    """generators(case, n) are those of `n` processes; `saved` is what was in flight in others."""
+
+    def make(case, n, saved=()):
+        found = []
+        for i in range(n):
+            monkeypatch.setattr(hosts, "n_processes", lambda: n)
+            monkeypatch.setattr(hosts, "process_id", lambda i=i: i)
+            found.append(make_generator(case, case.seed + i))
+            if saved:
+                found[-1].restore(saved)
+        return found
+
+    return make
+
+
+def step(generators, number):
+    """The batches of a step in all processes, in process order, of (prompt, tokens, versions)."""
+    patience = functools.partial(next, iter(range(10_000)))
+    groups = []
+    for generator in generators:
+        generator.begin(number, number)
+        groups += generator.generate(number, number, patience)
+    return [(g.prompt.id, r.sample, r.tokens, r.versions) for g in groups for r in g.responses]
+
+
+def in_flight(generators):
+    return [json.loads(json.dumps(generator.snapshot().json())) for generator in generators]
+
+
+def ids(batch):
+    return [entry[0] for entry in batch[:: CASE.n]]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_processes_generate_the_slices_of_the_batches_of_one(generators, n):
+    processes = generators(BATCHES, n)
+    steps = [step(processes, i) for i in range(6)]
+    assert [ids(batch) for batch in steps] == drawn(BATCHES, 6)
+    assert all(i - entry[3][0] <= 2 for i, batch in enumerate(steps) for entry in batch)
+    assert len({p.snapshot().n_draws for p in processes}) == 1
+    (one,) = generators(BATCHES, 1)
+    for i, batch in enumerate(steps):
+        assert [entry[:3] for entry in batch] == [entry[:3] for entry in step([one], i)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_was_in_flight_in_two_processes_continues_in_others(generators, n):
+    before = generators(BATCHES, 2)
+    steps = [step(before, i) for i in range(3)]
+    saved = in_flight(before)
+    resumed = generators(BATCHES, n, saved)
+    steps += [step(resumed, i) for i in range(3, 6)]
+    assert [ids(batch) for batch in steps] == drawn(BATCHES, 6)
+    assert all(i - entry[3][0] <= 2 for i, batch in enumerate(steps) for entry in batch)
+    if n == 2:
+        unbroken = generators(BATCHES, 2)
+        for i, batch in enumerate(steps):
+            assert batch == step(unbroken, i)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_that_only_one_process_had_drawn_are_drawn_again(generators, n):
+    """A run that stops at different moments of its processes."""
+    before = generators(BATCHES, 2)
+    steps = [step(before, i) for i in range(2)]
+    before[1].begin(2, 2)
+    saved = in_flight(before)
+    assert saved[1]["n_draws"] == saved[0]["n_draws"] + 1
+    resumed = generators(BATCHES, n, saved)
+    steps += [step(resumed, i) for i in range(2, 5)]
+    assert [ids(batch) for batch in steps] == drawn(BATCHES, 5)
+
+
+def test_metrics_of_processes_are_sums_of_counts_and_means():
+    shares = [{"buffer/size": 2.0, "buffer/dropped": 1.0, "buffer/waited_s": 3.0}] * 2
+    assert merge_metrics(shares) == {
+        "buffer/size": 4.0,
+        "buffer/dropped": 2.0,
+        "buffer/waited_s": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"schedule.mode": "partial"}, "mode='partial' runs in one process, but there are 2"),
+        ({"schedule.rollout_workers": 2}, "set config.schedule.rollout_devices, of each process"),
+        ({"schedule.order": "arrival"}, "set config.schedule.order='prompt'"),
+        ({"rollout.engines": "mesh"}, "set config.rollout.engines='process'"),
+        ({"data.prompts_per_step": 1}, "prompts_per_step=1 is less than the 2 processes"),
+    ],
+)
+def test_what_needs_one_process_is_refused_in_two(monkeypatch, keys, message):
+    config = default_config()
+    config.model.path, config.data.train = "model", ("task:addition",)
+    config.reward.functions = ("math",)
+    config.schedule.mode = "async"
+    config.update_from_flattened_dict(keys)
+    if config.schedule.mode == "async" and not config.schedule.rollout_workers:
+        config.schedule.rollout_devices = 1
+    run = resolve(config)
+    check_processes(run)
+    monkeypatch.setattr(hosts, "n_processes", lambda: 2)
+    with pytest.raises(hosts.AgreedError, match=message):
+        check_processes(run)
