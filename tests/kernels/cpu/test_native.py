@@ -36,6 +36,12 @@ def kernels(one_device):
     assert native.is_available()
 
 
+@pytest.fixture
+def any_order(monkeypatch):
+    """Takes the kernel for every shape, in whatever order XLA sums on this processor."""
+    monkeypatch.setattr(ops, "matmul_bits_match", lambda n_out, n_in: True)
+
+
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
 
@@ -109,7 +115,7 @@ def test_which_processors_execute_whole_avx512_vectors(processor, wide):
     assert native._is_wide(processor) == wide
 
 
-def test_weights_of_one_input_are_read_in_one_call(kernels):
+def test_weights_of_one_input_are_read_in_one_call(kernels, any_order):
     """Weight sizes end at and inside a work item."""
     x, weights = normal(8, 1, 64), [normal(n, 64) for n in (192, 200, 576)]
     together = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
@@ -118,7 +124,7 @@ def test_weights_of_one_input_are_read_in_one_call(kernels):
         np.testing.assert_array_equal(y, jax.jit(ops.skinny_matmul)(x[:, 0], w)[0][:, None])
 
 
-def test_an_unsupported_weight_does_not_affect_the_others(kernels):
+def test_an_unsupported_weight_does_not_affect_the_others(kernels, any_order):
     x, weights = normal(8, 1, 64), [normal(200, 64), normal(192, 64).astype(jnp.bfloat16)]
     mixed = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
     assert mixed.lower(x, *weights).compile().as_text().count(CALL) == 1
