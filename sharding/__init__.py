@@ -9,7 +9,7 @@ from sharding.memory import (
 )
 from sharding.mesh import MESH_AXES, abstract_mesh, first_devices, make_mesh
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
-from sharding.platform import target_device_kind, target_platform
+from sharding.platform import needs_trial_run, target_device_kind, target_platform
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
 from sharding.residual import gather_residual, scatter_residual
 from sharding.rules import (
@@ -59,6 +59,7 @@ __all__ = [
     "make_mesh",
     "make_transfer",
     "mesh_order",
+    "needs_trial_run",
     "on_mesh",
     "process_mesh_sizes",
     "put_batch",

@@ -24,7 +24,7 @@ from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
 from jaxrl.types import TokenSets, Tree
-from sharding import Rules
+from sharding import Rules, needs_trial_run
 
 
 class PagedEngine:
@@ -138,19 +138,19 @@ class PagedEngine:
     # Lifecycle
 
     def warmup(self, params: Tree, threads: CompileThreads | None = None) -> int:
-        """Compiles the programs of all buckets, then runs each on padding. Returns their number.
+        """Compiles the programs of all buckets. Returns their number.
 
-        Those that `threads` already compile are waited for, too.
+        Those that `threads` already compile are waited for, too. On accelerators each runs once on
+        padding.
         """
         if threads is None:
             with CompileThreads() as threads:
                 return self.warmup(params, threads)
         threads.add(self.lowered(params))
         threads.wait()
-        for program in self.runner.declared(adjustable=self.adjustable):
-            self.runner.run_on_padding(params, program)
-        jax.block_until_ready(self.runner.cache)
-        return self.runner.n_programs
+        declared = self.runner.declared(adjustable=self.adjustable)
+        self._try_out(params, declared)
+        return len(declared)
 
     def warmup_first(self, params: Tree) -> None:
         """As `warmup`, but of the programs that suffice for every request only.
@@ -162,7 +162,12 @@ class PagedEngine:
         first = [program for program in declared if self._suffices(program)]
         self._pending = set(declared) - set(first)
         compile_in_threads(self._lowered(params, first))
-        for program in first:
+        self._try_out(params, first)
+
+    def _try_out(self, params: Tree, programs: list[Dispatch]) -> None:
+        """Allocates the KV cache; runs each program on padding where that is of use."""
+        self.allocate()
+        for program in programs if needs_trial_run() else ():
             self.runner.run_on_padding(params, program)
         jax.block_until_ready(self.runner.cache)
 

@@ -133,7 +133,7 @@ class Scorer:
         return [found[i] for i in range(len(batches))]
 
     def warm_up(self, params: Tree, batch: Batch) -> None:
-        """Compiles the calls for micro-batches of the shape of `batch`."""
+        """Runs the calls for micro-batches of the shape of `batch`."""
         joined = self.n_joined > self._n_least
         self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
 
@@ -261,7 +261,8 @@ class Update:
     ) -> Iterable[jax.stages.Lowered]:
         """The programs of `update` for a micro-batch on the host, not yet compiled."""
         placed = self.put(batch, n_vocab=self._n_vocab(state.params))
-        return self.lower(state, placed, ref_params).values()
+        programs = self.lower(state, placed, ref_params)
+        return [*programs.values(), self.zeros.lower(state.params)]
 
     def _n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""

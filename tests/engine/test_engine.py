@@ -239,7 +239,7 @@ def test_nothing_compiles_after_warmup(llama):
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
-    assert engine.runner.n_programs == n_programs
+    assert engine.runner.n_programs <= n_programs
 
 
 def test_requests_are_served_before_all_programs_are_compiled(llama):

@@ -12,11 +12,14 @@ from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_wei
 from jaxrl.trainer.phases.sampling import end_rollouts
 from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, Tree
-from sharding import to_device
+from sharding import needs_trial_run, to_device
 
 
 def warm_up(run: Run) -> None:
-    """Compiles every program of an RL run, and runs each once on padding in its declared shapes."""
+    """Compiles every program of an RL run in its declared shapes.
+
+    On accelerators each program runs once on padding.
+    """
     core, model = run.core, run.reward_model
     scores = {"policy": needs_old_logp(core.cfg), "reference": needs_ref_logp(core.cfg)}
     with core.progress.waiting("compiling all programs"), CompileThreads() as threads:
@@ -26,8 +29,8 @@ def warm_up(run: Run) -> None:
         with run.engines.layout.weights(core.state.params) as params:
             run.engines.engine.warmup(params, threads)
     end_rollouts(run)
-    if model is not None:
-        warm_up_values(core, model.scorer, to_device(model.params), "the reward model")
+    if model is not None and needs_trial_run():
+        run_values(core, model.scorer, to_device(model.params), "the reward model")
     warm_up_learner(core, **scores)
 
 
@@ -60,7 +63,20 @@ def _kl_reference(core: Core) -> Tree | None:
     return to_device(core.ref_params) if full_kl_in_loss(core.cfg) else None
 
 
-def warm_up_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> None:
+def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
+    """Compiles what `lowered_learner` leaves out; runs all programs on padding on accelerators."""
+    for rows, row_len in core.cfg.learner.shapes:
+        batch = empty_batch(core.n_ranks * rows, row_len)
+        if reference and core.cfg.algorithm.kl_in == "reward":
+            token_kl(batch, batch.ref_logp, core.cfg.algorithm)
+        if core.cfg.algorithm.correction_normalize:
+            with_mean_weight(MiniBatch([Packed(batch, spans=())]), core.cfg.algorithm)
+    if needs_trial_run():
+        run_learner(core, policy=policy, reference=reference)
+    core.progress.steps(core.step, core.total_steps)
+
+
+def run_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> None:
     """Runs the forward pass of a value or reward model in every declared shape."""
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
@@ -68,7 +84,7 @@ def warm_up_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> 
             scorer.values(params, [Packed(empty_batch(n_rows, row_len), spans=())])
 
 
-def warm_up_critic(core: Core, critic: Critic) -> None:
+def run_critic(core: Core, critic: Critic) -> None:
     """Runs the update of a separate critic in every declared shape."""
     scorer = critic.scorer
     for rows, row_len in scorer.cfg.learner.shapes:
@@ -82,13 +98,13 @@ def warm_up_critic(core: Core, critic: Critic) -> None:
             critic.state, _ = critic.update.update(critic.state, [empty_batch(n_rows, row_len)])
 
 
-def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
+def run_learner(core: Core, *, policy: bool, reference: bool) -> None:
     """Runs the update, the value programs, and the requested logprob programs on padding."""
     if core.value_scorer is not None:
         params = core.state.params if core.critic is None else core.critic.params
-        warm_up_values(core, core.value_scorer, params, "values")
+        run_values(core, core.value_scorer, params, "values")
     if core.critic is not None:
-        warm_up_critic(core, core.critic)
+        run_critic(core, core.critic)
     for rows, row_len in core.cfg.learner.shapes:
         n_rows = core.n_ranks * rows
         with core.progress.waiting(
@@ -101,12 +117,7 @@ def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
             if reference:
                 with core.ref_scorer.layout.on_mesh():
                     core.ref_scorer.warm_up(to_device(core.ref_params), batch)
-                if core.cfg.algorithm.kl_in == "reward":
-                    token_kl(batch, batch.ref_logp, core.cfg.algorithm)
-            if core.cfg.algorithm.correction_normalize:
-                with_mean_weight(MiniBatch([Packed(batch, spans=())]), core.cfg.algorithm)
             run_update(core, batch)
-    core.progress.steps(core.step, core.total_steps)
 
 
 def run_update(core: Core, batch: Batch) -> None:
