@@ -167,7 +167,7 @@ def loss_gradients(
     rules: Rules,
 ) -> tuple[Tree, LossSums]:
     """(gradient of the trained parameters, sums) of `loss_sums`."""
-    if rules.layers is not None and cfg.learner.pipeline_schedule == "1f1b":
+    if rules.layers is not None and cfg.learner.pipeline_schedule != "gpipe":
         return _gradients_1f1b(
             objective, params, ref_params, batch, balance, coefs, cfg=cfg, rules=rules
         )

@@ -1,14 +1,16 @@
 """Gradient of a loss under a pipeline with the schedule 1F1B (one forward, one backward).
 
 PipeDream-Flush, https://arxiv.org/abs/2006.09503, as in Megatron-LM
-(https://arxiv.org/abs/2104.04473, section 2.2). With S stages and M micro-batches, stage s runs
-micro-batch m forward at tick m + s and backward at tick m + 2 (S - 1) - s; the last stage does both
-at one tick, with the loss between them. So a stage keeps the activations of at most 2 S - 1
-micro-batches, where GPipe (pipeline.py) keeps those of all. All stages of a mesh run one program,
-so a tick is one forward and one backward pass of every stage, except that the first S - 1 ticks run
-only forward and the last S - 1 only backward:
+(https://arxiv.org/abs/2104.04473, section 2.2), also interleaved: with `Rules.chunks` V above 1 a
+stage has V chunks of layers, and a tick is a pass through one of them (pipeline_schedule.py). With
+V = 1, stage s runs micro-batch m forward at tick m + s and backward at tick m + 2 (S - 1) - s; the
+last stage does both at one tick, with the loss between them. So a stage keeps the activations of
+at most 2 S - 1 micro-batches, where GPipe (pipeline.py) keeps those of all; in general of
+V S + S - 1 passes through chunks. All stages of a mesh run one program, so a tick is one forward
+and one backward pass of every stage, except that the first V S - 1 ticks run only forward and the
+last V S - 1 only backward:
 
-    tick        0    1    2    3    4    5    S = 2, M = 4
+    tick        0    1    2    3    4    5    S = 2, M = 4, V = 1
     stage 0    F0   F1   F2   F3    .    .    forward of micro-batch 0, 1, ...
                 .    .   B0   B1   B2   B3    backward
     stage 1     .   F0   F1   F2   F3    .
@@ -29,7 +31,9 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxrl.models.pipeline import from_stages, shard_over_stages, to_micro_batches, to_stages
+from jaxrl.models.pipeline import from_stages, to_micro_batches, to_stages
+from jaxrl.models.pipeline_chunks import from_chunks, to_chunks
+from jaxrl.models.pipeline_schedule import Schedule, Unit
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -47,13 +51,14 @@ class Gradients:
 
 @struct.dataclass
 class _Carry:
-    """State between ticks. What stages own has a leading stage axis S."""
+    """State between ticks. What stages own has a leading axis of stages S or of chunks S V."""
 
     sent: Tree  # [S, ranks, T, D], inputs of the stages
     returned: Tree  # [S, ranks, T, D], gradients of the outputs of the stages
-    saved: Tree  # list of [S, 2S - 1, ...], what backward needs of the last micro-batches
+    saved: Tree  # list of [S, slots, ...], what backward needs of the units between
     x: Tree  # [M, ranks, T, D], inputs of the first layer; after backward, their gradients
     layers: Tree
+    load: Tree
     top: Tree
     sums: Tree
 
@@ -74,41 +79,60 @@ def gradients_1f1b(
 ) -> Gradients:
     """Gradients of the sum of the objective over micro-batches, each a row of every rank.
 
-    `stage(layers, frozen, x, *rows)` runs the layers of a stage and returns their output and sums
+    `stage(layers, frozen, x, *rows)` runs the layers of a chunk and returns their output and sums
     over tokens, [layers, ...]; `layers` and `frozen` are sharded over the stages, and only `layers`
     has a gradient. `objective(top, hidden, rows)` is (loss, sums) of one micro-batch from the
     output of the last layer. `stage_rows` and `rows` are the further inputs of both, [B, T, ...].
     `load_gradient` is the gradient of the loss with respect to the sums of `stage`. `zero_sums` are
-    the sums of no micro-batch.
+    the sums of no micro-batch. Raises ValueError if the micro-batches do not fit `rules.chunks`.
     """
-    layers, frozen, load_gradient = jax.tree.map(
-        lambda a: shard_over_stages(a, rules.mesh_axes("layers")[0]),
-        (layers, frozen, load_gradient),
-    )
+    layers, frozen, load_gradient = to_chunks((layers, frozen, load_gradient), rules)
     stage_rows = jax.tree.map(lambda a: to_stages(to_micro_batches(a, rules), rules), stage_rows)
     rows = jax.tree.map(lambda a: to_micro_batches(a, rules), rows)
-    loop = _Loop(stage, objective, (layers, frozen, stage_rows), top, rows, load_gradient, rules)
-    n_micro, n_stages = x.shape[0], rules.n_shards("layers")
+    schedule = Schedule(rules.n_shards("layers"), rules.chunks, n_micro=x.shape[0])
+    owned = layers, frozen, stage_rows
+    loop = _Loop(stage, objective, owned, top, rows, load_gradient, rules, schedule)
+    carry = _run(loop, loop.start(x, zero_sums))
+    layers, load = from_chunks((carry.layers, carry.load), rules)
+    return Gradients(layers, carry.top, carry.x, carry.sums, load)
+
+
+def _run(loop: "_Loop", carry: _Carry) -> _Carry:
+    """All ticks. Of each period of V S ticks, S have a micro-batch that completes its forward pass.
+
+    In these ticks a new one enters stage 0 (for the next tick), and one leaves it, as a gradient.
+    """
+    schedule = loop.schedule
+    lead, n_ticks = schedule.period - 1, schedule.n_ticks
+    n_losses = schedule.n_stages if schedule.n_chunks > 1 else schedule.n_micro
 
     def warm_up(carry: _Carry, tick):
-        carry, _, load = loop.forward(carry, tick)
-        return carry, load
+        carry, _ = loop.forward(carry, tick)
+        return loop.enter(carry, tick + 1), None
 
-    def both(carry: _Carry, tick):
-        carry, done, load = loop.forward(carry, tick)
-        carry, gradient = loop.loss(carry, done, tick - (n_stages - 1))
-        return loop.backward(carry, gradient, tick), load
+    def with_loss(carry: _Carry, tick):
+        carry, done = loop.forward(carry, tick)
+        carry = loop.loss(loop.leave(carry, tick), done, tick)
+        return loop.enter(loop.backward(carry, tick), tick + 1), None
+
+    def between(carry: _Carry, tick):
+        carry, _ = loop.forward(carry, tick)
+        return loop.backward(carry, tick), None
 
     def drain(carry: _Carry, tick):
-        return loop.backward(carry, jnp.zeros_like(carry.sent), tick), None
+        return loop.backward(loop.leave(carry, tick), tick), None
 
-    carry = loop.start(x, zero_sums)
-    first, last = n_stages - 1, n_stages - 1 + n_micro
-    carry, early = lax.scan(warm_up, carry, jnp.arange(first))
-    carry, late = lax.scan(both, carry, jnp.arange(first, last))
-    carry, _ = lax.scan(drain, carry, jnp.arange(last, last + first))
-    load = jax.tree.map(lambda a, b: jnp.sum(a, axis=0) + jnp.sum(b, axis=0), early, late)
-    return Gradients(carry.layers, carry.top, carry.x, carry.sums, load)
+    def period(carry: _Carry, first):
+        carry, _ = lax.scan(with_loss, carry, first + jnp.arange(n_losses))
+        return lax.scan(between, carry, first + jnp.arange(n_losses, schedule.period))
+
+    last = n_ticks - n_losses
+    carry, _ = lax.scan(warm_up, loop.enter(carry, 0), jnp.arange(lead))
+    if lead < last:
+        carry, _ = lax.scan(period, carry, jnp.arange(lead, last, schedule.period))
+    carry, _ = lax.scan(with_loss, carry, jnp.arange(last, n_ticks))
+    carry, _ = lax.scan(drain, carry, jnp.arange(n_ticks, n_ticks + lead))
+    return loop.leave(carry, n_ticks + lead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,102 +141,108 @@ class _Loop:
 
     stage: Callable
     objective: Callable
-    owned: tuple[Tree, Tree, Tree]  # layers, frozen [L, ...] and rows [S, M, ranks, T] of stages
+    owned: tuple[Tree, Tree, Tree]  # layers, frozen [S V, ...] and rows [S, M, ranks, T] of stages
     top: Tree
     rows: Tree  # [M, ranks, T, ...]
-    load_gradient: Tree
+    load_gradient: Tree  # [S V, ...]
     rules: Rules
+    schedule: Schedule
 
     @property
     def axis(self) -> str:
         return self.rules.mesh_axes("layers")[0]
 
     def start(self, x: jax.Array, zero_sums: Tree) -> _Carry:
-        sent = jnp.zeros_like(self._enter(x[:1]))
-        n_saved = 2 * self.rules.n_shards("layers") - 1
+        sent = jnp.zeros_like(self._to_stages(x[:1]))
 
-        def saved(_, owned, sent):
-            kept = self._differentiate(owned, sent[0], 0)[2]
-            return [_zeros((1, n_saved), a) for a in kept]
+        def saved(tick, owned, sent):
+            unit = self.schedule.forward(lax.axis_index(self.axis), tick)
+            kept = self._differentiate(owned, sent[0], unit)[2]
+            return [_zeros((1, self.schedule.n_saved), a) for a in kept]
 
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), tree)
 
         kept = self._on_stages(saved, 0, self.owned, sent)
-        return _Carry(sent, sent, kept, x, zeros(self.owned[0]), zeros(self.top), zero_sums)
+        layers, load, top = zeros((self.owned[0], self.load_gradient, self.top))
+        return _Carry(sent, sent, kept, x, layers, load, top, zero_sums)
 
-    def forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, jax.Array, Tree]:
-        """(carry, outputs of the stages, loads)."""
-        n_micro = carry.x.shape[0]
-        first = jnp.minimum(tick, n_micro - 1)
-        entering = self._enter(lax.dynamic_slice_in_dim(carry.x, first, 1))
+    def enter(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
+        """Before this tick: the input of stage 0, if its unit is one of its first chunk."""
+        unit = self.schedule.forward(0, tick)
+        x = lax.dynamic_slice_in_dim(carry.x, unit.micro_batch, 1)
+        sent = self._replace(carry.sent, x, 0, unit.chunk == 0)
+        return dataclasses.replace(carry, sent=sent)
 
-        def body(tick, owned, entering, sent, saved):
-            index = tick - lax.axis_index(self.axis)
-            inputs = jnp.where(lax.axis_index(self.axis) == 0, entering[0], sent[0])
-            (done, load), _, kept = self._differentiate(
-                owned, inputs, jnp.clip(index, 0, n_micro - 1)
-            )
-            slot = index % saved[0].shape[1]
+    def forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, jax.Array]:
+        """(carry, outputs of the stages)."""
+
+        def body(tick, owned, sent, saved, total):
+            unit = self.schedule.forward(lax.axis_index(self.axis), tick)
+            (done, load), _, kept = self._differentiate(owned, sent[0], unit)
             saved = [
-                lax.dynamic_update_slice_in_dim(a, new[None, None], slot, 1)
+                lax.dynamic_update_slice_in_dim(a, new[None, None], unit.slot, 1)
                 for a, new in zip(saved, kept, strict=True)
             ]
-            busy = (index >= 0) & (index < n_micro)
-            load = jax.tree.map(lambda a: jnp.where(busy, a, 0), load)
-            return self._pass(done, 1)[None], done[None], saved, load
+            return self._pass(done, 1)[None], done[None], saved, _add(total, load, unit)
 
         sent, done, saved, load = self._on_stages(
-            body, tick, self.owned, entering, carry.sent, carry.saved
+            body, tick, self.owned, carry.sent, carry.saved, carry.load
         )
-        return dataclasses.replace(carry, sent=sent, saved=saved), done, load
+        return dataclasses.replace(carry, sent=sent, saved=saved, load=load), done
 
-    def loss(self, carry: _Carry, done: jax.Array, index: jax.Array) -> tuple[_Carry, jax.Array]:
-        """(carry, gradients of the outputs of the stages, of which the last stage uses its own)."""
-        hidden = self._leave(done, -1)[0]
+    def loss(self, carry: _Carry, done: jax.Array, tick: jax.Array) -> _Carry:
+        """The loss of what the last stage has finished; the stage gets the gradient of its output.
+
+        Its unit must be one of the last chunk.
+        """
+        last = self.schedule.n_stages - 1
+        hidden = self._from_stage(done, last)[0]
+        index = self.schedule.forward(last, tick).micro_batch
         rows = jax.tree.map(lambda a: a[index], self.rows)
         _, pull_back, sums = jax.vjp(
             lambda top, hidden: self.objective(top, hidden, rows), self.top, hidden, has_aux=True
         )
         top, gradient = pull_back(jnp.ones((), jnp.float32))
         top = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry.top, top)
-        carry = dataclasses.replace(carry, top=top, sums=carry.sums + sums)
-        return carry, self._enter(gradient[None])
+        returned = self._replace(carry.returned, gradient[None], last, True)
+        return dataclasses.replace(carry, returned=returned, top=top, sums=carry.sums + sums)
 
-    def backward(self, carry: _Carry, gradient: jax.Array, tick: jax.Array) -> _Carry:
-        n_micro, n_stages = carry.x.shape[0], self.rules.n_shards("layers")
-
-        def body(tick, owned, gradient, returned, saved, load, total):
-            place = lax.axis_index(self.axis)
-            index = tick - 2 * (n_stages - 1) + place
-            busy = (index >= 0) & (index < n_micro)
-            out = jnp.where(place == n_stages - 1, gradient[0], returned[0])
-            out = jax.tree.map(lambda a: jnp.where(busy, a, 0), (out, load))
-            kept = [a[0, index % a.shape[1]] for a in saved]
+    def backward(self, carry: _Carry, tick: jax.Array) -> _Carry:
+        def body(tick, owned, returned, saved, load, total):
+            unit = self.schedule.backward(lax.axis_index(self.axis), tick)
+            out = returned[0], jax.tree.map(lambda a: a[unit.chunk], load)
+            out = jax.tree.map(lambda a: jnp.where(unit.busy, a, 0), out)
+            kept = [a[0, unit.slot] for a in saved]
             # Only the function of `kept` is used: XLA removes this forward pass.
-            _, restore, _ = self._differentiate(
-                owned, jnp.zeros_like(returned[0]), jnp.clip(index, 0, n_micro - 1)
-            )
+            _, restore, _ = self._differentiate(owned, jnp.zeros_like(returned[0]), unit)
             layers, x = restore(kept)(out)
-            total = jax.tree.map(
-                lambda a, g: jnp.where(busy, a + g.astype(a.dtype), a), total, layers
-            )
-            return self._pass(x, -1)[None], x[None], total
+            return self._pass(x, -1)[None], _add(total, layers, unit)
 
         own = carry.returned, carry.saved, self.load_gradient, carry.layers
-        returned, x, layers = self._on_stages(body, tick, self.owned, gradient, *own)
-        # The input of micro-batch 0 was read at tick 0, and is overwritten from tick 1 on.
-        index = jnp.maximum(tick - 2 * (n_stages - 1), 0)
-        x = lax.dynamic_update_slice_in_dim(carry.x, self._leave(x, 0), index, 0)
-        return dataclasses.replace(carry, returned=returned, x=x, layers=layers)
+        returned, layers = self._on_stages(body, tick, self.owned, *own)
+        return dataclasses.replace(carry, returned=returned, layers=layers)
 
-    def _differentiate(self, owned, x: jax.Array, index) -> tuple[Any, Callable, list[jax.Array]]:
-        """(outputs of the stage, kept -> VJP, kept): kept are the residuals of this micro-batch.
+    def leave(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
+        """Before this tick: stores the gradient of the first chunk's input, from the tick before.
+
+        Stage 0 has passed it to the last stage. In other ticks the place of the next gradient, whose
+        input has been read, gets what the last stage has.
+        """
+        x = self._from_stage(carry.returned, self.schedule.n_stages - 1)
+        index = self.schedule.n_returned(tick - 1)
+        return dataclasses.replace(
+            carry, x=lax.dynamic_update_slice_in_dim(carry.x, x, index, 0)
+        )
+
+    def _differentiate(self, owned, x: jax.Array, unit: Unit) -> tuple[Any, Callable, list]:
+        """(outputs of the chunk, kept -> VJP, kept): kept are the residuals of this unit.
 
         Weights, rows and constants, which the backward pass has, are not among them.
         """
-        layers, frozen, rows = owned
-        rows = jax.tree.map(lambda a: a[0, index], rows)
+        *weights, rows = owned
+        layers, frozen = jax.tree.map(lambda a: a[unit.chunk], weights)
+        rows = jax.tree.map(lambda a: a[0, unit.micro_batch], rows)
         out, pull_back = jax.vjp(lambda layers, x: self.stage(layers, frozen, x, *rows), layers, x)
         leaves, structure = jax.tree.flatten(pull_back)
         known = {id(a) for a in jax.tree.leaves((layers, frozen, rows))}
@@ -225,30 +255,38 @@ class _Loop:
 
         return out, restore, [a for a, k in zip(leaves, is_kept, strict=True) if k]
 
-    def _enter(self, x: jax.Array) -> jax.Array:
-        """[1, ranks, T, D] outside the stages -> [S, ranks, T, D]."""
+    def _to_stages(self, x: jax.Array) -> jax.Array:
+        """[1, ranks, T, D] outside the stages -> [S, ranks, T, D], the same on every stage."""
         x = to_stages(x, self.rules)[:, 0]
         spec = self.rules.in_stage().residual_spec(x.shape[1:])
         return jax.reshard(x, jax.P(self.axis, *spec))
 
-    def _leave(self, x: jax.Array, place: int) -> jax.Array:
-        """The inverse of `_enter` for the array of one stage."""
+    def _from_stage(self, x: jax.Array, stage: int) -> jax.Array:
+        """[S, ranks, T, D] -> [1, ranks, T, D] outside the stages, the array of one stage."""
         whole = self.rules.in_stage().spec("batch", "time", "embed")
         x = jax.reshard(x, jax.P(self.axis, *whole))
 
         def only(_, x):
-            chosen = place % lax.axis_size(self.axis)
-            here = lax.axis_index(self.axis) == chosen
+            here = lax.axis_index(self.axis) == stage
             return jnp.where(here, x, jnp.zeros_like(x))
 
         return from_stages(self._on_stages(only, 0, x)[:, None], self.rules)
+
+    def _replace(self, arrays: jax.Array, x: jax.Array, stage: int, condition) -> jax.Array:
+        """`arrays` [S, ranks, T, D] with x [1, ranks, T, D] as that of one stage, if so."""
+
+        def choose(condition, arrays, x):
+            here = lax.axis_index(self.axis) == stage
+            return jnp.where(here & condition, x, arrays)
+
+        return self._on_stages(choose, condition, arrays, self._to_stages(x))
 
     def _pass(self, x: jax.Array, step: int) -> jax.Array:
         n = lax.axis_size(self.axis)
         return lax.ppermute(x, self.axis, [(i, (i + step) % n) for i in range(n)])
 
-    def _on_stages(self, body: Callable, tick: jax.Array | int, *args: Tree) -> Any:
-        """body(tick, *args) on every stage, with its parts of the arguments and of the results."""
+    def _on_stages(self, body: Callable, argument: jax.Array | int, *args: Tree) -> Any:
+        """body(argument, *args) on every stage, with its parts of the arguments and of the results."""
         mapped = jax.shard_map(
             body,
             in_specs=(jax.P(), *(jax.P(self.axis) for _ in args)),
@@ -256,9 +294,19 @@ class _Loop:
             axis_names={self.axis},
             check_vma=False,
         )
-        return mapped(jnp.asarray(tick), *args)
+        return mapped(jnp.asarray(argument), *args)
 
 
 def _zeros(leading: tuple[int, ...], like: jax.Array) -> jax.Array:
     spec = jax.P(*(None for _ in leading), *jax.typeof(like).sharding.spec)
     return jnp.zeros((*leading, *like.shape), like.dtype, out_sharding=spec)
+
+
+def _add(total: Tree, more: Tree, unit: Unit) -> Tree:
+    """Sums [V, ...] of a stage with those of a unit added to its chunk, if the stage is busy."""
+
+    def add(a: jax.Array, b: jax.Array) -> jax.Array:
+        b = a[unit.chunk] + jnp.where(unit.busy, b.astype(a.dtype), 0)
+        return lax.dynamic_update_index_in_dim(a, b, unit.chunk, 0)
+
+    return jax.tree.map(add, total, more)
