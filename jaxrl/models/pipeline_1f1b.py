@@ -226,14 +226,12 @@ class _Loop:
     def leave(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
         """Before this tick: stores the gradient of the first chunk's input, from the tick before.
 
-        Stage 0 has passed it to the last stage. In other ticks the place of the next gradient, whose
-        input has been read, gets what the last stage has.
+        Stage 0 has passed it to the last stage. In other ticks, what the last stage has is written
+        to the place of the next gradient, whose input has been read.
         """
         x = self._from_stage(carry.returned, self.schedule.n_stages - 1)
         index = self.schedule.n_returned(tick - 1)
-        return dataclasses.replace(
-            carry, x=lax.dynamic_update_slice_in_dim(carry.x, x, index, 0)
-        )
+        return dataclasses.replace(carry, x=lax.dynamic_update_slice_in_dim(carry.x, x, index, 0))
 
     def _differentiate(self, owned, x: jax.Array, unit: Unit) -> tuple[Any, Callable, list]:
         """(outputs of the chunk, kept -> VJP, kept): kept are the residuals of this unit.
@@ -286,7 +284,7 @@ class _Loop:
         return lax.ppermute(x, self.axis, [(i, (i + step) % n) for i in range(n)])
 
     def _on_stages(self, body: Callable, argument: jax.Array | int, *args: Tree) -> Any:
-        """body(argument, *args) on every stage, with its parts of the arguments and of the results."""
+        """body(argument, *args) on every stage, with its parts of `args` and of the results."""
         mapped = jax.shard_map(
             body,
             in_specs=(jax.P(), *(jax.P(self.axis) for _ in args)),

@@ -121,7 +121,9 @@ def _update_bytes(sizes: Sizes, settings: Settings) -> float:
         work += 4 * sizes.mlp - 4 * absent * wide * 3 * _ffw(d, sizes.expert) / tp
     if sizes.stage > 1:  # the rows before and after all stages; 1F1B's sums of a stage
         work += 2 * sizes.calls * local * wide * stream
-        work += 4 * sizes.trained * (settings.pipeline_schedule == "1f1b")
+        work += 4 * sizes.trained * (settings.pipeline_schedule != "gpipe")
+    if sizes.chunks > 1:  # the layers as chunks, and the present chunk
+        work += (1 + 1 / sizes.chunks) * sizes.layers_held_bytes
     return work + 3 * sizes.layer * wide + chunk + 2 * 4 * sizes.head / tp
 
 
@@ -213,7 +215,7 @@ def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epo
         )
     )
     if sizes.stage > 1:
-        sent = sizes.calls * sizes.call_tokens * wide * d.D / sizes.residual
+        sent = sizes.ticks * sizes.call_tokens * wide * d.D / sizes.residual
         activations += sent / _rate(chip, len(job.machine.devices))
     forward = max(compute, gather) + activations
     active = d.top_k * d.F_expert if d.E else d.F
@@ -232,6 +234,9 @@ def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epo
     if sizes.n_chunks > 1:  # every chunk reads and writes float32 sums of the weights' gradients
         sums = sizes.calls * sizes.n_layers * sizes.n_chunks * sizes.mlp
         backward += 2 * 4 * sums / chip.memory_bytes_per_s
+    if sizes.chunks > 1:  # weights to the stages of their chunks, and float32 gradients back
+        moved = sizes.layers_held_bytes + 4 * sizes.trained
+        backward += moved / _rate(chip, len(job.machine.devices))
     gradients = 2 * 4 * sizes.trained
     backward += _collective_seconds(chip, gradients, sizes.replica, len(job.machine.devices))
     if "gradients" in settings.offload:  # the sums, to the device and back
@@ -246,7 +251,7 @@ def _gathered_params(sizes: Sizes, settings: Settings) -> float:
     With 1F1B the unembedding is gathered in every tick, too.
     """
     layers = sizes.layer * sizes.n_layers
-    ticks = sizes.calls if settings.pipeline_schedule == "1f1b" else 1
+    ticks = sizes.calls if settings.pipeline_schedule != "gpipe" else 1
     return sizes.calls * layers + ticks * (sizes.gathered - layers)
 
 

@@ -8,7 +8,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.estimate import kept_features
-from jaxrl.planner.sizes import n_calls, n_kept
+from jaxrl.planner.sizes import n_kept, n_ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,15 @@ class PipelinePlan:
 
     schedule: str  # learner.pipeline_schedule
     stages: int
+    chunks: int  # of layers per stage: learner.pipeline_chunks
     rows: int  # per data-parallel rank; they pass through the stages one after the other
     bubble: float  # share of the ticks in which a stage has no row
     activation_bytes: int  # that backward keeps of the layers, per device
 
     @property
     def ticks(self) -> int:
-        """Times that a stage runs its layers forward, and as often backward."""
-        return n_calls(self.rows, self.stages)
+        """Times that a stage runs its layers, or a chunk of them, forward; as often backward."""
+        return n_ticks(self.rows, self.stages, self.chunks)
 
 
 def pipeline_plan(
@@ -40,16 +41,17 @@ def pipeline_plan(
     stages, (rows, row_len) = mesh.get("stage", 1), cfg.learner.shapes[-1]
     if stages == 1:
         return None
-    ticks, tensor = n_calls(rows, stages), mesh["tensor"]
+    chunks, tensor = cfg.learner.pipeline_chunks, mesh["tensor"]
     stream = decoder.D / (tensor if training_rules(cfg).residual else 1)
     kept = kept_features(decoder, tensor=tensor, expert=mesh["expert"], stream=stream)
     layers = sum(
         part.n_layers * kept[part.policy]
         if part.group == 1
         else part.n_layers / part.group * stream
-        for part in parse_remat(cfg.learner.remat).ranges(decoder.L // stages)
+        for part in parse_remat(cfg.learner.remat).ranges(decoder.L // (stages * chunks))
     )
     schedule = cfg.learner.pipeline_schedule
-    kept_rows = n_kept(schedule, rows, stages)
-    tokens, bubble = kept_rows * row_len / mesh["sequence"], (stages - 1) / ticks
-    return PipelinePlan(schedule, stages, rows, bubble, round(tokens * layers * item_bytes))
+    tokens = n_kept(schedule, rows, stages, chunks) * row_len / mesh["sequence"]
+    bubble = (stages - 1) / n_ticks(rows, stages, chunks)
+    kept_bytes = round(tokens * layers * item_bytes)
+    return PipelinePlan(schedule, stages, chunks, rows, bubble, kept_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxrl.config.choices import PIPELINE_SCHEDULES, REMATS, REMATS_OF_1F1B
+from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.config.keys import MeshConfig, RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.learner.optimizer import check_opt_state
@@ -26,6 +26,7 @@ from sharding import abstract_mesh
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
 STAGE_ROWS = (2, 4, 8)  # the same for each stage of a pipeline
+STAGE_CHUNKS = (2, 4)  # of layers per stage, in an interleaved pipeline
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
 MLP_CHUNK = 4096  # learner.mlp_chunk that is tried for devices with more tokens
 
@@ -41,6 +42,7 @@ class Candidate:
     zero: int
     mlp_chunk: int
     pipeline_schedule: str
+    pipeline_chunks: int
     bytes: float  # peak per device, without KV pages
     step_s: float
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
@@ -62,6 +64,9 @@ class Candidate:
             keys["learner.mlp_chunk"] = self.mlp_chunk
         if self.pipeline_schedule != "gpipe":
             keys["learner.pipeline_schedule"] = self.pipeline_schedule
+        if self.pipeline_chunks > 1:
+            keys["learner.pipeline_chunks"] = self.pipeline_chunks
+            keys["learner.halvings"] = 0  # half of the rows may be no multiple of the stages
         return " ".join(f"--config.{key}={value}" for key, value in keys.items())
 
     def apply(self, cfg: RunConfig) -> RunConfig:
@@ -75,6 +80,8 @@ class Candidate:
             zero=self.zero,
             mlp_chunk=self.mlp_chunk,
             pipeline_schedule=self.pipeline_schedule,
+            pipeline_chunks=self.pipeline_chunks,
+            halvings=cfg.learner.halvings if self.pipeline_chunks == 1 else 0,
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         return dataclasses.replace(cfg, mesh=mesh, learner=learner)
@@ -139,14 +146,18 @@ def candidates(job: Job) -> Iterator[Candidate]:
     )
     for mesh in meshes(job):
         levels, stages = zero_levels(job, mesh), mesh["stage"]
-        schedules = PIPELINE_SCHEDULES if stages > 1 else ("gpipe",)
+        orders = list(schedules(job, stages))
         for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
             tokens, chunks = rows * row * mesh["sequence"], [job.cfg.learner.mlp_chunk]
             if not chunks[0] and (rows if stages == 1 else 1) * row > MLP_CHUNK:
                 chunks.append(MLP_CHUNK)
-            for chosen in itertools.product(REMATS, offloads, levels, chunks, schedules):
-                if chosen[-1] == "gpipe" or chosen[0] in REMATS_OF_1F1B:
-                    yield estimate(job, Settings(mesh, tokens, *chosen))
+            every = itertools.product(REMATS, offloads, levels, chunks, orders)
+            for remat, offload, zero, chunk, (schedule, n_chunks) in every:
+                if schedule == "gpipe" or remat in REMATS_OF_1F1B:
+                    settings = Settings(
+                        mesh, tokens, remat, offload, zero, chunk, schedule, n_chunks
+                    )
+                    yield estimate(job, settings)
 
 
 def meshes(job: Job) -> Iterator[dict[str, int]]:
@@ -185,6 +196,21 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
                 check_mesh(dataclasses.replace(model, stacked=True), sizes, rules)
             _check_opt_state(job, sizes, 0)
             yield sizes
+
+
+def schedules(job: Job, stages: int) -> Iterator[tuple[str, int]]:
+    """(learner.pipeline_schedule, learner.pipeline_chunks) for a number of stages."""
+    yield "gpipe", 1
+    if stages == 1:
+        return
+    yield "1f1b", 1
+    critic_rows = job.cfg.critic.token_budget // max(job.cfg.learner.row_lens)
+    if job.has_critic and critic_rows % stages:
+        return
+    updated = job.decoder, *([job.model("critic")] if job.has_critic else [])
+    for chunks in STAGE_CHUNKS:
+        if all(model.L % (stages * chunks) == 0 for model in updated):
+            yield "interleaved", chunks
 
 
 def zero_levels(job: Job, mesh: dict[str, int]) -> tuple[int, ...]:

@@ -105,6 +105,7 @@ class Settings:
     zero: int = 0  # config.learner.zero
     mlp_chunk: int = 0  # config.learner.mlp_chunk
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
+    pipeline_chunks: int = 1  # config.learner.pipeline_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Sizes:
     ranks: int  # data-parallel ranks
     tokens: int  # token budget of a rank
     row: int  # tokens of a row
-    kept_calls: int  # calls of the layers whose activations backward has at one time
+    chunks: int  # of the layers of a device, in a pipeline
+    kept_calls: float  # calls of all layers whose activations backward has at one time
     item_bytes: int  # of a weight in its product
     stored_bytes: float  # of a weight in memory, on average
     optimizer_bytes: float  # of the optimizer state, per device
@@ -152,9 +154,14 @@ class Sizes:
         return self.decoder.L / self.stage
 
     @property
-    def calls(self) -> int:
-        """Forward passes through the layers of a device per micro-batch: ticks of a pipeline."""
-        return n_calls(self.tokens // self.row, self.stage)
+    def ticks(self) -> int:
+        """Forward passes through the layers, or a chunk of them, of a device per micro-batch."""
+        return n_ticks(self.tokens // self.row, self.stage, self.chunks)
+
+    @property
+    def calls(self) -> float:
+        """Forward passes through all layers of a device per micro-batch, the time of its ticks."""
+        return self.ticks / self.chunks
 
     @property
     def call_tokens(self) -> float:
@@ -165,6 +172,11 @@ class Sizes:
     def n_chunks(self) -> int:
         """Chunks of tokens of an MLP."""
         return math.ceil(self.call_tokens / self.mlp_chunk) if self.mlp_chunk else 1
+
+    @property
+    def layers_held_bytes(self) -> float:
+        """Weights of the layers of a device in the compute dtype, sharded by FSDP."""
+        return self.layer * self.n_layers / self.fsdp * self.stored_bytes
 
     @property
     def held_bytes(self) -> float:
@@ -197,6 +209,7 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
     adapted = with_adapters(cfg.lora, d)
     trained, tokens = held * trained_fraction(adapted), budgets.get(role) or settings.tokens
     row, by_layer = max(cfg.learner.row_lens), with_adapters(cfg.lora, placed)
+    chunks = settings.pipeline_chunks if stage > 1 else 1
     # Replicas that share the optimizer state, and the gradients.
     sharing, summing = (size["replica"] if settings.zero >= level else 1 for level in (1, 2))
     return Sizes(
@@ -210,7 +223,8 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         ranks=size["replica"] * size["fsdp"] * e,
         tokens=tokens,
         row=row,
-        kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage),
+        chunks=chunks,
+        kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage, chunks) / chunks,
         item_bytes=dtype.itemsize,
         stored_bytes=stored_bytes_per_param(adapted, dtype),
         optimizer_bytes=held * optimizer_bytes_per_param(cfg.learner, adapted, dtype) / sharing,
@@ -230,14 +244,16 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
     )
 
 
-def n_calls(rows: int, stages: int) -> int:
-    """Calls of the layers of a stage for so many rows: ticks of a pipeline; 1 without stages."""
-    return 1 if stages == 1 else rows + stages - 1
+def n_ticks(rows: int, stages: int, chunks: int) -> int:
+    """Ticks of a pipeline: forward passes through a chunk of a stage; 1 without stages."""
+    return 1 if stages == 1 else chunks * rows + stages - 1
 
 
-def n_kept(schedule: str, rows: int, stages: int) -> int:
-    """Calls whose activations are kept: of every tick with GPipe, of 2 S - 1 rows with 1F1B."""
-    return 2 * stages - 1 if schedule == "1f1b" and stages > 1 else n_calls(rows, stages)
+def n_kept(schedule: str, rows: int, stages: int, chunks: int) -> int:
+    """Ticks whose activations are kept: all with GPipe, V S + S - 1 with V chunks in 1F1B."""
+    if schedule == "gpipe" or stages == 1:
+        return n_ticks(rows, stages, chunks)
+    return chunks * stages + stages - 1
 
 
 @functools.cache

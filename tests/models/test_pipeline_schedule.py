@@ -1,6 +1,7 @@
 """The units of 1F1B with chunks: every unit once, after what it needs, and idle time by hand."""
 
 import collections
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ from jaxrl.models.pipeline_schedule import Schedule
 SIZES = [(2, 1, 5), (2, 2, 4), (4, 1, 3), (4, 2, 8), (3, 2, 6), (4, 4, 4)]  # S, V, M
 
 
+@functools.cache
 def table(schedule: Schedule):
     """Arrays [S, ticks] of the forward and of the backward units."""
     stages = jnp.arange(schedule.n_stages)[:, None]
@@ -48,15 +50,16 @@ def test_a_unit_runs_one_tick_after_the_unit_that_sends_its_input(n_stages, n_ch
 def test_no_slot_is_written_while_its_unit_waits(n_stages, n_chunks, n_micro):
     schedule = Schedule(n_stages, n_chunks, n_micro)
     forward, backward = table(schedule)
+    assert forward.slot.max() < n_chunks * n_stages + n_stages - 1
+    written = forward.chunk * n_micro + forward.micro_batch
+    wanted = backward.chunk * n_micro + backward.micro_batch
     for stage in range(n_stages):
         slots = {}
         for tick in range(schedule.n_ticks + schedule.period - 1):
-            f, b = (jax.tree.map(lambda a: a[stage, tick], unit) for unit in (forward, backward))
             if tick < schedule.n_ticks:
-                assert f.slot < n_chunks * n_stages + n_stages - 1
-                slots[int(f.slot)] = (f.chunk, f.micro_batch)
-            if b.busy:
-                assert slots[int(b.slot)] == (b.chunk, b.micro_batch)
+                slots[forward.slot[stage, tick]] = written[stage, tick]
+            if backward.busy[stage, tick]:
+                assert slots[backward.slot[stage, tick]] == wanted[stage, tick]
 
 
 def test_idle_ticks_and_saved_units_are_those_of_a_hand_count():
@@ -82,9 +85,9 @@ def test_idle_ticks_and_saved_units_are_those_of_a_hand_count():
 def test_micro_batches_return_in_order(n_stages, n_chunks, n_micro):
     schedule = Schedule(n_stages, n_chunks, n_micro)
     done = ticks_of(table(schedule)[1])
-    for tick in range(schedule.n_ticks + schedule.period):
-        n = sum(done[0, 0, m] < tick for m in range(n_micro))
-        assert schedule.n_returned(tick) == n
+    ticks = np.arange(schedule.n_ticks + schedule.period)
+    returned = sum(ticks > done[0, 0, m] for m in range(n_micro))
+    np.testing.assert_array_equal(schedule.n_returned(jnp.asarray(ticks)), returned)
 
 
 @pytest.mark.parametrize(("n_stages", "n_chunks"), [(2, 2), (2, 3), (4, 2), (4, 6), (6, 4), (3, 3)])

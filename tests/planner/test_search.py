@@ -9,7 +9,7 @@ from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.planner.plan import make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.report import search_text
-from jaxrl.planner.search import candidates, estimate, meshes, search, zero_levels
+from jaxrl.planner.search import candidates, estimate, meshes, schedules, search, zero_levels
 from jaxrl.planner.sizes import Job, Settings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_run import TINY, run
@@ -143,6 +143,37 @@ def test_pipelines_have_rows_for_every_stage_and_both_schedules():
     assert "--config.learner.pipeline_schedule=1f1b" in chosen.overrides
     applied = chosen.apply(cfg)
     assert applied.mesh.stage == 2 and applied.learner.pipeline_schedule == "1f1b"
+
+
+def test_interleaved_pipelines_have_chunks_that_divide_the_layers():
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    cfg, deep = run(), dataclasses.replace(TINY, L=8)
+    every = [c for c in candidates(job(cfg, deep, where=nodes)) if c.mesh.get("stage") == 2]
+    found = [c for c in every if c.pipeline_schedule == "interleaved"]
+    assert {c.pipeline_chunks for c in found} == {2, 4}
+    assert {c.remat for c in found} == set(REMATS_OF_1F1B)
+    assert {c.pipeline_chunks for c in every if c not in found} == {1}
+    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in found[0].overrides
+    applied = found[0].apply(cfg)
+    assert applied.learner.pipeline_chunks == 2 and applied.learner.halvings == 0
+    with_four_layers = job(cfg, dataclasses.replace(TINY, L=4), where=nodes)
+    assert list(schedules(with_four_layers, 2)) == [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+    assert list(schedules(with_four_layers, 1)) == [("gpipe", 1)]
+
+
+def test_chunks_shorten_the_idle_time_of_the_estimate():
+    """By hand: 4 rows in two stages of 4 layers take the time of 5 rows, with 2 chunks of 4.5.
+
+    Backward keeps 3 rows of 4 layers, or 5 passes of 2 layers.
+    """
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
+    mesh, sizes = dict(stage=2, fsdp=8), []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        settings = Settings(mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks)
+        sizes.append(model_sizes(planned, "policy", settings))
+    assert [size.calls for size in sizes] == [5, 4.5]
+    assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
 
 
 def test_a_pipeline_is_estimated_by_its_ticks():

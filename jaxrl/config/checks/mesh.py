@@ -123,7 +123,7 @@ def _stage_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[s
 
 
 def _schedule_errors(run: RunConfig, sizes: dict[str, int]) -> list[str]:
-    """1F1B needs stages, and a policy that keeps the same activations of every layer.
+    """1F1B needs stages, and a remat policy that keeps the same activations of every layer.
 
     Interleaved, it also needs several chunks, and groups of as many rows as there are stages.
     """
@@ -131,26 +131,26 @@ def _schedule_errors(run: RunConfig, sizes: dict[str, int]) -> list[str]:
         return errors
     if run.learner.pipeline_schedule == "gpipe":
         return []
-    remats = {}
+    remats, errors = {}, []
     if sizes["stage"] != 1:
         remats["learner.remat"] = run.learner.remat
+        errors += _group_errors(run, "mesh.stage", sizes["stage"], "learner")
     if run.has_critic and not run.critic.shared and run.critic_run.mesh.stage != 1:
         remats["critic.remat" if run.critic.remat else "learner.remat"] = (
             run.critic_run.learner.remat
         )
+        if run.critic.mesh.stage or run.critic.token_budget:
+            section = "critic.mesh.stage" if run.critic.mesh.stage else "mesh.stage"
+            stages = run.critic.mesh.stage or sizes["stage"]
+            owner = "critic" if run.critic.token_budget else "learner"
+            errors += _group_errors(run.critic_run, section, stages, owner)
     schedule = f"learner.pipeline_schedule={run.learner.pipeline_schedule!r}"
     if not remats:
         return [
             f"{schedule} orders the micro-batches of pipeline stages, but mesh.stage=1; set "
             "mesh.stage, or 'gpipe'"
         ]
-    errors = _group_errors(run, "mesh", sizes["stage"], "learner")
-    if run.has_critic and not run.critic.shared:
-        critic, owner = run.critic_run, "critic" if run.critic.token_budget else "learner"
-        section = "critic.mesh" if run.critic.mesh.stage else "mesh"
-        stages = run.critic.mesh.stage or sizes["stage"]
-        errors += _group_errors(critic, section, stages, owner)
-    return list(dict.fromkeys(errors)) + [
+    return errors + [
         f"{schedule} keeps the same activations of all layers, but {key}={spec!r}; set one of "
         f"{', '.join(REMATS_OF_1F1B)} without options, or pipeline_schedule='gpipe'"
         for key, spec in remats.items()
@@ -173,19 +173,19 @@ def _chunk_errors(learner: LearnerConfig) -> list[str]:
     return []
 
 
-def _group_errors(run: RunConfig, section: str, stages: int, owner: str) -> list[str]:
+def _group_errors(run: RunConfig, key: str, stages: int, owner: str) -> list[str]:
     """Row counts that do not divide into the groups of rows of an interleaved pipeline."""
-    if run.learner.pipeline_schedule != "interleaved" or stages <= 1:
+    learner = run.learner
+    if learner.pipeline_schedule != "interleaved" or stages <= 1:
         return []
-    indivisible = sorted({rows for rows, _ in run.learner.shapes if rows % stages})
+    indivisible = sorted({rows for rows, _ in learner.shapes if rows % stages})
     if not indivisible:
         return []
     return [
-        f"learner.pipeline_schedule='interleaved' runs groups of {section}.stage={stages} rows, but "
-        f"{owner}.token_budget={run.learner.token_budget} with learner.halvings="
-        f"{run.learner.halvings} makes micro-batches of {', '.join(map(str, indivisible))} rows "
-        f"per rank; set a token_budget of a multiple of {stages} rows, and learner.halvings=0 if "
-        "its halves are not"
+        f"learner.pipeline_schedule='interleaved' runs groups of {key}={stages} rows, but "
+        f"{owner}.token_budget={learner.token_budget} with learner.halvings={learner.halvings} "
+        f"makes micro-batches of {', '.join(map(str, indivisible))} rows per rank; set a "
+        f"token_budget of a multiple of {stages} rows, and learner.halvings=0 if its halves are not"
     ]
 
 
@@ -197,6 +197,6 @@ def mesh_warnings(run: RunConfig) -> list[str]:
         return []
     return [
         f"mesh.stage={stages} pipeline stages are idle part of the time: with {rows} rows per rank "
-        f"they are busy {units / (units + stages - 1):.0%} of it; raise learner.token_budget, or set "
-        "shorter learner.buckets"
+        f"they are busy {units / (units + stages - 1):.0%} of it; raise learner.token_budget, or "
+        "set shorter learner.buckets"
     ]
