@@ -26,6 +26,11 @@ FREE_ON_RESUME = (
     "reward.max_error_fraction",
     "reward.workers",
     "reward_model.mesh",
+    "schedule.rollout_workers",  # from max_staleness = 2 on, which version samples a token differs
+    "schedule.max_rollout_workers",
+    "schedule.worker_accelerator",
+    "schedule.worker_timeout_s",
+    "schedule.weight_transfer",
 )
 # Also free if the learning rate does not decay towards the end.
 LENGTH = ("total_steps", "total_epochs")

@@ -26,6 +26,20 @@ def test_the_hash_changes_only_with_keys_that_change_numbers():
     assert base != config_hash(resolve(runnable(seed=1)))
 
 
+def test_a_run_may_resume_with_other_rollout_workers():
+    workers = dict(schedule__mode="async", schedule__rollout_workers=4)
+    base = config_hash(resolve(runnable(**workers)))
+    others = workers | dict(
+        schedule__rollout_workers=1,
+        schedule__max_rollout_workers=3,
+        schedule__worker_accelerator="gpu:2",
+        schedule__worker_timeout_s=9.0,
+        schedule__weight_transfer="delta",
+    )
+    assert base == config_hash(resolve(runnable(**others)))
+    assert base != config_hash(resolve(runnable(**others, schedule__max_staleness=2)))
+
+
 def test_the_length_of_a_run_is_part_of_the_hash_if_the_learning_rate_decays():
     def hash_of(**changes) -> str:
         return config_hash(resolve(runnable(**changes)))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl.rollout.remote.work import Done, Registration, Settings, Work
+from jaxrl.rollout.remote.work import Done, Location, Registration, Settings, Work
 from jaxrl.rollout.remote.worker import RolloutWorker
 from jaxrl.runtime.ray_cluster import actor_options, forwarded_environment
 from jaxrl.runtime.versions import versions
@@ -21,7 +21,11 @@ class Actors(Protocol):
     """Workers in other processes. Calls return at once."""
 
     def start(self) -> Any:
-        """Starts a worker and registers it, once a host is free. Returns its handle."""
+        """Starts a worker, once a host is free. Returns its handle."""
+        ...
+
+    def locate(self, worker: Any) -> Any:
+        """A call whose result is its Location, as soon as its process runs."""
         ...
 
     def register(self, worker: Any) -> Any:
@@ -36,7 +40,7 @@ class Actors(Protocol):
         """The calls that have ended, after waiting for the first at most `timeout_s`."""
         ...
 
-    def result(self, call: Any) -> Registration | Done:
+    def result(self, call: Any) -> Location | Registration | Done:
         """Raises WorkerLost, or the worker's error."""
         ...
 
@@ -64,6 +68,9 @@ class RayActors:
     def start(self) -> Any:
         return self._actor.remote(self.ray.get)
 
+    def locate(self, worker: Any) -> Any:
+        return worker.locate.remote()
+
     def register(self, worker: Any) -> Any:
         return worker.register.remote(self._versions, self._pickled)
 
@@ -74,7 +81,7 @@ class RayActors:
         self.ray.wait(list(calls), num_returns=1, timeout=timeout_s)
         return self.ray.wait(list(calls), num_returns=len(calls), timeout=0)[0]
 
-    def result(self, call: Any) -> Registration | Done:
+    def result(self, call: Any) -> Location | Registration | Done:
         errors = self.ray.exceptions
         try:
             return self.ray.get(call)

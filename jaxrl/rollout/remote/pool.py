@@ -18,7 +18,7 @@ from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.rollout.generate import continued
 from jaxrl.rollout.remote.actors import Actors, WorkerLost
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Registration, Work
+from jaxrl.rollout.remote.work import Done, Location, Registration, Work
 
 POLL_S = 0.1  # longest wait for news, so that signals are seen
 MAX_ERRORS = 3  # of workers, one after the other, before the run fails
@@ -32,13 +32,13 @@ class NoWorkers(ValueError):
 
 @dataclasses.dataclass(eq=False)
 class Member:
-    """One worker: first it starts, then it registers, then it has loaded weights."""
+    """One worker: it waits for a host, then builds its engine, then loads weights."""
 
     worker: Any  # its handle
     call: Any  # the one that it is working on; None: it waits for work
     called_at: float
+    location: Location | None = None  # None until its process runs
     capacity: int = 0  # sequences at a time; 0 until it is registered
-    host: str = ""
     loaded: int | None = None  # the weights that it has
     loading: int | None = None  # those that it has after the call
     requests: set[int] = dataclasses.field(default_factory=set)  # that it generates
@@ -178,7 +178,7 @@ class WorkerPool:
         now = time.monotonic()
         while len(self._members) < self._max_workers and now >= self._start_at:
             worker = self._actors.start()
-            self._members.append(Member(worker, self._actors.register(worker), now))
+            self._members.append(Member(worker, self._actors.locate(worker), now))
 
     def _give_work(self, params: Version) -> None:
         """Distributes queued requests equally, at most as many as a worker decodes at a time."""
@@ -223,6 +223,10 @@ class WorkerPool:
                 raise
             self._lose(member, f"{type(error).__name__}: {error}")
             return []
+        if isinstance(result, Location):
+            member.location, member.called_at = result, time.monotonic()
+            member.call = self._actors.register(member.worker)
+            return []
         if isinstance(result, Registration):
             self._register(member, result)
             return []
@@ -239,11 +243,11 @@ class WorkerPool:
             if not self._members:
                 raise NoWorkers(f"{self._last_loss}; install the trainer's version on that host")
             return
-        member.capacity, member.host = found.capacity, f"{found.host} (process {found.pid})"
+        member.capacity = found.capacity
 
     def _take(self, member: Member, done: Done) -> list[Generated]:
         if not member.ready:
-            self._report(f"rollout worker on {member.host} joined")
+            self._report(f"rollout worker on {member.location} joined")
         member.loaded = member.loading
         self._add_stats(done.stats)
         taken = []
@@ -267,7 +271,7 @@ class WorkerPool:
             self._queue.appendleft(number)
         self._n_lost += 1
         self._n_moved += len(member.requests)
-        self._last_loss = f"a rollout worker on {member.host or 'a host'} was lost: {reason}"
+        self._last_loss = f"a rollout worker on {member.location or 'a host'} was lost: {reason}"
         self._report(
             f"{self._last_loss}; {len(member.requests)} requests continue on others, "
             f"{self.n_ready} workers are ready"
@@ -277,11 +281,11 @@ class WorkerPool:
             self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
 
     def _end_silent(self) -> None:
-        """Ends the workers that do not answer."""
+        """Ends the workers that do not answer, except those that no host is free for."""
         now = time.monotonic()
         for member in list(self._members):
-            registered, silent = member.capacity > 0, member.call is not None
-            if registered and silent and now - member.called_at > self._timeout_s:
+            runs, silent = member.location is not None, member.call is not None
+            if runs and silent and now - member.called_at > self._timeout_s:
                 self._lose(member, f"it did not answer for {self._timeout_s:g} s")
 
     def _check_number(self, needed: int) -> None:

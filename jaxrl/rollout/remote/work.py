@@ -27,12 +27,20 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Registration:
-    """A worker's answer when it joins."""
+class Location:
+    """Where a worker's process runs. Its first answer, once a host is free for it."""
 
-    host: str = ""
-    pid: int = 0
-    n_devices: int = 0
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.host} (process {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """A worker's answer when it has an engine."""
+
     capacity: int = 0  # sequences that it decodes at a time
     refused: str = ""  # why it cannot work for this run; "" if it can
 

@@ -9,7 +9,15 @@ import jax
 from jaxrl.layout import worker_layout, worker_mesh
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.weights import Get, LoadedWeights
-from jaxrl.rollout.remote.work import Done, Registration, Settings, Work, model_digest, refusal
+from jaxrl.rollout.remote.work import (
+    Done,
+    Location,
+    Registration,
+    Settings,
+    Work,
+    model_digest,
+    refusal,
+)
 from jaxrl.runtime.versions import versions
 from jaxrl.types import Tree
 
@@ -23,6 +31,10 @@ class RolloutWorker:
         self._numbers: dict[int, int] = {}  # slot of the engine -> number of its request
         self._version: int | None = None
         self._params: Tree | None = None
+
+    def locate(self) -> Location:
+        """Its host and process."""
+        return Location(socket.gethostname(), os.getpid())
 
     def register(self, expected: dict[str, str], settings: bytes) -> Registration:
         """Builds the engine of the pickled Settings, if this process has the `expected` versions.
@@ -69,14 +81,14 @@ class RolloutWorker:
         return Done(tuple(done), self._engine.take_stats())
 
     def _build(self, settings: Settings) -> Registration:
-        cfg, devices = settings.cfg, jax.devices()
-        self._mesh = worker_mesh(cfg, devices)
+        cfg = settings.cfg
+        self._mesh = worker_mesh(cfg, jax.devices())
         layout = worker_layout(cfg, settings.decoder, settings.dtype, self._mesh)
         abstract = layout.abstract_weights(settings.decoder, self._mesh)
-        host = socket.gethostname()
         if model_digest(abstract) != settings.model:
+            host = socket.gethostname()
             return Registration(refused=f"{host}: its model has other weights than the trainer's")
         self._weights = LoadedWeights(abstract, keep_bits=cfg.schedule.weight_transfer == "delta")
         self._engine = paged_engine(cfg, cfg.rollout, layout, settings.decoder, settings.eos_ids)
         n_replicas = self._mesh.shape["replica"]
-        return Registration(host, os.getpid(), len(devices), n_replicas * cfg.rollout.max_num_seqs)
+        return Registration(capacity=n_replicas * cfg.rollout.max_num_seqs)

@@ -12,7 +12,7 @@ from jaxrl.rollout.remote import pool as pool_module
 from jaxrl.rollout.remote.actors import WorkerLost
 from jaxrl.rollout.remote.pool import NoWorkers, WorkerPool
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Registration, Work
+from jaxrl.rollout.remote.work import Done, Location, Registration, Work
 from jaxrl.runtime.versions import SOURCE
 
 LENGTH = 9  # tokens of a response, two per dispatch
@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, capacity):
         self.capacity, self.running, self.loaded, self.alive = capacity, {}, None, True
-        self.most = 0
+        self.most, self.hangs = 0, False
 
     def dispatch(self, work: Work) -> Done:
         for number in work.free:
@@ -66,12 +66,15 @@ class Cluster:
         self.workers.append(Worker(self.capacity))
         return self.workers[-1]
 
+    def locate(self, worker):
+        return worker, lambda: Location("host", 1)
+
     def register(self, worker):
         def register():
             if self.refused:
                 self.refused -= 1
                 return Registration(refused=f"host: {SOURCE} differs")
-            return Registration("host", 1, 1, worker.capacity)
+            return Registration(worker.capacity)
 
         return worker, register
 
@@ -80,7 +83,7 @@ class Cluster:
 
     def finished(self, calls, timeout_s):
         placed = self.workers[: self.room]
-        ended = [call for call in calls if call[0] in placed]
+        ended = [call for call in calls if call[0] in placed and not call[0].hangs]
         return [call for call in ended if self.random.random() < 0.7]
 
     def result(self, call):
@@ -209,6 +212,25 @@ def test_workers_that_do_not_answer_are_started_again():
     collect(pool, found, 0)
     assert list(found.values()) == [list(range(LENGTH))]
     assert any("did not answer for 0 s; 1 requests continue" in line for line in lines)
+
+
+def test_a_worker_that_hangs_while_it_starts_is_started_again():
+    cluster, lines = Cluster(room=2), []
+    pool = make_pool(cluster, n_workers=1, max_workers=3, lines=lines)
+    while not all(member.location for member in pool._members[:2]) or not pool._members:
+        pool._poll(weights(0), 1)
+    hung = cluster.workers[0]
+    hung.hangs = True
+    pool.warmup(weights(0))
+    pool._timeout_s = 0.0
+    pool.generate(weights(0))
+    pool._timeout_s = 60.0
+    assert lines[-1].startswith("a rollout worker on host (process 1) was lost: it did not answer")
+    assert hung not in cluster.workers and pool.n_ready == 1
+    cluster.room = 3
+    pool._n_workers = 3
+    assert pool.warmup(weights(0)) == 3
+    assert cluster.n_started == 4  # the one that had no host was kept
 
 
 def test_an_error_that_every_worker_has_ends_the_run(monkeypatch):

@@ -14,7 +14,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout.remote import actors
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Registration, Settings
+from jaxrl.rollout.remote.work import Done, Location, Registration, Settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,8 +29,11 @@ class WaitingWorker:
     def __init__(self, get):
         self.left = {}
 
+    def locate(self):
+        return Location("host", 1)
+
     def register(self, expected, settings):
-        return Registration("host", 1, 1, CAPACITY)
+        return Registration(CAPACITY)
 
     def dispatch(self, work):
         for number in work.free:

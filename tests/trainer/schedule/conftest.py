@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.trainer.schedule.local_workers import use_local_workers
+
 
 @pytest.fixture
 def config(tiny_config):
@@ -12,3 +14,10 @@ def config(tiny_config):
     tiny_config.rollout.max_num_seqs = 4
     tiny_config.eval.every = 2
     return tiny_config
+
+
+@pytest.fixture
+def workers(config, monkeypatch):
+    """The rollout workers of runs with `config`, two in the process of the test."""
+    config.schedule.mode, config.schedule.rollout_workers = "async", 2
+    return use_local_workers(monkeypatch)

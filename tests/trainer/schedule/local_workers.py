@@ -1,0 +1,90 @@
+"""Rollout workers in the test's own process, for whole runs without Ray."""
+
+import pickle
+import types
+
+from jaxrl.layout import worker_mesh
+from jaxrl.rollout.remote.actors import WorkerLost
+from jaxrl.rollout.remote.worker import RolloutWorker
+from jaxrl.runtime.versions import versions
+
+
+class Clock:
+    """In place of the module `time` of the pool: it stands still while workers compile."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class LocalActors:
+    """Implements Actors: a call is a function that runs when its result is taken.
+
+    After `n_dispatches` all workers are lost, and no host is free for others.
+    """
+
+    def __init__(self):
+        self.clock, self.n_dispatches, self.n_done, self.alive = Clock(), 1 << 30, 0, []
+
+    def open(self, ray, settings, reserved, environment):
+        """In place of the class RayActors: the actors of a new run."""
+        self.settings, self.n_done, self.alive = pickle.dumps(settings), 0, []
+        return self
+
+    @property
+    def room(self):
+        return self.n_done < self.n_dispatches
+
+    def start(self):
+        worker = RolloutWorker(list)  # a reference is its object
+        self.alive += [worker] if self.room else []
+        return worker
+
+    def locate(self, worker):
+        return worker, worker.locate
+
+    def register(self, worker):
+        return worker, lambda: worker.register(versions(), self.settings)
+
+    def dispatch(self, worker, work):
+        self.n_done += 1
+        if not self.room:
+            self.alive.clear()
+        return worker, lambda: worker.dispatch(work)
+
+    def finished(self, calls, timeout_s):
+        ended = [call for call in calls if self.room or call[1] != call[0].locate]
+        self.clock.sleep(0.0 if ended else timeout_s)
+        return ended
+
+    def result(self, call):
+        worker, run = call
+        if worker not in self.alive:
+            raise WorkerLost("killed")
+        return run()
+
+    def kill(self, worker):
+        pass
+
+
+def use_local_workers(monkeypatch) -> LocalActors:
+    """Makes runs of this process use LocalActors instead of Ray, each worker on one device."""
+    actors = LocalActors()
+    ray = types.ModuleType("ray")
+    setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(
+        "jaxrl.trainer.setup.run.connect_to_workers",
+        lambda cfg: ray if cfg.schedule.rollout_workers else None,
+    )
+    monkeypatch.setattr("jaxrl.trainer.setup.workers.RayActors", actors.open)
+    monkeypatch.setattr("jaxrl.rollout.remote.pool.time", actors.clock)
+    monkeypatch.setattr(
+        "jaxrl.rollout.remote.worker.worker_mesh",
+        lambda cfg, devices: worker_mesh(cfg, devices[-1:]),
+    )
+    return actors
