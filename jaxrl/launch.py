@@ -1,10 +1,12 @@
 """Starts one training process per host of a Ray cluster.
 
     python -m jaxrl.launch --config=FILE.py --num-hosts=4 --accelerator=gpu:8
-    python -m jaxrl.launch --config=FILE.py --num-hosts=1 --rollout-hosts=2:8 --accelerator=gpu:8
+    python -m jaxrl.launch --config=FILE.py --num-hosts=8 --rollout-hosts=4:8 --accelerator=gpu:8
 
 Ray finds the hosts, starts the processes, and restarts them from the newest checkpoint when a host
-dies. It is not in the inner loop: the processes communicate only through jax.distributed.
+dies. The training processes communicate only through jax.distributed. With --rollout-hosts they
+also exchange requests, tokens and weights with their rollout workers through Ray, never inside a
+compiled program.
 """
 
 import argparse
@@ -118,9 +120,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--num-hosts", type=int, required=True, help="hosts; each runs one process")
+    add("--num-hosts", type=int, required=True, help="hosts that train; each runs one process")
     add(
-        "--rollout-hosts", default="", help="further hosts that only generate: N, or N:M, at most M"
+        "--rollout-hosts",
+        default="",
+        help="further hosts that only generate (schedule.rollout_workers): N, or N:M, at most M",
     )
     add("--accelerator", default="cpu", help="resources of each host: cpu, gpu:8 or tpu:4")
     add("--max-failures", type=int, default=3, help="restarts before giving up")
@@ -139,11 +143,6 @@ def rollout_arguments(args: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"--rollout-hosts={args.rollout_hosts} is not known; give N, or N:M for at least N and "
             "at most M hosts"
-        )
-    if args.num_hosts != 1:
-        raise ValueError(
-            f"--rollout-hosts={args.rollout_hosts} needs --num-hosts=1, because training with "
-            f"rollout workers is one process; it is {args.num_hosts}"
         )
     values = {"rollout_workers": n, "max_rollout_workers": numbers[1]}
     values["worker_accelerator"] = args.accelerator

@@ -107,10 +107,14 @@ def broadcast(value: Any) -> Any:
     return gather(value if is_main_process() else None)[0]
 
 
-def local_slice(n_items: int) -> slice:
-    """This process's slice of `n_items` items, which are split over the processes in order."""
-    n, i = n_processes(), process_id()
-    return slice(n_items * i // n, n_items * (i + 1) // n)
+def local_slice(n_items: int, n_sharing: int | None = None) -> slice:
+    """This process's slice of `n_items` items, which are split over the processes in order.
+
+    With `n_sharing` they are split over so many of the first processes; the others have none.
+    """
+    n = n_processes() if n_sharing is None else n_sharing
+    first, last = (min(process_id() + k, n) for k in (0, 1))
+    return slice(n_items * first // n, n_items * last // n)
 
 
 def gather_items(items: Sequence[Any]) -> list[Any]:

@@ -51,6 +51,7 @@ class Engines:
     tool_format: ToolFormat | None  # None if the environment has no tools
     progress: Progress
     stop: StopFlag
+    n_generating: int  # processes that generate, the first ones
 
     def sample(
         self,
@@ -69,7 +70,9 @@ class Engines:
         of this process. Raises Interrupted on every process if one of them received a stop signal.
         """
         per_process = self.layout.per_process
-        mine = prompts[hosts.local_slice(len(prompts))] if per_process else prompts
+        mine = (
+            prompts[hosts.local_slice(len(prompts), self.n_generating)] if per_process else prompts
+        )
         check = self.stop.check_local if per_process else self.stop.check
         rollouts, metrics = [], {}
         with (
@@ -144,12 +147,13 @@ class Engines:
             Rollout(**fields | {"prompt": fields["prompt"] or prompts[i // n]})
             for i, fields in enumerate(gathered)
         ]
-        return rollouts, merge_metrics(hosts.gather(metrics))
+        return rollouts, merge_metrics(hosts.gather(metrics)[: self.n_generating])
 
 
 SUMMED = (
     *("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens"),
     *("buffer/size", "buffer/dropped"),
+    *("workers/ready", "workers/lost", "workers/moved_requests", "weights/published_bytes"),
 )
 
 

@@ -4,6 +4,7 @@ The trainer puts every version once into an object store. Hosts fetch the shards
 workers of a host share them. A difference to the version before is exact: it is made of the bits.
 """
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxrl.layout import Layout
 from jaxrl.types import Tree
+from sharding import Resharding
 
 SHARD_BYTES = 256 << 20
 BLOCK = 1 << 16  # elements whose places in their block fit 16 bits
@@ -100,11 +102,22 @@ class Version:
 class RemoteWeights:
     """Publishes training's weights for rollout workers, in the format of their engines."""
 
-    per_process = False
+    def __init__(
+        self,
+        layout: Layout,
+        put: Put,
+        *,
+        delta: bool,
+        gather: Resharding | None = None,
+        publishes: bool = True,
+    ):
+        """`delta` sends only what changed to workers that have the version before.
 
-    def __init__(self, layout: Layout, put: Put, *, delta: bool):
-        """`delta` sends only what changed to workers that have the version before."""
+        In a run of several processes, `gather` gives the devices of each one all weights, and only
+        processes that have workers are those that `publishes`. All of them call the methods.
+        """
         self.layout, self._put, self._delta = layout, put, delta
+        self._gather, self._publishes = gather, publishes
         self._version: Version | None = None
         self._leaf: Any = None  # the first array of the weights of `_version`
         self._bits: list[np.ndarray] = []  # of `_version`, for the next difference
@@ -116,6 +129,11 @@ class RemoteWeights:
         if self._version is None or leaf is not self._leaf:
             self._leaf, self._version = leaf, self._publish(params)
         return self._version
+
+    @property
+    def per_process(self) -> bool:
+        """Whether each process generates with its own workers."""
+        return self._gather is not None
 
     @contextlib.contextmanager
     def weights(
@@ -137,7 +155,11 @@ class RemoteWeights:
 
     def _publish(self, params: Tree) -> Version:
         number = 0 if self._version is None else self._version.number + 1
-        old, bits = self._bits, [to_bits(array) for array in self._host_arrays(params)]
+        arrays = self._arrays(params)
+        if not self._publishes:
+            collections.deque(arrays, maxlen=0)  # the other processes gather them
+            return Version(number, [], None, self._put)
+        old, bits = self._bits, [to_bits(np.asarray(array)) for array in arrays]
         pieces: list[np.ndarray | Change] = list(bits)
         if old:
             changes = [change(*pair) for pair in zip(old, bits, strict=True)]
@@ -152,11 +174,14 @@ class RemoteWeights:
         delta = put_shards(enumerate(pieces), self._put) if old else None
         return Version(number, bits, delta, self._put)
 
-    def _host_arrays(self, params: Tree) -> Iterator[np.ndarray]:
-        """The arrays in the engines' dtype, one after the other."""
+    def _arrays(self, params: Tree) -> Iterator[jax.Array]:
+        """The arrays in the engines' dtype, one after the other, on devices of this process."""
         for leaf in jax.tree.leaves(self.layout.prepare(params)):
-            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-            yield np.asarray(leaf.astype(self.layout.dtype) if floating else leaf)
+            if self._gather is not None:
+                yield self._gather.reshard(leaf, leaf.sharding.spec, self.layout.dtype)
+            else:
+                floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+                yield leaf.astype(self.layout.dtype) if floating else leaf
 
 
 class LoadedWeights:

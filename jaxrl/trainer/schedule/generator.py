@@ -12,6 +12,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import Batches
 from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.rollout.generate import Decode, Response
+from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
 from jaxrl.rollout.schedule.stream import GroupStream, ResponseStream
@@ -62,8 +63,10 @@ class GroupGenerator:
         rewards: Rewards,
         iterator: Batches[Prompt],
     ):
-        """Every process draws all prompts and generates its slice of each draw."""
-        schedule, mine = cfg.schedule, hosts.local_slice(cfg.data.prompts_per_step)
+        """The first processes draw all prompts, and each generates its slice of each draw."""
+        self.n_processes = generating_processes(cfg)
+        schedule = cfg.schedule
+        mine = hosts.local_slice(cfg.data.prompts_per_step, self.n_processes)
         self._indices = range(mine.start, mine.stop)  # of its prompts in a draw
         size = len(self._indices)
         self.cfg, self.stream, self.rewards, self.iterator = cfg, stream, rewards, iterator

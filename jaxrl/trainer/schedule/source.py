@@ -92,7 +92,8 @@ class PartialSource:
 class AsyncSource:
     """Groups that a thread generates on separate devices during training (mode = "async").
 
-    Each process has such a thread, which generates its share of every batch.
+    Each process has such a thread, which generates its share of every batch. Only the first
+    processes have a share if there are fewer rollout workers than processes.
     """
 
     def __init__(self, thread: EngineThread, stop: StopFlag, solved: Sequence[int] = ()):
@@ -128,7 +129,7 @@ class AsyncSource:
                 "perf/training_idle_fraction": (end - start) / (end - since),
             }
             shares = hosts.gather(Share.of(batch.groups, batch.stats, batch.busy_s, metrics))
-        return scored_shares(run, shares)
+        return scored_shares(run, shares[: self.thread.generator.n_processes])
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         """Marks them with the next order, so that what is drawn does not depend on the clock."""
@@ -142,10 +143,11 @@ class AsyncSource:
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
         snapshot, solved = self.thread.mark(), list(self._solved)
+        n = self.thread.generator.n_processes
 
         def gathered() -> dict[str, Any]:
             mine = snapshot(self.stop.check_local).json()
-            return {"processes": hosts.gather(mine), "solved": solved}
+            return {"processes": hosts.gather(mine)[:n], "solved": solved}
 
         return gathered
 

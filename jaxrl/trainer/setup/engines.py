@@ -19,6 +19,7 @@ from jaxrl.rollout.agents.runner import Agents
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
+from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.tools.formats import ToolFormat, tool_format
@@ -75,6 +76,7 @@ def make_engines(
         tool_format=episode_tool_format(cfg, environments, models.renderer),
         progress=session.progress,
         stop=session.stop,
+        n_generating=generating_processes(cfg),
     )
 
 

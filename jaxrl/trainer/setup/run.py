@@ -55,7 +55,8 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
         check_processes(cfg)
-        ray = connect_to_workers(cfg)
+        with hosts.raise_together():
+            ray = connect_to_workers(cfg)
         with hosts.main_process_first():
             cfg = open_folder(cfg)
         models = open_models(cfg, session.progress)

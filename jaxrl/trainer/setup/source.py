@@ -26,10 +26,8 @@ def check_processes(cfg: RunConfig) -> None:
 def _process_errors(cfg: RunConfig, n: int) -> list[str]:
     """What of a schedule other than sync does not work in `n` processes."""
     schedule, n_prompts = cfg.schedule, cfg.data.prompts_per_step
-    workers = f"schedule.rollout_workers={schedule.rollout_workers}"
     refused = [
         (schedule.mode == "partial", "schedule.mode='partial'", "schedule.mode='async' or 'sync'"),
-        (schedule.rollout_workers > 0, workers, "schedule.rollout_devices, of each process"),
         (schedule.order == "arrival", "schedule.order='arrival'", "schedule.order='prompt'"),
         (cfg.rollout.engines == "mesh", "rollout.engines='mesh'", "rollout.engines='process'"),
     ]
@@ -38,7 +36,7 @@ def _process_errors(cfg: RunConfig, n: int) -> list[str]:
         for found, key, remedy in refused
         if found
     ]
-    if n_prompts < n:
+    if n_prompts < n and not schedule.rollout_workers:
         errors.append(
             f"config.data.prompts_per_step={n_prompts} is less than the {n} processes, each of "
             f"which generates for config.schedule.mode={schedule.mode!r}; set {n} or more"

@@ -26,7 +26,7 @@ def warm_up(run: Run) -> None:
         threads.add(lowered_learner(core, **scores))
         if model is not None:
             threads.add(model.scorer.lowered(to_device(model.params)))
-        with run.engines.layout.weights(core.state.params) as params:
+        with run.engines.layout.weights(core.state.params) as params, core.stop.agreed():
             run.engines.engine.warmup(params, threads)
     end_rollouts(run)
     if model is not None and needs_trial_run():

@@ -4,36 +4,39 @@ import contextlib
 from types import ModuleType
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl.config.accelerators import resources
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.layout import worker_layout
 from jaxrl.rollout.remote.actors import RayActors
+from jaxrl.rollout.remote.division import workers_of_process
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.rollout.remote.work import Settings, model_digest
 from jaxrl.runtime.ray_cluster import connect, import_ray
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
-from sharding import make_mesh
+from sharding import Resharding, hosts, make_mesh, process_mesh_sizes, reshape_mesh
 
 
 def connect_to_workers(cfg: RunConfig) -> ModuleType | None:
     """Ray, connected to its cluster; None if the run has no rollout workers.
 
-    Raises ValueError if Ray is absent or its cluster cannot be reached.
+    Raises ValueError if Ray is absent or its cluster cannot be reached. Several processes need a
+    cluster that runs; one starts it if there is none.
     """
     if not cfg.schedule.rollout_workers:
         return None
     user = f"config.schedule.rollout_workers={cfg.schedule.rollout_workers}"
     ray = import_ray(user, "set config.schedule.rollout_devices instead")
     try:
-        connect(ray)
+        connect(ray, "auto" if hosts.n_processes() > 1 else None)
     except ConnectionError as error:
         raise ValueError(
             f"{user}: no Ray cluster answers ({error}); set RAY_ADDRESS to that of `ray start`, or "
-            "unset it to start one on this host"
+            "unset it, with which a run of one process starts a cluster on this host"
         ) from error
     return ray
 
@@ -50,25 +53,49 @@ def make_workers(
 
     `stack` ends them.
     """
-    layout = worker_layout(cfg, policy.decoder, policy.dtype, make_mesh())
+    device = make_mesh(jax.local_devices()[:1])
+    layout = worker_layout(cfg, policy.decoder, policy.dtype, device)
     settings = Settings(
         cfg=cfg,
         decoder=policy.decoder,
         dtype=policy.dtype,
         eos_ids=stop_ids(models.folders.policy, models.renderer.tokenizer),
         platform=jax.default_backend(),
-        model=model_digest(layout.abstract_weights(policy.decoder, make_mesh())),
+        model=model_digest(layout.abstract_weights(policy.decoder, device)),
     )
-    schedule = cfg.schedule
     cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    n_workers, max_workers = schedule.n_workers
+    n_workers, max_workers = workers_of_process(cfg)
     pool = WorkerPool(
-        RayActors(ray, settings, resources(schedule.worker_accelerator), cache),
+        RayActors(ray, settings, resources(cfg.schedule.worker_accelerator), cache),
         n_workers=n_workers,
         max_workers=max_workers,
-        timeout_s=schedule.worker_timeout_s,
+        timeout_s=cfg.schedule.worker_timeout_s,
         report=session.progress.status,
         check=session.stop.check_local,
     )
     stack.callback(pool.close)
-    return RemoteWeights(layout, ray.put, delta=schedule.weight_transfer == "delta"), pool
+    weights = RemoteWeights(
+        layout,
+        ray.put,
+        delta=cfg.schedule.weight_transfer == "delta",
+        gather=gather_to_processes(jax.sharding.get_mesh()),
+        publishes=max_workers > 0,
+    )
+    return weights, pool
+
+
+def gather_to_processes(mesh: Mesh) -> Resharding | None:
+    """What gives the devices of each process all arrays on the mesh; None for one process.
+
+    Raises ValueError if the devices of a process are no block of the mesh.
+    """
+    if not mesh.is_multi_process:
+        return None
+    try:
+        return reshape_mesh(mesh, per_process=True, **process_mesh_sizes(mesh))
+    except ValueError as error:
+        raise ValueError(
+            f"config.schedule.rollout_workers is not possible: {error}, so it cannot gather the "
+            "weights for its workers; set config.mesh sizes of which one, such as fsdp or replica, "
+            "is a multiple of the number of processes"
+        ) from error

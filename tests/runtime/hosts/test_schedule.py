@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.hosts.process_group import assert_close, metrics
+from tests.runtime.hosts.test_launch import cluster, finish, launch, needs_ray
 from tests.trainer.tiny_episodes import ENVIRONMENTS
 
+__all__ = ["cluster"]
 CLOCK = ("buffer/waited_s", "busy_s", "idle_fraction")
 
 
@@ -110,3 +112,28 @@ def test_episodes_of_two_processes_outlive_updates(start_group, async_config, tm
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert max(line["staleness/max"] for line in lines) == 2
     assert any(line["env/turns"] > 1 for line in lines)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_rollout_workers_of_two_processes_give_the_weights_of_their_local_engines(
+    start_group, async_config, cluster, tmp_path
+):
+    """With one worker, the second process generates nothing."""
+    async_config.total_steps, async_config.eval.every = 3, 2
+    start_group(async_config, n=2, n_devices=2).finish()
+    local = async_config.run_dir
+    async_config.schedule.update(rollout_devices=0, weight_transfer="delta")
+    for n_workers in (1, 2):
+        cluster[0].add_node(num_cpus=1)
+        async_config.run_dir = str(tmp_path / f"{n_workers}_workers")
+        hosts = f"--rollout-hosts={n_workers}"
+        run = launch(async_config, tmp_path, cluster[0].address, hosts, n_devices=1)
+        assert "in 2 processes" in finish(run)
+        assert_close(async_config.run_dir, local, atol=0)
+        lines = trained(async_config.run_dir)
+        names = ("reward/mean", "loss/total", "staleness/max", "rollout/response_len")
+        for line, expected in zip(lines, trained(local), strict=True):
+            assert [line[name] for name in names] == [expected[name] for name in names]
+            assert line["workers/ready"] == n_workers and line["workers/lost"] == 0
+        assert any("val/reward" in line for line in metrics(async_config.run_dir))

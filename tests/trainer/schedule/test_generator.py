@@ -37,6 +37,7 @@ class Case:
     longest: int
     seed: int
     kills: frozenset[int]  # steps before which the process is killed and resumed
+    n_workers: int = 0  # rollout workers, which share the engine of a process
 
 
 @st.composite
@@ -129,6 +130,7 @@ def make_generator(case: Case, seed: int, mode: str = "partial") -> GroupGenerat
     schedule = dataclasses.replace(
         cfg.schedule,
         mode=mode,
+        rollout_workers=case.n_workers,
         **{k: getattr(case, k) for k in ("max_staleness", "oversample", "order", "keep_kv")},
     )
     cfg = dataclasses.replace(

@@ -90,6 +90,18 @@ def test_prompts_that_only_one_process_had_drawn_are_drawn_again(generators, n):
     assert [ids(batch) for batch in steps] == drawn(BATCHES, 5)
 
 
+def test_only_the_first_processes_generate_if_there_are_fewer_workers(generators):
+    case = dataclasses.replace(BATCHES, n_workers=2)
+    processes = generators(case, 3)
+    assert [p.n_processes for p in processes] == [2, 2, 2]
+    steps = [step(processes, i) for i in range(3)]
+    resumed = generators(case, 3, in_flight(processes)[:2])  # as AsyncSource saves them
+    steps += [step(resumed, i) for i in range(3, 6)]
+    assert [ids(batch) for batch in steps] == drawn(case, 6)
+    pairs = generators(case, 2)
+    assert steps == [step(pairs, i) for i in range(6)]
+
+
 def test_metrics_of_processes_are_sums_of_counts_and_means():
     shares = [{"buffer/size": 2.0, "buffer/dropped": 1.0, "buffer/waited_s": 3.0}] * 2
     assert merge_metrics(shares) == {
@@ -103,7 +115,6 @@ def test_metrics_of_processes_are_sums_of_counts_and_means():
     ("keys", "message"),
     [
         ({"schedule.mode": "partial"}, "mode='partial' runs in one process, but there are 2"),
-        ({"schedule.rollout_workers": 2}, "set config.schedule.rollout_devices, of each process"),
         ({"schedule.order": "arrival"}, "set config.schedule.order='prompt'"),
         ({"rollout.engines": "mesh"}, "set config.rollout.engines='process'"),
         ({"data.prompts_per_step": 1}, "prompts_per_step=1 is less than the 2 processes"),
@@ -115,7 +126,7 @@ def test_what_needs_one_process_is_refused_in_two(monkeypatch, keys, message):
     config.reward.functions = ("math",)
     config.schedule.mode = "async"
     config.update_from_flattened_dict(keys)
-    if config.schedule.mode == "async" and not config.schedule.rollout_workers:
+    if config.schedule.mode == "async":
         config.schedule.rollout_devices = 1
     run = resolve(config)
     check_processes(run)
