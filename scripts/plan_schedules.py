@@ -23,6 +23,7 @@ from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.schedules.command import Simulation, simulate_text
 from jaxrl.planner.schedules.simulation import Schedule
 
+OTHER_NAMES = {"boba_7b.v5p-4x4x4": " (v5p-128)"}
 SPEC = "lognormal?mean=14000&sigma=1"
 HEAD = """# Simulated schedules
 
@@ -38,7 +39,8 @@ def section(name: str) -> str:
     cfg = config_of(name)
     plan = json.loads((FOLDER / f"{name}.json").read_text())
     simulation = Simulation(Schedule("async", 1), SPEC, rollout_devices=0, search=True)
-    return f"## {name}\n\n{simulate_text(simulation, cfg, model_shape(cfg.model.path), plan)}"
+    text = simulate_text(simulation, cfg, model_shape(cfg.model.path), plan)
+    return f"## {name}{OTHER_NAMES.get(name, '')}\n\n{text}"
 
 
 def page() -> str:

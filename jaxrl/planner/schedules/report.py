@@ -94,7 +94,8 @@ def _assumptions(costs: RunCosts, lengths: np.ndarray, spec: str) -> list[str]:
         "training on m of n devices takes n / m times as long; its attention costs by the length "
         "of each sequence, everything else by token",
         "unfinished responses compute their KV again when the weights change; new weights pass the "
-        "links of a rollout device once",
-        "a step waits for groups that would become too old, so none is dropped; async trains on "
-        "groups in the order of their prompts",
+        "links of a rollout device once, while it decodes in async",
+        "steps train on groups in the order of their prompts; async starts groups and changes "
+        "weights between two batches, of one engine over all rollout devices; it generates the "
+        "batch of the next step during training, and with max_staleness=1 only that one",
     ]

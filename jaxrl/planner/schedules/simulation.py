@@ -1,38 +1,32 @@
 """Discrete-event model of a run: engine replicas, a trainer, and the schedule between them.
 
-Time advances from event to event: a response ends, or a training step ends. Between two events a
-replica decodes a fixed set of sequences, so the time of k decode steps is a closed form. Groups
-start in the order of their prompts.
+Time advances from event to event: a response ends, a batch is generated, a training step ends, or
+its weights arrive. Between two events a replica decodes a fixed set of sequences, so the time of k
+decode steps is a closed form. Groups start in the order of their prompts.
 
 The schedules (AReaL, arXiv:2505.24298, section 5.1; partial rollouts: Kimi k1.5, arXiv:2501.12599,
-section 2.6.2):
+section 2.6.2), as jaxrl/trainer/schedule runs them:
 
 - sync: the devices generate the groups of one step, then train on them.
 - partial: the same devices, with more groups in flight than a step needs. A step trains as soon as
-  enough groups are complete; unfinished responses resume under the new weights.
-- async: rollout devices generate without pause; the trainer takes complete groups.
+  its groups are complete; unfinished responses resume under the new weights.
+- async: rollout devices generate batch after batch. The trainer orders batch n + 1 with its new
+  weights before it waits for batch n, so the engine is at most one batch ahead. Groups start and
+  weights change between two batches only.
 
-At most (max_staleness + 1) steps of groups are started and not yet trained, and a step waits for
-groups that would otherwise become too old. So no group is ever dropped.
+Groups of later steps are in flight too, as many as max_staleness allows. No group is ever dropped.
 """
 
 import collections
 import dataclasses
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 
-TRAINER = -1  # in place of a replica, in events
+from jaxrl.planner.schedules.replica import Replica, Usage
 
-
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """Seconds that one decode step of a replica takes of a resource (compute, HBM, links)."""
-
-    fixed_s: int | float = 0.0
-    per_sequence_s: int | float = 0.0
-    per_key_s: int | float = 0.0  # of each key that a sequence attends to
+# In place of a replica, in events: a training step, the transfer of its weights, or a batch ends.
+TRAINER, WEIGHTS, BATCH = -1, -2, -3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +53,19 @@ class Engines:
 class Schedule:
     mode: str  # "sync" | "partial" | "async"
     max_staleness: int = 0  # in training steps
-    oversample: int | float = 2.0  # groups in flight of "partial", in steps
+    oversample: int | float = 0.0  # steps of groups in flight; 0: as many as max_staleness allows
     keep_kv: bool = False  # of running responses when the weights change, instead of a prefill
-    order: str = "prompt"  # "async": of training; "arrival" takes any complete groups
+    order: str = "prompt"  # of training; "arrival" takes any complete groups
 
     @property
-    def strict(self) -> bool:
-        """Whether a step takes exactly the next groups in the order of their prompts."""
-        return self.mode == "async" and self.order == "prompt"
+    def lag(self) -> int:
+        """Batches that are generated before the step before theirs has ended."""
+        return min(1, self.max_staleness) if self.mode == "async" else 0
 
     def in_flight(self, groups_per_step: int) -> int:
-        """Largest number of groups that are started and not yet trained."""
-        steps = {"sync": 1.0, "partial": min(self.oversample, self.max_staleness + 1)}
-        return int(steps.get(self.mode, self.max_staleness + 1) * groups_per_step)
+        """Largest number of groups that are started and whose batch is not yet generated."""
+        most = 1 if self.mode == "sync" else 1 + self.max_staleness - self.lag
+        return int(min(self.oversample or most, most) * groups_per_step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,50 +82,6 @@ class Outcome:
 
 
 @dataclasses.dataclass
-class _Replica:
-    """Sequences of one engine replica, and the time up to which it has decoded them."""
-
-    slots: int
-    # Heap of (step at which a response ends, its group, version of its first token, last keys).
-    ends: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
-    time: float = 0.0
-    step: int = 0
-    keys: int = 0
-    prompt: int = -1  # group whose prompt is in the prefix cache
-    busy_s: float = 0.0
-    stamp: int = 0  # of its newest event; older events are void
-
-    def decode_s(self, n_steps: int, decode: Sequence[Usage]) -> float:
-        """Time of `n_steps` decode steps of the present sequences."""
-        n = len(self.ends)
-        keys = self.keys + n * (n_steps - 1) / 2  # mean over the steps
-        return n_steps * max(
-            [use.fixed_s + use.per_sequence_s * n + use.per_key_s * keys for use in decode]
-        )
-
-    def decode_until(self, now: float, decode: Sequence[Usage]) -> None:
-        """Decodes up to `now`; a step under way is finished."""
-        if not self.ends or self.time >= now:
-            self.time = max(self.time, now)
-            return
-        left, spent = now - self.time, self.ends[0][0] - self.step
-        if self.decode_s(spent, decode) > left + 1e-9:
-            low, high = 0, spent  # fewest steps that take `left`
-            while high - low > 1:
-                middle = (low + high) // 2
-                fits = self.decode_s(middle, decode) < left - 1e-9
-                low, high = (middle, high) if fits else (low, middle)
-            spent = high
-        self.spend(self.decode_s(spent, decode))
-        self.step += spent
-        self.keys += spent * len(self.ends)
-
-    def spend(self, seconds: float) -> None:
-        self.time += seconds
-        self.busy_s += seconds
-
-
-@dataclasses.dataclass
 class _Step:
     end_s: float
     train_s: float
@@ -145,6 +95,7 @@ class _Step:
 class _Group:
     """The responses of a prompt, from the start of the first one to the training step."""
 
+    version: int  # of the weights when it was started
     n_left: int  # responses that have not ended
     starts: list[int] = dataclasses.field(default_factory=list)  # version of each first token
     n_versions: int = 0  # that sampled tokens, summed over its responses
@@ -164,36 +115,70 @@ class _Simulation:
         self.costs, self.schedule, self.lengths = costs, schedule, lengths.tolist()
         self.prompt_len, self.per_step = prompt_len, groups_per_step
         self.shared = schedule.mode != "async"  # rollout and training on the same devices
-        self.replicas = [_Replica(engines.slots) for _ in range(engines.n_replicas)]
-        self.events: list[tuple[float, int, int]] = []  # time, stamp, replica
+        self.replicas = [Replica(engines.slots) for _ in range(engines.n_replicas)]
+        self.events: list[tuple[float, int, int]] = []  # time, stamp, replica or what ends
         self.waiting: collections.deque[tuple[int, int]] = collections.deque()  # group, length
-        self.n_started = self.version = 0
+        self.orders: collections.deque[int] = collections.deque()  # versions to generate with
+        self.batches: collections.deque[list[int]] = collections.deque()  # generated, not trained
+        self.generating = self.paused = False  # neither: a batch's last decode step is under way
+        self.n_started = self.n_batches = 0
+        self.version = self.engine_version = 0
         self.groups: dict[int, _Group] = {}  # started and not yet trained
-        self.complete: set[int] = set()
-        self.training = self.has_news = False  # news: a complete group or an idle trainer
+        self.complete: set[int] = set()  # and not in a batch
+        self.training = False
         self.steps: list[_Step] = []
 
     def run(self, n_steps: int) -> None:
-        now = 0.0
-        self._start_groups(now)
+        self.paused = True
+        for _ in range(1 + self.schedule.lag):
+            self._order(0.0)
         while self.version < n_steps:
-            if self.has_news and not self.training:
-                self.has_news = False
-                self._train(now)
             now, stamp, index = heapq.heappop(self.events)
             if index == TRAINER:
                 self._end_step(now)
+            elif index == WEIGHTS:
+                self.training = False
+                self._order(now)
+                self._train(now)
+            elif index == BATCH:
+                self.paused = True
+                self._begin_batch(now)
+                self._train(now)
             elif stamp == self.replicas[index].stamp:
                 self._end_responses(index, now)
 
-    def _start_groups(self, now: float) -> None:
-        limit = self.version * self.per_step + self.schedule.in_flight(self.per_step)
+    def _order(self, now: float) -> None:
+        """The trainer orders one more batch with its weights."""
+        self.orders.append(self.version)
+        self._begin_batch(now)
+
+    def _begin_batch(self, now: float) -> None:
+        """Loads the weights of the next order, if there is one, and starts groups."""
+        if not self.paused or not self.orders:
+            return
+        before, self.engine_version = self.engine_version, self.orders.popleft()
+        self.paused, self.generating = False, True
+        for replica in self.replicas:
+            replica.time = now
+        self._start_groups()
+        self._end_batch(now)
+        if not self.generating:  # the batch was complete
+            return
+        for index, replica in enumerate(self.replicas):
+            if self.engine_version != before:
+                replica.prompt = -1
+                if not self.schedule.keep_kv:  # the KV of running responses is computed again
+                    replica.spend(replica.keys * self.costs.prefill_s)
+            self._announce(index)
+        self._fill_slots(now)
+
+    def _start_groups(self) -> None:
+        limit = self.n_batches * self.per_step + self.schedule.in_flight(self.per_step)
         for group in range(self.n_started, limit):
             lengths = self._lengths_of(group)
-            self.groups[group] = _Group(n_left=len(lengths))
+            self.groups[group] = _Group(self.engine_version, n_left=len(lengths))
             self.waiting.extend((group, length) for length in lengths)
         self.n_started = max(self.n_started, limit)
-        self._fill_slots(now)
 
     def _lengths_of(self, group: int) -> list[int]:
         return self.lengths[group % len(self.lengths)]
@@ -213,17 +198,17 @@ class _Simulation:
         for index in changed:
             self._announce(index)
 
-    def _start_on(self, replica: _Replica, group: int) -> None:
+    def _start_on(self, replica: Replica, group: int) -> None:
         """Starts the waiting responses of a group that the replica has slots for."""
         if replica.prompt != group:
             replica.spend(self.prompt_len * self.costs.prefill_s)
             replica.prompt = group
         while len(replica.ends) < replica.slots and self.waiting and self.waiting[0][0] == group:
             _, length = self.waiting.popleft()
-            end = replica.step + length, group, self.version, self.prompt_len + length
+            end = replica.step + length, group, self.engine_version, self.prompt_len + length
             heapq.heappush(replica.ends, end)
             replica.keys += self.prompt_len
-            self.groups[group].starts.append(self.version)
+            self.groups[group].starts.append(self.engine_version)
 
     def _announce(self, index: int) -> None:
         """Queues the event of the next response that ends on a replica."""
@@ -241,25 +226,54 @@ class _Simulation:
             _, group, start, keys = heapq.heappop(replica.ends)
             replica.keys -= keys
             self.groups[group].n_left -= 1
-            self.groups[group].n_versions += self.version - start + 1
+            self.groups[group].n_versions += self.engine_version - start + 1
             if not self.groups[group].n_left:
                 self.complete.add(group)
-                self.has_news = True
         self._announce(index)
         self._fill_slots(now)
+        self._end_batch(now)
 
-    def _train(self, now: float) -> None:
-        """Begins a training step if its groups are complete. Shared devices stop decoding."""
+    def _end_batch(self, now: float) -> None:
+        """Stops decoding if the groups of the next batch are complete."""
         if (numbers := self._next_groups()) is None:
             return
-        self.training = True
-        if self.shared:
-            for replica in self.replicas:
-                replica.decode_until(now, self.costs.decode)
-                replica.stamp += 1  # no event until the weights are new
-            now = max(replica.time for replica in self.replicas)
-        groups = [self.groups.pop(number) for number in numbers]
+        self.generating = False
+        for replica in self.replicas:
+            replica.decode_until(now, self.costs.decode)
+            replica.stamp += 1  # no event until the next batch begins
         self.complete -= set(numbers)
+        self.batches.append(numbers)
+        self.n_batches += 1
+        heapq.heappush(self.events, (max(one.time for one in self.replicas), 0, BATCH))
+
+    def _next_groups(self) -> list[int] | None:
+        """The groups of the next batch; None while they are not complete.
+
+        In prompt order these are the next groups. By arrival they are the oldest complete ones,
+        except while a later batch would be too late for an older group, given that every step
+        takes as many groups.
+        """
+        n, step = self.per_step, self.n_batches
+        if len(self.complete) < n:
+            return None
+        if self.schedule.order == "prompt":
+            first = list(range(step * n, (step + 1) * n))
+            return first if self.complete.issuperset(first) else None
+        oldest = sorted(self.complete)[:n]
+        taken = set(oldest).union(*self.batches)
+        later = [group for number, group in self.groups.items() if number not in taken]
+        deadlines = sorted(group.version + self.schedule.max_staleness for group in later)
+        if any(step + 1 + i // n > last for i, last in enumerate(deadlines)):
+            return None
+        return oldest
+
+    def _train(self, now: float) -> None:
+        """Begins a training step if its batch is generated."""
+        if self.training or not self.batches:
+            return
+        self.training = True
+        numbers = self.batches.popleft()
+        groups = [self.groups.pop(number) for number in numbers]
         lengths = [length for number in numbers for length in self._lengths_of(number)]
         totals = [self.prompt_len + length for length in lengths]
         seconds = self.costs.update_s + sum(totals) * self.costs.train_s
@@ -275,39 +289,15 @@ class _Simulation:
         )
         heapq.heappush(self.events, (now + seconds, 0, TRAINER))
 
-    def _next_groups(self) -> list[int] | None:
-        """The groups of the next step, the oldest complete ones; None while it must wait.
-
-        It waits for an older group if training that one later could exceed max_staleness, given
-        that every step takes as many groups as this one.
-        """
-        n = self.per_step
-        if len(self.complete) < n:
-            return None
-        if self.schedule.strict:
-            oldest = list(range(self.version * n, (self.version + 1) * n))
-            return oldest if self.complete.issuperset(oldest) else None
-        oldest = sorted(self.complete)[:n]
-        later = [g for number, g in self.groups.items() if g.starts and number not in set(oldest)]
-        deadlines = sorted(group.starts[0] + self.schedule.max_staleness for group in later)
-        if any(self.version + 1 + i // n > last for i, last in enumerate(deadlines)):
-            return None
-        return oldest
-
     def _end_step(self, now: float) -> None:
-        """New weights: replicas load them, and compute the KV of running responses again."""
-        self.training, self.has_news, self.version = False, True, self.version + 1
-        for index, replica in enumerate(self.replicas):
-            if self.shared:
-                replica.time = now
-            replica.decode_until(now, self.costs.decode)
-            replica.spend(self.costs.transfer_s)
-            replica.prompt = -1
-            if not self.schedule.keep_kv:
-                replica.spend(replica.keys * self.costs.prefill_s)
-            self._announce(index)
+        """New weights, which are then transferred. Async decodes meanwhile."""
+        self.version += 1
+        if self.generating:
+            for index, replica in enumerate(self.replicas):
+                replica.decode_until(now, self.costs.decode)
+                self._announce(index)
         self.steps[-1].rollout_s = sum(replica.busy_s for replica in self.replicas)
-        self._start_groups(now)
+        heapq.heappush(self.events, (now + self.costs.transfer_s, 0, WEIGHTS))
 
 
 def simulate(
@@ -334,7 +324,8 @@ def simulate(
     train_s = sum(step.train_s for step in counted)
     replica_s = engines.n_replicas * seconds
     decode_s = counted[-1].rollout_s - before.rollout_s
-    paused_s = engines.n_replicas * train_s if run.shared else 0.0
+    updates_s = train_s + len(counted) * costs.transfer_s
+    paused_s = engines.n_replicas * updates_s if run.shared else 0.0
     ages = [age for step in counted for age in step.ages]
     return Outcome(
         step_s=seconds / len(counted),

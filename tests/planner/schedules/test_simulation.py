@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.planner.schedules.simulation import Costs, Engines, Outcome, Schedule, Usage, simulate
+from jaxrl.planner.schedules.replica import Usage
+from jaxrl.planner.schedules.simulation import Costs, Engines, Outcome, Schedule, simulate
 
 STEP = Costs(  # a decode step takes 1 s, however many sequences it has
     decode=(Usage(fixed_s=1.0),),
@@ -88,21 +89,75 @@ def test_a_trainer_that_is_slower_bounds_async():
     assert found.rollout_idle == pytest.approx(1 / 5)
 
 
-def test_partial_trains_on_the_complete_groups_and_resumes_the_others():
+def test_async_with_one_step_of_staleness_drains_every_batch_to_its_longest_response():
+    """Lengths 2 and 6 in every batch; an update takes 3 s, during which the next batch runs."""
+    costs = dataclasses.replace(STEP, update_s=3.0)
+    found = run(costs, Schedule("async", 1), [[2], [6]])
+    assert found.step_s == 6 and found.trainer_idle == 3 / 6
+    assert found.versions_per_response == 1 and found.staleness_mean == found.staleness_max == 1
+
+
+def test_async_with_two_steps_of_staleness_has_two_batches_in_flight():
+    """Lengths 2 and 6 in every batch, of which two run at the same time.
+
+    Batches 0 and 1 start at 0 s and end at 6 s. The order of batch 2 comes after step 0, at 9 s:
+    batches 2 and 3 start and end at 15 s. Step 1 was from 9 to 12 s, step 2 is from 15 to 18 s,
+    then comes the order of batch 4, at 18 s. So two steps take 9 s, of which 3 s without an order.
+    Batches 2 and 3 have version 1: they are one and two steps old when they are trained on.
+    """
+    costs = dataclasses.replace(STEP, update_s=3.0)
+    found = run(costs, Schedule("async", 2), [[2], [6]], n_steps=8, n_warmup=2)
+    assert found.step_s == 9 / 2 and found.rollout_idle == pytest.approx(3 / 9)
+    assert found.trainer_idle == pytest.approx(1 - 6 / 9)
+    assert (found.staleness_mean, found.staleness_max) == (1.5, 2)
+    assert found.versions_per_response == 1
+
+
+def test_a_response_of_a_later_batch_continues_under_new_weights():
+    """Lengths 4, 6, 8, 4, ..., a group per step, two in flight; updates take no time.
+
+    Order n has version n - 1. At 12 s, groups 4 (6) and 5 (8) start with version 3. Batch 4 ends at
+    18 s, batch 5 at 20 s with version 4, batch 6 at 22 s with 5, batch 7 at 26 s with 6, batch 8 at
+    30 s with 7; group 9 is complete then, and groups 10 (6) and 11 (8) start as 4 and 5 did.
+    Groups 5, 6, 7 and 8 continue under the weights of the next order; all but group 4 are two
+    steps old.
+    """
+    found = run(
+        STEP, Schedule("async", 2), [[4], [6], [8]], groups_per_step=1, n_steps=10, n_warmup=4
+    )
+    assert found.step_s == (30 - 12) / 6
+    assert found.versions_per_response == pytest.approx((4 * 2 + 2) / 6)
+    assert found.staleness_mean == pytest.approx((5 * 2 + 1) / 6) and found.staleness_max == 2
+
+
+def test_partial_in_prompt_order_waits_for_the_next_group():
+    """Lengths 2, 6, 2, 6, ..., a group per step, two in flight; an update takes 1 s.
+
+    Groups 3 (6) and 4 (2) run together for 6 s, then both are trained on, one step after the other.
+    Group 5 starts when group 4 is already complete, so it samples its first token after that step.
+    """
+    costs = dataclasses.replace(STEP, update_s=1.0)
+    settings = dict(lengths=[[2], [6]], slots=2, groups_per_step=1, n_steps=8, n_warmup=2)
+    found = run(costs, Schedule("partial", max_staleness=1), **settings)
+    assert found.step_s == (6 + 2 * 1) / 2
+    assert found.staleness_mean == 0.5 and found.versions_per_response == 1
+
+
+def test_partial_by_arrival_trains_on_the_complete_groups_and_resumes_the_others():
     """Lengths 2, 6, 2, 6, ..., a group per step, at most two in flight; an update takes 1 s.
 
     Say group 3 (6) starts after update 2, when group 2 (2) is complete. Update 3 trains on group 2,
-    which takes until 1 s later. Group 4 (2) starts then. Group 3 began two versions before update 4
-    + 1, so update 4 waits for its 6 steps and trains on it; group 4 is complete by then. So two
-    updates take 6 s of decoding and 2 s of training.
+    which takes until 1 s later. Group 4 (2) starts then. Group 3 was started two versions before
+    update 4 + 1, so update 4 waits for its 6 steps and trains on it; group 4 is complete by then.
+    So two updates take 6 s of decoding and 2 s of training.
     """
     costs = dataclasses.replace(STEP, update_s=1.0)
     settings = dict(lengths=[[2], [6]], slots=2, groups_per_step=1)
     even = dict(n_steps=8, n_warmup=2)
-    found = run(costs, Schedule("partial", max_staleness=1, oversample=2), **settings, **even)
+    found = run(costs, Schedule("partial", 1, order="arrival"), **settings, **even)
     assert run(costs, Schedule("sync"), **settings, **even).step_s == (2 + 6) / 2 + 1
     assert found.step_s == (6 + 2 * 1) / 2
-    assert found.staleness_max == 1 and found.versions_per_response == 1.5
+    assert found.staleness_max == 1 and found.versions_per_response == 1
 
 
 def test_kv_of_unfinished_responses_is_computed_again_unless_kept():
