@@ -76,7 +76,7 @@ def use_local_workers(monkeypatch) -> LocalActors:
     """Makes runs of this process use LocalActors instead of Ray, each worker on one device."""
     actors = LocalActors()
     ray = types.ModuleType("ray")
-    setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "put", lambda value: value, raising=False)
     monkeypatch.setattr(
         "jaxrl.trainer.setup.run.connect_to_workers",
         lambda cfg: ray if cfg.schedule.rollout_workers else None,

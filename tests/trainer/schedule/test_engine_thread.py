@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.schedule.engine_thread import EngineThread, Order
+from jaxrl.types import Reward
 from tests.trainer.schedule.test_generator import CASE, Case, cases, drawn, make_generator
 
 ASYNC = dataclasses.replace(CASE, max_staleness=2)
@@ -186,3 +188,41 @@ def test_arrival_order_takes_groups_whose_rewards_are_known():
         ids = [r[0] for _ in range(4) for r in one.take()]
     assert len(ids) == 4 * ASYNC.prompts_per_step * ASYNC.n
     assert np.unique(ids).size == 4 * ASYNC.prompts_per_step
+
+
+class TimedRewards:
+    """Rewards of every second group are known after SECONDS."""
+
+    SECONDS = 0.4
+
+    def __init__(self):
+        self.pending, self.n_slow = [], 0
+
+    def submit(self, rollouts):
+        ticket = len(self.pending)
+        slow = ticket % 2
+        self.n_slow += slow
+        self.pending.append((time.monotonic() + slow * self.SECONDS, rollouts))
+        return ticket
+
+    def collect(self, *, wait):
+        time.sleep(0.005 * wait)
+        ready = [t for t, one in enumerate(self.pending) if one and one[0] <= time.monotonic()]
+        found = {t: [Reward(0.0)] * len(self.pending[t][1]) for t in ready}
+        for ticket in ready:
+            self.pending[ticket] = None
+        return found
+
+
+def test_slow_rewards_are_computed_while_the_trainer_trains():
+    """A slow reward takes as long as two steps, and its group may arrive three steps later."""
+    case = dataclasses.replace(ASYNC, max_staleness=3, order="arrival")
+    with trainer(case) as one:
+        one.generator.rewards = rewards = TimedRewards()
+        waited_s = 0.0
+        for _ in range(8):
+            start = time.monotonic()
+            one.take()
+            waited_s += time.monotonic() - start
+            time.sleep(rewards.SECONDS / 2)  # a step
+    assert waited_s < 0.5 * rewards.n_slow * rewards.SECONDS

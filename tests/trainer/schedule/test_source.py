@@ -2,11 +2,17 @@
 
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.config import resolve
+from jaxrl.engine.api import Request
 from jaxrl.train import train
+from jaxrl.trainer.schedule.source import PartialSource
+from sharding import make_mesh
+from tests.engine.engine_cases import trainer_logps
 from tests.trainer.test_train import (
     assert_same_weights,
     finish_process,
@@ -62,6 +68,64 @@ def test_without_staleness_a_schedule_gives_the_weights_of_sync(mode, config, tm
     lines = trained(folder)
     assert all(line["staleness/max"] == 0 for line in lines)
     assert [line["loss/total"] for line in lines] == [line["loss/total"] for line in sync]
+    validations = [
+        [line["val/reward"] for line in metrics(run_dir) if "val/reward" in line]
+        for run_dir in (folder, tmp_path / "run")
+    ]
+    assert validations[0] == validations[1] and len(validations[0]) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["async", "partial"])
+def test_arrival_order_keeps_the_limit_of_staleness_with_remax_baselines(mode, config, tmp_path):
+    config.total_steps, config.eval.every = 3, 0
+    config.algorithm.advantage = "remax"
+    run = {"partial": partial, "async": separate}[mode]
+    lines = trained(run(config, tmp_path, mode, order="arrival"))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0 <= line["staleness/max"] <= 1 for line in lines)
+    assert all("reward/baseline" in line and line["buffer/dropped"] == 0 for line in lines)
+    everything = [line for line in metrics(tmp_path / mode) if "reward/mean" in line]
+    assert all(line["buffer/waited_s"] >= 0 for line in everything)
+    if mode == "async":
+        assert all(line["rollout/busy_s"] > 0 for line in everything)
+        for name in ("perf/rollout_idle_fraction", "perf/training_idle_fraction"):
+            assert all(0 <= line[name] <= 1 for line in everything)
+
+
+@pytest.mark.thorough
+def test_logprobs_of_a_response_are_those_of_the_versions_of_its_tokens(
+    config, tmp_path, monkeypatch
+):
+    """Rescores every token with the weights of the version that sampled it."""
+    weights, rollouts, take = {}, [], PartialSource.next_batch
+
+    def recorded(self, run, draw):
+        weights[run.core.step] = jax.tree.map(jnp.copy, run.core.state.params)
+        scored, found = take(self, run, draw)
+        rollouts.extend(one.rollout for one in scored)
+        return scored, found
+
+    monkeypatch.setattr(PartialSource, "next_batch", recorded)
+    config.total_steps, config.eval.every, config.learner.lr = 3, 0, 1e-2
+    partial(config, tmp_path, "partial")
+    scores = {v: rescored(params, rollouts) for v, params in weights.items()}
+    n_mixed = 0
+    for i, rollout in enumerate(rollouts):
+        rows = [scores[version][i][t] for t, version in enumerate(rollout.versions)]
+        np.testing.assert_allclose(rollout.behavior_logp, rows, rtol=0, atol=1e-5)
+        n_mixed += len(np.unique(rollout.versions)) > 1
+    assert n_mixed > 0
+    steps = [scores[v][0][: len(rollouts[0].tokens)] for v in (0, 2)]
+    assert np.max(np.abs(steps[0] - steps[1])) > 1e-3  # versions differ by more than rounding
+
+
+def rescored(params, rollouts):
+    """Logprobs of the tokens of each response under these weights."""
+    requests = [Request(tokens=r.prompt.tokens, max_tokens=1) for r in rollouts]
+    results = [(r.tokens, None, "") for r in rollouts]
+    with jax.set_mesh(make_mesh()):
+        return trainer_logps(params.cfg, params, requests, results)
 
 
 @pytest.mark.thorough
@@ -98,15 +162,21 @@ def test_a_resumed_async_run_is_bitwise_equal_to_an_uninterrupted_one(config, tm
 
 
 @pytest.mark.slow
-def test_an_async_run_that_skips_solved_prompts_resumes_bitwise(config, tmp_path):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_async_run_that_skips_solved_prompts_resumes_bitwise(config, tmp_path, dynamic):
     """Rewards of a step count in the draws that are ordered after it."""
     config.data.skip_solved, config.checkpoint.every = 0.5, 2
+    if dynamic:  # means above 0.5 are solved or dropped, so steps need further batches
+        config.algorithm.dynamic_sampling, config.algorithm.dynamic_sampling_batches = True, 3
+        config.algorithm.dynamic_sampling_range = (0.0, 0.5)
     whole = separate(config, tmp_path, "whole")
     config.total_steps = 2
     separate(config, tmp_path, "resumed")
     config.total_steps = 4
     assert_same_weights(whole, separate(config, tmp_path, "resumed"))
     assert max(line["data/solved"] for line in trained(whole)) > 0
+    lines = [line for line in metrics(whole) if "reward/mean" in line]
+    assert max(line.get("rollout/batches", 0) for line in lines) == (3 if dynamic else 0)
 
 
 @pytest.mark.slow
