@@ -53,8 +53,8 @@ class ScheduleConfig:
     rollout_workers: int = key(
         0,
         "async, instead of rollout_devices: processes that only generate, on any host of a Ray "
-        "cluster, each with an engine over its own devices. Training processes have equal numbers of "
-        "them. The run begins when they are ready",
+        "cluster, each with an engine over its own devices. Training processes have equal numbers "
+        "of them. The run begins when they are ready",
         ge=0,
     )
     max_rollout_workers: int = key(
