@@ -49,6 +49,12 @@ WRONG = [
         "token_tis",
     ),
     (
+        dict(schedule__mode="partial", schedule__keep_kv=True, rollout__release_kv=True),
+        "schedule.keep_kv keeps the KV",
+        "rollout.release_kv frees all KV pages",
+        "set one of them to False",
+    ),
+    (
         dict(schedule__mode="async"),
         "generates on separate devices",
         "set schedule.rollout_devices",

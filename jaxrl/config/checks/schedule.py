@@ -18,6 +18,7 @@ def schedule_errors(run: RunConfig) -> list[str]:
         return _unused_errors(schedule)
     return [
         *_bound_errors(schedule),
+        *_kv_errors(run),
         *_device_errors(run),
         *_algorithm_errors(run),
     ]
@@ -65,6 +66,16 @@ def _bound_errors(schedule: ScheduleConfig) -> list[str]:
             f"set at most {most}, or a larger schedule.max_staleness"
         ]
     return []
+
+
+def _kv_errors(run: RunConfig) -> list[str]:
+    """Released pages cannot keep the KV of unfinished responses."""
+    if not (run.schedule.mode == "partial" and run.schedule.keep_kv and run.rollout.release_kv):
+        return []
+    return [
+        "schedule.keep_kv keeps the KV of unfinished responses during updates, but "
+        "rollout.release_kv frees all KV pages before them; set one of them to False"
+    ]
 
 
 def _device_errors(run: RunConfig) -> list[str]:

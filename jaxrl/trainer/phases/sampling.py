@@ -188,6 +188,7 @@ def end_rollouts(run: Run) -> None:
     """Frees the KV pages until the next rollout, if the run does so (rollout.release_kv)."""
     if run.core.cfg.rollout.release_kv:
         assert isinstance(run.engines.engine, PagedEngine)
+        run.source.release_engine()  # its unfinished responses lose their KV
         with run.core.timed("kv"):
             run.engines.engine.release()
 
