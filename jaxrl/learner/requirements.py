@@ -33,6 +33,11 @@ def needs_ref(cfg: RunConfig) -> bool:
     return cfg.algorithm.kl_coef != 0.0
 
 
+def shares_base(cfg: RunConfig) -> bool:
+    """Whether the reference model is the base of the policy's adapters, in training's arrays."""
+    return bool(cfg.lora.rank) and not cfg.algorithm.teacher
+
+
 def kl_in_loss(cfg: AlgorithmConfig) -> bool:
     """Whether the KL to the reference is part of the loss."""
     return cfg.kl_coef != 0.0 and cfg.kl_in == "loss"

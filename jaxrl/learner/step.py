@@ -95,10 +95,19 @@ class Scorer:
     """Computes logprobs in the layout of a role (score or ref)."""
 
     def __init__(
-        self, cfg: RunConfig, layout: Layout, role: ScoringConfig, *, restricted: bool = False
+        self,
+        cfg: RunConfig,
+        layout: Layout,
+        role: ScoringConfig,
+        *,
+        restricted: bool = False,
+        of_training: bool = False,
     ):
-        """`restricted`: under the supports of the batches."""
-        self.layout, self.restricted = layout, restricted
+        """`restricted`: under the supports of the batches.
+
+        `of_training`: all parameters are given in training's layout; calls reshard them.
+        """
+        self.layout, self.restricted, self.of_training = layout, restricted, of_training
         self.score = make_score(cfg, layout.rules)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
         self._n_least = micro_batches_per_call(cfg, layout)
@@ -111,11 +120,19 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Logprobs [B, T] of each micro-batch of training.
 
-        `params` are sharded by the layout, whose mesh is the current one. Micro-batches of one
-        shape are joined: as many as the role's token budget has room for, and the remaining ones so
-        that a rank has the same number of rows as in training. `on_batch` is called before each
-        device call.
+        `params` are sharded by the layout, whose mesh is the current one, except `of_training`.
+        Micro-batches of one shape are joined: as many as the role's token budget has room for, and
+        the remaining ones so that a rank has the same number of rows as in training. `on_batch` is
+        called before each device call.
         """
+        if not self.of_training:
+            return self._logps(params, batches, on_batch)
+        with self.layout.weights(params) as resharded:
+            return self._logps(resharded, batches, on_batch)
+
+    def _logps(
+        self, params: Tree, batches: Sequence[Batch], on_batch: Callable[[], None]
+    ) -> list[np.ndarray]:
         by_shape = collections.defaultdict(list)
         for i, batch in enumerate(batches):
             by_shape[batch.tokens.shape].append(i)
@@ -139,6 +156,8 @@ class Scorer:
 
     def lowered(self, params: Tree, batch: Batch) -> Iterator[jax.stages.Lowered]:
         """The programs of `warm_up`, lowered from (abstract) parameters on training's mesh."""
+        if self.of_training:
+            params = self.layout.lowered_weights(params)
         n_vocab = params.cfg.V if self.restricted else 0
         for n_joined in sorted({self._n_least, self.n_joined}):
             joined = join_batches([batch] * n_joined)

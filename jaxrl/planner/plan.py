@@ -22,7 +22,7 @@ from sharding import make_mesh
 
 PHASES = {
     "rollout": ("reshard", "prefill", "mixed", "copy_pages", "decode"),
-    "scoring": ("reward_model", "reshard_score", "score", "reference", "values"),
+    "scoring": ("reward_model", "reshard_score", "score", "reshard_ref", "reference", "values"),
     "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply", "send"),
 }
 
@@ -375,6 +375,7 @@ def calls_per_step(
     per_call = run.micro_batches_per_call
     learner = {
         "reshard_score": 1,
+        "reshard_ref": 1,
         "score": math.ceil(micro_batches / per_call["score"]),
         "reference": math.ceil(micro_batches / per_call["reference"]),
         "count": micro_batches * cfg.learner.epochs,

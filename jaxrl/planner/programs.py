@@ -31,12 +31,18 @@ from jaxrl.learner.critic import (
     shared_value_scorer,
 )
 from jaxrl.learner.optimizer import check_opt_state, make_optimizer
-from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref, needs_ref_logp
+from jaxrl.learner.requirements import (
+    full_kl_in_loss,
+    needs_old_logp,
+    needs_ref,
+    needs_ref_logp,
+    shares_base,
+)
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
 from jaxrl.models.config import DecoderConfig, for_platform
-from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.lora import split, with_adapters
+from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.lora import split, with_adapters, without_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.offload import (
     CRITIC_PROGRAMS,
@@ -99,9 +105,9 @@ class RunPrograms:
     # State in host memory: opt_state, ref, critic, critic_base, critic_opt_state, reward_model, and
     # the larger of the sums of gradients that the updates of policy and critic have in turn.
     host_resident: dict[str, int]
-    # Weights of the roles "score" and "rollout": ROLE_aliased are training's own buffers,
-    # ROLE_copied are copies. With separate devices of the rollout, rollout_aliased are the weights
-    # there and rollout_copied what training reshards to send them.
+    # Weights of the roles "score" and "rollout", and "ref" if it is training's base: ROLE_aliased
+    # are training's own buffers, ROLE_copied are copies. With separate devices of the rollout,
+    # rollout_aliased are the weights there and rollout_copied what training reshards to send them.
     role_weights: dict[str, int]
     micro_batches_per_call: dict[str, int]  # of "score" and "reference"
     value_scorers: dict[str, ValueScorer]  # by program: the critic and the reward model
@@ -161,12 +167,9 @@ def run_programs(
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
     }
     scoring = {"score": cfg.score, "reference": cfg.ref}
-    aliased, copied = layouts["score"].weight_bytes(state.params)
     decoders = {"score": decoder, "reference": ref_decoder}
     _add_scoring(table, resident, cfg, decoders, layouts, workload)
-    if copied and "score" in table.lower:
-        lower = functools.partial(layouts["score"].lower, state.params)
-        table.add("reshard_score", lower, "score_copied")
+    role_weights = _add_resharding(table, cfg, layouts, state.params)
     responses = cfg.rollout.n if workload is None else workload.responses_per_example
     programs = RunPrograms(
         cfg=cfg,
@@ -174,7 +177,7 @@ def run_programs(
         table=table,
         resident=resident,
         host_resident=host_state(cfg, resident, host),
-        role_weights={"score_aliased": aliased, "score_copied": copied},
+        role_weights=role_weights,
         micro_batches_per_call={
             name: micro_batches_per_call(cfg, layout, scoring[name].token_budget)
             for name, layout in layouts.items()
@@ -191,11 +194,6 @@ def run_programs(
             if not uses_weights(cfg, name, role):
                 table.counted_state[name] = (*counted, *idle)
     return programs
-
-
-def shares_base(cfg: RunConfig) -> bool:
-    """Whether the reference model is the base of the policy's adapters, in training's arrays."""
-    return bool(cfg.lora.rank) and not cfg.algorithm.teacher
 
 
 def policy_weights(decoder: DecoderConfig) -> tuple[str, ...]:
@@ -299,11 +297,11 @@ def _add_scoring(
     needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
     if workload is not None:
         needed = {"score": workload.scores_policy, "reference": workload.has_reference}
-    shared = shares_base(cfg) and layouts["reference"].resharding is None
+    shared = shares_base(cfg)
     if (needed["reference"] or needs_ref(cfg)) and not shared:
         weights = layouts["reference"].abstract_weights(decoders["reference"], mesh)
         resident["ref"] = bytes_per_device(weights)
-    ref_name = "base" if shared else "ref"
+    ref_name = "ref_aliased" if shared else "ref"
     for name, counted in {"score": "score_aliased", "reference": ref_name}.items():
         if needed[name]:
             restricted = name == "score" and cfg.algorithm.keep_sampling_mask
@@ -312,6 +310,26 @@ def _add_scoring(
                 _lower_score, cfg, decoders[name], layouts[name], mesh, n_joined, restricted
             )
             table.add(name, lower, counted)
+
+
+def _add_resharding(
+    table: ProgramTable, cfg: RunConfig, layouts: Mapping[str, Layout], params: Decoder
+) -> dict[str, int]:
+    """Adds the resharding of training's weights for scoring; returns the bytes of its roles.
+
+    The reference is scored with training's weights if it is the base of adapters.
+    """
+    weights = {"score": ("score", params)}
+    if shares_base(cfg):
+        weights["reference"] = ("ref", without_adapters(params))
+    role_weights = {}
+    for name, (role, training) in weights.items():
+        aliased, copied = layouts[name].weight_bytes(training)
+        role_weights |= {f"{role}_aliased": aliased, f"{role}_copied": copied}
+        if copied and name in table.lower:
+            lower = functools.partial(layouts[name].lower, training)
+            table.add(f"reshard_{role}", lower, f"{role}_copied")
+    return role_weights
 
 
 def _with_engine(

@@ -486,6 +486,17 @@ def test_scoring_by_other_rules_is_another_program():
     assert score.argument_size_in_bytes == pytest.approx(weights + 5 * rows, rel=0.02)
 
 
+def test_a_reference_on_another_mesh_is_the_base_of_the_adapters_resharded_for_scoring():
+    cfg = run(lora__rank=4, ref__tensor=1)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
+    assert "ref" not in parts.resident  # no second base
+    aliased, copied = (parts.role_weights[f"ref_{kind}"] for kind in ("aliased", "copied"))
+    assert 0 < aliased < copied and aliased + copied == parts.resident["base"]
+    assert parts.table.counted_state["reshard_ref"] == ("ref_copied",)
+    assert parts.table.counted_state["reference"] == ("ref_aliased",)
+
+
 def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):
     # Per device: 256 tokens per rank; forward, recomputed forward and two backward passes over the
     # layers' matrices, sharded over tensor 2; the head in forward, again in backward, and its two

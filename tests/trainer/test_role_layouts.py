@@ -174,6 +174,25 @@ def test_a_separate_mesh_per_role_does_not_change_the_run(tiny_config, tmp_path)
 
 
 @pytest.mark.thorough
+def test_a_reference_on_another_mesh_shares_the_base_of_the_adapters(
+    tiny_config, tmp_path, monkeypatch
+):
+    tiny_config.mesh.fsdp, tiny_config.mesh.sequence = 2, 2
+    tiny_config.lora.rank, tiny_config.learner.lr = 4, 0.05
+    tiny_config.algorithm.kl_coef, tiny_config.algorithm.kl_in = 0.1, "loss"
+    monkeypatch.setattr(
+        "jaxrl.trainer.setup.state.load_params", lambda *_: pytest.fail("loaded a second base")
+    )
+    theirs = steps(tiny_config)
+    tiny_config.run_dir = str(tmp_path / "own")
+    tiny_config.ref.sequence, tiny_config.ref.tensor = 1, 2
+    ours = steps(tiny_config)
+    assert_same_steps(ours, theirs)
+    assert abs(ours[0]["loss/kl"]) < 1e-6 < ours[1]["loss/kl"]
+    np.testing.assert_allclose(ours[1]["loss/kl"], theirs[1]["loss/kl"], rtol=1e-3)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [dict(fsdp=1), dict(fsdp=2, tensor=2)])
 def test_an_int8_copy_is_made_on_device_and_freed_after_the_rollout(tiny_config, sizes):
     tiny_config.mesh.update({"tensor": 1} | sizes)

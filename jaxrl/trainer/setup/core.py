@@ -16,6 +16,7 @@ from jaxrl.layout import role_layout, training_rules
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.critic import Critic, ValueScorer, make_critic, policy_steps, shared_value_scorer
 from jaxrl.learner.optimizer import check_opt_state, make_optimizer
+from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -130,5 +131,6 @@ def make_scorers(
         teacher = model_config(models.folders.reference)
         ref_decoder = for_platform(cfg, teacher, jax.default_backend())[1]
     if cfg.ref != cfg.score or ref_decoder != policy.decoder or restricted:
-        ref_scorer = Scorer(cfg, role_layout(cfg, "ref", ref_decoder, policy.dtype), cfg.ref)
+        ref_layout = role_layout(cfg, "ref", ref_decoder, policy.dtype)
+        ref_scorer = Scorer(cfg, ref_layout, cfg.ref, of_training=shares_base(cfg))
     return scorer, ref_scorer, ref_decoder

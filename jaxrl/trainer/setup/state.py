@@ -10,6 +10,7 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.state import abstract_state, checkpoint_state, init_state
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -91,9 +92,10 @@ def load_reference(
 ) -> Decoder:
     """The frozen reference model: the policy of step 0, or a teacher.
 
-    Without a teacher, the reference of a policy with adapters is its base, in the same arrays.
+    Without a teacher, the reference of a policy with adapters is its base, in the same arrays:
+    sharded as in training, whatever the layout is.
     """
-    if state.params.cfg.lora and layout.resharding is None and not cfg.algorithm.teacher:
+    if shares_base(cfg):
         return without_adapters(state.params)
     if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
         ref = layout.copy(state.params)
