@@ -8,7 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,8 @@ class Layout:
     per_process: bool = False  # every process has a separate mesh over its local devices
     int8: bool = False  # matrices are quantized to int8 from training's weights for every use
     merge: bool = False  # adapters are merged into the weights for every use
+    # Entered while the role reads a copy, which may be the only one on the devices.
+    while_copied: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @contextlib.contextmanager
     def weights(
@@ -89,7 +91,8 @@ class Layout:
             return
         with timed or contextlib.nullcontext():
             copied, shared = self._load(params)
-        with self.on_mesh():
+        del params  # `while_copied` may replace training's arrays
+        with self.while_copied(), self.on_mesh():
             try:
                 yield copied
             finally:  # deleted at once, even if other references exist
@@ -309,6 +312,17 @@ def rollout_layout(
                     "in config.mesh, or config.rollout.engines='mesh'"
                 ) from error
     return _engine_layout(cfg, decoder, dtype, mesh)
+
+
+def check_idle_policy(cfg: RunConfig, layout: Layout) -> None:
+    """Raises ValueError if learner.offload has the policy, and the rollout reads no copy of it."""
+    if "policy" in cfg.learner.offload and not layout.copies:
+        raise ValueError(
+            f"config.learner.offload={cfg.learner.offload}: the rollout reads training's weights, "
+            "so they are never idle; leave out 'policy', or have the rollout read a copy with "
+            "config.lora.merge, config.rollout.dtype='int8' or, on several devices, "
+            "config.rollout.layout='replicas'"
+        )
 
 
 def _engine_layout(

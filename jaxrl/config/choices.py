@@ -76,7 +76,7 @@ REJECTIONS = (
     "seq_max_k3",
 )
 OLD_LOGPS = ("auto", "rollout", "recompute")
-OFFLOADS = ("optimizer", "gradients", "reference", "critic", "reward_model")
+OFFLOADS = ("optimizer", "gradients", "policy", "reference", "critic", "reward_model")
 REMATS = ("full", "offload", "attention", "mlp", "dots", "none")
 REMATS_OF_1F1B = ("full", "attention", "mlp", "dots")  # the same activations of every layer
 SHARED_PREFIXES = ("auto", "on", "off")

@@ -40,7 +40,8 @@ def memory_bytes(job: Job, settings: Settings) -> float:
         work = max(work, update)
     copies = policy.fsdp > 1 and cfg.rollout.layout == "replicas"
     if not job.workload and (copies or cfg.lora.merge):
-        work = max(work, policy.rollout_copy * policy.item_bytes)
+        idle = policy.held_bytes if "policy" in offload else 0
+        work = max(work, policy.rollout_copy * policy.item_bytes - idle)
     return state + work + ("optimizer" not in offload) * optimizer
 
 
@@ -76,9 +77,10 @@ def step_seconds(job: Job, settings: Settings) -> float:
         seconds += 2 * policy.optimizer_bytes * cfg.updates_per_step / host_rate
     if "gradients" in settings.offload:
         seconds += policy.gradient_bytes * cfg.updates_per_step / host_rate
-    # The critic is read for values, and read and written for updates.
+    # The critic is read for values, and read and written for updates; the policy is written before
+    # the rollout and read after it.
     moved = {"reference": ("teacher", 1), "reward_model": ("reward_model", 1)}
-    moved |= {"critic": ("critic", 3)}
+    moved |= {"critic": ("critic", 3), "policy": ("policy", 2)}
     for role, times in (moved[name] for name in settings.offload if name in moved):
         seconds += times * model_sizes(job, role, settings).held_bytes / host_rate
     return seconds

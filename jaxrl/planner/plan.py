@@ -13,7 +13,7 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.offload import IDLE_STATE, uses_weights
+from jaxrl.planner.offload import IDLE_STATE, n_transfers
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
 from jaxrl.planner.rollout_devices import n_copies, sides
@@ -244,13 +244,16 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     budget = int(cfg.memory_utilization * chip.memory_bytes)
     pool_bytes = page_bytes * run.n_pages
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
+    if "policy" in run.cfg.learner.offload:
+        live["the copy of the rollout"] = copying_bytes(run)
     pages = min_pages = sequences = 0
     # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
     with_pages = frozenset(programs)
     if run.n_rollout_devices:
         with_pages = frozenset(name for name in programs if name in PHASES["rollout"])
     elif cfg.release_kv:
-        with_pages = frozenset(name for name in programs if name in POOL_PROGRAMS)
+        before_pages = ["reshard"] if "policy" in run.cfg.learner.offload else []
+        with_pages = frozenset(programs) & frozenset(POOL_PROGRAMS) - frozenset(before_pages)
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
         peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
@@ -258,6 +261,13 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
         min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
         sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
     return Memory(budget, live, pages, min_pages, sequences, page_bytes, with_pages)
+
+
+def copying_bytes(run: RunPrograms) -> int:
+    """Memory in use when the rollout's copy is made, before training's weights are offloaded."""
+    on_host = set(run.host_resident) - set(IDLE_STATE["policy"])
+    state = sum(n_bytes for name, n_bytes in run.resident.items() if name not in on_host)
+    return state + run.role_weights["rollout_made"]
 
 
 def _plan_phase(
@@ -289,9 +299,8 @@ def _moved_bytes(run: RunPrograms, names: list[str]) -> int:
     """Offloaded weights that the programs of a phase read from host memory, or write to it."""
     moved = 0
     for role in run.cfg.learner.offload:
-        used = [name for name in names if uses_weights(run.cfg, name, role)]
         n_bytes = sum(run.resident.get(name, 0) for name in IDLE_STATE.get(role, ()))
-        moved += n_bytes * (bool(used) + ("critic_apply" in used))
+        moved += n_bytes * n_transfers(run.cfg, names, role)
     return moved
 
 

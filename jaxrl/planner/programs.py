@@ -17,6 +17,7 @@ from jaxrl.data.support import to_bits
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import (
     Layout,
+    check_idle_policy,
     role_layout,
     rollout_layout,
     training_rules,
@@ -106,8 +107,9 @@ class RunPrograms:
     # the larger of the sums of gradients that the updates of policy and critic have in turn.
     host_resident: dict[str, int]
     # Weights of the roles "score" and "rollout", and "ref" if it is training's base: ROLE_aliased
-    # are training's own buffers, ROLE_copied are copies. With separate devices of the rollout,
-    # rollout_aliased are the weights there and rollout_copied what training reshards to send them.
+    # are training's own buffers, ROLE_copied are those that are copied, and rollout_made the copy,
+    # merged or quantized. With separate devices of the rollout, rollout_aliased are the weights
+    # there and rollout_copied what training reshards to send them.
     role_weights: dict[str, int]
     micro_batches_per_call: dict[str, int]  # of "score" and "reference"
     value_scorers: dict[str, ValueScorer]  # by program: the critic and the reward model
@@ -348,6 +350,7 @@ def _with_engine(
         layout = worker_layout(cfg, programs.decoder, dtype, mesh)
     else:
         layout = rollout_layout(cfg, programs.decoder, dtype, devices)
+        check_idle_policy(cfg, layout)
     implementation = cfg.model.paged_attention
     engine = PagedEngine(
         programs.decoder,
@@ -383,13 +386,19 @@ def _with_engine(
             table.add("send", functools.partial(layout.lower, params), "rollout_copied")
     elif copied:
         table.add("reshard", functools.partial(layout.lower, params), "rollout_copied")
+    shared = () if "policy" in cfg.learner.offload else ("rollout_aliased",)
     for name in ("prefill", *("mixed",) * engine.shapes.mixed, "copy_pages", "decode"):
-        counted = ("kv",) if name == "copy_pages" else ("rollout_aliased", "kv")
+        counted = ("kv",) if name == "copy_pages" else (*shared, "kv")
         table.add(name, functools.partial(engine_program, name), *counted)
     return dataclasses.replace(
         programs,
         engine=engine,
-        role_weights=programs.role_weights | {"rollout_aliased": aliased, "rollout_copied": copied},
+        role_weights=programs.role_weights
+        | {
+            "rollout_aliased": aliased,
+            "rollout_copied": copied,
+            "rollout_made": n_bytes - aliased,
+        },
         page_bytes=page_bytes,
         n_replicas=n_replicas * (n_sides if devices else mesh.size // layout.mesh(mesh).size),
         n_pages=n_pages,

@@ -20,9 +20,11 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.optimizer import Optimizer
+from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.lora import without_adapters
 from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
@@ -51,7 +53,7 @@ class Core:
     update: Update
     scorer: Scorer  # computes the policy's logprobs
     ref_scorer: Scorer  # computes the reference model's logprobs
-    ref_params: Decoder | None
+    reference: Decoder | None  # a separate reference model; see `ref_params`
     value_scorer: ValueScorer | None  # None if the algorithm needs no values
     critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
     checkpoints: Checkpointer
@@ -124,6 +126,11 @@ class Core:
         """Raises RecompileError if the block compiles, except in a process's first step."""
         armed = self.cfg.assert_no_recompile and self.step > self.first_step
         return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
+
+    @property
+    def ref_params(self) -> Decoder | None:
+        """The weights of the reference model: separate ones, or the base of the adapters."""
+        return without_adapters(self.state.params) if shares_base(self.cfg) else self.reference
 
     @property
     def done(self) -> bool:

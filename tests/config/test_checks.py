@@ -29,6 +29,16 @@ WRONG = [
         "leave out 'critic'",
     ),
     (dict(learner__zero=2), "learner.zero=2", "mesh.replica=1", "set learner.zero=0"),
+    (
+        dict(learner__offload=("policy",)),
+        "learner.offload=('policy',) frees",
+        "set rollout.release_kv=True",
+    ),
+    (
+        dict(learner__offload=("policy",), schedule__mode="partial"),
+        "schedule.mode='partial'",
+        "leave out 'policy'",
+    ),
     (dict(learner__offload=("reward_model",)), "no reward_model.path", "leave out 'reward_model'"),
     (dict(schedule__keep_kv=True), "schedule.keep_kv=True has no effect", "mode='partial'"),
     (

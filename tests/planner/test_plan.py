@@ -32,6 +32,7 @@ from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
     calls_per_step,
+    divide_memory,
     live_bytes,
     make_plan,
     mixed_dispatches,
@@ -284,6 +285,27 @@ def test_offloaded_roles_take_no_device_memory_in_other_phases(plan):
     assert parts.host_resident == {name: parts.resident[name] for name in on_host}
     for counted in parts.table.counted_state.values():
         assert {"critic", "reward_model"} <= set(counted)  # arguments, or in host memory
+
+
+def test_an_offloaded_policy_takes_no_device_memory_in_rollouts(plan):
+    cfg = run(learner__offload=("policy",), rollout__release_kv=True)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        parts = run_programs(cfg, TINY, plan.chip.memory_bytes)
+        before = run_programs(run(), TINY, plan.chip.memory_bytes)
+    params, aliased = parts.resident["params"], parts.role_weights["rollout_aliased"]
+    assert parts.host_resident == {"params": params}
+    decode, now = plan.programs["decode"], parts.table.counted_state
+    moved = dataclasses.replace(decode, counted_state=now["decode"])
+    # The copy has the shared arrays, which counted as training's before.
+    assert live_bytes(decode, before, 0) - live_bytes(moved, parts, 0) == params - aliased
+    assert "params" not in now["reshard"] and "params" in now["score"] + now["accumulate"]
+    programs = {
+        name: dataclasses.replace(p, counted_state=now[name]) for name, p in plan.programs.items()
+    }
+    memory = divide_memory(parts, programs, plan.chip)
+    assert "reshard" not in memory.with_pages and "decode" in memory.with_pages
+    copy = memory.live_bytes["the copy of the rollout"]
+    assert copy == sum(parts.resident.values()) + parts.role_weights["rollout_made"]
 
 
 def test_the_rollout_has_a_gathered_copy_of_the_weights(plan):

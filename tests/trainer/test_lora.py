@@ -1,5 +1,6 @@
 """Training with low-rank adapters: the base stays, the adapters learn, exports and resume."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxrl.models.files.adapter import load_with_adapters, save_adapter
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.lora import with_adapters
 from jaxrl.train import train
+from jaxrl.trainer.phases.sampling import policy_on_host
 from sharding import TRAIN, make_mesh
 from tests.marks import graded
 from tests.trainer.test_train import metrics
@@ -150,6 +152,28 @@ def test_merging_for_the_rollout_changes_a_run_by_rounding_only(lora_config, tmp
     found = weights(lora_config)
     for name in want:
         np.testing.assert_allclose(found[name], want[name], atol=2e-3, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_an_idle_policy_in_host_memory_does_not_change_the_run(lora_config, tmp_path, monkeypatch):
+    """Rollouts read merged adapters; the base, which the KL reads too, leaves the device."""
+    lora_config.lora.merge, lora_config.rollout.release_kv = True, True
+    assert train(resolve(lora_config))
+    theirs, want, kinds = metrics(lora_config.run_dir), weights(lora_config), set()
+
+    @contextlib.contextmanager
+    def spying(core, engine):
+        with policy_on_host(core, engine):
+            kinds.update(leaf.sharding.memory_kind for leaf in jax.tree.leaves(core.state.params))
+            yield
+
+    monkeypatch.setattr("jaxrl.trainer.setup.engines.policy_on_host", spying)
+    lora_config.run_dir, lora_config.learner.offload = str(tmp_path / "own"), ("policy",)
+    assert train(resolve(lora_config))
+    assert kinds == {"pinned_host"}
+    assert metrics(lora_config.run_dir) == theirs
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate
 from jaxrl.kernels.quantized import dequantize
-from jaxrl.layout import rollout_layout
+from jaxrl.layout import check_idle_policy, rollout_layout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
 from jaxrl.models.lora import add_adapters, combine, split, with_adapters
@@ -135,6 +135,18 @@ def test_one_device_and_pure_tensor_parallelism_need_no_resharding(tiny_config):
             tiny_config.mesh.update({"fsdp": 1} | sizes)
             layout = rollout_layout(resolve(tiny_config), MODEL, jax.numpy.float32.dtype)
         assert layout.resharding is None
+
+
+def test_a_policy_that_the_rollout_reads_cannot_be_offloaded(tiny_config):
+    tiny_config.learner.offload, tiny_config.rollout.release_kv = ("policy",), True
+    cfg, dtype = resolve(tiny_config), jax.numpy.float32.dtype
+    with jax.set_mesh(make_mesh()):
+        layout = rollout_layout(cfg, MODEL, dtype)
+        with pytest.raises(ValueError, match=r"offload=.*never idle; leave out 'policy', or"):
+            check_idle_policy(cfg, layout)
+        tiny_config.lora.rank, tiny_config.lora.merge = 2, True
+        cfg = resolve(tiny_config)
+        check_idle_policy(cfg, rollout_layout(cfg, with_adapters(cfg.lora, MODEL), dtype))
 
 
 @pytest.mark.parametrize(

@@ -46,17 +46,30 @@ def _remat_errors(run: RunConfig) -> list[str]:
 
 
 def _offload_errors(run: RunConfig) -> list[str]:
-    """Weights of a role can be in host memory only if the run has the role."""
+    """Weights of a role can be in host memory only if the run has the role, and it is idle."""
     separate = run.has_critic and not run.critic.shared
     absent = {
         "critic": "" if separate else "has no separate critic",
         "reward_model": "" if run.reward_model.path else "has no reward_model.path",
     }
-    return [
+    errors = [
         f"learner.offload={run.learner.offload}, but the run {absent[role]}; leave out {role!r}"
         for role in run.learner.offload
         if absent.get(role)
     ]
+    if "policy" in run.learner.offload and run.schedule.mode != "sync":
+        errors.append(
+            f"learner.offload={run.learner.offload} with schedule.mode={run.schedule.mode!r}: the "
+            "policy is idle in synchronous rollouts only; leave out 'policy', or set "
+            "schedule.mode='sync'"
+        )
+    elif "policy" in run.learner.offload and not run.rollout.release_kv:
+        errors.append(
+            f"learner.offload={run.learner.offload} frees the policy's memory during a rollout "
+            "only, so the KV pages can use it only if they are allocated then; set "
+            "rollout.release_kv=True, or leave out 'policy'"
+        )
+    return errors
 
 
 def _zero_errors(run: RunConfig) -> list[str]:

@@ -96,8 +96,9 @@ class LearnerConfig:
     offload: tuple[str, ...] = key(
         (),
         "State kept in host memory between uses: optimizer (moments and master weights), gradients "
-        "(their float32 sums, between micro-batches), and the weights of reference, critic (a "
-        "separate one) and reward_model. Frees device memory at the cost of transfers in every use",
+        "(their float32 sums, between micro-batches), and the weights of policy (during rollouts "
+        "that read a copy), reference, critic (a separate one) and reward_model. Frees device "
+        "memory at the cost of transfers in every use",
         choices=OFFLOADS,
     )
     zero: int = key(

@@ -56,6 +56,8 @@ def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
         if value != default.get(name)
         and (name in objective.unused_keys or name.startswith(sections))
     ]
+    if "policy" in cfg.learner.offload:
+        unused.append("config.learner.offload='policy'")
     if cfg.learner.epochs != 1:
         unused.append("config.learner.epochs (set total_epochs)")
     if unused:

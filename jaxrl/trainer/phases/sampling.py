@@ -1,8 +1,10 @@
 """Samples the rollouts of a step and computes their rewards; dynamic sampling, ReMax baseline."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
@@ -19,9 +21,9 @@ from jaxrl.trainer.phases.shaping import (
     valid_groups,
     valid_samples,
 )
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
-from sharding import hosts
+from sharding import hosts, to_device, to_host
 
 
 @dataclasses.dataclass
@@ -182,6 +184,24 @@ def sample(
             version=run.core.step,
             name=name,
         )
+
+
+@contextlib.contextmanager
+def policy_on_host(core: Core, engine: PagedEngine) -> Iterator[None]:
+    """Has training's weights of the policy in host memory (learner.offload=policy).
+
+    The KV pages, which may take their place, are freed before the weights return.
+    """
+    with core.timed("reshard"):
+        params = jax.block_until_ready(to_host(core.state.params))
+        core.state = dataclasses.replace(core.state, params=params)
+    try:
+        yield
+    finally:
+        engine.release()
+        with core.timed("reshard"):
+            params = jax.block_until_ready(to_device(params))
+            core.state = dataclasses.replace(core.state, params=params)
 
 
 def end_rollouts(run: Run) -> None:

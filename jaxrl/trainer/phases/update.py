@@ -93,7 +93,7 @@ def refresh_reference(core: Core) -> None:
     """Replaces the reference model by the current policy."""
     with core.timed("ref"):
         ref = core.ref_scorer.layout.copy(core.state.params)
-        core.ref_params = to_host(ref) if "reference" in core.cfg.learner.offload else ref
+        core.reference = to_host(ref) if "reference" in core.cfg.learner.offload else ref
 
 
 def with_first_mismatch(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:

@@ -64,9 +64,9 @@ def build_core(
     if host:
         iterator.restore(host["iterator"])
         check_content(host.get("contents", {}), contents)
-    state, ref_params = dataclasses.replace(state, ref=None), state.ref
-    if has_reference and ref_params is None:
-        ref_params = load_reference(cfg, ref_layout, state, step, models, ref_decoder)
+    state, reference = dataclasses.replace(state, ref=None), state.ref
+    if has_reference and reference is None and not shares_base(cfg):
+        reference = load_reference(cfg, ref_layout, state, step, models, ref_decoder)
     make = make_update if "vocab" in policy.decoder.heads else make_value_update
     record_start(cfg.run_path, step if host else None)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
@@ -87,7 +87,7 @@ def build_core(
         ref_scorer=ref_scorer,
         value_scorer=value_scorer,
         critic=critic,
-        ref_params=ref_params,
+        reference=reference,
         checkpoints=checkpoints,
         logger=logger,
         progress=session.progress,

@@ -1,6 +1,7 @@
 """Builds engines, environments, reward functions and the reward model of a run."""
 
 import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.layout import Layout, rollout_layout
+from jaxrl.layout import Layout, check_idle_policy, rollout_layout
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
@@ -23,6 +24,8 @@ from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.tools.formats import ToolFormat, tool_format
+from jaxrl.trainer.phases.sampling import policy_on_host
+from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
 from sharding import hosts
@@ -47,6 +50,23 @@ def local_engine(
         cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
     )
     return layout, engine
+
+
+def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
+    """Raises ValueError, before weights are loaded, if the layout of the rollout is invalid."""
+    if not cfg.schedule.rollout_workers:
+        layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
+        check_idle_policy(cfg, layout)
+
+
+def with_idle_policy(
+    layout: Layout | RemoteWeights, engine: PagedEngine | WorkerPool, core: Core
+) -> Layout | RemoteWeights:
+    """The layout of the rollout, which has training's weights in host memory if that is set."""
+    if "policy" not in core.cfg.learner.offload:
+        return layout
+    assert isinstance(layout, Layout) and isinstance(engine, PagedEngine), "schedule.mode='sync'"
+    return dataclasses.replace(layout, while_copied=functools.partial(policy_on_host, core, engine))
 
 
 def make_engines(

@@ -32,11 +32,13 @@ from jaxrl.trainer.setup.data import (
 )
 from jaxrl.trainer.setup.devices import checked_plan, memory_report, open_devices, open_session
 from jaxrl.trainer.setup.engines import (
+    check_rollout_layout,
     load_reward_model,
     local_engine,
     make_engines,
     open_environments,
     reward_pool,
+    with_idle_policy,
 )
 from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.models import open_models
@@ -70,6 +72,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         check_same_data(iterator.items, val)
         check_same_order(iterator.state())
         policy = open_devices(cfg, models, session, stack)
+        check_rollout_layout(cfg, policy)
         role_decoders = models.folders.other_configs()
         plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
         stack.enter_context(memory_report(cfg, policy.decoder, plan, role_decoders=role_decoders))
@@ -90,6 +93,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             if ray is None
             else make_workers(cfg, ray, models, policy, session, stack)
         )
+        layout = with_idle_policy(layout, engine, core)
         engines = make_engines(cfg, layout, engine, models, session, environments)
         run = Run(
             core=core,

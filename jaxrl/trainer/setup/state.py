@@ -10,13 +10,12 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.state import abstract_state, checkpoint_state, init_state
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
-from jaxrl.models.lora import with_base, without_adapters
+from jaxrl.models.lora import with_base
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.models import Models
 from jaxrl.types import TrainState
@@ -90,13 +89,7 @@ def load_reference(
     models: Models,
     decoder: DecoderConfig,
 ) -> Decoder:
-    """The frozen reference model: the policy of step 0, or a teacher.
-
-    Without a teacher, the reference of a policy with adapters is its base, in the same arrays:
-    sharded as in training, whatever the layout is.
-    """
-    if shares_base(cfg):
-        return without_adapters(state.params)
+    """The frozen reference model: the policy of step 0, or a teacher."""
     if step == 0 and layout.resharding is None and not cfg.algorithm.teacher:
         ref = layout.copy(state.params)
     else:
