@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, pack
-from jaxrl.kernels.attention import one_range_kernel
-from jaxrl.kernels.ring_attention import one_range_ring
+from jaxrl.kernels.attention import ONE_RANGE
 from jaxrl.types import TrainingSample
 
 log = logging.getLogger(__name__)
@@ -16,19 +15,17 @@ log = logging.getLogger(__name__)
 def shares_prefixes(cfg: RunConfig) -> bool:
     """Whether the common tokens of sequences are computed once: learner.shared_prefixes.
 
-    With "auto" they are, unless the attention kernel of these devices does not support it, which is
-    logged once. Raises ValueError if it does not and the key is "on".
+    With "auto" they are, unless the named attention kernel does not support it, which is logged
+    once. Raises ValueError if it does not and the key is "on".
     """
-    wanted = cfg.learner.shared_prefixes
-    one_range = one_range_ring if cfg.learner.sequence_parallel == "ring" else one_range_kernel
-    kernel = None if wanted == "off" else one_range(cfg.model.attention)
-    if kernel is None:
+    wanted, kernel = cfg.learner.shared_prefixes, cfg.model.attention
+    if wanted == "off" or kernel not in ONE_RANGE:
         return wanted != "off"
     if wanted == "on":
         raise ValueError(
             f"config.learner.shared_prefixes='on', but a query of the attention kernel {kernel!r} "
-            f"(config.model.attention={cfg.model.attention!r}) sees one range of keys; set "
-            "shared_prefixes to 'auto' or 'off', or config.model.attention to 'blockwise'"
+            "sees one range of keys; set shared_prefixes to 'auto' or 'off', or "
+            "config.model.attention to 'auto'"
         )
     _log_separate(kernel)
     return False

@@ -1,17 +1,21 @@
 """The backward pass of an attention, compiled for devices that are not attached, and its cost."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.visibility import Visibility
 from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.compiled.kernels import attention_work
 from tests.kernels.abstract_arrays import abstract
 
 
-def check_compiled_gradients(attend, mesh, *, rules, shape, heads, block, softcap=None, places=1):
+def check_compiled_gradients(
+    attend, mesh, *, rules, shape, heads, block, softcap=None, places=1, shared=False
+):
     """Compiles the gradients of `attend`; asserts its flops and that no scores are materialized.
 
     Args:
@@ -19,6 +23,7 @@ def check_compiled_gradients(attend, mesh, *, rules, shape, heads, block, softca
       heads: (query heads, kv heads, width).
       block: keys per block of the kernel.
       places: of the ring. In each of as many steps a query attends to half of the keys of a place.
+      shared: whether segments share prefixes. The first range of a query is counted as all keys.
     """
     (B, T), (N, K, H) = shape, heads
     with jax.set_mesh(mesh):
@@ -30,15 +35,18 @@ def check_compiled_gradients(attend, mesh, *, rules, shape, heads, block, softca
         )
         rows = abstract(mesh, (B, T), jnp.int32, rules.spec("batch", "time"))
 
-        def loss(q, k, v, segments, window):
-            spec = AttentionSpec(H**-0.5, softcap, rules)
-            out = attend(q, k, v, spec=spec, segments=segments, window=window)
+        def loss(q, k, v, segments, visibility, window):
+            how = dict(spec=AttentionSpec(H**-0.5, softcap, rules), window=window)
+            out = attend(q, k, v, segments=segments, visibility=visibility, **how)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
-        window = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, rows, window).compile()
+        visibility = Visibility(rows, rows) if shared else None
+        args = q, k, k, rows, visibility, jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile()
     work = functools.partial(attention_work, keys=T / 2 / places)
-    cost = program_cost(compiled.as_text(), kernels=work)
+    text, further = compiled.as_text(), re.compile("further_ranges")
+    assert bool(further.search(text)) == shared
+    cost = program_cost(text, lambda loop: 0.0 if further.search(loop) else None, work)
     # A query attends to half of the keys and half of its block. Forward 2 products, backward 3 and
     # 4.
     macs = B * N * T * (T / places + block) / 2 * places * H / mesh.size

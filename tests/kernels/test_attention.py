@@ -15,6 +15,7 @@ from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.splash import _block_schedule, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.key_ranges import seen_by_ranges
 from sharding import Rules, make_mesh
 
 RULES = Rules()
@@ -108,11 +109,21 @@ def test_triton_equals_the_reference(one_device, heads, options):
 
 def test_splash_visits_only_visible_blocks():
     # Blocks 0 and 1 are one segment, block 2's segment starts in block 1, block 3 is separate.
-    seen, keys, queries = _block_schedule(jnp.array([0, 0, 1, 3]), jnp.arange(1, 5))
+    first, last = jnp.repeat(jnp.array([0, 0, 128, 384]), 128), jnp.arange(512)
+    seen = seen_by_ranges(first, last, block=128, n_keys=512)
     np.testing.assert_array_equal(seen, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
+    keys, queries = _block_schedule(seen)
     # After its last block, a row of queries prefetches the next row's first block.
     np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 3], [3, 3, 3, 3]])
     np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]])
+
+
+def test_splash_prefetches_what_it_visits_next_also_across_gaps():
+    # Two branches (blocks 1 and 2) of a prefix (block 0); no query sees a key of block 3.
+    seen = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]], bool)
+    keys, queries = _block_schedule(seen)
+    np.testing.assert_array_equal(keys, [[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 2, 3], [3, 3, 3, 3]])
+    np.testing.assert_array_equal(queries, [[0, 1, 2, 3], [1, 1, 2, 3], [2, 1, 2, 3], [0, 1, 2, 3]])
 
 
 @pytest.mark.parametrize("query_block", [64, pytest.param(192, marks=pytest.mark.thorough)])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention.blocks import combine
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.kernels.ring_attention.blocks import combine
 from jaxrl.kernels.ring_attention.splash import ring_splash
 from jaxrl.kernels.ring_attention.triton import ring_triton
 from sharding import RING, TRAIN, ULYSSES, Rules, make_mesh, mesh_order, row_order

@@ -29,6 +29,15 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     ("chips", "rules", "sizes", "heads", "options"),
     [
         ("v5p:2x2x2", TRAIN, dict(fsdp=2, tensor=4), (28, 4, 128), dict()),
+        ("v5p:2x2x2", TRAIN, dict(fsdp=2, tensor=4), (28, 4, 128), dict(shared=True)),
+        pytest.param(
+            "v5e:2x4",
+            ULYSSES,
+            dict(fsdp=4, sequence=2),
+            (12, 2, 128),
+            dict(shared=True),
+            marks=pytest.mark.thorough,
+        ),
         ("v6e:2x4", ULYSSES, dict(fsdp=4, sequence=2), (8, 4, 256), dict(softcap=50.0)),  # Gemma 2
         pytest.param("v6e:2x4", TRAIN, dict(fsdp=8), (9, 3, 64), dict(), marks=pytest.mark.slow),
     ],
@@ -41,9 +50,14 @@ def test_training_attention_compiles(chips, rules, sizes, heads, options):
 
 
 @pytest.mark.parametrize(
-    ("ulysses", "heads", "softcap"), [(1, (28, 4, 128), None), (2, (8, 4, 256), 50.0)]
+    ("ulysses", "heads", "options"),
+    [
+        (1, (28, 4, 128), dict()),
+        (2, (8, 4, 256), dict(softcap=50.0)),
+        pytest.param(1, (28, 4, 128), dict(shared=True), marks=pytest.mark.thorough),
+    ],
 )
-def test_ring_attention_compiles(ulysses, heads, softcap):
+def test_ring_attention_compiles(ulysses, heads, options):
     check_compiled_gradients(
         ring_attention,
         make_mesh(topology("v5p:2x2x2").devices, fsdp=2, sequence=4),
@@ -51,8 +65,8 @@ def test_ring_attention_compiles(ulysses, heads, softcap):
         shape=(2, 16384),
         heads=heads,
         block=512,
-        softcap=softcap,
         places=4 // ulysses,
+        **options,
     )
 
 

@@ -3,6 +3,7 @@
 Tests of jaxrl/kernels/visibility.py and of its use in every attention kernel.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,21 +13,35 @@ import pytest
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
+from jaxrl.kernels.attention.splash import attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.key_ranges import KeyRanges
 from jaxrl.kernels.ring_attention import ring_attention
-from jaxrl.kernels.visibility import Queries, Visibility, seen_blocks, separate_segments, visits
+from jaxrl.kernels.ring_attention.splash import ring_splash
+from jaxrl.kernels.ring_attention.triton import ring_triton
+from jaxrl.kernels.visibility import (
+    Queries,
+    Visibility,
+    oldest_position,
+    seen_blocks,
+    separate_segments,
+    visible_pairs,
+    visits,
+)
 from sharding import RING, ULYSSES, make_mesh, mesh_order, row_order
 
 # (tokens, first place in the row) of every part of a sequence, as a path in the tree of row 0: a
-# prefix of 70 tokens, a turn of 30 after it that two branches share, and a third branch.
+# prefix of 70 tokens, a turn of 30 after it that two branches share, a branch after 20 tokens of
+# the second one, and a branch after the prefix.
 PATHS = [
     [(70, 0), (30, 70), (40, 100)],
     [(70, 0), (30, 70), (64, 140)],
-    [(70, 0), (90, 204)],
-    [(100, 300)],  # another sequence
+    [(70, 0), (30, 70), (20, 140), (50, 204)],  # three ranges of places
+    [(70, 0), (90, 254)],
+    [(100, 350)],  # another sequence
 ]
-T = 448
+T = 576  # five blocks of splash, of 128 tokens
 
 
 def tree_row():
@@ -76,7 +91,8 @@ def alone(window=0, softcap=None):
         weight[:, :n] *= ~seen[at][:, None, None]  # a shared query counts once
         ones = np.pad(np.ones((1, n), np.int32), padding[:2])
         options = dict(window=window, softcap=softcap)
-        found = value_and_grad(reference, [q, k, v, weight], ones, None, **options)
+        with jax.set_mesh(make_mesh()):
+            found = value_and_grad(reference, [q, k, v, weight], ones, None, **options)
         found = [np.asarray(x)[:, :n] for x in found]
         if total is None:
             total = [np.zeros_like(a) for a in (arrays[0], *arrays[:3])]
@@ -97,6 +113,7 @@ KERNELS = {
     "reference": functools.partial(attention, implementation="reference"),
     "blockwise": functools.partial(attention, implementation="blockwise"),
     "triton": functools.partial(attention_triton, interpret=True),
+    "splash": functools.partial(attention_splash, interpret=True),
 }
 WINDOW = dict(window=jnp.int32(50), softcap=3.0)
 
@@ -106,6 +123,8 @@ WINDOW = dict(window=jnp.int32(50), softcap=3.0)
     [
         ("blockwise", True),
         pytest.param("blockwise", False, marks=pytest.mark.slow),
+        ("splash", True),
+        pytest.param("splash", False, marks=pytest.mark.thorough),
         *(pytest.param(k, True, marks=pytest.mark.thorough) for k in ("reference", "triton")),
         *(pytest.param(k, False, marks=pytest.mark.slow) for k in ("reference", "triton")),
     ],
@@ -123,6 +142,18 @@ def test_a_tree_of_prefixes_gives_the_numbers_of_separate_sequences(one_device, 
     [
         pytest.param(ring_attention, RING, dict(sequence=4), marks=pytest.mark.thorough),
         pytest.param(ring_attention, RING, dict(sequence=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(ring_splash, interpret=True),
+            RING,
+            dict(sequence=2),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            functools.partial(ring_triton, interpret=True),
+            dataclasses.replace(RING, ulysses=2),
+            dict(sequence=4),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(attention, ULYSSES, dict(sequence=2), marks=pytest.mark.slow),
         pytest.param(
             functools.partial(ring_attention, implementation="reference"),
@@ -131,7 +162,7 @@ def test_a_tree_of_prefixes_gives_the_numbers_of_separate_sequences(one_device, 
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ring 4", "ring 2 x tensor 2", "ulysses", "ring reference"],
+    ids=["ring 4", "ring 2 x tensor 2", "splash", "triton", "ulysses", "reference"],
 )
 def test_rows_with_a_tree_may_be_sharded_over_devices(attend, rules, mesh):
     arrays, segments, visibility = problem()
@@ -176,6 +207,41 @@ def test_blocks_that_no_query_sees_are_not_visited():
     assert order[0, : count[0]].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("window", [0, 50])
+def test_ranges_by_level_are_the_visible_keys(window):
+    segments, visibility = jax.tree.map(jnp.asarray, tree_row())
+    places = jnp.arange(T)
+    oldest = oldest_position(visibility.positions, window)
+    want = visible_pairs(places, oldest[0], places, visibility.until[0], visibility.positions[0])
+    ranges, levels = KeyRanges.of(segments, window, visibility), []
+    while True:
+        first, last = (np.asarray(a).T for a in (ranges.first, ranges.last))
+        levels.append(np.asarray((first <= places) & (places <= last)))
+        if not jnp.any(ranges.tree.deep):
+            break
+        ranges = ranges.next_level()
+    want, live = np.asarray(want), np.asarray(segments[0] > 0)
+    assert len(levels) == 3
+    np.testing.assert_array_equal(sum(x.astype(int) for x in levels)[live], want[live])
+    np.testing.assert_array_equal(levels[0][~live], np.eye(T, dtype=bool)[~live])
+
+
+def test_ranges_of_three_samples_of_a_prompt_by_hand():
+    # A prompt of 3 tokens, responses of 2, 1 and 2; a padding token, and a separate segment.
+    segments = jnp.array([[1, 1, 1, 1, 1, 2, 3, 3, 0, 4]])
+    until = jnp.array([[7, 7, 7, 4, 4, 5, 7, 7, -1, 9]])
+    positions = jnp.array([[0, 1, 2, 3, 4, 3, 3, 4, 0, 0]])
+    prompts = KeyRanges.of(segments, 0, Visibility(until, positions))
+    np.testing.assert_array_equal(prompts.first, [[0, 0, 0, 0, 0, 0, 0, 0, 8, 9]])
+    np.testing.assert_array_equal(prompts.last, [[0, 1, 2, 3, 4, 2, 2, 2, 8, 9]])
+    responses = prompts.next_level()
+    some = np.asarray(responses.first <= responses.last)[0]
+    assert some.nonzero()[0].tolist() == [5, 6, 7]
+    assert responses.first[0, some].tolist() == [5, 6, 6]
+    assert responses.last[0, some].tolist() == [5, 6, 7]
+    assert not jnp.any(responses.tree.deep)
+
+
 def test_separate_segments_end_where_their_numbers_change():
     segments = jnp.array([[1, 1, 0, 2, 3, 3, 0]])
     np.testing.assert_array_equal(separate_segments(segments).until, [[1, 1, -1, 3, 5, 5, -1]])
@@ -198,13 +264,11 @@ def test_a_shared_prefix_of_whole_blocks_changes_no_bit(one_device):
     np.testing.assert_array_equal(shared[:, 128:], separate[:, 64:])
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
-def test_kernels_with_one_range_per_query_reject_shared_prefixes(one_device, kernel, monkeypatch):
-    platform = {"splash": "tpu", "cudnn": "gpu"}[kernel]
-    monkeypatch.setattr("jaxrl.kernels.choice.target_platform", lambda: platform)
+def test_cudnn_rejects_shared_prefixes(one_device, monkeypatch):
+    monkeypatch.setattr("jaxrl.kernels.choice.target_platform", lambda: "gpu")
     q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     rows = jnp.ones((1, 128), jnp.int32)
-    with pytest.raises(NotImplementedError, match=f"'{kernel}' does not support shared prefixes"):
+    with pytest.raises(NotImplementedError, match="'cudnn' does not support shared prefixes"):
         attention(
             q,
             q,
@@ -213,5 +277,5 @@ def test_kernels_with_one_range_per_query_reject_shared_prefixes(one_device, ker
             segments=rows,
             window=0,
             visibility=separate_segments(rows),
-            implementation=kernel,
+            implementation="cudnn",
         )

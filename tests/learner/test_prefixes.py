@@ -4,6 +4,7 @@ Tests of jaxrl/learner/prefixes.py, and of everything between packing and gradie
 """
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -13,6 +14,9 @@ import pytest
 from jaxrl.config.choices import POLICY_LOSSES
 from jaxrl.config.keys import ModelConfig, RunConfig
 from jaxrl.data.packing import gather, pack
+from jaxrl.kernels import attention, ring_attention
+from jaxrl.kernels.attention.splash import attention_splash
+from jaxrl.kernels.ring_attention.splash import ring_splash
 from jaxrl.learner import prefixes
 from jaxrl.learner.prefixes import pack_samples, shares_prefixes
 from jaxrl.learner.step import take_tokens
@@ -157,9 +161,25 @@ def test_every_mesh_has_the_gradient_of_separate_sequences(name):
     assert_same(got, want)
 
 
-def config(shared_prefixes: str, attention: str = "auto") -> RunConfig:
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [
+        pytest.param({}, TRAIN, marks=pytest.mark.thorough),
+        pytest.param(dict(sequence=2), RING, marks=pytest.mark.slow),
+    ],
+    ids=["one device", "ring"],
+)
+def test_splash_has_the_gradient_of_separate_sequences(mesh, rules, monkeypatch):
+    """Emulated, in place of the kernel that CPU selects."""
+    for module, kernel in ((attention, attention_splash), (ring_attention, ring_splash)):
+        emulated = functools.partial(kernel, interpret=True)
+        monkeypatch.setitem(module.IMPLEMENTATIONS, "blockwise", emulated)
+    assert_same(*both(run_config(old_logp="rollout"), DEEP, mesh=mesh, rules=rules))
+
+
+def config(shared_prefixes: str, kernel: str = "auto") -> RunConfig:
     cfg = run_config(dict(shared_prefixes=shared_prefixes, segment_align=4))
-    return dataclasses.replace(cfg, model=ModelConfig(attention=attention))
+    return dataclasses.replace(cfg, model=ModelConfig(attention=kernel))
 
 
 def test_off_packs_every_sequence_separately():
@@ -170,33 +190,19 @@ def test_off_packs_every_sequence_separately():
     assert copies["off"] == 1 and copies["auto"] == copies["on"] > N
 
 
-@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
-def test_a_kernel_with_one_range_per_query_turns_sharing_off_with_one_message(kernel, caplog):
+def test_cudnn_turns_sharing_off_with_one_message(caplog):
     prefixes._log_separate.cache_clear()
     with caplog.at_level(logging.INFO, "jaxrl.learner.prefixes"):
-        assert not shares_prefixes(config("auto", kernel))
-        assert not shares_prefixes(config("auto", kernel))
+        assert not shares_prefixes(config("auto", "cudnn"))
+        assert not shares_prefixes(config("auto", "cudnn"))
     [record] = caplog.records
-    assert f"learner.shared_prefixes: off, because a query of the attention kernel '{kernel}'" in (
+    assert "learner.shared_prefixes: off, because a query of the attention kernel 'cudnn'" in (
         record.getMessage()
     )
-    with pytest.raises(ValueError, match=f"shared_prefixes='on', but .* kernel '{kernel}'"):
-        shares_prefixes(config("on", kernel))
+    with pytest.raises(ValueError, match=r"shared_prefixes='on', but .* kernel 'cudnn'"):
+        shares_prefixes(config("on", "cudnn"))
 
 
-def test_auto_follows_the_default_kernel_of_the_platform(monkeypatch):
-    for platform, shares in (("cpu", True), ("gpu", True), ("tpu", False)):
-        monkeypatch.setattr(
-            "jaxrl.kernels.attention.target_platform", lambda platform=platform: platform
-        )
-        assert shares_prefixes(config("auto")) is shares
-
-
-def test_a_ring_shares_with_blockwise_attention_only(monkeypatch):
-    def shares(attention: str) -> bool:
-        cfg = config("auto", attention)
-        ring = dataclasses.replace(cfg.learner, sequence_parallel="ring")
-        return shares_prefixes(dataclasses.replace(cfg, learner=ring))
-
-    monkeypatch.setattr("jaxrl.kernels.ring_attention.target_platform", lambda: "gpu")
-    assert shares("blockwise") and not shares("auto") and not shares("triton")
+@pytest.mark.parametrize("kernel", ["auto", "blockwise", "splash", "triton"])
+def test_all_other_kernels_share(kernel):
+    assert shares_prefixes(config("auto", kernel)) and shares_prefixes(config("on", kernel))

@@ -44,7 +44,7 @@ class LearnerConfig:
         "auto",
         "Compute the common prefix of sequences once per row, in multiples of segment_align: the "
         "prompt of a group, the common turns of conversations; auto = if the attention kernel "
-        "supports it (blockwise and, without ring attention, triton do; splash and cudnn do not)",
+        "supports it (all but cudnn do)",
         choices=SHARED_PREFIXES,
     )
     sequence_parallel: str = key(

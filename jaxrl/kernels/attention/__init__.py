@@ -15,7 +15,7 @@ from jaxrl.kernels.attention.triton import attention_triton, unsupported_by_trit
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import choose
 from jaxrl.kernels.visibility import Visibility
-from sharding import Rules, target_platform
+from sharding import Rules
 
 IMPLEMENTATIONS = {
     "blockwise": attention_blockwise,
@@ -30,13 +30,7 @@ DEFAULTS = {
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
 
-ONE_RANGE = ("cudnn", "splash")  # a query sees one range of keys, so segments share no prefixes
-
-
-def one_range_kernel(implementation: str) -> str | None:
-    """The kernel that config.model.attention selects if it does not support shared prefixes."""
-    name = DEFAULTS[target_platform()][0] if implementation == "auto" else implementation
-    return name if name in ONE_RANGE else None
+ONE_RANGE = ("cudnn",)  # a query sees one range of keys, so segments share no prefixes
 
 
 def attention(

@@ -71,6 +71,18 @@ def normalize(state: Softmax) -> tuple[jax.Array, jax.Array]:
     return mean, jnp.where(visible, state.max_score + jnp.log(denominator), MASKED)
 
 
+def combine(
+    out: Float[Array, "*A H"],
+    norm: Float[Array, "*A"],
+    more: Float[Array, "*A H"],
+    more_norm: Float[Array, "*A"],
+) -> tuple[jax.Array, jax.Array]:
+    """The mean over two sets of keys, float32, and the log of its softmax denominator."""
+    total = jnp.logaddexp(norm, more_norm)
+    weight, more_weight = jnp.exp(norm - total), jnp.exp(more_norm - total)
+    return out * weight[..., None] + more.astype(jnp.float32) * more_weight[..., None], total
+
+
 def block_scores(q, k, spec: AttentionSpec):
     """cap(q kᵀ * scale), [*B, M, S]."""
     return spec.scores(matmul(q, k, transpose_b=True))

@@ -4,23 +4,29 @@ The keys visible to a query are one range, from the first that segment and windo
 position. Both ends are packed into one int32 per query. Key blocks without a visible key are
 neither read nor computed. Sliding windows may be traced; query heads share their kv head without
 repeating it. Scores, softmax and sums are float32; matrix products use the operands' dtype.
+
+Rows whose segments share prefixes take one call per level of their tree (key_ranges.py). Means are
+combined by the logs of their softmax denominators, in float32, and stored in the operands' dtype.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.attention.blocks import pad_axis
+from jaxrl.kernels.attention.blocks import MASKED, combine, pad_axis
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.key_ranges import KeyRanges, seen_by_ranges
 from jaxrl.kernels.shard_attention import shard_attention
-from jaxrl.kernels.visibility import Visibility, check_separate, padded_range
+from jaxrl.kernels.visibility import Visibility
 
 BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
 BITS = 16  # per position, so that two fit an int32
@@ -41,15 +47,20 @@ def attention_splash(
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
 
     `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
-    TPU, for rows of more than 65,536 tokens and for shared prefixes.
+    TPU and for rows of more than 65,536 tokens.
     """
     if not interpret:
         check_platform("config.model.attention", "splash", "tpu")
     check_row_len(q.shape[1])
-    check_separate("splash", visibility)
-    attend = functools.partial(_local_attention, spec, interpret)
     return shard_attention(
-        attend, q, k, v, segments=segments, window=window, visibility=None, rules=spec.rules
+        functools.partial(_local_attention, SplashBlocks(spec, interpret)),
+        q,
+        k,
+        v,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        rules=spec.rules,
     )
 
 
@@ -62,19 +73,96 @@ def check_row_len(n_tokens: int) -> None:
         )
 
 
-def _local_attention(spec: AttentionSpec, interpret: bool, q, k, v, segments, window, _):
+@dataclasses.dataclass(frozen=True)
+class SplashBlocks:
+    """Attention of queries to one range of keys each; queries are scaled before.
+
+    Arrays are [B, N, T, H]. A `BlockKernel` of ring attention.
+    """
+
+    spec: AttentionSpec
+    interpret: bool
+    heads_first: bool = True
+    block: int = BLOCKS[-1]
+
+    def forward(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
+        """(mean like q, log Σ exp(score) [B, N, T]); zeros and MASKED without visible keys."""
+        return lax.map(lambda row: self.forward_row(*row), (q, k, v, first, last))
+
+    def forward_row(self, q, k, v, first, last) -> tuple[jax.Array, jax.Array]:
+        """`forward` of one row; arrays without B."""
+        kernel = make_kernel(self.spec, self.interpret, first, last, save_residuals=True)
+        out, (norm,) = kernel(q, k, v)
+        seen = norm > MASKED  # else the mean is that of all keys, or 0 / 0
+        return jnp.where(seen[..., None], out, 0), jnp.where(seen, norm, MASKED)
+
+    def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
+        """What these keys contribute to (dq, dk, dv); `out` and `norm` are those of all keys."""
+        # Padding after the row has no gradient, but its denominator must be finite.
+        norm = jnp.where(norm > MASKED, norm, 0.0)
+        rows = q, k, v, out, norm, d_out, first, last
+        return lax.map(lambda row: self.backward_row(*row), rows)
+
+    def backward_row(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
+        """`backward` of one row, with finite `norm`."""
+        kernel = make_kernel(self.spec, self.interpret, first, last)
+        saved = q, k, v, None, None, out, norm, kernel.dq_mask_info, kernel.dkv_mask_info
+        # The library has no public backward pass with given denominators.
+        return splash._splash_attention_bwd(**kernel.kwargs, res=saved, do=d_out)[3:6]
+
+
+def _local_attention(kernel: SplashBlocks, q, k, v, segments, window, visibility):
     T = q.shape[1]
-    first, last = padded_range(segments, window, BLOCKS[-1])
-    q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
-    rows = (pad_axis(x, 1, BLOCKS[-1]).swapaxes(1, 2) for x in (q, k, v))
-    out = lax.map(functools.partial(_row, spec, interpret), (*rows, first, last))
+    ranges = KeyRanges.of(segments, window, visibility, multiple=kernel.block)
+    q = (q.astype(jnp.float32) * kernel.spec.scale).astype(q.dtype)
+    q, k, v = (pad_axis(x, 1, kernel.block).swapaxes(1, 2) for x in (q, k, v))
+    attend = _row if visibility is None else _tree_row
+    out = lax.map(functools.partial(attend, kernel), (q, k, v, ranges))
     return jnp.where(segments[:, :, None, None] > 0, out.swapaxes(1, 2)[:, :T], 0)
 
 
-def _row(spec: AttentionSpec, interpret: bool, row):
-    """(q [N, T, H], k and v [K, T, H], first and last [T]) -> [N, T, H]"""
-    q, k, v, first, last = row
-    return make_kernel(spec, interpret, first, last)(q, k, v)
+def _row(kernel: SplashBlocks, row):
+    """(q [N, T, H], k and v [K, T, H], ranges of one level) -> [N, T, H]"""
+    q, k, v, ranges = row
+    return make_kernel(kernel.spec, kernel.interpret, ranges.first, ranges.last)(q, k, v)
+
+
+def _tree_row(kernel: SplashBlocks, row):
+    """(q [N, T, H], k and v [K, T, H], ranges) -> [N, T, H]"""
+    return _attend_to_tree(kernel, *row)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_to_tree(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
+    return _tree_forward(kernel, q, k, v, ranges)[0]
+
+
+def _tree_forward(kernel: SplashBlocks, q, k, v, ranges: KeyRanges):
+    def attend(ranges: KeyRanges):
+        return kernel.forward_row(q, k, v, ranges.first, ranges.last)
+
+    def add(ranges: KeyRanges, so_far):
+        (out, norm), (more, more_norm) = so_far, attend(ranges)
+        out, norm = combine(out, norm, more, more_norm)
+        return out.astype(q.dtype), norm  # exact up to the second level
+
+    out, norm = checkpoint_name(ranges.fold(add, attend(ranges)), SAVED_NAME)
+    return out, (q, k, v, ranges, out, norm)
+
+
+def _tree_backward(kernel: SplashBlocks, saved, d_out):
+    q, k, v, ranges, out, norm = saved
+
+    def backward(ranges: KeyRanges):
+        return kernel.backward_row(q, k, v, out, norm, d_out, ranges.first, ranges.last)
+
+    def add(ranges: KeyRanges, grads):
+        return jax.tree.map(jnp.add, grads, backward(ranges))
+
+    return *ranges.fold(add, backward(ranges)), None
+
+
+_attend_to_tree.defvjp(_tree_forward, _tree_backward)
 
 
 def make_kernel(
@@ -87,18 +175,18 @@ def make_kernel(
 ) -> splash.SplashAttentionKernel:
     """Splash attention of queries that see the keys from `first` to `last`; none if first > last.
 
-    There are as many keys as queries, and neither end ever decreases from one query to the next.
+    There are as many keys as queries. With `save_residuals` it also returns the logs of the softmax
+    denominators, and has no backward pass.
     """
     T = first.shape[0]
     block = next(b for b in BLOCKS if T % b == 0)
-    low, high = (x.reshape(-1, block) for x in (first, last))
-    visible, next_keys, next_queries = _block_schedule(
-        jnp.min(low, axis=1) // block, jnp.max(high, axis=1) // block + 1
-    )
+    visible = seen_by_ranges(first, last, block=block, n_keys=T)
+    next_keys, next_queries = _block_schedule(visible)
     ranges: Any = jnp.where(first > last, 1 << BITS, first << BITS | last)
 
     def mask(following):
-        return MaskInfo(following[None], None, visible[None], None, ranges)  # shared by all heads
+        visited = visible.astype(jnp.int32)
+        return MaskInfo(following[None], None, visited[None], None, ranges)  # shared by all heads
 
     sizes = splash.BlockSizes(
         block_q=block,
@@ -117,29 +205,27 @@ def make_kernel(
         save_residuals=save_residuals,
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=spec.softcap,
-        residual_checkpoint_name=SAVED_NAME,
+        residual_checkpoint_name=None if save_residuals else SAVED_NAME,
         mask_function=_is_visible,
         interpret=interpret,
     )
 
 
-def _block_schedule(
-    low: Int[Array, "n"], high: Int[Array, "n"]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(visited, next_keys, next_queries), int32 [n, n]: schedule of query x key blocks.
+def _block_schedule(visible: Bool[Array, "n n"]) -> tuple[jax.Array, jax.Array]:
+    """(next_keys, next_queries), int32 [n, n]: the blocks to prefetch while pairs are skipped.
 
-    Query block i visits the key blocks from `low[i]` up to, but not including, `high[i]`.
-    `next_keys` and `next_queries` name the block to prefetch meanwhile: the key block of the next
-    visit in a row, and the first query block of a column.
+    `visible` says which query blocks visit which key blocks. The forward pass visits the pairs row
+    by row, and prefetches the key block of the next one. The backward pass for keys visits them
+    column by column, for all heads of a column before the next: it prefetches the next query block
+    of the column, or else its first.
     """
-    n = low.shape[0]
+    n = visible.shape[0]
     i, j = (lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
-    lows, highs = low[:, None], high[:, None]
-    visible = (lows <= j) & (j < highs)
-    next_keys = jnp.where(j >= highs, jnp.roll(lows, -1, axis=0), jnp.maximum(lows, j))
-    begin = jnp.sum(highs <= j, axis=0, keepdims=True, dtype=jnp.int32)
-    next_queries = jnp.where(visible, i, jnp.minimum(begin, n - 1))
-    return visible.astype(jnp.int32), jnp.minimum(next_keys, n - 1), next_queries
+    following = jnp.where(visible, i * n + j, n * n - 1).reshape(-1)
+    next_keys = lax.cummin(following, reverse=True).reshape(n, n) % n
+    below = lax.cummin(jnp.where(visible, i, n), axis=0, reverse=True)
+    next_queries = jnp.where(below < n, below, jnp.minimum(below[:1], n - 1))
+    return next_keys, next_queries
 
 
 def _is_visible(ranges: jax.Array, key: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from flax import struct
 from jax.experimental import pallas as pl
 
 from jaxrl.kernels.attention.blocks import pad_axis
+from jaxrl.kernels.key_ranges import seen_by_ranges
 from jaxrl.kernels.visibility import (
     Queries,
     Visibility,
@@ -27,7 +28,7 @@ BLOCK = 64  # tokens per query block and key block
 
 @struct.dataclass
 class RangeMask:
-    """A query sees the keys from `first` to `last`; neither end decreases from query to query."""
+    """A query sees the keys from `first` to `last`."""
 
     first: Any  # int32 [B, T]
     last: Any  # int32 [B, T]; no key if smaller than `first`
@@ -42,15 +43,17 @@ class RangeMask:
 
     def key_blocks(self) -> tuple[jax.Array, jax.Array]:
         """First visible key block of each query block, and the one after the last; [B, n]."""
-        low, high = (x.reshape(len(x), -1, BLOCK) for x in (self.first, self.last))
+        some = self.first <= self.last
+        low = jnp.where(some, self.first, jnp.iinfo(jnp.int32).max).reshape(len(some), -1, BLOCK)
+        high = jnp.where(some, self.last, -1).reshape(len(some), -1, BLOCK)
         return jnp.min(low, axis=-1) // BLOCK, jnp.max(high, axis=-1) // BLOCK + 1
 
     def query_blocks(self, n: int) -> tuple[jax.Array, jax.Array]:
         """First query block that sees each of n key blocks, and the one after the last; [B, n]."""
-        low, high = self.key_blocks()
-        j = jnp.arange(n)[:, None]
-        begin = jnp.sum(high[:, None, :] <= j, axis=-1, dtype=jnp.int32)
-        return begin, jnp.sum(low[:, None, :] <= j, axis=-1, dtype=jnp.int32)
+        seen = seen_by_ranges(self.first, self.last, block=BLOCK, n_keys=n * BLOCK)
+        i = jnp.arange(seen.shape[1], dtype=jnp.int32)[:, None]
+        begin = jnp.min(jnp.where(seen, i, seen.shape[1]), axis=1)
+        return begin, jnp.max(jnp.where(seen, i + 1, 0), axis=1)
 
     @staticmethod
     def visits(key_blocks, b, i):

@@ -12,7 +12,6 @@ from jaxrl.kernels.ring_attention.reference import ring_reference
 from jaxrl.kernels.ring_attention.splash import ring_splash
 from jaxrl.kernels.ring_attention.triton import ring_triton
 from jaxrl.kernels.visibility import Visibility
-from sharding import target_platform
 
 IMPLEMENTATIONS = {
     "blockwise": ring_blockwise,
@@ -26,14 +25,6 @@ DEFAULTS = {
     "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
     "tpu": ("splash", "a Pallas kernel that keeps scores on the chip"),
 }
-
-ONE_RANGE = ("splash", "triton")  # a query sees one range of keys, so segments share no prefixes
-
-
-def one_range_ring(implementation: str) -> str | None:
-    """The ring kernel that config.model.attention selects if it supports no shared prefixes."""
-    name = DEFAULTS[target_platform()][0] if implementation == "auto" else implementation
-    return name if name in ONE_RANGE else None
 
 
 def ring_attention(

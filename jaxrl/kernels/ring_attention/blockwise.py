@@ -28,7 +28,6 @@ from jaxrl.kernels.attention.blockwise import (
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
 from jaxrl.kernels.visibility import Queries, Visibility, separate_segments
-from sharding import zigzag
 
 
 def ring_blockwise(
@@ -51,15 +50,16 @@ def ring_blockwise(
         segments=segments,
         window=window,
         visibility=visibility,
-        bounds=_mask_inputs,
+        masks=_masks_of_rows,
     )
 
 
-def _mask_inputs(ring: Ring, segments, window, visibility):
-    """(queries of this place, visibility of whole rows)"""
-    segments, visibility = _whole_rows(ring, (segments, visibility))
+def _masks_of_rows(ring: Ring, segments, window, visibility):
+    """(queries of this place [2 B, c], chunk by chunk, visibility of whole rows)"""
+    segments, visibility = ring.whole_rows((segments, visibility))
     visibility = visibility or separate_segments(segments)
-    return _local_tokens(ring, Queries.of(segments, visibility, window)), visibility
+    queries = ring.tokens_here(Queries.of(segments, visibility, window))
+    return jax.tree.map(lambda a: a.reshape(-1, ring.chunk), queries), visibility
 
 
 def _local_ring(ring: Ring, q, k, v, queries: Queries, visibility: Visibility):
@@ -81,28 +81,6 @@ def _key_chunks(k):
     B, T, K, H = k.shape
     rows = key_rows(k.reshape(2 * B, T // 2, K, H)).astype(k.dtype)
     return rows.reshape(B, 2, *rows.shape[1:]).swapaxes(0, 1)
-
-
-def _whole_rows(ring: Ring, tokens):
-    """The numbers of all tokens of each row, in their original order."""
-
-    def gather(a):
-        a = lax.all_gather(a, ring.axes, axis=1, tiled=True)
-        return a[:, zigzag(a.shape[1], ring.size).argsort()]
-
-    return jax.tree.map(gather, tokens)
-
-
-def _local_tokens(ring: Ring, whole_rows):
-    """[B, T] -> [2 B, c]: the numbers of this device's tokens, chunk by chunk."""
-    n = 2 * ring.chunk
-
-    def take(a):
-        a = a[:, zigzag(a.shape[1], ring.size)]
-        local = lax.dynamic_slice_in_dim(a, ring.place * n, n, axis=1)
-        return local.reshape(-1, ring.chunk)
-
-    return jax.tree.map(take, whole_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

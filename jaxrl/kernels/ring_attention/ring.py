@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.visibility import Visibility, visible_range
+from jaxrl.kernels.visibility import Visibility
 from sharding import zigzag
 
 
@@ -43,17 +43,31 @@ class Ring:
         source = (self.place - step) % self.size
         return source * self.chunk, (2 * self.size - 1 - source) * self.chunk
 
-    def positions(self) -> jax.Array:
-        """Row positions of the 2c tokens of this place."""
-        within = jnp.arange(2 * self.chunk)
-        first, second = self.bases(0)
-        return within + jnp.where(within < self.chunk, first, second - self.chunk)
-
     def pass_on(self, tree):
         """Sends `tree` to the next place."""
         n, u = self.n_devices, self.spec.rules.ulysses
         to_next = [(i, (i + u) % n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, to_next), tree)
+
+    def whole_rows(self, tokens):
+        """The numbers [B, T] of all tokens of each row, in their original order."""
+
+        def gather(a):
+            a = lax.all_gather(a, self.axes, axis=1, tiled=True)
+            return a[:, zigzag(a.shape[1], self.size).argsort()]
+
+        return jax.tree.map(gather, tokens)
+
+    def tokens_here(self, whole_rows):
+        """The numbers [B, 2c] of the tokens of this place, of those of whole rows."""
+
+        def take(a):
+            chunks = (
+                lax.dynamic_slice_in_dim(a, base, self.chunk, axis=1) for base in self.bases(0)
+            )
+            return jnp.concatenate(list(chunks), axis=1)
+
+        return jax.tree.map(take, whole_rows)
 
     def exchange(self, x: jax.Array, *, split: int, concat: int) -> jax.Array:
         """All-to-all among the devices of a place; the identity if it has one device."""
@@ -65,8 +79,10 @@ class Ring:
         return lax.all_to_all(x, axis, split, concat, axis_index_groups=places, tiled=True)
 
 
-# (ring, q [B, 2c, N, H], k and v [B, 2c, K, H], first and last visible key [B, 2c]) -> like q
+# (ring, q [B, 2c, N, H], k and v [B, 2c, K, H], *masks) -> like q
 Attend = Callable[..., jax.Array]
+# (ring, segments, window, visibility) -> what `attend` needs to know about visible keys
+Masks = Callable[..., tuple]
 
 
 def shard_ring(
@@ -78,13 +94,10 @@ def shard_ring(
     spec: AttentionSpec,
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    visibility: Visibility | None = None,
-    bounds: Callable | None = None,
+    visibility: Visibility | None,
+    masks: Masks,
 ) -> Float[Array, "B T N H"]:
-    """`attend` on every device's part of a row; the bounds are positions in the row.
-
-    `bounds(ring, segments, window, visibility)` gives other arguments than the first and last key.
-    """
+    """`attend` on every device's part of a row, given `masks` of the device's numbers per token."""
     rules = spec.rules
     heads, kv_heads = (rules.spec("batch", "time", h, None) for h in ("heads", "kv_heads"))
     rows = rules.spec("batch", "time")
@@ -92,7 +105,7 @@ def shard_ring(
     zigzag(q.shape[1], size)  # raises ValueError for a length that does not divide
     ring = Ring(spec, rules.mesh_axes("time"), size, q.shape[1] // (2 * size))
     local = jax.shard_map(
-        functools.partial(_local_ring, attend, bounds or _local_visible_range, ring),
+        functools.partial(_local_ring, attend, masks, ring),
         in_specs=(heads, kv_heads, kv_heads, rows, jax.P(), rows),
         out_specs=heads,
         check_vma=False,
@@ -103,18 +116,7 @@ def shard_ring(
     return local(q, k, v, segments, window, visibility)
 
 
-def _local_ring(
-    attend: Attend, bounds: Callable, ring: Ring, q, k, v, segments, window, visibility
-):
+def _local_ring(attend: Attend, masks: Masks, ring: Ring, q, k, v, segments, window, visibility):
     q, k, v = (ring.exchange(x, split=2, concat=1) for x in (q, k, v))
-    out = attend(ring, q, k, v, *bounds(ring, segments, window, visibility))
+    out = attend(ring, q, k, v, *masks(ring, segments, window, visibility))
     return ring.exchange(out, split=1, concat=2)
-
-
-def _local_visible_range(ring: Ring, segments, window, _):
-    """First and last visible key of the queries of this place, as positions in the row."""
-    segments = lax.all_gather(segments, ring.axes, axis=1, tiled=True)
-    order = zigzag(segments.shape[1], ring.size)
-    bounds = visible_range(segments[:, order.argsort()], window)
-    n, begin = 2 * ring.chunk, ring.place * 2 * ring.chunk
-    return [lax.dynamic_slice_in_dim(a[:, order], begin, n, axis=1) for a in bounds]

@@ -4,14 +4,16 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import triton
+from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention.triton_masks import BLOCK, RangeMask
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.ring_attention.blocks import ring_in_blocks
+from jaxrl.kernels.ring_attention.blocks import ranges_of_rows, ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
-from jaxrl.kernels.visibility import Visibility, check_separate
+from jaxrl.kernels.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class TritonBlocks:
         return out, norm.swapaxes(1, 2)
 
     def backward(self, q, k, v, out, norm, d_out, first, last) -> tuple[jax.Array, ...]:
-        norm = norm.swapaxes(1, 2)
+        # Padding after the row has no gradient, but its denominator must be finite.
+        norm = jnp.where(norm > MASKED, norm, 0.0).swapaxes(1, 2)
         mask = RangeMask(first, last)
         return triton.backward(self.kernels, q, k, v, out, norm, d_out, mask)
 
@@ -49,6 +52,15 @@ def ring_triton(
     GPU and for head widths that are not a power of two.
     """
     triton.check_triton(q, interpret)
-    check_separate("triton", visibility)
     attend = functools.partial(ring_in_blocks, TritonBlocks(triton.Kernels(spec, interpret)))
-    return shard_ring(attend, q, k, v, spec=spec, segments=segments, window=window)
+    return shard_ring(
+        attend,
+        q,
+        k,
+        v,
+        spec=spec,
+        segments=segments,
+        window=window,
+        visibility=visibility,
+        masks=ranges_of_rows,
+    )
