@@ -65,7 +65,7 @@ def step_seconds(job: Job, settings: Settings) -> float:
         critic, epochs = model_sizes(job, "critic", settings), cfg.critic_run.learner.epochs
         seconds += _passes_seconds(job, critic, settings, 1, epochs)
     if not job.workload:
-        seconds += _rollout_seconds(job, policy)
+        seconds += rollout_seconds(job, policy)
     if settings.zero:  # the updated weights of the other replicas
         seconds += cfg.updates_per_step * _collective_seconds(
             job.machine.chip,
@@ -257,7 +257,8 @@ def _gathered_params(sizes: Sizes, settings: Settings) -> float:
     return sizes.calls * layers + ticks * (sizes.gathered - layers)
 
 
-def _rollout_seconds(job: Job, sizes: Sizes) -> float:
+def rollout_seconds(job: Job, sizes: Sizes) -> float:
+    """Time in which all decode steps of a training step read the weights."""
     chip, slots = job.machine.chip, job.cfg.rollout.max_num_seqs * sizes.n_replicas
     decode_steps = math.ceil(job.n_sequences / slots) * job.lengths.response
     read = sizes.rollout_copy * sizes.item_bytes / chip.memory_bytes_per_s

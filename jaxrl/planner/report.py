@@ -158,14 +158,19 @@ def rollout_memory_text() -> str:
 
 def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
     """The compiled candidates, best first."""
-    lines = ["candidates, best first: step time at peak rates (estimated), peak memory"]
+    lines = [
+        "candidates, best first: (estimated step time), time with kernels one after the other, "
+        "time at peak rates, peak memory"
+    ]
     for candidate, plan in found:
         if plan is None:
             result = "a program is too large for the device"
         else:
             peak = max(phase.live_bytes for phase in plan.phases.values())
             verdict = "fits" if plan.fits else "does not fit"
-            result = f"{format_seconds(plan.expected_step_s)}, {format_bytes(peak)}, {verdict}"
+            times = (plan.serial_step_s, plan.expected_step_s)
+            shown = ", ".join(format_seconds(seconds) for seconds in times)
+            result = f"{shown}, {format_bytes(peak)}, {verdict}"
         lines.append(f"  {candidate.overrides}\n    ({format_seconds(candidate.step_s)}) {result}")
     best, plan = found[0]
     if plan is not None and plan.fits:

@@ -1,6 +1,8 @@
 """Searches for the fastest settings that fit.
 
-Formulas rank the candidates; compiled plans decide among the first of them.
+Formulas rank the candidates; compiled plans decide among the first of them. Plans are compared by
+the time with kernels one after the other. The ideal time counts every collective as covered, which
+the compilers of most chips do not schedule so.
 """
 
 import contextlib
@@ -19,10 +21,10 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.estimate import memory_bytes, step_seconds
+from jaxrl.planner.estimate import memory_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.sizes import Job, Settings
-from sharding import abstract_mesh
+from jaxrl.planner.sizes import Job, Settings, model_sizes
+from sharding import REPLICAS, abstract_mesh
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
 STAGE_ROWS = (2, 4, 8)  # the same for each stage of a pipeline
@@ -43,6 +45,7 @@ class Candidate:
     mlp_chunk: int
     pipeline_schedule: str
     pipeline_chunks: int
+    rollout_tensor: int  # 0 = that of the config
     bytes: float  # peak per device, without KV pages
     step_s: float
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
@@ -67,6 +70,8 @@ class Candidate:
         if self.pipeline_chunks > 1:
             keys["learner.pipeline_chunks"] = self.pipeline_chunks
             keys["learner.halvings"] = 0  # half of the rows may be no multiple of the stages
+        if self.rollout_tensor and self.rollout_tensor != self.mesh.get("tensor", 1):
+            keys["rollout.tensor"] = self.rollout_tensor
         return " ".join(f"--config.{key}={value}" for key, value in keys.items())
 
     def apply(self, cfg: RunConfig) -> RunConfig:
@@ -84,7 +89,9 @@ class Candidate:
             halvings=cfg.learner.halvings if self.pipeline_chunks == 1 else 0,
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
-        return dataclasses.replace(cfg, mesh=mesh, learner=learner)
+        tensor = self.rollout_tensor or cfg.rollout.tensor
+        rollout = dataclasses.replace(cfg.rollout, tensor=tensor)
+        return dataclasses.replace(cfg, mesh=mesh, learner=learner, rollout=rollout)
 
 
 def search(
@@ -93,7 +100,7 @@ def search(
     finalists: int = 3,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Plan | None]]:
-    """The compiled candidates with their plans: first those that fit, by step time.
+    """The compiled candidates with their plans: first those that fit, by serial step time.
 
     Compiles candidates in the order of their estimated step time until `finalists` of them fit, and
     skips those whose estimated memory exceeds that of the device. A plan is None if a program is
@@ -118,7 +125,7 @@ def search(
         compiled.append((candidate, _compiled(job, candidate)))
         if sum(plan is not None and plan.fits for _, plan in compiled) == finalists:
             break
-    return sorted(compiled, key=_rank)
+    return sorted(compiled, key=rank)
 
 
 def _compiled(job: Job, candidate: Candidate) -> Plan | None:
@@ -138,13 +145,16 @@ def _compiled(job: Job, candidate: Candidate) -> Plan | None:
 def candidates(job: Job) -> Iterator[Candidate]:
     """All meshes that divide the models, and the settings of an update that memory depends on.
 
-    These are token budgets, remat policies, offload, ZeRO and chunks of MLPs.
+    These are token budgets, remat policies, offload, ZeRO and chunks of MLPs. The rollout of a mesh
+    has the fastest tensor axis, unless the config sets one.
     """
     row, idle = max(job.cfg.learner.row_lens), job.idle_roles
     offloads = dict.fromkeys(
         ((), ("optimizer",), ("optimizer", *idle), ("optimizer", "gradients", *idle))
     )
+    tensors = rollout_tensors(job)
     for mesh in meshes(job):
+        tensor = best_rollout_tensor(job, mesh, tensors)
         levels, stages = zero_levels(job, mesh), mesh["stage"]
         orders = list(schedules(job, stages))
         for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
@@ -154,10 +164,8 @@ def candidates(job: Job) -> Iterator[Candidate]:
             every = itertools.product(REMATS, offloads, levels, chunks, orders)
             for remat, offload, zero, chunk, (schedule, n_chunks) in every:
                 if schedule == "gpipe" or remat in REMATS_OF_1F1B:
-                    settings = Settings(
-                        mesh, tokens, remat, offload, zero, chunk, schedule, n_chunks
-                    )
-                    yield estimate(job, settings)
+                    chosen = remat, offload, zero, chunk, schedule, n_chunks
+                    yield estimate(job, Settings(mesh, tokens, *chosen, rollout_tensor=tensor))
 
 
 def meshes(job: Job) -> Iterator[dict[str, int]]:
@@ -213,6 +221,38 @@ def schedules(job: Job, stages: int) -> Iterator[tuple[str, int]]:
             yield "interleaved", chunks
 
 
+def rollout_tensors(job: Job) -> tuple[int, ...]:
+    """Tensor axes that an engine replica can have in a node; none without replicas."""
+    cfg, node = job.cfg.rollout, job.machine.chip.node or len(job.machine.devices)
+    if job.workload or cfg.layout != "replicas":
+        return ()
+    found = []
+    for tensor in [cfg.tensor] if cfg.tensor else range(1, node + 1):
+        if node % tensor == 0:
+            with contextlib.suppress(ValueError):
+                stacked = dataclasses.replace(job.decoder, stacked=True)
+                check_mesh(stacked, {"tensor": tensor}, REPLICAS)
+                found.append(tensor)
+    return tuple(found)
+
+
+def best_rollout_tensor(job: Job, mesh: dict[str, int], tensors: tuple[int, ...]) -> int:
+    """The value of `tensors` with the fastest rollout; 0 (the config's) if there is none.
+
+    Of equally fast ones the smallest. The weights must leave half of the memory to the KV pages,
+    unless no value does.
+    """
+    expert = job.cfg.rollout.expert or mesh["expert"]
+    n, row = len(job.machine.devices), max(job.cfg.learner.row_lens)
+
+    def cost(tensor: int) -> tuple[float, float, int]:
+        sizes = model_sizes(job, "policy", Settings(mesh, row, "full", rollout_tensor=tensor))
+        excess = sizes.rollout_copy * sizes.item_bytes - job.machine.chip.memory_bytes / 2
+        return max(excess, 0.0), rollout_seconds(job, sizes), tensor
+
+    return min((t for t in tensors if n % (t * expert) == 0), key=cost, default=0)
+
+
 def zero_levels(job: Job, mesh: dict[str, int]) -> tuple[int, ...]:
     """Values of learner.zero for a mesh: with replicas that divide the model, all of them."""
     if mesh["replica"] > 1:
@@ -248,6 +288,7 @@ def estimate(job: Job, settings: Settings) -> Candidate:
     )
 
 
-def _rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:
+def rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:
+    """The order of compiled candidates: those that fit, by serial step time."""
     plan = entry[1]
-    return (plan is None or not plan.fits, math.inf if plan is None else plan.expected_step_s)
+    return (plan is None or not plan.fits, math.inf if plan is None else plan.serial_step_s)

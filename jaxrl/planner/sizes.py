@@ -106,6 +106,7 @@ class Settings:
     mlp_chunk: int = 0  # config.learner.mlp_chunk
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
     pipeline_chunks: int = 1  # config.learner.pipeline_chunks
+    rollout_tensor: int = 0  # config.rollout.tensor; 0 = that of the config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
     gathered = layer * d.L / stage + ends
     n_replicas, rollout_copy = 1, gathered
     if cfg.rollout.layout == "replicas":
-        group = cfg.rollout.tensor or tp, cfg.rollout.expert or e
+        group = settings.rollout_tensor or cfg.rollout.tensor or tp, cfg.rollout.expert or e
         n_replicas = max(len(job.machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
     dtype, placed = for_platform(cfg, d, job.machine.platform)

@@ -6,10 +6,20 @@ import jax
 import pytest
 
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
-from jaxrl.planner.plan import make_plan
+from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.report import search_text
-from jaxrl.planner.search import candidates, estimate, meshes, schedules, search, zero_levels
+from jaxrl.planner.search import (
+    best_rollout_tensor,
+    candidates,
+    estimate,
+    meshes,
+    rank,
+    rollout_tensors,
+    schedules,
+    search,
+    zero_levels,
+)
 from jaxrl.planner.sizes import Job, Settings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_run import TINY, run
@@ -197,6 +207,51 @@ def test_a_pipeline_is_estimated_by_its_ticks():
     assert of(4).step_s > of(8).step_s
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "memory_bytes", "tensor"),
+    [
+        (8, GIB, 2),  # both hold all 32 sequences at a time; 2 reads half of the weights per step
+        (4, GIB, 1),  # 4 replicas of 2 devices hold half of the sequences: as fast as 8 of 1
+        (4, 300_000, 2),  # half of the memory holds half of the weights, 200 kB, not all
+    ],
+)
+def test_a_mesh_gets_the_fastest_tensor_axis_of_the_rollout(max_num_seqs, memory_bytes, tensor):
+    cfg = run(rollout__max_num_seqs=max_num_seqs)
+    planned = job(cfg, where=machine(float(memory_bytes)))
+    mesh = dict(fsdp=8, expert=1)
+    assert rollout_tensors(planned) == (1, 2)  # two KV heads
+    assert best_rollout_tensor(planned, mesh, (1, 2)) == tensor
+    chosen = next(c for c in candidates(planned) if c.mesh == dict(fsdp=8))
+    assert chosen.rollout_tensor == chosen.apply(cfg).rollout.tensor == tensor
+    assert ("--config.rollout.tensor=2" in chosen.overrides) == (tensor == 2)
+
+
+def test_a_tensor_axis_of_the_rollout_in_the_config_is_kept():
+    assert rollout_tensors(job(run(rollout__tensor=2))) == (2,)
+    assert rollout_tensors(job(run(rollout__layout="training"))) == ()
+    assert best_rollout_tensor(job(), dict(fsdp=8, expert=1), ()) == 0
+    sft = OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False)
+    assert rollout_tensors(job(workload=sft)) == ()
+
+
+def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
+    def found(*, fits: bool, serial_step_s: float, expected_step_s: float) -> Plan:
+        plan = object.__new__(Plan)  # only what the order depends on
+        times = dict(serial_step_s=serial_step_s, expected_step_s=expected_step_s)
+        vars(plan).update(fits=fits, **times)
+        return plan
+
+    plans = [
+        found(fits=True, serial_step_s=3.0, expected_step_s=1.0),
+        None,
+        found(fits=False, serial_step_s=1.0, expected_step_s=1.0),
+        found(fits=True, serial_step_s=2.0, expected_step_s=1.5),
+    ]
+    candidate = estimate(job(), MESH)
+    ranked = sorted(((candidate, plan) for plan in plans), key=rank)
+    assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 3.0, 1.0, None]
+
+
 def test_estimates_include_offload_and_slow_networks():
     def estimated(mesh: dict, where: Topology, offload=()):
         return estimate(job(where=where), Settings(mesh, 128, "full", offload))
@@ -320,8 +375,9 @@ def test_estimated_memory_agrees_with_the_compiled_plan():
 def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     found = search(job(), finalists=2)
     plans = [plan for _, plan in found if plan is not None]
-    assert plans[0].fits and plans[0].expected_step_s <= plans[1].expected_step_s
+    assert plans[0].fits and plans[0].serial_step_s <= plans[1].serial_step_s
     text = search_text(found)
+    assert "time with kernels one after the other, time at peak rates" in text
     assert "--config.mesh.fsdp=" in text and "cheapest that fits: --config.mesh" in text
 
 
