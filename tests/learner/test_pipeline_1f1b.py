@@ -25,8 +25,7 @@ BATCH = join_batches(ROWS)
 
 
 def learner_config(schedule: str, critic: dict | None = None, **algorithm) -> RunConfig:
-    chunks = 2 if schedule == "interleaved" else 1
-    learner = dict(remat="full", pipeline_schedule=schedule, pipeline_chunks=chunks)
+    learner = dict(remat="full", pipeline_schedule=schedule)
     cfg = run_config(learner, old_logp="rollout", **algorithm)
     return dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, **critic or {}))
 
