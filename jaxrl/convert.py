@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.adapter import check_base_copies, open_adapter
+from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.hf_save import SHARD_BYTES, convert_model
@@ -84,6 +84,7 @@ def convert(args: argparse.Namespace, target: Path) -> tuple[DecoderConfig, str]
         adapter = args.adapter and open_adapter(args.adapter, folder_config(source))
         if adapter:
             check_base_copies(args.adapter, find_tensors(source))
+            warn_of_other_base(args.adapter, f"{args.source} ({source})")
         limit = args.max_shard_bytes
         cfg = convert_model(source, target, dtype=dtype, max_shard_bytes=limit, adapter=adapter)
         return cfg, "" if adapter is None else f"{args.adapter} merged, "

@@ -15,7 +15,7 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.adapter import load_with_adapters
+from jaxrl.models.files.adapter import load_with_adapters, warn_of_other_base
 from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
@@ -116,4 +116,6 @@ def load_initial(
     """
     rules, dtype = layout.rules, layout.dtype
     params = load_with_adapters(folder, rules, decoder, dtype, seed=seed, adapter=start)
+    for adapter in served:
+        warn_of_other_base(adapter, str(folder))
     return stack_adapters(params, served, rules=rules, dtype=dtype) if served else params

@@ -30,6 +30,12 @@ WRONG = [
     ),
     (dict(learner__zero=2), "learner.zero=2", "mesh.replica=1", "set learner.zero=0"),
     (
+        dict(learner__offload=("reference",), lora__rank=4, algorithm__kl_coef=0.1),
+        "learner.offload=('reference',) with lora.rank=4",
+        "the base model, which training reads as well",
+        "leave out 'reference'",
+    ),
+    (
         dict(learner__offload=("policy",)),
         "learner.offload=('policy',) frees",
         "set rollout.release_kv=True",

@@ -10,6 +10,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.planner.plan import Phase, Plan
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.topology import CHIPS
+from jaxrl.train import train
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 from jaxrl.trainer.setup.run import open_run
@@ -121,3 +122,15 @@ def test_a_run_out_of_memory_saves_its_last_step_and_names_the_phase(tiny_config
         assert words in message
     assert (cfg.run_path / "memory.prof").is_file()
     assert (cfg.run_path / "checkpoints" / "1").is_dir()
+
+
+def test_a_backend_without_host_memory_is_refused_before_weights_are_loaded(
+    tiny_config, monkeypatch
+):
+    monkeypatch.setattr("sharding.memory.HOST_MEMORY_KIND", "shelf")
+    monkeypatch.setattr("jaxrl.trainer.setup.run.build_core", lambda *_, **__: pytest.fail("built"))
+    tiny_config.learner.offload = ("optimizer",)
+    with pytest.raises(
+        ValueError, match=r"learner\.offload=\('optimizer',\) needs .* shelf memory"
+    ):
+        train(resolve(tiny_config))

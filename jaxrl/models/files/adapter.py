@@ -1,6 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors in one folder."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,20 @@ def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
     lora, infos = adapter_config(folder), adapter_tensors(folder)
     check_tensors(decoder_specs(dataclasses.replace(decoder, lora=lora)), infos, folder)
     return StoredAdapter(lora, {name: stored_tensor(name, info) for name, info in infos.items()})
+
+
+def warn_of_other_base(folder: Path, base: str) -> None:
+    """Warns if the adapter in `folder` names a base model that is not part of the path `base`.
+
+    Tensors of another model may have the same shapes.
+    """
+    named = read_object(folder / CONFIG, ADVICE).get("base_model_name_or_path") or ""
+    if Path(named).name not in base:
+        warnings.warn(
+            f"the adapter in {folder} was trained on {named}, but the model is {base}: its changes "
+            "are only valid for weights of that model",
+            stacklevel=2,
+        )
 
 
 def write_weights(path: Path, tensors: list[Tensor]) -> None:

@@ -14,7 +14,11 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.adapter import check_adapter, check_base_copies
+from jaxrl.models.files.adapter import (
+    check_adapter,
+    check_base_copies,
+    warn_of_other_base,
+)
 from jaxrl.models.files.hf_load import find_tensors, model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import adapters
@@ -121,4 +125,5 @@ def check_adapters(cfg: RunConfig, folders: ModelFolders, policy: DecoderConfig)
         decoder = dataclasses.replace(policy, lora=adapters(cfg.lora, policy))
         adapter = Path(cfg.lora.path).expanduser()
         check_adapter(adapter, decoder)
+        warn_of_other_base(adapter, f"{cfg.model.path} ({folders.policy})")
         check_base_copies(adapter, find_tensors(folders.policy))
