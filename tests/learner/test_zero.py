@@ -16,6 +16,7 @@ from jaxrl.learner.step import GradSums
 from jaxrl.models.decoder import decoder_specs
 from sharding import TRAIN, bytes_per_device, make_mesh
 from tests.learner.tiny_policy import MODEL, batches, new_params, programs, rollouts, run_config
+from tests.marks import graded
 
 BATCHES = batches(rollouts(), row_len=32, token_budget=64, n_ranks=4)
 MESH = dict(replica=2, fsdp=2)
@@ -95,15 +96,20 @@ def test_updates_of_both_levels_are_those_without():
         np.testing.assert_allclose(list(metrics.values()), list(found[0][1].values()), rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "learner",
-    [
-        dict(master_weights=False),
-        dict(optimizer="muon"),
-        dict(optimizer="adafactor?min_dim_size_to_factor=8"),
-        dict(moment_dtype="bfloat16"),
-    ],
+    graded(
+        [
+            dict(master_weights=False),
+            dict(optimizer="muon"),
+            dict(optimizer="adafactor?min_dim_size_to_factor=8"),
+            dict(optimizer="lion"),
+            dict(moment_dtype="bfloat16"),
+            dict(moment_dtype="int8"),
+        ],
+        thorough=[dict(moment_dtype="int8")],
+    ),
+    ids=str,
 )
 def test_zero_works_with_every_kind_of_state(learner):
     assert_close(stepped(1, **learner)[0].params, stepped(0, **learner)[0].params)
