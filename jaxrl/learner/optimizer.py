@@ -56,7 +56,8 @@ def make_optimizer(
     `rules` shard the parameters.
 
     weights -= lr * factor * (direction + decay * weights), with `direction` by `cfg.optimizer`:
-    adamw: https://arxiv.org/abs/1711.05101
+    adamw: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, of step t:
+      m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) (https://arxiv.org/abs/1711.05101)
     adafactor: optimizers/adafactor.py
     lion: sign(b1 m + (1 - b1) g), then m = b2 m + (1 - b2) g (https://arxiv.org/abs/2302.06675)
     muon: optimizers/muon.py
