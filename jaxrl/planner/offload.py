@@ -38,6 +38,12 @@ def n_transfers(cfg: RunConfig, programs: Collection[str], role: str) -> int:
     return used + ("critic_apply" in programs and role == "critic")
 
 
+def state_before_offload(resident: Mapping[str, int], on_host: Mapping[str, int]) -> int:
+    """Bytes on a device when the rollout's copy is made, before the policy is offloaded."""
+    idle = set(on_host) - set(IDLE_STATE["policy"])
+    return sum(n_bytes for name, n_bytes in resident.items() if name not in idle)
+
+
 def add_host_state(host: dict[str, int], name: str, state: TrainState, update: Update) -> None:
     """Adds the bytes of optimizer state and summed gradients that an update has in host memory."""
     host[name] = host_bytes_per_device(state.opt_state)

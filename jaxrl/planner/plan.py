@@ -13,7 +13,7 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import Program, compile_programs
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.offload import IDLE_STATE, n_transfers
+from jaxrl.planner.offload import IDLE_STATE, n_transfers, state_before_offload
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
 from jaxrl.planner.rollout_devices import n_copies, sides
@@ -245,7 +245,8 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     pool_bytes = page_bytes * run.n_pages
     live = {name: live_bytes(p, run, pool_bytes) for name, p in programs.items()}
     if "policy" in run.cfg.learner.offload:
-        live["the copy of the rollout"] = copying_bytes(run)
+        state = state_before_offload(run.resident, run.host_resident)
+        live["the copy of the rollout"] = state + run.role_weights["rollout_made"]
     pages = min_pages = sequences = 0
     # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
     with_pages = frozenset(programs)
@@ -261,13 +262,6 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
         min_pages = cfg.n_pages or engine.shapes.max_pages_per_seq
         sequences = min(cfg.max_num_seqs, pages // engine.shapes.max_pages_per_seq)
     return Memory(budget, live, pages, min_pages, sequences, page_bytes, with_pages)
-
-
-def copying_bytes(run: RunPrograms) -> int:
-    """Memory in use when the rollout's copy is made, before training's weights are offloaded."""
-    on_host = set(run.host_resident) - set(IDLE_STATE["policy"])
-    state = sum(n_bytes for name, n_bytes in run.resident.items() if name not in on_host)
-    return state + run.role_weights["rollout_made"]
 
 
 def _plan_phase(

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 import pytest
 
+from configs import quickstart, quickstart_lora
 from jaxrl.config.keys import MeshConfig, RoleConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
+from jaxrl.config.resolve import resolve
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
@@ -775,6 +777,27 @@ def assert_close(kept, now, path: str = ""):
         assert kept == now, path
     else:
         assert now == pytest.approx(kept, rel=0.05), path
+
+
+def update_memory(config) -> tuple[int, int]:
+    """(live bytes of the update, bytes of the optimizer state) of a config on one CPU device."""
+    config.model.layers = "stacked"
+    machine, cfg = topology("cpu:1"), resolve(config, n_devices=1)
+    with jax.set_mesh(make_mesh(machine.devices)):
+        parts = run_programs(cfg, model_shape(cfg.model.path), machine.chip.memory_bytes)
+        for name in set(parts.table.lower) - {"accumulate", "apply"}:
+            del parts.table.lower[name]
+        programs = compile_programs(parts, Lengths(32, 32), machine)
+    live = max(live_bytes(program, parts, 0) for program in programs.values())
+    return live, parts.resident["opt_state"]
+
+
+@pytest.mark.thorough
+def test_adapters_take_at_most_60_percent_of_the_memory_and_5_of_the_optimizer_state():
+    """The update of configs/quickstart_lora.py against configs/quickstart.py, by their plans."""
+    live, state = update_memory(quickstart_lora.get_config())
+    full_live, full_state = update_memory(quickstart.get_config())
+    assert live <= 0.6 * full_live and state <= 0.05 * full_state
 
 
 @pytest.mark.thorough
