@@ -1,15 +1,17 @@
 """Paged attention (jaxrl/kernels/paged_attention/) against its reference and training attention."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.paged_attention import paged_attention, write_pages
+from jaxrl.kernels.paged_attention import paged_attention, ragged, write_pages
 from jaxrl.kernels.paged_attention.columns import _block_rows
 from jaxrl.kernels.paged_attention.pages import _write_rows
 from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged
@@ -102,6 +104,50 @@ def test_kernels_equal_the_reference(one_device, kernel, heads, page_len, option
         )
         np.testing.assert_allclose(want, got, rtol=1e-5, atol=1e-5)
         assert not np.any(np.asarray(got)[np.asarray(positions) == -1])
+
+
+def on_emulated_tpu(monkeypatch):
+    """(`ragged` with a TPU's memories, copies and semaphores, the reference) of three rows.
+
+    Buffers are NaN before they are written, a copy arrives only when it is waited for, and accesses
+    that nothing orders raise an error.
+    """
+    monkeypatch.setattr(ragged, "MAX_KEYS", 32)  # groups of two pages, and rows of two groups
+    q = jax.random.normal(jax.random.key(0), (3, 1, 2, 128))
+    pools = jax.random.normal(jax.random.key(1), (2, 11, 1, 16, 128))
+    table = jnp.array([[3, 7, 1], [0, 2, 4], [9, 5, 8]])
+    positions = jnp.array([[40], [-1], [20]])
+    how = dict(page_table=table, positions=positions, window=0)
+    params = pltpu.InterpretParams(detect_races=True)
+    results = []
+    for attend in (
+        functools.partial(paged_attention_ragged, interpret=params),
+        functools.partial(paged_attention, implementation="reference"),
+    ):
+        attend = functools.partial(attend, spec=AttentionSpec(0.1, rules=DECODE), **how)
+        results.append(np.asarray(jax.jit(attend)(q, *pools)))
+    return results
+
+
+@pytest.mark.thorough
+def test_ragged_waits_for_its_copies(one_device, monkeypatch):
+    got, want = on_emulated_tpu(monkeypatch)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_the_emulated_tpu_shows_a_missing_wait(one_device, monkeypatch):
+    copy = pltpu.make_async_copy
+
+    def without_wait(*args):
+        return types.SimpleNamespace(start=copy(*args).start, wait=lambda: None)
+
+    monkeypatch.setattr(pltpu, "make_async_copy", without_wait)
+    try:
+        got, _ = on_emulated_tpu(monkeypatch)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()  # copies are left over
+    assert np.isnan(got[0]).all()
 
 
 @pytest.mark.thorough

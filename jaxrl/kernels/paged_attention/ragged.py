@@ -58,12 +58,13 @@ def paged_attention_ragged(
     page_table: Int[Array, "B C"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    interpret: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v over the keys at positions 0..p of the row's pages.
 
-    `interpret` emulates the kernel with XLA on any backend. Raises NotImplementedError without a
-    TPU and for unsupported pages and page tables.
+    `interpret` emulates the kernel on any backend: True with XLA, where copies complete when they
+    are started, and InterpretParams with the memories, copies and semaphores of a TPU. Raises
+    NotImplementedError without a TPU and for unsupported pages and page tables.
     """
     if not interpret:
         check_platform("config.model.paged_attention", "ragged", "tpu")
@@ -79,7 +80,14 @@ def paged_attention_ragged(
 
 
 def _local_attention(
-    spec: AttentionSpec, interpret: bool, q, k_pages, v_pages, table, positions, window
+    spec: AttentionSpec,
+    interpret: bool | pltpu.InterpretParams,
+    q,
+    k_pages,
+    v_pages,
+    table,
+    positions,
+    window,
 ):
     K, page_len, H = k_pages.shape[1:]
     rows = split_rows(
