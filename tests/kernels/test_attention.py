@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.attention import attention
+from jaxrl.kernels.attention import IMPLEMENTATIONS, attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
 from jaxrl.kernels.attention.splash import _block_schedule, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.key_ranges import seen_by_ranges
+from jaxrl.kernels.visibility import separate_segments
 from sharding import Rules, make_mesh
 
 RULES = Rules()
@@ -208,6 +209,46 @@ def test_splash_errors_name_the_platform_and_the_longest_row(one_device):
     attend = functools.partial(splash, spec=AttentionSpec(1.0), window=0)
     with pytest.raises(NotImplementedError, match="up to 65536 tokens, this one has 65537"):
         jax.eval_shape(lambda q, s: attend(q, q, q, segments=s), q, rows)
+
+
+@pytest.mark.parametrize(
+    ("chip", "width", "dtype", "options", "kernel"),
+    [
+        ("NVIDIA H100 80GB HBM3", 128, jnp.bfloat16, dict(), "triton"),
+        ("NVIDIA H100 80GB HBM3", 80, jnp.bfloat16, dict(), "cudnn"),
+        ("NVIDIA B200", 96, jnp.bfloat16, dict(window=64), "cudnn"),
+        ("NVIDIA H100 80GB HBM3", 80, jnp.bfloat16, dict(shared=True), "blockwise"),
+        ("NVIDIA H100 80GB HBM3", 80, jnp.bfloat16, dict(softcap=5.0), "blockwise"),
+        ("NVIDIA H100 80GB HBM3", 80, jnp.bfloat16, dict(window=jnp.int32(64)), "blockwise"),
+        ("NVIDIA H100 80GB HBM3", 80, jnp.float32, dict(), "blockwise"),
+        ("NVIDIA H100 80GB HBM3", 84, jnp.bfloat16, dict(), "blockwise"),
+        ("NVIDIA A100-SXM4-80GB", 80, jnp.bfloat16, dict(), "blockwise"),
+    ],
+)
+def test_auto_on_gpu_depends_on_the_shape(
+    one_device, monkeypatch, chip, width, dtype, options, kernel
+):
+    chosen = []
+
+    def record(name, q, *_, **__):
+        chosen.append(name)
+        return q
+
+    for name in IMPLEMENTATIONS:
+        monkeypatch.setitem(IMPLEMENTATIONS, name, functools.partial(record, name))
+    monkeypatch.setattr("jaxrl.kernels.choice.target_platform", lambda: "gpu")
+    monkeypatch.setattr("jaxrl.kernels.attention.cudnn.target_device_kind", lambda: chip)
+    q, rows = jnp.zeros((1, 64, 2, width), dtype), jnp.ones((1, 64), jnp.int32)
+    visibility = separate_segments(rows) if options.get("shared") else None
+    how = dict(spec=AttentionSpec(1.0, options.get("softcap")), window=options.get("window", 0))
+    attention(q, q, q, segments=rows, visibility=visibility, **how)
+    assert chosen == [kernel]
+
+
+def test_triton_names_the_width_that_it_does_not_support(one_device):
+    arrays, segments = problem(4, 2, 80)
+    with pytest.raises(NotImplementedError, match=r"heads of width 80, no power of two.*'auto'"):
+        value_and_grad(triton, arrays, segments)
 
 
 def test_an_unknown_name_lists_the_known_ones(one_device):

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blockwise import attention_blockwise
-from jaxrl.kernels.attention.cudnn import attention_cudnn
+from jaxrl.kernels.attention.cudnn import (
+    attention_cudnn,
+    unsupported_by_cudnn,
+    unsupported_gpu,
+)
 from jaxrl.kernels.attention.reference import attention_reference
 from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton, unsupported_by_triton
@@ -61,8 +65,13 @@ def attention(
         reason = f"plain XLA, because 'splash' does not support rows of {q.shape[1]} tokens"
         defaults = defaults | {"tpu": ("blockwise", reason)}
     if why := unsupported_by_triton(q):
-        reason = f"plain XLA, because 'triton' does not support {why}"
-        defaults = defaults | {"gpu": ("blockwise", reason)}
+        other = "shared prefixes" if visibility else unsupported_by_cudnn(q, window, spec.softcap)
+        if other := other or unsupported_gpu():
+            reason = f"plain XLA: 'triton' does not support {why}, and 'cudnn' not {other}"
+            defaults = defaults | {"gpu": ("blockwise", reason)}
+        else:
+            reason = f"because 'triton' does not support {why}"
+            defaults = defaults | {"gpu": ("cudnn", reason)}
     attend = choose(
         "config.model.attention",
         implementation,
