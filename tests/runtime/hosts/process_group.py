@@ -28,7 +28,17 @@ ROOT = Path(__file__).parents[3]
 class Group:
     """The processes of one run."""
 
-    def __init__(self, config, folder: Path, *, n: int, n_devices: int, per_process, folders):
+    def __init__(
+        self,
+        config,
+        folder: Path,
+        *,
+        n: int,
+        n_devices: int,
+        per_process,
+        folders,
+        program: str = "jaxrl.train",
+    ):
         path = write_config(config, folder)
         self.processes = []
         for i in range(n):
@@ -36,7 +46,7 @@ class Group:
             if n > 1:
                 mine += [f"--config.distributed.{name}={value}" for name, value in self.place(n, i)]
             cwd = folders[i] if folders else None
-            self.processes.append(start(mine, folder, i, n_devices=n_devices, cwd=cwd))
+            self.processes.append(start(program, mine, folder, i, n_devices=n_devices, cwd=cwd))
 
     def place(self, n: int, i: int):
         if i == 0:
@@ -107,7 +117,9 @@ def write_config(config, folder: Path) -> Path:
     return path
 
 
-def start(args, folder: Path, i: int, *, n_devices: int, cwd: Path | None) -> subprocess.Popen:
+def start(
+    program: str, args, folder: Path, i: int, *, n_devices: int, cwd: Path | None
+) -> subprocess.Popen:
     """Starts one process; its output goes to a file, `log`, because a full pipe would block it.
 
     It has the test's cache of compiled C kernels, which take a minute of CPU time to compile.
@@ -119,7 +131,7 @@ def start(args, folder: Path, i: int, *, n_devices: int, cwd: Path | None) -> su
     log = folder / f"process_{i}_{time.monotonic_ns()}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxrl.train", *args],
+            [sys.executable, "-m", program, *args],
             env=env | {"PYTHONPATH": str(ROOT)},
             cwd=cwd,
             stdout=out,

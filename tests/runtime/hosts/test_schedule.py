@@ -114,22 +114,28 @@ def test_episodes_of_two_processes_outlive_updates(start_group, async_config, tm
     assert any(line["env/turns"] > 1 for line in lines)
 
 
-@needs_ray
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["process", pytest.param("ray", marks=needs_ray)])
 def test_rollout_workers_of_two_processes_give_the_weights_of_their_local_engines(
-    start_group, async_config, cluster, tmp_path
+    start_group, async_config, tmp_path, place, request
 ):
     """With one worker, the second process generates nothing."""
     async_config.total_steps, async_config.eval.every = 3, 2
     start_group(async_config, n=2, n_devices=2).finish()
     local = async_config.run_dir
     async_config.schedule.update(rollout_devices=0, weight_transfer="delta")
+    here = request.getfixturevalue("cluster")[0] if place == "ray" else None
     for n_workers in (1, 2):
-        cluster[0].add_node(num_cpus=1)
         async_config.run_dir = str(tmp_path / f"{n_workers}_workers")
-        hosts = f"--rollout-hosts={n_workers}"
-        run = launch(async_config, tmp_path, cluster[0].address, hosts, n_devices=1)
-        assert "in 2 processes" in finish(run)
+        if here is not None:
+            here.add_node(num_cpus=1)
+            hosts = f"--rollout-hosts={n_workers}"
+            output = finish(launch(async_config, tmp_path, here.address, hosts, n_devices=1))
+        else:
+            async_config.schedule.rollout_workers = n_workers
+            program = "tests.trainer.schedule.local_workers"
+            output, _ = start_group(async_config, n=2, n_devices=1, program=program).finish()
+        assert "in 2 processes" in output
         assert_close(async_config.run_dir, local, atol=0)
         lines = trained(async_config.run_dir)
         names = ("reward/mean", "loss/total", "staleness/max", "rollout/response_len")

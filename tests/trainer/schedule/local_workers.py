@@ -1,8 +1,16 @@
-"""Rollout workers in the test's own process, for whole runs without Ray."""
+"""Rollout workers in the process of training, for whole runs without Ray.
+
+python -m tests.trainer.schedule.local_workers --config=...     as jaxrl.train
+"""
 
 import pickle
+import sys
 import types
 
+import jax
+import pytest
+
+from jaxrl import train
 from jaxrl.layout import worker_mesh
 from jaxrl.rollout.remote.actors import WorkerLost
 from jaxrl.rollout.remote.worker import RolloutWorker
@@ -85,6 +93,11 @@ def use_local_workers(monkeypatch) -> LocalActors:
     monkeypatch.setattr("jaxrl.rollout.remote.pool.time", actors.clock)
     monkeypatch.setattr(
         "jaxrl.rollout.remote.worker.worker_mesh",
-        lambda cfg, devices: worker_mesh(cfg, devices[-1:]),
+        lambda cfg, devices: worker_mesh(cfg, jax.local_devices()[-1:]),
     )
     return actors
+
+
+if __name__ == "__main__":
+    use_local_workers(pytest.MonkeyPatch())
+    sys.exit(train.main())

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.engine.api import Request
 from jaxrl.train import train
+from jaxrl.trainer.phases.sampling import with_baselines
 from jaxrl.trainer.schedule.source import PartialSource
 from sharding import make_mesh
 from tests.engine.engine_cases import trainer_logps
@@ -77,14 +78,26 @@ def test_without_staleness_a_schedule_gives_the_weights_of_sync(mode, config, tm
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["async", "partial"])
-def test_arrival_order_keeps_the_limit_of_staleness_with_remax_baselines(mode, config, tmp_path):
+def test_arrival_order_keeps_the_limit_of_staleness_with_remax_baselines(
+    mode, config, tmp_path, monkeypatch
+):
+    baselines = []
+
+    def recorded(run, groups):
+        found = with_baselines(run, groups)
+        baselines.append(found[1])
+        return found
+
+    monkeypatch.setattr("jaxrl.trainer.phases.experience.with_baselines", recorded)
     config.total_steps, config.eval.every = 3, 0
     config.algorithm.advantage = "remax"
     run = {"partial": partial, "async": separate}[mode]
     lines = trained(run(config, tmp_path, mode, order="arrival"))
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(0 <= line["staleness/max"] <= 1 for line in lines)
-    assert all("reward/baseline" in line and line["buffer/dropped"] == 0 for line in lines)
+    assert all(line["buffer/dropped"] == 0 for line in lines)
+    assert [len(one) for one in baselines] == [4, 4, 4]  # of each response
+    assert all(one[0] == one[1] and one[2] == one[3] for one in baselines)
     everything = [line for line in metrics(tmp_path / mode) if "reward/mean" in line]
     assert all(line["buffer/waited_s"] >= 0 for line in everything)
     if mode == "async":
