@@ -69,6 +69,13 @@ SCHEDULES = {
     "async, staleness 4": ASYNC | {"schedule.max_staleness": "4"},
     "async, staleness 4, seq_tis": ASYNC
     | {"schedule.max_staleness": "4", "algorithm.correction": "seq_tis"},
+    "async, staleness 4, old_logp=rollout": ASYNC
+    | {
+        "schedule.max_staleness": "4",
+        "algorithm.correction": "none",
+        "algorithm.old_logp": "rollout",
+        "algorithm.clip_high": "0.28",
+    },
 }
 PICTURES = {"algorithms": ALGORITHMS, "schedules": SCHEDULES}
 
