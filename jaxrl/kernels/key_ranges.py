@@ -3,8 +3,9 @@
 A row whose segments share prefixes is a tree of tokens in depth-first order (visibility.py). A run
 is a sequence of places of which each sees the one before it, as the first branch after a prefix
 does. A query sees the beginning of one run per level of its path in the tree: at level 0 that of a
-run without a parent, at the last level that of its own run, up to itself. Samples of one prompt
-have two levels. Kernels with one range per query attend once per level; the means are combined.
+run without a parent, at the last level that of the run it belongs to, up to itself. Samples of a
+prompt have two levels. Kernels with one range per query attend once per level; the means are
+combined.
 """
 
 from collections.abc import Callable
