@@ -2,18 +2,14 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.packing import empty_batch
-from jaxrl.data.support import to_bits
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import (
     Layout,
@@ -45,6 +41,7 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.lora import split, with_adapters, without_adapters
 from jaxrl.models.spec import abstract_params
+from jaxrl.planner.batch import abstract_batch
 from jaxrl.planner.offload import (
     CRITIC_PROGRAMS,
     IDLE_STATE,
@@ -53,8 +50,8 @@ from jaxrl.planner.offload import (
     uses_weights,
 )
 from jaxrl.planner.rollout_devices import n_copies
-from jaxrl.types import Batch, TrainState, Tree
-from sharding import Rules, bytes_per_device, target_platform
+from jaxrl.types import TrainState, Tree
+from sharding import bytes_per_device, target_platform
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -435,29 +432,3 @@ def _lower_score(
         n_vocab = decoder.V if restricted else 0
         batch = abstract_batch(cfg, layout.rules, role_mesh, n_ranks, n_vocab=n_vocab)
         return score.lower(params, batch)
-
-
-def abstract_batch(
-    cfg: RunConfig,
-    rules: Rules,
-    mesh: jax.sharding.Mesh,
-    n_ranks: int | None = None,
-    *,
-    n_vocab: int = 0,
-) -> Batch:
-    """The run's largest micro-batch, for `n_ranks` data-parallel ranks (default: the mesh's).
-
-    With bitsets of the supports if `n_vocab` is not 0.
-    """
-    rows, row_len = cfg.learner.shapes[-1]
-    n_ranks = n_ranks or math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
-    sharding = jax.sharding.NamedSharding(mesh, rules.spec("batch", "time"))
-
-    def abstract(a: np.ndarray) -> jax.ShapeDtypeStruct:
-        shape = (rows * n_ranks, row_len, *a.shape[2:])
-        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
-
-    batch = empty_batch(1, row_len)
-    if n_vocab:
-        batch = dataclasses.replace(batch, support=to_bits(None, (1, row_len), n_vocab))
-    return jax.tree.map(abstract, batch)
