@@ -9,8 +9,9 @@ score, update and step, although some are computed once (`--shared-prefixes`). I
 lengths such as `prompts=8,n=8,prompt=30,response=16,steps=3` make a workload of random tokens. With
 `--skip-gen` responses are random and the engine is not compiled. `--lora RANK` trains adapters on
 all linear layers instead of all weights; `--merge` merges them into the weights for generation,
-whose time includes the merge. With `--cores 1` all threads run on one core; tokens per CPU-second
-are then comparable on a shared machine.
+whose time includes the merge. `--set KEY=VALUE`, as often as needed, sets any other key of the
+config, such as `--set learner.offload=optimizer`. With `--cores 1` all threads run on one core;
+tokens per CPU-second are then comparable on a shared machine.
 
 Prints one JSON line with medians over the steps after --warm:
 
@@ -68,6 +69,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kl-coef", type=float, default=0.04, help="0 skips reference scoring")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 = full weights")
     parser.add_argument("--merge", action="store_true", help="with --lora: lora.merge")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="sets a key of the config"
+    )
     return parser.parse_args()
 
 
@@ -155,8 +159,9 @@ class Trainer:
         from jaxrl.learner.optimizer import make_optimizer
         from jaxrl.learner.state import init_state
         from jaxrl.learner.step import make_score, make_update
+        from jaxrl.models.config import for_platform
         from jaxrl.models.decoder import decoder_specs
-        from jaxrl.models.files.hf_load import load_model
+        from jaxrl.models.files.hf_load import load_model, model_config
         from jaxrl.models.lora import adapters, add_adapters, split, without_adapters
         from jaxrl.runtime.host_memory import keep_freed_memory
         from sharding import copy_tree
@@ -167,14 +172,17 @@ class Trainer:
         self.cfg, self.scores_reference = cfg, bool(args.kl_coef)
         self.engine, self.stats = None, {}
         self.clock, self.losses = Clock(), []
-        model_cfg, params = load_model(args.model, rules=TRAIN, dtype=args.dtype)
+        placed = for_platform(cfg, model_config(args.model), jax.default_backend())[1]
+        model_cfg, params = load_model(
+            args.model, rules=TRAIN, dtype=args.dtype, stacked=placed.stacked
+        )
         if lora := adapters(cfg.lora, model_cfg):
             params = add_adapters(params, lora, seed=0, rules=TRAIN, dtype=args.dtype)
             model_cfg = params.cfg
         optimizer = make_optimizer(cfg.learner, n_steps, split(decoder_specs(model_cfg))[0])
         self.reference = without_adapters(params) if lora else copy_tree(params)
         self.layout = rollout_layout(cfg, model_cfg, params.embed.dtype)
-        self.state = init_state(params, optimizer)
+        self.state = init_state(params, optimizer, offload="optimizer" in cfg.learner.offload)
         del params
         if not args.skip_gen:
             self.engine = PagedEngine(
@@ -272,6 +280,7 @@ def random_rollouts(i: int, work: dict) -> list:
 
 
 def make_config(args: argparse.Namespace, workload: dict):
+    from jaxrl.config.command_line import override
     from jaxrl.config.resolve import default_config, resolve
 
     prompt_lens = [len(p["ids"]) for s in workload["steps"] for p in s["prompts"]]
@@ -293,6 +302,9 @@ def make_config(args: argparse.Namespace, workload: dict):
     config.learner.remat = args.remat
     config.learner.lr = 1e-5
     config.lora.rank, config.lora.merge = args.lora, args.merge
+    for change in args.set:
+        name, _, text = change.partition("=")
+        override(config, name, text)
     return resolve(config)
 
 
