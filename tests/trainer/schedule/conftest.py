@@ -20,4 +20,4 @@ def config(tiny_config):
 def workers(config, monkeypatch):
     """The rollout workers of runs with `config`, two in the process of the test."""
     config.schedule.mode, config.schedule.rollout_workers = "async", 2
-    return use_local_workers(monkeypatch)
+    return use_local_workers(monkeypatch.setattr)

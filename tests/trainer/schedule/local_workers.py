@@ -3,12 +3,13 @@
 python -m tests.trainer.schedule.local_workers --config=...     as jaxrl.train
 """
 
+import importlib
 import pickle
 import sys
 import types
+from collections.abc import Callable
 
 import jax
-import pytest
 
 from jaxrl import train
 from jaxrl.layout import worker_mesh
@@ -80,24 +81,31 @@ class LocalActors:
         pass
 
 
-def use_local_workers(monkeypatch) -> LocalActors:
-    """Makes runs of this process use LocalActors instead of Ray, each worker on one device."""
-    actors = LocalActors()
-    ray = types.ModuleType("ray")
-    monkeypatch.setattr(ray, "put", lambda value: value, raising=False)
-    monkeypatch.setattr(
+def use_local_workers(patch: Callable[[str, object], None]) -> LocalActors:
+    """Makes runs of this process use LocalActors instead of Ray, each worker on one device.
+
+    `patch` sets the attribute at a path.
+    """
+    actors, ray = LocalActors(), types.ModuleType("ray")
+    ray.__dict__["put"] = lambda value: value
+    patch(
         "jaxrl.trainer.setup.run.connect_to_workers",
         lambda cfg: ray if cfg.schedule.rollout_workers else None,
     )
-    monkeypatch.setattr("jaxrl.trainer.setup.workers.RayActors", actors.open)
-    monkeypatch.setattr("jaxrl.rollout.remote.pool.time", actors.clock)
-    monkeypatch.setattr(
+    patch("jaxrl.trainer.setup.workers.RayActors", actors.open)
+    patch("jaxrl.rollout.remote.pool.time", actors.clock)
+    patch(
         "jaxrl.rollout.remote.worker.worker_mesh",
         lambda cfg, devices: worker_mesh(cfg, jax.local_devices()[-1:]),
     )
     return actors
 
 
-if __name__ == "__main__":
-    use_local_workers(pytest.MonkeyPatch())
+def set_attribute(path: str, value: object) -> None:
+    module, _, name = path.rpartition(".")
+    setattr(importlib.import_module(module), name, value)
+
+
+if __name__ == "__main__":  # without pytest, with which progress is silent
+    use_local_workers(set_attribute)
     sys.exit(train.main())
