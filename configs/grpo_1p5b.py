@@ -1,12 +1,13 @@
-"""GRPO of Qwen2.5-1.5B-Instruct on GSM8K, on one 80 GB GPU or a TPU v5e-8.
+"""GRPO of Qwen2.5-1.5B-Instruct on GSM8K, on a TPU v5e-8.
 
     python -m jaxrl.train --config=configs/grpo_1p5b.py --config.run_dir=runs/grpo_1p5b
 
-Hardware: one GPU of 80 GB, or TPU v5e 2x4 (8 chips of 16 GB). FSDP over all devices.
+Hardware: TPU v5e 2x4 (8 chips of 16 GB), FSDP over all devices. It fits one GPU of 80 GB, too;
+configs/grpo_1p5b_h100.py has the settings for it.
 
 Data: scripts/prepare_gsm8k.py writes GSM8K in verl's schema.
 
-Minutes and result: not measured yet. docs/plans/ has the plan for both machines: memory, and the
+Minutes and result: not measured yet. docs/plans/grpo_1p5b.v5e-2x4.txt is the plan: memory, and the
 time at peak rates.
 """
 

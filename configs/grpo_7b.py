@@ -8,12 +8,15 @@ folder must be on a shared disk.
 Data: parquet in verl's schema. scripts/prepare_gsm8k.py writes GSM8K; MATH needs the same columns
 and data_source "lighteval/MATH". The reward function is chosen by data_source.
 
-Mesh: fsdp 16 x tensor 4; 4 kv heads allow no more.
-The rollout has 16 replicas of 4 devices, which decode the 4096 sequences of a step concurrently.
+Mesh: replica 4 x fsdp 16. Every device has rows of its own, and backward keeps the outputs of all
+matrix products (learner.remat=dots): memory is not short. fsdp 16 x tensor 4 reduces and gathers
+the residual stream in every layer; the gathers of fsdp 64 become all-reduces, which take twice as
+long (docs/LOG.md). The rollout has 16 replicas of 4 devices, as 4 kv heads allow no more; they
+decode the 4096 sequences of a step concurrently.
 
-Minutes and result: not measured yet. By its plan (python -m jaxrl.plan, docs/how_to/planner.md) it
-fits a v5p 4x4x4: at most 7 of 96 GiB per chip plus the KV pages of all sequences, and 67 s or more
-per step at the chips' peak rates.
+Minutes and result: not measured yet. By its plan (docs/plans/grpo_7b.v5p-4x4x4.txt) an update needs
+61 of 96 GiB per chip, next to 14 GiB of KV pages for all sequences. A step takes 61 s or more at
+the chips' peak rates, and 77 s with kernels one after the other.
 """
 
 from ml_collections import ConfigDict
@@ -24,5 +27,9 @@ from configs.bases.math_grpo import math_grpo
 def get_config() -> ConfigDict:
     config = math_grpo()
     config.name = "grpo_7b"
-
+    config.mesh.replica = 4
+    config.mesh.fsdp = 16
+    config.mesh.tensor = 1
+    config.rollout.tensor = 4
+    config.learner.remat = "dots"
     return config

@@ -2,14 +2,16 @@
 
     python scripts/plan_golden.py [NAME ...]    (default: all; the large ones take minutes each)
 
-Prints each table and writes docs/plans/NAME.txt and NAME.json. It needs the TPU and CUDA compilers
-for the TPU and GPU plans (see jaxrl/planner/topology.py). Example output:
+Prints each table and writes docs/plans/NAME.txt and NAME.json. SMALL are programs of two layers for
+the devices of one host, whose numbers are written to tests/planner/plans/NAME.json. It needs the
+TPU and CUDA compilers for the TPU and GPU plans (see jaxrl/planner/topology.py). Example output:
 
     cpu:2: CPU core, 11.77 GiB per device, mesh fsdp 2; sequences of 64 + 16 tokens
     ...
     step at peak rates: 32.5 s, 158 tokens/s
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -23,15 +25,19 @@ import jax
 from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
+from jaxrl.planner.compilation import compile_programs
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.programs import Lengths
+from jaxrl.planner.programs import Lengths, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.topology import topology
+from sharding import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "plans"
+SMALL_FOLDER = ROOT / "tests" / "planner" / "plans"
 BOBA_LENGTHS = Lengths(prompt=256, response=14000)
+SHORT_ROWS = {"learner.token_budget": "4096"}
 STACKED = {"model.layers": "stacked"}  # compiles in a tenth of the time
 LENGTHS = {  # of an average sequence, where it is not the longest
     "boba_1p5b.h100-8": BOBA_LENGTHS,
@@ -44,9 +50,9 @@ PLANS = {  # name -> config, topology, overrides
         "cpu:2",
         {"model.layers": "stacked", "learner.halvings": "0"},
     ),
-    "grpo_1p5b.h100-1": ("grpo_1p5b", "h100:1", {}),
+    "grpo_1p5b_h100.h100-1": ("grpo_1p5b_h100", "h100:1", {}),
     "grpo_1p5b.v5e-2x4": ("grpo_1p5b", "v5e:2x4", {}),
-    "grpo_7b_h100.h100-64": ("grpo_7b_h100", "h100:64", STACKED),
+    "grpo_7b_h100.h100-64": ("grpo_7b_h100", "h100:64", {}),
     "grpo_7b.v5p-4x4x4": ("grpo_7b", "v5p:4x4x4", {}),
     "grpo_70b_longctx.v5p-4x8x8": ("grpo_70b_longctx", "v5p:4x8x8", {}),
     "boba_1p5b.h100-8": ("boba_1p5b", "h100:8", {"mesh.replica": "1"} | STACKED),
@@ -62,10 +68,26 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
 }
 
+# Two layers on devices of one host, with the same axes as the whole plan: name -> as in PLANS.
+SMALL = {
+    "small_7b.v5p-2x2x1": (
+        "grpo_7b",
+        "v5p:2x2x1",
+        {"mesh.replica": "2", "mesh.fsdp": "2", "rollout.tensor": "2"} | SHORT_ROWS,
+    ),
+    "small_7b_h100.h100-8": (
+        "grpo_7b_h100",
+        "h100:8",
+        {"mesh.replica": "2", "mesh.fsdp": "4"} | SHORT_ROWS,
+    ),
+}
+SMALL_LAYERS = 2
+SMALL_PROGRAMS = ("accumulate", "decode")
+
 
 def config_of(name: str) -> RunConfig:
-    """The run of one of PLANS."""
-    file, machine_name, overrides = PLANS[name]
+    """The run of one of PLANS or SMALL."""
+    file, machine_name, overrides = (PLANS | SMALL)[name]
     config = load_config(str(ROOT / "configs" / f"{file}.py"))
     for key, text in overrides.items():
         override(config, key, text)
@@ -96,13 +118,41 @@ def numbers(plan: Plan) -> dict:
     return found
 
 
+def work_of(name: str) -> dict:
+    """What each program of one of SMALL does on a device: {program: {number: value}}. No times."""
+    cfg, machine = config_of(name), topology(SMALL[name][1])
+    decoder = dataclasses.replace(model_shape(cfg.model.path), L=SMALL_LAYERS)
+    with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
+        run = run_programs(cfg, decoder, machine.chip.memory_bytes)
+        run.table.lower = {program: run.table.lower[program] for program in SMALL_PROGRAMS}
+        lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+        programs = compile_programs(run, lengths, machine)
+    return {
+        program: {
+            "temp_bytes": found.temp_bytes,
+            "flops": found.cost.total_flops,
+            "bytes_accessed": found.cost.bytes_accessed,
+            "collective_bytes": {
+                kind: one["bytes"] for kind, one in found.cost.collectives_by_kind().items()
+            },
+        }
+        for program, found in programs.items()
+    }
+
+
 def main() -> None:
     if "-h" in sys.argv or "--help" in sys.argv:
-        print(f"{__doc__}\nnames: {', '.join(PLANS)}")
+        print(f"{__doc__}\nnames: {', '.join(PLANS | SMALL)}")
         return
     jax.config.update("jax_num_cpu_devices", 8)
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or PLANS:
+    SMALL_FOLDER.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or PLANS | SMALL:
+        if name in SMALL:
+            text = json.dumps(work_of(name), indent=1)
+            (SMALL_FOLDER / f"{name}.json").write_text(f"{text}\n")
+            print(text, flush=True)
+            continue
         plan = plan_of(name)
         table = as_text(plan)
         (FOLDER / f"{name}.txt").write_text(f"$ {command(name)}\n{table}")
