@@ -120,6 +120,9 @@ def test_results_do_not_depend_on_the_other_adapters_of_a_batch(llama):
         ("llama", ADAPTERS[0]),
         ("llama", LoRA(4, 8.0, targets=(*ALL, "embed_tokens", "lm_head"))),
         ("qwen3_moe", LoRA(4, 6.0, targets=ALL)),  # a scale of 1.5
+        ("qwen2", ADAPTERS[0]),
+        ("gemma2", ADAPTERS[0]),
+        ("llama", LoRA(4, 8.0, targets=ALL, dora=True)),
     ],
     ids=str,
 )
