@@ -352,6 +352,22 @@ CRITIC_OFFLOAD = (("critic.fsdp_config.param_offload", "critic"),)
 REWARD_MODEL_OFFLOAD = (("reward_model.model.fsdp_config.param_offload", "reward_model"),)
 
 
+def recomputation(found: Migration) -> None:
+    megatron = ACTOR + "megatron.override_transformer_config.recompute_"
+    granularity, method = found.get(megatron + "granularity"), found.get(megatron + "method")
+    n_layers = found.get(megatron + "num_layers", 0)
+    if not found.get(MODEL + "enable_gradient_checkpointing", True):
+        found.config["learner.remat"] = "none"
+    elif found.get(MODEL + "enable_activation_offload", False):
+        found.config["learner.remat"] = "offload"
+    elif granularity == "selective":
+        found.config["learner.remat"] = "dots"
+    elif granularity == "full" and n_layers and (method == "block" or n_layers > 1):
+        found.config["learner.remat"] = (
+            f"full?{'first' if method == 'block' else 'group'}={n_layers}"
+        )
+
+
 def optimizer(found: Migration) -> None:
     betas = found.get(ACTOR + "optim.betas")
     if betas:
@@ -386,10 +402,7 @@ def optimizer(found: Migration) -> None:
         if found.get(name) and ours not in offload:
             offload.append(ours)
     found.config["learner.offload"] = tuple(offload)
-    if not found.get(MODEL + "enable_gradient_checkpointing", True):
-        found.config["learner.remat"] = "none"
-    elif found.get(MODEL + "enable_activation_offload", False):
-        found.config["learner.remat"] = "offload"
+    recomputation(found)
     size = found.get(ACTOR + "fsdp_config.fsdp_size", -1)
     if size > 0:
         found.config["mesh.fsdp"] = size

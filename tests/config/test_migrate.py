@@ -216,6 +216,21 @@ UNSUPPORTED = (
 )
 
 
+@pytest.mark.parametrize(
+    ("granularity", "method", "n_layers", "remat"),
+    [
+        ("full", "block", 8, "full?first=8"),
+        ("full", "uniform", 4, "full?group=4"),
+        ("selective", None, None, "dots"),
+    ],
+)
+def test_recomputation_of_megatron_is_translated(granularity, method, n_layers, remat):
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_"
+    values = {"granularity": granularity, "method": method, "num_layers": n_layers}
+    found = migrate({prefix + name: value for name, value in values.items()})
+    assert found.config["learner.remat"] == remat
+
+
 def test_arguments_of_the_chat_template_are_translated():
     found = migrate({"data.apply_chat_template_kwargs.enable_thinking": False})
     text = config_file(found.config, "verl.yaml")
