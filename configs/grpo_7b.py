@@ -8,7 +8,7 @@ folder must be on a shared disk.
 Data: parquet in verl's schema. scripts/prepare_gsm8k.py writes GSM8K; MATH needs the same columns
 and data_source "lighteval/MATH". The reward function is chosen by data_source.
 
-Mesh: replica 4 x fsdp 16. Every device has separate rows, and backward keeps the outputs of all
+Mesh: replica 4 x fsdp 16. No two devices share a row, and backward keeps the outputs of all
 matrix products (learner.remat=dots): memory is not short. fsdp 16 x tensor 4 reduces and gathers
 the residual stream in every layer; the gathers of fsdp 64 become all-reduces, which take twice as
 long (docs/LOG.md). The rollout has 16 replicas of 4 devices, as 4 kv heads allow no more; they
