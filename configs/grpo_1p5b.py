@@ -2,8 +2,8 @@
 
     python -m jaxrl.train --config=configs/grpo_1p5b.py --config.run_dir=runs/grpo_1p5b
 
-Hardware: TPU v5e 2x4 (8 chips of 16 GB), FSDP over all devices. It fits one GPU of 80 GB, too;
-configs/grpo_1p5b_h100.py has the settings for it.
+Hardware: TPU v5e 2x4 (8 chips of 16 GB), FSDP over all devices; the rollout has 4 replicas of 2
+devices. configs/grpo_1p5b_h100.py has the settings for one GPU of 80 GB.
 
 Data: scripts/prepare_gsm8k.py writes GSM8K in verl's schema.
 
@@ -20,5 +20,6 @@ def get_config() -> ConfigDict:
     config = gsm8k_grpo()
     config.name = "grpo_1p5b"
     config.total_epochs = 10
+    config.rollout.tensor = 2
     config.checkpoint.every = 20
     return config

@@ -17,5 +17,6 @@ from configs.grpo_1p5b import get_config as grpo_1p5b
 def get_config() -> ConfigDict:
     config = grpo_1p5b()
     config.name = "grpo_1p5b_h100"
+    config.rollout.tensor = 1
     config.learner.remat = "none"
     return config

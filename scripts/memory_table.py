@@ -1,7 +1,7 @@
 """Prints the compiled memory of an update under memory settings, as a Markdown table.
 
-    python scripts/memory_table.py --topology=h100:1 --config=configs/grpo_1p5b.py \\
-        "" learner.remat=offload "learner.remat=offload learner.offload=optimizer,reference"
+    python scripts/memory_table.py --topology=h100:1 --config=configs/grpo_1p5b_h100.py \\
+        learner.remat=full learner.remat=offload "learner.remat=full learner.offload=optimizer"
 
 A row is a set of keys, separated by spaces. Everything else is the config, which takes further
 `--config.KEY=VALUE` options. Only the programs of the update are compiled; `python -m jaxrl.plan`
