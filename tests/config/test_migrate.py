@@ -231,6 +231,14 @@ def test_recomputation_of_megatron_is_translated(granularity, method, n_layers, 
     assert found.config["learner.remat"] == remat
 
 
+def test_a_virtual_pipeline_of_megatron_is_an_interleaved_one():
+    name = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
+    config = migrate({name: 2}).config
+    assert config["learner.pipeline_schedule"] == "interleaved"
+    assert config["learner.pipeline_chunks"] == 2
+    assert "learner.pipeline_schedule" not in migrate({name: None}).config
+
+
 def test_arguments_of_the_chat_template_are_translated():
     found = migrate({"data.apply_chat_template_kwargs.enable_thinking": False})
     text = config_file(found.config, "verl.yaml")

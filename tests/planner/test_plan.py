@@ -174,7 +174,10 @@ def test_adapters_alone_have_moments_and_the_base_is_the_reference():
     assert 0 <= parts.resident["opt_state"] - 2 * 4 * adapters <= 16
     assert "ref" in full.resident and "ref" not in parts.resident
     counted = parts.table.counted_state
-    assert counted["accumulate"] == ("params", "base") and counted["reference"] == ("base",)
+    assert counted["accumulate"] == ("params", "base")
+    assert counted["reference"] == ("ref_aliased",)  # training's base
+    assert parts.role_weights["ref_aliased"] == parts.resident["base"]
+    assert not parts.role_weights["ref_copied"]
     assert counted["apply"] == ("params", "opt_state")
 
 
