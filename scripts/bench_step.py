@@ -58,9 +58,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=1, help="warm-up steps, not counted")
     parser.add_argument("--cores", type=int, default=0, help="number of cores to use; 0 = all")
     parser.add_argument("--token-budget", type=int, default=1024, help="learner.token_budget")
-    parser.add_argument(
-        "--buckets", type=int, nargs="*", default=(), help="learner.buckets, row lengths in tokens"
-    )
     parser.add_argument("--skip-gen", action="store_true", help="random responses, no engine")
     parser.add_argument("--segment-align", type=int, default=64, help="learner.segment_align")
     parser.add_argument(
@@ -299,7 +296,6 @@ def make_config(args: argparse.Namespace, workload: dict):
     config.rollout.max_num_batched_tokens = 1024
     config.algorithm.kl_coef = args.kl_coef
     config.learner.token_budget = args.token_budget
-    config.learner.buckets = tuple(args.buckets)
     config.learner.segment_align = args.segment_align
     config.learner.shared_prefixes = args.shared_prefixes
     config.learner.halvings = args.halvings
