@@ -208,7 +208,7 @@ class Trainer:
         n_response, n_all = sum(lens), n_prompt + sum(lens)
         with self.clock.phase("step", n_all):
             if self.engine is None:
-                rollouts = random_rollouts(i, work)
+                rollouts = random_rollouts(i, work, self.state.params.cfg.V)
             else:
                 with self.clock.phase("gen", n_response):
                     rollouts = self.generate(self.engine, i, work, lens)
@@ -263,7 +263,7 @@ class Trainer:
         return mini_batches
 
 
-def random_rollouts(i: int, work: dict) -> list:
+def random_rollouts(i: int, work: dict, n_vocab: int) -> list:
     """Rollouts of random tokens with the prompts and lengths of step `i`."""
     from jaxrl.types import Prompt, Rollout
 
@@ -271,7 +271,8 @@ def random_rollouts(i: int, work: dict) -> list:
     for j, (prompt, lens) in enumerate(zip(work["prompts"], work["resp_len"], strict=True)):
         given = Prompt(j, (), np.array(prompt["ids"], np.int32), "")
         for sample, n in enumerate(lens):
-            tokens, logp = rng.integers(5, 5000, n).astype(np.int32), np.full(n, -2.0, np.float32)
+            tokens = rng.integers(5, min(5000, n_vocab), n).astype(np.int32)
+            logp = np.full(n, -2.0, np.float32)
             mask, versions = np.ones(n, bool), np.full(n, i, np.int32)
             rollouts.append(
                 Rollout(given, sample, tokens, logp, mask, versions=versions, finish="length")
