@@ -35,5 +35,6 @@ def get_config() -> ConfigDict:
     config.rollout.tensor = 4
     config.rollout.expert = 2
 
+    config.learner.xla = ("overlap",)  # on TPU: collectives on the SparseCores
     config.learner.token_budget = 4096  # leaves memory for the exchange of tokens and experts
     return config

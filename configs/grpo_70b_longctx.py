@@ -8,7 +8,8 @@ Data: parquet in verl's schema with long solutions, for example DAPO-Math-17k.
 
 Mesh: fsdp 4 x sequence 8 x tensor 8. Each device holds 4k tokens of a row; in attention 64 devices
 share the 64 heads (Ulysses), and 8 kv heads allow no larger tensor axis. The rollout has 32
-replicas of 8 devices. Backward keeps the outputs of all matrix products, 9 GiB.
+replicas of 8 devices. Backward keeps the outputs of all matrix products, 9 GiB. The chips'
+SparseCores run a part of the collectives while the TensorCores compute (learner.xla=overlap).
 
 Minutes and result: not measured. docs/plans/ has the plan: memory, and the time at peak rates.
 """
@@ -42,6 +43,7 @@ def get_config() -> ConfigDict:
 
     config.learner.token_budget = 32768
     config.learner.remat = "dots"
+    config.learner.xla = ("overlap",)
     config.learner.buckets = (32768,)
 
     config.reward.functions = ("math",)

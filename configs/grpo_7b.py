@@ -12,7 +12,8 @@ Mesh: replica 4 x fsdp 16. No two devices share a row, and backward keeps the ou
 matrix products (learner.remat=dots): memory is not short. fsdp 16 x tensor 4 reduces and gathers
 the residual stream in every layer; the gathers of fsdp 64 become all-reduces, which take twice as
 long (docs/LOG.md). The rollout has 16 replicas of 4 devices, as 4 kv heads allow no more; they
-decode the 4096 sequences of a step concurrently.
+decode the 4096 sequences of a step concurrently. The chips' SparseCores run the collectives while
+the TensorCores compute (learner.xla=overlap).
 
 Minutes and result: not measured yet. By its plan (docs/plans/grpo_7b.v5p-4x4x4.txt) an update needs
 61 of 96 GiB per chip, next to 14 GiB of KV pages for all sequences. A step takes 61 s or more at
@@ -32,4 +33,5 @@ def get_config() -> ConfigDict:
     config.mesh.tensor = 1
     config.rollout.tensor = 4
     config.learner.remat = "dots"
+    config.learner.xla = ("overlap",)
     return config

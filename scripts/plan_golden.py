@@ -60,7 +60,7 @@ PLANS = {  # name -> config, topology, overrides
     "boba_7b.v5p-4x4x4": (
         "boba_7b",
         "v5p:4x4x4",
-        {"mesh.replica": "1", "mesh.fsdp": "64"} | STACKED,
+        {"mesh.replica": "1", "mesh.fsdp": "64", "learner.xla": "('overlap',)"} | STACKED,
     ),
     "boba_1p5b.h100-128": ("boba_1p5b", "h100:128", {}),
     "boba_7b.h100-192": ("boba_7b", "h100:192", {}),

@@ -4,9 +4,23 @@ from collections.abc import Sequence
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 
-# An error of the TPU compiler on every chip but v5e, together with asynchronous all-gathers.
+V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"
 GATHER_FUSION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-V5E = "TPU v5 lite"
+# The SparseCores of a chip run its collectives while its TensorCores compute. A gather over devices
+# in a line, a plane or a cube has an option each. v7x does it without them.
+SPARSE_CORES = [
+    f"xla_tpu_enable_sparse_core_collective_offload_{collective}"
+    for collective in (
+        "all_gather",
+        "2d_all_gather",
+        "3d_all_gather",
+        "reduce_scatter",
+        "nd_reduce_scatter",
+        "all_reduce",
+    )
+]
+# Options that are errors of the compiler, or useless, on other chips of TPU.
+CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, (V5P, V6E))
 
 # overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
 # weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).
@@ -21,6 +35,7 @@ SETS: dict[str, dict[str, dict[str, bool | int | str]]] = {
             "xla_tpu_overlap_compute_collective_tc": True,
             "xla_enable_async_all_gather": True,
             "xla_enable_async_collective_permute": True,
+            **dict.fromkeys(SPARSE_CORES, True),
         },
         "gpu": {
             "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -62,9 +77,10 @@ def compiler_options(
         if equals:
             options[option] = _value(value)
         elif name in SETS:
-            known = device_kind == V5E or platform != "tpu"
             options |= {
-                k: v for k, v in SETS[name][platform].items() if known or k != GATHER_FUSION
+                option: value
+                for option, value in SETS[name][platform].items()
+                if device_kind in CHIPS.get(option, (device_kind,))
             }
         else:
             raise ValueError(

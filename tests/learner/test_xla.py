@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.learner.step import make_score
-from jaxrl.learner.xla import GATHER_FUSION, SETS, compiler_options
+from jaxrl.learner.xla import CHIPS, GATHER_FUSION, SETS, SPARSE_CORES, compiler_options
 from sharding import TRAIN
 from tests.learner.tiny_policy import batches, new_params, rollouts, run_config
 
@@ -51,11 +51,15 @@ def score_arguments():
     return new_params(), batches(rollouts(2), row_len=32, token_budget=32)[0]
 
 
-def test_only_v5e_fuses_gathers():
-    """Other chips' compilers refuse the fusion together with asynchronous gathers."""
-    v5e = compiler_options(("overlap",), "tpu", "TPU v5 lite")
-    assert v5e.pop(GATHER_FUSION) is True
-    assert compiler_options(("overlap",), "tpu", "TPU v5") == v5e
+def test_chips_overlap_collectives_each_in_its_way():
+    """v5e fuses gathers into products, an error on other chips; v5p and v6e have SparseCores."""
+
+    def special(chip: str) -> set[str]:
+        return CHIPS.keys() & compiler_options(("overlap",), "tpu", chip)
+
+    assert special("TPU v5 lite") == {GATHER_FUSION}
+    assert special("TPU v5") == special("TPU v6 lite") == set(SPARSE_CORES)
+    assert special("TPU v4") == special("TPU7x") == set()
     by_name = compiler_options(("overlap", f"{GATHER_FUSION}=true"), "tpu", "TPU v5")
     assert by_name[GATHER_FUSION] is True
 

@@ -28,9 +28,9 @@ COLLECTIVES = (
 )
 FREE_OPCODES = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "domain", "copy-done", "iota",
+    "replica-id", "opt-barrier", "domain", "copy-done", "iota", "custom-call-start",
 }  # fmt: skip
-CALL_OPCODES = ("call", "async-start")
+CALL_OPCODES = ("call", "async-start", "call-start", "custom-call-update")
 
 
 @dataclasses.dataclass
@@ -108,8 +108,7 @@ class _CostVisitor:
             elif one.opcode == "conditional":
                 steps += self._conditional(one, times, loops)
             elif one.opcode in CALL_OPCODES:
-                called = one.called("to_apply") or one.called("calls") or ""
-                steps += _started(one, self.computation(called, times, loops))
+                steps += _started(one, self.computation(_called(one, inside), times, loops))
             elif one.opcode in ("fusion", "fusion-start"):
                 work = _Work(bytes=self._fusion_bytes(one, inside))
                 self._fused(one.called("calls") or "", times, loops, work)
@@ -244,9 +243,20 @@ class _CostVisitor:
         return total + sum(written)
 
 
+def _called(call: Instruction, inside: Computation) -> str:
+    """The computation of a call.
+
+    The start of a custom call on a SparseCore of TPU only loads the program, which names it; the
+    update that follows passes the operands.
+    """
+    if call.opcode == "custom-call-update":
+        return inside.instructions[call.operands[0]].called_list("called_computations")[0]
+    return call.called("to_apply") or call.called("calls") or ""
+
+
 def _started(one: Instruction, steps: list[Step]) -> list[Step]:
     """The steps of a called computation; an asynchronous one ends at the call's own end."""
-    if one.opcode != "async-start":
+    if one.opcode == "call":
         return steps
     steps = [step for step in steps if not isinstance(step, Done)]
     return [Start(one.name, s.collective) if isinstance(s, Start) else s for s in steps]

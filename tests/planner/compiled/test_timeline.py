@@ -89,6 +89,52 @@ ENTRY %main (x: f32[2], w: f32[4]) -> f32[4] {
     )
 
 
+def test_a_collective_on_a_sparse_core_runs_from_its_update_to_its_end():
+    """A gather of rows counts as the rows that it reads, like every kernel."""
+    text = """
+%rows (p: f32[1000,2], i: s32[4]) -> f32[4,2] {
+  %p.1 = f32[1000,2]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  ROOT %r = f32[4,2]{1,0} gather(%p.1, %i), slice_sizes={1,2}
+}, execution_thread="sparsecore"
+
+%offload (p: f32[1000,2], i: s32[4]) -> f32[4,2] {
+  %p.2 = f32[1000,2]{1,0} parameter(0)
+  %i.1 = s32[4]{0} parameter(1)
+  %c = ((f32[1000,2], s32[4]), f32[4,2], u32[]) call-start(%p.2, %i.1), to_apply=%rows
+  ROOT %d.1 = f32[4,2]{1,0} call-done(%c)
+}, execution_thread="sparsecore"
+
+%gather (p: f32[2]) -> f32[4] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %g = f32[4]{0} all-gather(%p), replica_groups=mesh['fsdp'=2] {'fsdp'}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[2], w: f32[4], table: f32[1000,2], ids: s32[4]) -> f32[4] {
+  %x = f32[2]{0} parameter(0)
+  %w = f32[4]{0} parameter(1)
+  %table = f32[1000,2]{1,0} parameter(2)
+  %ids = s32[4]{0} parameter(3)
+  %o = ((), (), s32[8]{0}) custom-call-start(), called_computations={%offload}
+  %v = ((f32[1000,2], s32[4]), f32[4,2], s32[8]{0}) custom-call-update(%o, %table, %ids)
+  %e = f32[4,2]{1,0} custom-call-done(%v)
+  %s = ((), (), s32[8]{0}) custom-call-start(), called_computations={%gather}
+  %a = f32[4]{0} negate(%w)
+  %u = ((f32[2]{0}), f32[4]{0}, s32[8]{0}) custom-call-update(%s, %x)
+  %b = f32[4]{0} negate(%w)
+  %d = f32[4]{0} custom-call-done(%u)
+  ROOT %y = f32[4]{0} add(%d, %b)
+}
+"""
+    cost = program_cost(text)
+    kinds = [type(step).__name__ for step in cost.steps]
+    assert kinds == ["Kernel", "Done", "Kernel", "Start", "Kernel", "Done", "Kernel"]
+    assert cost.collectives_by_kind() == {"all-gather": {"count": 1, "bytes": 16}}
+    # Rows and ids, two negations, the gather of the weight, the sum.
+    assert cost.bytes_accessed == (2 * 32 + 16) + 2 * 32 + (8 + 16) + 48
+    assert times(cost.steps, CHIP).exposed_s == pytest.approx({"all-gather": 8.0 - 3.2})
+
+
 def test_a_collective_that_a_tpu_splits_over_fusions_ends_in_the_last():
     text = """
 %start (p: bf16[8]) -> (bf16[8], bf16[32]) {
