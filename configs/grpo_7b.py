@@ -17,7 +17,7 @@ the TensorCores compute (learner.xla=overlap).
 
 Minutes and result: not measured yet. By its plan (docs/plans/grpo_7b.v5p-4x4x4.txt) an update needs
 61 of 96 GiB per chip, next to 14 GiB of KV pages for all sequences. A step takes 61 s or more at
-the chips' peak rates, and 77 s with kernels one after the other.
+the chips' peak rates, and 71 s with kernels one after the other.
 """
 
 from ml_collections import ConfigDict

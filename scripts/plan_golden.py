@@ -26,6 +26,7 @@ from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.compilation import compile_programs
+from jaxrl.planner.compiled.timeline import Loop, times
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, run_programs
@@ -119,7 +120,11 @@ def numbers(plan: Plan) -> dict:
 
 
 def work_of(name: str) -> dict:
-    """What each program of one of SMALL does on a device: {program: {number: value}}. No times."""
+    """What each program of one of SMALL does on a device: {program: {number: value}}.
+
+    `covered` is the share of the time of all-gathers in which kernels run, and of those in loops,
+    which gather the weights of stacked layers. No other times.
+    """
     cfg, machine = config_of(name), topology(SMALL[name][1])
     decoder = dataclasses.replace(model_shape(cfg.model.path), L=SMALL_LAYERS)
     with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
@@ -134,6 +139,13 @@ def work_of(name: str) -> dict:
             "bytes_accessed": found.cost.bytes_accessed,
             "collective_bytes": {
                 kind: one["bytes"] for kind, one in found.cost.collectives_by_kind().items()
+            },
+            "covered": {
+                part: round(times(steps, machine.chip).covered("all-gather"), 3)
+                for part, steps in (
+                    ("all", found.cost.steps),
+                    ("loops", [step for step in found.cost.steps if isinstance(step, Loop)]),
+                )
             },
         }
         for program, found in programs.items()

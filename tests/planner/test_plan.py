@@ -842,9 +842,14 @@ def test_plans_for_absent_devices_match_the_docs(name, compiler):
 def test_two_layers_for_absent_devices_do_the_work_that_they_did(name, compiler):
     """Temporaries, FLOPs, HBM traffic and bytes of collectives, within 5 %.
 
+    Weights are gathered while kernels run: those of stacked layers on v5p with learner.xla=overlap,
+    and on H100 without it. The tables, half of the weights of two layers, have nothing to wait for.
     python scripts/plan_golden.py NAME writes the file, after a change that is meant.
     """
     pytest.importorskip(compiler)
     script = golden_script()
     kept = json.loads((script.SMALL_FOLDER / f"{name}.json").read_text())
-    assert_close(kept, json.loads(json.dumps(script.work_of(name))))
+    found = json.loads(json.dumps(script.work_of(name)))
+    assert_close(kept, found)
+    covered = found["accumulate"]["covered"]
+    assert covered["loops"] > 0.8 if compiler == "libtpu" else covered["all"] > 0.6
