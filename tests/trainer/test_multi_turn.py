@@ -366,7 +366,13 @@ def test_a_run_with_failed_episodes_trains_on_the_others(env_config, name, on_er
         assert line.get("reward/mean", 0.0) == pytest.approx(np.mean(valid or [0.0]), abs=1e-6)
 
 
-def test_an_engine_spanning_processes_rejects_environments(env_config, monkeypatch):
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_engine_spanning_processes_rejects_environments_and_partial(
+    env_config, monkeypatch, partial
+):
+    if partial:
+        env_config.env.name, env_config.schedule.mode = "", "partial"
+        env_config.reward.functions = ("math",)
     cfg = resolve(env_config)
     check_independent_engines(cfg, Layout(TRAIN, None, {}, jnp.dtype("float32")))
     monkeypatch.setattr("sharding.hosts.n_processes", lambda: 2)

@@ -46,7 +46,8 @@ class SyncSource:
 class PartialSource:
     """Groups whose unfinished responses continue under new weights (mode = "partial").
 
-    Generation and training use the same devices in turn. Rewards are computed during both.
+    Generation and training use the same devices in turn. Rewards are computed during both. Each
+    process generates its share of every batch.
     """
 
     def __init__(self, generator: GroupGenerator):
@@ -54,7 +55,7 @@ class PartialSource:
 
     def next_batch(self, run: Run, draw: int) -> Scored:
         core, generator, engine = run.core, self.generator, run.engines.engine
-        start, check = time.perf_counter(), core.stop.check
+        start = time.perf_counter()
         if core.saved_at == core.step:
             self.release_engine()  # a run that resumes from this checkpoint has no KV either
         engine.take_stats()
@@ -64,6 +65,7 @@ class PartialSource:
             run.engines.layout.weights(core.state.params, core.timed("reshard")) as params,
             core.timed("gen"),
             core.progress.phase("rollout", total=generator.buffer.batch_size) as bar,
+            core.stop.agreed() as check,
         ):
 
             def on_dispatch() -> None:
@@ -73,10 +75,10 @@ class PartialSource:
             generator.begin(core.step, core.step)
             batch = generator.generate(params, core.step, on_dispatch)
         waited_s, stats = time.perf_counter() - start, engine.take_stats()
-        with core.timed("reward"):
+        with core.timed("reward"), core.stop.agreed() as check:
             generator.wait_for_rewards(batch, check)
         metrics = generator.take_metrics() | {"buffer/waited_s": waited_s}
-        return scored_shares(run, [Share.of(batch, stats, waited_s, metrics)])
+        return scored_shares(run, hosts.gather(Share.of(batch, stats, waited_s, metrics)))
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         run.core.iterator.mark_solved(ids)
@@ -86,7 +88,8 @@ class PartialSource:
         self.generator.stream.release()
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
-        return self.generator.snapshot().json
+        snapshot = self.generator.snapshot()
+        return lambda: {"processes": hosts.gather(snapshot.json())}
 
 
 class AsyncSource:

@@ -78,8 +78,7 @@ def make_engines(
     environments: EnvironmentPool | Agents | None,
 ) -> Engines:
     """The engine with everything else that a rollout needs."""
-    if environments is not None:
-        check_independent_engines(cfg, layout)
+    check_independent_engines(cfg, layout)
     return Engines(
         layout=layout,
         engine=engine,
@@ -121,13 +120,22 @@ def episode_tool_format(
 
 
 def check_independent_engines(cfg: RunConfig, layout: Layout | RemoteWeights) -> None:
-    """Raises AgreedError if one engine spans several processes in a run with environments."""
-    if hosts.n_processes() > 1 and not layout.per_process:
-        raise hosts.AgreedError(
+    """Raises AgreedError if one engine spans several processes, and the run cannot use it."""
+    if hosts.n_processes() == 1 or layout.per_process:
+        return
+    if cfg.env.episodes:
+        reason = (
             f"{cfg.env.episodes!r}: environments and agents reply to the processes at different "
-            "times, but one engine over all of them decodes in lock-step; set "
-            "config.rollout.engines='process' and a mesh that allows it"
+            "times"
         )
+    elif cfg.schedule.mode == "partial":
+        reason = "config.schedule.mode='partial': each process generates its share of the prompts"
+    else:
+        return
+    raise hosts.AgreedError(
+        f"{reason}, but one engine over all of them decodes in lock-step; set "
+        "config.rollout.engines='process' and a mesh that allows it"
+    )
 
 
 def make_engine(

@@ -27,7 +27,6 @@ def _process_errors(cfg: RunConfig, n: int) -> list[str]:
     """What of a schedule other than sync does not work in `n` processes."""
     schedule, n_prompts = cfg.schedule, cfg.data.prompts_per_step
     refused = [
-        (schedule.mode == "partial", "schedule.mode='partial'", "schedule.mode='async' or 'sync'"),
         (schedule.order == "arrival", "schedule.order='arrival'", "schedule.order='prompt'"),
         (cfg.rollout.engines == "mesh", "rollout.engines='mesh'", "rollout.engines='process'"),
     ]

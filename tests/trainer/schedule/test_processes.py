@@ -1,13 +1,20 @@
 """Schedules of several processes, one generator each, on a toy engine."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jaxrl.config import default_config, resolve
 from jaxrl.rollout.engines import merge_metrics
+from jaxrl.runtime.signals import Interrupted, StopFlag
+from jaxrl.trainer.run import Run
+from jaxrl.trainer.schedule.source import PartialSource
 from jaxrl.trainer.setup.source import check_processes
 from sharding import hosts
 from tests.trainer.schedule.test_generator import CASE, drawn, make_generator
@@ -102,6 +109,93 @@ def test_only_the_first_processes_generate_if_there_are_fewer_workers(generators
     assert steps == [step(pairs, i) for i in range(6)]
 
 
+class Threads:
+    """Threads in place of processes: `run` gives the result or the error of each."""
+
+    def __init__(self, monkeypatch, n):
+        self.n, self.local, self.barrier = n, threading.local(), threading.Barrier(n, timeout=60)
+        self.values = [None] * n
+        monkeypatch.setattr(hosts, "n_processes", lambda: n)
+        monkeypatch.setattr(hosts, "process_id", lambda: self.local.i)
+        monkeypatch.setattr(hosts, "gather", self.gather)
+
+    def gather(self, value):
+        self.values[self.local.i] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def run(self, function):
+        def one(i):
+            self.local.i = i
+            try:
+                return function(i)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.n) as threads:
+            return list(threads.map(one, range(self.n)))
+
+
+def fake_run(engine, step):
+    """What PartialSource uses of a run whose weights are the number of the step."""
+
+    def block(value=None):
+        return lambda *args, **kwargs: contextlib.nullcontext(value)
+
+    progress = types.SimpleNamespace(phase=block(types.SimpleNamespace(update=lambda n: None)))
+    core = types.SimpleNamespace(
+        stop=StopFlag(),
+        step=step,
+        saved_at=-1,
+        state=types.SimpleNamespace(params=step),
+        progress=progress,
+        timed=block(),
+        no_compile=block(),
+    )
+    engines = types.SimpleNamespace(
+        engine=engine, layout=types.SimpleNamespace(weights=block(step))
+    )
+    run = object.__new__(Run)
+    vars(run).update(core=core, engines=engines, reward_model=None)
+    return run
+
+
+def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
+    expected, n_samples = drawn(BATCHES, 4), CASE.n * BATCHES.prompts_per_step
+    threads = Threads(monkeypatch, 2)
+
+    def process(i):
+        source = PartialSource(make_generator(BATCHES, BATCHES.seed + i))
+        engine, found, errors = source.generator.stream.engine, [], []
+        for number in range(4):
+            scored, metrics = source.next_batch(fake_run(engine, number), 0)
+            found.append([one.rollout.prompt.id for one in scored])
+            assert metrics["staleness/max"] <= 2 and len(scored) == n_samples
+            assert all(one.reward.value == len(one.rollout.tokens) for one in scored)
+        saved = source.in_flight()()["processes"]
+        for broken in (False, True):  # only in process 1
+            run = fake_run(engine, 4)
+            if i == 1 and broken:
+                monkeypatch.setattr(source.generator, "poll_rewards", lambda wait: int("x"))
+            elif i == 1:
+                run.core.stop.signal = "SIGTERM"
+            try:
+                source.next_batch(run, 0)
+            except (Interrupted, hosts.AgreedError) as error:
+                errors.append(error)
+            assert not engine.n_unfinished  # free for a save or a validation
+        return found, len(saved), [type(error) for error in errors], str(errors[1])
+
+    one, other = threads.run(process)
+    assert one == other
+    found, n_saved, errors, message = one
+    assert [batch[:: CASE.n] for batch in found] == expected
+    assert n_saved == 2 and errors == [Interrupted, hosts.AgreedError]
+    assert message.startswith("process 1 on") and "invalid literal" in message
+
+
 def test_metrics_of_processes_are_sums_of_counts_and_means():
     shares = [{"buffer/size": 2.0, "buffer/dropped": 1.0, "buffer/waited_s": 3.0}] * 2
     assert merge_metrics(shares) == {
@@ -114,8 +208,9 @@ def test_metrics_of_processes_are_sums_of_counts_and_means():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"schedule.mode": "partial"}, "mode='partial' runs in one process, but there are 2"),
-        ({"schedule.order": "arrival"}, "set config.schedule.order='prompt'"),
+        ({"schedule.order": "arrival"}, "order='arrival' runs in one process, but there are 2"),
+        ({"schedule.mode": "partial", "schedule.order": "arrival"}, "schedule.order='prompt'"),
+        ({"schedule.mode": "partial", "rollout.engines": "mesh"}, "rollout.engines='process'"),
         ({"rollout.engines": "mesh"}, "set config.rollout.engines='process'"),
         ({"data.prompts_per_step": 1}, "prompts_per_step=1 is less than the 2 processes"),
     ],
