@@ -16,7 +16,6 @@ import importlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,8 +25,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl.config.accelerators import resources
-from jaxrl.config.command_line import parse
-from jaxrl.runtime.ray_cluster import actor_options, forwarded_environment, import_ray
+from jaxrl.config.command_line import parse, read_args
+from jaxrl.runtime.ray_cluster import (
+    actor_options,
+    forwarded_environment,
+    free_address,
+    import_ray,
+)
 
 ALTERNATIVE = "start the processes yourself (docs/how_to/multihost.md)"
 TAIL_LINES = 40  # last lines shown of a failed process other than process 0
@@ -53,10 +57,7 @@ class Host:
 
     def address(self) -> str:
         """A host:port of this host that is free now."""
-        node_ip = importlib.import_module("ray.util").get_node_ip_address()
-        with socket.socket() as s:
-            s.bind((node_ip, 0))
-            return f"{node_ip}:{s.getsockname()[1]}"
+        return free_address(importlib.import_module("ray.util").get_node_ip_address())
 
     def run(self, arguments: list[str]) -> Iterator[str | int]:
         """The lines that `python -m jaxrl.train` prints, then its exit status."""
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args, config_arguments = read_arguments(argv)
     try:
-        config_arguments += rollout_arguments(args)
+        config_arguments += rollout_arguments(args, config_arguments)
         parse(config_arguments)  # reports config errors before any host is reserved
         ray = import_ray("jaxrl.launch", ALTERNATIVE)
         ray.init(address=args.address, log_to_driver=False, configure_logging=False)
@@ -124,7 +125,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add(
         "--rollout-hosts",
         default="",
-        help="further hosts that only generate (schedule.rollout_workers): N, or N:M, at most M",
+        help="further hosts that only generate: N, or N:M, at most M; they are "
+        "schedule.rollout_workers of schedule.hosts_per_worker hosts each",
     )
     add("--accelerator", default="cpu", help="resources of each host: cpu, gpu:8 or tpu:4")
     add("--max-failures", type=int, default=3, help="restarts before giving up")
@@ -133,8 +135,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def rollout_arguments(args: argparse.Namespace) -> list[str]:
-    """The config arguments for --rollout-hosts=N or N:M. Raises ValueError if it is invalid."""
+def rollout_arguments(args: argparse.Namespace, config_arguments: Sequence[str]) -> list[str]:
+    """The config arguments for --rollout-hosts=N or N:M. Raises ValueError if it is invalid.
+
+    The hosts are divided into workers as `config_arguments` say.
+    """
     if not args.rollout_hosts:
         return []
     n, _, most = args.rollout_hosts.partition(":")
@@ -144,7 +149,15 @@ def rollout_arguments(args: argparse.Namespace) -> list[str]:
             f"--rollout-hosts={args.rollout_hosts} is not known; give N, or N:M for at least N and "
             "at most M hosts"
         )
-    values = {"rollout_workers": n, "max_rollout_workers": numbers[1]}
+    config, _ = read_args(config_arguments)
+    n_hosts = config.to_dict()["schedule"]["hosts_per_worker"]
+    if any(int(number) % n_hosts for number in numbers):
+        raise ValueError(
+            f"--rollout-hosts={args.rollout_hosts} cannot be divided into workers of "
+            f"config.schedule.hosts_per_worker={n_hosts} hosts; give multiples of {n_hosts}"
+        )
+    n_workers, most = (int(number) // n_hosts for number in numbers)
+    values = {"rollout_workers": n_workers, "max_rollout_workers": most}
     values["worker_accelerator"] = args.accelerator
     return [f"--config.schedule.{name}={value}" for name, value in values.items()]
 

@@ -28,6 +28,7 @@ FREE_ON_RESUME = (
     "reward_model.mesh",
     "schedule.rollout_workers",  # from max_staleness = 2 on, which version samples a token differs
     "schedule.max_rollout_workers",
+    "schedule.hosts_per_worker",
     "schedule.worker_accelerator",
     "schedule.worker_timeout_s",
     "schedule.weight_transfer",

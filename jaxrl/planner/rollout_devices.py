@@ -31,20 +31,21 @@ def n_copies(cfg: RunConfig) -> int:
 
 
 def _n_devices(cfg: RunConfig, machine: Topology) -> int:
-    """Devices that a rollout worker reserves."""
+    """Devices that a rollout worker reserves on all of its hosts."""
     accelerator, kind = cfg.schedule.worker_accelerator, machine.platform
-    n = resources(accelerator).get(kind.upper(), 0)
+    n, n_hosts = resources(accelerator).get(kind.upper(), 0), cfg.schedule.hosts_per_worker
     if not n or (kind == "cpu") != (accelerator == "cpu"):
-        example = "cpu" if kind == "cpu" else f"{kind}:{cfg.rollout.tensor or cfg.mesh.tensor}"
+        per_host = -(-(cfg.rollout.tensor or cfg.mesh.tensor) // n_hosts)
+        example = "cpu" if kind == "cpu" else f"{kind}:{per_host}"
         raise ValueError(
             f"schedule.worker_accelerator={accelerator!r} reserves no {kind} devices, and "
             f"{machine.name} plans {kind} devices for both sides; set {example!r}"
         )
-    return n * DEVICES_PER_CHIP.get(machine.chip.name, 1)
+    return n_hosts * n * DEVICES_PER_CHIP.get(machine.chip.name, 1)
 
 
 def _devices(machine: Topology, n: int) -> Sequence[Any]:
-    """`n` devices of a further host with the chips of `machine`."""
+    """`n` devices of further hosts with the chips of `machine`."""
     if n <= len(machine.devices):
         return machine.devices[:n]
     if machine.platform == "gpu":

@@ -30,7 +30,7 @@ def join(cfg: RunConfig) -> None:
     if not jax.distributed.is_initialized():
         if not is_multi_process(distributed, os.environ):
             return
-        _initialize(distributed)
+        initialize(distributed)
     hosts.exit_immediately_on_errors()
     hosts.warm_up()
     check_same_identity(hosts.gather(process_identity(cfg)))
@@ -56,7 +56,11 @@ def slurm_devices(env: Mapping[str, str]) -> list[int] | None:
     return list(range(int(env["SLURM_GPUS_ON_NODE"])))
 
 
-def _initialize(distributed: DistributedConfig) -> None:
+def initialize(distributed: DistributedConfig) -> None:
+    """Joins other processes through jax.distributed, before any device is opened.
+
+    Raises ValueError if they cannot be reached.
+    """
     explicit = distributed.coordinator and distributed.num_processes and distributed.process_id >= 0
     try:
         jax.distributed.initialize(

@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import socket
 from types import ModuleType
 
 FORWARDED_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
@@ -42,6 +43,15 @@ def actor_options(bundle: dict[str, int]) -> dict[str, object]:
         "num_gpus": bundle.get("GPU", 0),
         "resources": {"TPU": bundle["TPU"]} if "TPU" in bundle else {},
     }
+
+
+def free_address(host: str) -> str:
+    """A host:port of this machine, whose IP address is `host`, that is free now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 
 def forwarded_environment() -> dict[str, str]:

@@ -9,6 +9,12 @@ from jaxrl.config.resolve import check_devices
 from tests.config.runnable import complaint, runnable
 
 ASYNC = dict(schedule__mode="async", schedule__rollout_devices=2)
+SPANNING = dict(
+    schedule__mode="async",
+    schedule__rollout_workers=2,
+    schedule__hosts_per_worker=2,
+    schedule__worker_accelerator="gpu:8",
+)
 
 # Invalid changes, and the parts of the message that name the cause and the remedy.
 WRONG = [
@@ -103,6 +109,27 @@ WRONG = [
         ),
         "schedule.worker_accelerator=h100:8",
         "gpu:N or tpu:N",
+    ),
+    (
+        dict(ASYNC, schedule__hosts_per_worker=2),
+        "schedule.hosts_per_worker=2 is for rollout workers",
+        "set schedule.rollout_workers",
+    ),
+    (
+        dict(SPANNING, rollout__tensor=8),
+        "hosts_per_worker=2 with schedule.worker_accelerator='gpu:8'",
+        "replicas of 8 devices (tensor x expert), which fit on one host",
+        "set schedule.hosts_per_worker=1",
+    ),
+    (
+        dict(SPANNING, rollout__tensor=12),
+        "has 16 devices, which cannot be divided into engine replicas of 12 x 1",
+        "product divides 16",
+    ),
+    (
+        dict(SPANNING, rollout__tensor=8, schedule__worker_accelerator="tpu:4"),
+        "needs the hosts of one slice for each worker",
+        "set schedule.rollout_workers=1",
     ),
     (
         dict(schedule__mode="partial", schedule__rollout_devices=2),

@@ -27,11 +27,12 @@ def test_the_hash_changes_only_with_keys_that_change_numbers():
 
 
 def test_a_run_may_resume_with_other_rollout_workers():
-    workers = dict(schedule__mode="async", schedule__rollout_workers=4)
+    workers = dict(schedule__mode="async", schedule__rollout_workers=4, rollout__tensor=4)
     base = config_hash(resolve(runnable(**workers)))
     others = workers | dict(
         schedule__rollout_workers=1,
         schedule__max_rollout_workers=3,
+        schedule__hosts_per_worker=2,
         schedule__worker_accelerator="gpu:2",
         schedule__worker_timeout_s=9.0,
         schedule__weight_transfer="delta",

@@ -24,7 +24,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
-from jaxrl.layout import rollout_layout
+from jaxrl.layout import rollout_layout, worker_mesh
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
 from jaxrl.planner.compilation import compile_programs, trip_counts
@@ -382,6 +382,14 @@ def test_each_rollout_worker_has_an_engine_and_one_copy_of_the_weights(plan):
     assert split.kv_phases == ("rollout",) and split.n_replicas == 3
     assert "rollout on 3 workers with 1 more devices each" in as_text(split)
     assert (split.json()["n_rollout_devices"], split.json()["n_workers"]) == (3, 3)
+
+
+def test_a_worker_that_spans_hosts_has_the_devices_of_all():
+    schedule = ScheduleConfig(mode="async", rollout_workers=3, hosts_per_worker=2)
+    cfg = dataclasses.replace(run(rollout__tensor=2), schedule=schedule)
+    training, worker = sides(cfg, topology("cpu:8"))
+    assert (len(training), len(worker)) == (8, 2)
+    assert worker_mesh(cfg, worker).shape["tensor"] == 2
 
 
 def test_a_worker_with_other_devices_than_the_topology_is_refused():

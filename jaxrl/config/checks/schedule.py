@@ -7,7 +7,13 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.schema import to_dict
 
-WORKER_KEYS = ("max_rollout_workers", "worker_accelerator", "worker_timeout_s", "weight_transfer")
+WORKER_KEYS = (
+    "max_rollout_workers",
+    "hosts_per_worker",
+    "worker_accelerator",
+    "worker_timeout_s",
+    "weight_transfer",
+)
 ASYNC_ONLY = ("rollout_devices", "rollout_workers", *WORKER_KEYS)
 
 
@@ -94,7 +100,11 @@ def _device_errors(run: RunConfig) -> list[str]:
             "schedule.mode='async' generates on separate devices; set schedule.rollout_devices to "
             "their number, schedule.rollout_workers for other hosts, or schedule.mode='partial'"
         ]
-    errors = _worker_errors(schedule)
+    tensor, expert = (
+        own or mesh
+        for own, mesh in ((rollout.tensor, run.mesh.tensor), (rollout.expert, run.mesh.expert))
+    )
+    errors = [*_worker_errors(schedule), *_host_errors(schedule, tensor, expert)]
     if rollout.layout == "training":
         errors.append(
             "rollout.layout='training' has the mesh of training, but schedule.mode='async' "
@@ -105,10 +115,6 @@ def _device_errors(run: RunConfig) -> list[str]:
             "rollout.release_kv frees memory for training, but schedule.mode='async' trains on "
             "other devices; omit it"
         )
-    tensor, expert = (
-        own or mesh
-        for own, mesh in ((rollout.tensor, run.mesh.tensor), (rollout.expert, run.mesh.expert))
-    )
     if n and tensor > 0 and expert > 0 and n % (tensor * expert):
         errors.append(
             f"schedule.rollout_devices={n} cannot be divided into replicas of {tensor} x {expert} "
@@ -143,6 +149,37 @@ def _worker_errors(schedule: ScheduleConfig) -> list[str]:
     except ValueError as error:
         errors.append(str(error))
     return errors
+
+
+def _host_errors(schedule: ScheduleConfig, tensor: int, expert: int) -> list[str]:
+    """Rules of rollout workers that span hosts, with engine replicas of `tensor` x `expert`."""
+    n_hosts, accelerator = schedule.hosts_per_worker, schedule.worker_accelerator
+    kind, _, count = accelerator.partition(":")
+    if n_hosts == 1 or not schedule.rollout_workers:
+        return []
+    shown = f"schedule.hosts_per_worker={n_hosts} with schedule.worker_accelerator={accelerator!r}"
+    if kind == "tpu" and max(schedule.n_workers) > 1:
+        return [
+            f"{shown} needs the hosts of one slice for each worker, but Ray may give one worker "
+            f"hosts of several slices if there are {max(schedule.n_workers)} workers; set "
+            "schedule.rollout_workers=1 on a cluster with one free slice"
+        ]
+    if kind != "gpu" or not count.isdigit() or tensor < 1 or expert < 1:
+        return []
+    n_devices, replica = n_hosts * int(count), tensor * expert
+    if replica <= int(count):
+        return [
+            f"{shown} has engine replicas of {replica} devices (tensor x expert), which fit on one "
+            "host, and would decode all of them in lock-step; set schedule.hosts_per_worker=1 and "
+            "more schedule.rollout_workers, or a larger rollout.tensor"
+        ]
+    if n_devices % replica:
+        return [
+            f"{shown} has {n_devices} devices, which cannot be divided into engine replicas of "
+            f"{tensor} x {expert} devices (tensor x expert); set rollout.tensor and rollout.expert "
+            f"to sizes whose product divides {n_devices}"
+        ]
+    return []
 
 
 def _algorithm_errors(run: RunConfig) -> list[str]:

@@ -63,8 +63,15 @@ class ScheduleConfig:
         "is later; 0 = rollout_workers",
         ge=0,
     )
+    hosts_per_worker: int = key(
+        1,
+        "async: hosts of each rollout worker. One engine runs over the devices of all of them, for "
+        "a replica (rollout.tensor x rollout.expert) that does not fit on one host",
+        ge=1,
+    )
     worker_accelerator: str = key(
-        "cpu", "async: devices that each rollout worker reserves: cpu, gpu:N or tpu:N"
+        "cpu",
+        "async: devices that a rollout worker reserves on each of its hosts: cpu, gpu:N or tpu:N",
     )
     worker_timeout_s: float = key(
         600.0,

@@ -1,11 +1,13 @@
 """Rollout workers as Ray actors: how they are started, called and ended."""
 
 import dataclasses
+import importlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl.config.keys import DistributedConfig
 from jaxrl.rollout.remote.work import Done, Location, Registration, Settings, Work
 from jaxrl.rollout.remote.worker import RolloutWorker
 from jaxrl.runtime.ray_cluster import actor_options, forwarded_environment
@@ -47,32 +49,72 @@ class Actors(Protocol):
     def kill(self, worker: Any) -> None: ...
 
 
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The processes of one worker that spans hosts, by rank."""
+
+    processes: tuple[Any, ...]  # their handles
+    release: Callable[[], None]  # gives their hosts back
+    coordinator: str = ""  # host:port at which the first one listens for the others
+
+
+@runtime_checkable
+class GroupActors(Protocol):
+    """Processes that may be parts of workers; their calls are those of Actors."""
+
+    def start_group(self, n_hosts: int) -> Group:
+        """Starts so many processes, once all of them have room: on as many hosts, if there are."""
+        ...
+
+    def locate(self, worker: Any) -> Any: ...
+
+    def register(self, worker: Any, distributed: DistributedConfig | None = None) -> Any:
+        """With `distributed`, the process first joins the others of its worker."""
+        ...
+
+    def dispatch(self, worker: Any, work: Work) -> Any: ...
+
+    def finished(self, calls: Sequence[Any], timeout_s: float) -> list[Any]: ...
+
+    def result(self, call: Any) -> Location | Registration | Done: ...
+
+    def kill(self, worker: Any) -> None: ...
+
+
 @dataclasses.dataclass
 class RayActors:
-    """Implements Actors with Ray."""
+    """Implements Actors and GroupActors with Ray."""
 
     ray: ModuleType
     settings: Settings
-    reserved: dict[str, int]  # resources of each worker
+    reserved: dict[str, int]  # resources of each process
     environment: dict[str, str]  # variables of the workers, in addition to those of this process
 
     def __post_init__(self) -> None:
         environment = forwarded_environment() | self.environment
+        environment.pop("JAX_COORDINATOR_BIND_ADDRESS", None)  # of the training processes
         self._pickled, self._versions = pickle.dumps(self.settings), versions()
-        self._actor = self.ray.remote(RolloutWorker).options(
-            **actor_options(self.reserved),
-            scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": environment},
-        )
+        self._actor = self.ray.remote(RolloutWorker)
+        self._options = actor_options(self.reserved) | {"runtime_env": {"env_vars": environment}}
 
     def start(self) -> Any:
-        return self._actor.remote(self.ray.get)
+        return self._start("SPREAD")
+
+    def start_group(self, n_hosts: int) -> Group:
+        group = importlib.import_module("ray.util.placement_group")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        placement = group.placement_group([self.reserved] * n_hosts, strategy="SPREAD")
+        processes = tuple(
+            self._start(strategies.PlacementGroupSchedulingStrategy(placement, rank))
+            for rank in range(n_hosts)
+        )
+        return Group(processes, lambda: group.remove_placement_group(placement))
 
     def locate(self, worker: Any) -> Any:
         return worker.locate.remote()
 
-    def register(self, worker: Any) -> Any:
-        return worker.register.remote(self._versions, self._pickled)
+    def register(self, worker: Any, distributed: DistributedConfig | None = None) -> Any:
+        return worker.register.remote(self._versions, self._pickled, distributed)
 
     def dispatch(self, worker: Any, work: Work) -> Any:
         return worker.dispatch.remote(work)
@@ -92,3 +134,7 @@ class RayActors:
 
     def kill(self, worker: Any) -> None:
         self.ray.kill(worker)
+
+    def _start(self, scheduling_strategy: Any) -> Any:
+        make = self._actor.options(**self._options, scheduling_strategy=scheduling_strategy)
+        return make.remote(self.ray.get, importlib.import_module("ray.util").get_node_ip_address)

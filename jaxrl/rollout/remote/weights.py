@@ -184,8 +184,17 @@ class RemoteWeights:
                 yield leaf.astype(self.layout.dtype) if floating else leaf
 
 
+def put_array(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array with this sharding, of which a process copies only the shards of its devices."""
+    shards = [
+        jax.device_put(host[index], device, may_alias=False)
+        for device, index in sharding.addressable_devices_indices_map(host.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
+
+
 class LoadedWeights:
-    """The weights of a worker, on its devices."""
+    """The weights of a worker, on its devices; those of this process if it spans hosts."""
 
     def __init__(self, abstract: Tree, *, keep_bits: bool):
         """`abstract` has shapes, dtypes and shardings; `keep_bits` allows updates by changes."""
@@ -210,6 +219,6 @@ class LoadedWeights:
             self._bits[number] = piece
         abstract, old = self._abstract[number], self._arrays[number]
         host = piece.view(abstract.dtype).reshape(abstract.shape)
-        self._arrays[number] = jax.device_put(host, abstract.sharding, may_alias=False)
+        self._arrays[number] = put_array(host, abstract.sharding)
         if old is not None:
             old.delete()

@@ -32,6 +32,7 @@ class Location:
 
     host: str
     pid: int
+    address: str = ""  # host:port of this host that was free then
 
     def __str__(self) -> str:
         return f"{self.host} (process {self.pid})"

@@ -1,11 +1,16 @@
-"""A rollout worker: an engine on all devices of its process, driven dispatch by dispatch."""
+"""A rollout worker: an engine on its devices, driven dispatch by dispatch.
+
+A worker that spans hosts has a process on each of them (see groups.py).
+"""
 
 import os
 import pickle
 import socket
+from collections.abc import Callable
 
 import jax
 
+from jaxrl.config.keys import DistributedConfig
 from jaxrl.layout import worker_layout, worker_mesh
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.weights import Get, LoadedWeights
@@ -18,6 +23,8 @@ from jaxrl.rollout.remote.work import (
     model_digest,
     refusal,
 )
+from jaxrl.runtime.multihost import initialize
+from jaxrl.runtime.ray_cluster import free_address
 from jaxrl.runtime.versions import versions
 from jaxrl.types import Tree
 
@@ -25,24 +32,35 @@ from jaxrl.types import Tree
 class RolloutWorker:
     """Runs in its own process, as a Ray actor. It needs no files except the code."""
 
-    def __init__(self, get: Get):
-        """`get` reads objects from the store that has the weights."""
-        self._get = get
+    def __init__(self, get: Get, host_ip: Callable[[], str] = lambda: "127.0.0.1"):
+        """`get` reads objects from the store that has the weights.
+
+        `host_ip` gives the address of this host for the other hosts of the worker.
+        """
+        self._get, self._host_ip = get, host_ip
         self._numbers: dict[int, int] = {}  # slot of the engine -> number of its request
         self._version: int | None = None
         self._params: Tree | None = None
 
     def locate(self) -> Location:
         """Its host and process."""
-        return Location(socket.gethostname(), os.getpid())
+        return Location(socket.gethostname(), os.getpid(), free_address(self._host_ip()))
 
-    def register(self, expected: dict[str, str], settings: bytes) -> Registration:
+    def register(
+        self,
+        expected: dict[str, str],
+        settings: bytes,
+        distributed: DistributedConfig | None = None,
+    ) -> Registration:
         """Builds the engine of the pickled Settings, if this process has the `expected` versions.
 
-        Raises ValueError if the devices do not fit the engine.
+        With `distributed`, it first joins the other processes of its worker. Raises ValueError if
+        they cannot be reached, or if the devices do not fit the engine.
         """
         if refused := refusal(expected, versions()):
             return Registration(refused=f"{socket.gethostname()}: {refused}")
+        if distributed is not None:
+            initialize(distributed)
         found: Settings = pickle.loads(settings)
         if (platform := jax.default_backend()) != found.platform:
             return Registration(

@@ -12,6 +12,7 @@ from jaxrl.data.tokenizer import stop_ids
 from jaxrl.layout import worker_layout
 from jaxrl.rollout.remote.actors import RayActors
 from jaxrl.rollout.remote.division import workers_of_process
+from jaxrl.rollout.remote.groups import WorkerGroups
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.rollout.remote.work import Settings, model_digest
@@ -65,8 +66,17 @@ def make_workers(
     )
     cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     n_workers, max_workers = workers_of_process(cfg)
+    reserved = resources(cfg.schedule.worker_accelerator)
+    actors = RayActors(ray, settings, reserved, cache)
+    if cfg.schedule.hosts_per_worker > 1:
+        actors = WorkerGroups(
+            actors,
+            n_hosts=cfg.schedule.hosts_per_worker,
+            distributed=cfg.distributed,
+            detects_hosts="TPU" in reserved,
+        )
     pool = WorkerPool(
-        RayActors(ray, settings, resources(cfg.schedule.worker_accelerator), cache),
+        actors,
         n_workers=n_workers,
         max_workers=max_workers,
         timeout_s=cfg.schedule.worker_timeout_s,

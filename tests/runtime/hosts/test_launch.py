@@ -55,22 +55,30 @@ def test_the_tpu_runtime_orders_the_hosts_of_a_slice():
 
 def test_rollout_hosts_are_workers_of_the_schedule():
     args, _ = read_arguments(["--num-hosts=8", "--rollout-hosts=2:8", "--accelerator=gpu:8"])
-    assert rollout_arguments(args) == [
+    config = ["--config=configs/quickstart.py"]
+    assert rollout_arguments(args, config) == [
         "--config.schedule.rollout_workers=2",
         "--config.schedule.max_rollout_workers=8",
         "--config.schedule.worker_accelerator=gpu:8",
     ]
+    groups = [*config, "--config.schedule.hosts_per_worker=2"]
+    assert rollout_arguments(args, groups)[:2] == [
+        "--config.schedule.rollout_workers=1",
+        "--config.schedule.max_rollout_workers=4",
+    ]
     args.rollout_hosts = "3"
-    assert rollout_arguments(args)[1].endswith("=3")
+    assert rollout_arguments(args, config)[1].endswith("=3")
+    with pytest.raises(ValueError, match=r"rollout-hosts=3 .*hosts_per_worker=2 hosts; give mult"):
+        rollout_arguments(args, groups)
     args.rollout_hosts = ""
-    assert rollout_arguments(args) == []
+    assert rollout_arguments(args, config) == []
 
 
 @pytest.mark.parametrize("wrong", ["x", "0", "2:x", "-1", "1:2:3"])
 def test_unknown_rollout_hosts_are_rejected(wrong):
     args, _ = read_arguments(["--num-hosts=1", f"--rollout-hosts={wrong}"])
     with pytest.raises(ValueError, match=r"--rollout-hosts=.*N:M"):
-        rollout_arguments(args)
+        rollout_arguments(args, [])
 
 
 def test_a_missing_ray_names_the_extra_to_install(monkeypatch):

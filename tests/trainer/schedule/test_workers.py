@@ -199,6 +199,27 @@ def test_a_host_that_joins_during_a_launched_run_is_used(config, cluster):
     assert max(changed) > 0  # a step whose groups are flat changes no weights
 
 
+def test_a_worker_on_two_hosts_comes_back_and_gives_the_weights_of_one_process(
+    config, tmp_path, cluster
+):
+    """An engine over one device of each host; the first process is killed."""
+    config.total_steps, config.rollout.tensor = 20, 2
+    config.schedule.rollout_workers, config.schedule.hosts_per_worker = 1, 2
+    config.schedule.weight_transfer = "delta"
+    run = Training(config, cluster)
+    run.wait_for(lambda: len(metrics(config.run_dir)) > 3 if run.workers() else False)
+    os.kill(run.workers()[0], signal.SIGKILL)
+    output = run.finish()
+    assert len(run.workers()) == 2
+    assert len(re.findall(r"was lost: .*, of host \d of its 2; \d+ requests continue", output)) == 1
+    killed, config.run_dir = config.run_dir, str(tmp_path / "whole")
+    config.schedule = default_config().schedule
+    config.schedule.mode, config.schedule.rollout_devices = "async", 2
+    assert train(resolve(config))
+    assert trained(config.run_dir) == trained(killed)
+    assert_same_weights(config.run_dir, killed)
+
+
 def test_a_worker_writes_the_turns_of_episodes(env_config, cluster):
     env_config.schedule.mode = "async"
     env_config.schedule.rollout_workers = 1
