@@ -98,7 +98,7 @@ class WorkerGroups:
 
     def finished(self, calls: Sequence[GroupCall], timeout_s: float) -> list[GroupCall]:
         waiting = [one for call in calls for one in call.waiting.values()]
-        ended = set(map(id, self._actors.finished(waiting, timeout_s)))
+        ended = set(map(id, self._actors.finished(waiting, timeout_s) if waiting else ()))
         for call in calls:
             call.take(ended, self._actors.result)
         return [call for call in calls if call.ended]

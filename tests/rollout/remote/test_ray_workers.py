@@ -26,13 +26,13 @@ DISPATCH_S, DISPATCH_LEN, CAPACITY, LENGTH = 0.5, 8, 4, 64
 class WaitingWorker:
     """In place of RolloutWorker: a dispatch sleeps, and samples DISPATCH_LEN zeros per request."""
 
-    def __init__(self, get):
+    def __init__(self, get, host_ip):
         self.left = {}
 
     def locate(self):
         return Location("host", 1)
 
-    def register(self, expected, settings):
+    def register(self, expected, settings, distributed):
         return Registration(CAPACITY)
 
     def dispatch(self, work):
