@@ -11,7 +11,7 @@ Compiles the programs of a run for devices that need not be attached, from the m
     --response-len=N       average response length in tokens (default: data.max_response_len)
     --job=NAME             program that the config is for: train (default), sft, dpo, reward_model
     --json                 print one JSON object instead of tables
-    --search[=N]           try meshes, token budgets and remat policies; compile until N (3) fit
+    --search[=N]           try meshes, token budgets and remat policies; compile until N (4) fit
     --compare A B          print the numbers in which two plans differ (files with --json output)
 
 Simulates schedules of rollout and training (sync, partial, async) from the plan's lower bounds:
@@ -189,7 +189,7 @@ def _check_options(options: dict[str, str]) -> None:
 
 def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
-    n = int(options["search"] or 3)
+    n = int(options["search"] or 4)
     found = search(job, finalists=n, on_start=_report_progress)
     print(search_text(found), file=sys.stderr if "json" in options else sys.stdout)
     return found[0][1]

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -30,6 +30,8 @@ BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-paral
 STAGE_ROWS = (2, 4, 8)  # the same for each stage of a pipeline
 STAGE_CHUNKS = (2, 4)  # of layers per stage, in an interleaved pipeline
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
+LEAST_REPLICA = 8  # devices of a replica where all devices have one network
+CLOSE = 0.1  # difference of estimates that compiled plans may turn round
 MLP_CHUNK = 4096  # learner.mlp_chunk that is tried for devices with more tokens
 
 
@@ -97,14 +99,15 @@ class Candidate:
 def search(
     job: Job,
     *,
-    finalists: int = 3,
+    finalists: int = 4,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Plan | None]]:
     """The compiled candidates with their plans: first those that fit, by serial step time.
 
-    Compiles candidates in the order of their estimated step time until `finalists` of them fit, and
-    skips those whose estimated memory exceeds that of the device. A plan is None if a program is
-    too large to compile. Raises ValueError if no candidate is left.
+    Compiles candidates in the order of their estimated step time, the best of each mesh first,
+    until `finalists` of them fit, and skips those whose estimated memory exceeds that of the
+    device. A plan is None if a program is too large to compile. Raises ValueError if no candidate
+    is left.
     """
     cfg, machine = job.cfg, job.machine
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
@@ -120,12 +123,26 @@ def search(
             f"{machine.chip.memory_bytes / 2**30:.1f}; use more devices or shorter rows"
         )
     compiled: list[tuple[Candidate, Plan | None]] = []
-    for candidate in fitting:
+    for candidate in best_of_meshes_first(fitting):
         on_start(f"compiling {candidate.overrides}")
         compiled.append((candidate, _compiled(job, candidate)))
         if sum(plan is not None and plan.fits for _, plan in compiled) == finalists:
             break
     return sorted(compiled, key=rank)
+
+
+def best_of_meshes_first(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate of every mesh that is at most CLOSE slower than the first, then the rest.
+
+    The settings of one mesh have similar plans, while the formulas of two meshes leave out
+    different costs.
+    """
+    leaders: dict[tuple[tuple[str, int], ...], Candidate] = {}
+    for candidate in ranked:
+        if candidate.step_s <= (1 + CLOSE) * ranked[0].step_s:
+            leaders.setdefault(tuple(candidate.mesh.items()), candidate)
+    first = list(leaders.values())
+    return first + [candidate for candidate in ranked if candidate not in first]
 
 
 def _compiled(job: Job, candidate: Candidate) -> Plan | None:
@@ -171,8 +188,9 @@ def candidates(job: Job) -> Iterator[Candidate]:
 def meshes(job: Job) -> Iterator[dict[str, int]]:
     """All meshes worth trying; fsdp has the remaining devices.
 
-    tensor: within a node. sequence: for long rows. expert: for MoE models. replica and stage: one
-    node or more each, if the network between nodes is slow.
+    tensor: within a node. sequence: for long rows. expert: for MoE models. replica: a node or more
+    each, or LEAST_REPLICA devices where all have one network. stage: a node or more each, if the
+    network between nodes is slow.
     """
     cfg, decoder, machine = job.cfg, job.decoder, job.machine
     n, node = len(machine.devices), machine.chip.node or len(machine.devices)
@@ -186,9 +204,10 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
         inner, outer = tensor * sequence * expert * replica * stage, replica * stage
         if n % inner or tensor > node or (sequence > 1 and row < MIN_SHARD_LEN * sequence):
             continue
-        if (expert > 1 and not decoder.E) or (outer > 1 and n // outer < node):
+        least = machine.chip.node or LEAST_REPLICA
+        if (expert > 1 and not decoder.E) or (outer > 1 and n // outer < least):
             continue
-        if outer > 1 and not machine.chip.node:
+        if stage > 1 and not machine.chip.node:
             continue
         sizes = dict(
             stage=stage,

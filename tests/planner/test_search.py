@@ -10,6 +10,7 @@ from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
 from jaxrl.planner.report import search_text
 from jaxrl.planner.search import (
+    best_of_meshes_first,
     best_rollout_tensor,
     candidates,
     estimate,
@@ -135,6 +136,9 @@ def test_meshes_depend_on_model_row_length_and_network():
     assert sizes(long, TINY, machine(), "sequence") == {1, 2}  # 2048 tokens per device
     assert sizes(cfg, TINY, machine(), "replica") == {1}
     assert sizes(cfg, TINY, nodes, "replica") == {1, 2}  # one node of 8 each
+    slices = Topology("v5p:4x4x1", "tpu", CHIPS["v5p"], list(range(16)))
+    assert sizes(cfg, TINY, slices, "replica") == {1, 2}
+    assert sizes(cfg, TINY, slices, "stage") == {1}
     assert sizes(cfg, TINY, machine(), "stage") == {1}
     assert sizes(cfg, TINY, nodes, "stage") == {1, 2}
     assert sizes(cfg, dataclasses.replace(TINY, L=3), nodes, "stage") == {1}
@@ -379,6 +383,21 @@ def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     text = search_text(found)
     assert "time with kernels one after the other, time at peak rates" in text
     assert "--config.mesh.fsdp=" in text and "cheapest that fits: --config.mesh" in text
+
+
+def test_the_best_of_every_mesh_is_compiled_before_its_other_settings():
+    def entry(step_s: float, **mesh: int):
+        found = estimate(job(), Settings(mesh, 128, "full"))
+        return dataclasses.replace(found, step_s=step_s)
+
+    a, b, c, d, slow = (
+        entry(1.0, fsdp=8),
+        entry(1.01, fsdp=8),
+        entry(1.02, fsdp=4, tensor=2),
+        entry(1.03, fsdp=4, tensor=2),
+        entry(1.2, tensor=8),
+    )
+    assert best_of_meshes_first([a, b, c, d, slow]) == [a, c, b, d, slow]
 
 
 def test_too_little_memory_is_reported_with_numbers():
