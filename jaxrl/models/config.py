@@ -41,7 +41,8 @@ class LoRA:
     pissa: bool = (
         False  # A and B start at the principal part of W: https://arxiv.org/abs/2404.02948
     )
-    n_stacked: int = 0  # adapters of `rank` next to each other, one per token; 0 = one for all
+    # Adapters of `rank` next to each other, one per token; some of them may have magnitudes (dora).
+    n_stacked: int = 0  # 0 = one adapter for all tokens
 
     @property
     def scale(self) -> float:

@@ -15,9 +15,13 @@ from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.adapter import load_with_adapters, warn_of_other_base
+from jaxrl.models.files.adapter import (
+    check_base_copies,
+    load_with_adapters,
+    warn_of_other_base,
+)
 from jaxrl.models.files.adapter_stack import stack_adapters
-from jaxrl.models.files.hf_load import model_config
+from jaxrl.models.files.hf_load import find_tensors, model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
@@ -117,5 +121,6 @@ def load_initial(
     rules, dtype = layout.rules, layout.dtype
     params = load_with_adapters(folder, rules, decoder, dtype, seed=seed, adapter=start)
     for adapter in served:
+        check_base_copies(adapter, find_tensors(folder))
         warn_of_other_base(adapter, str(folder))
     return stack_adapters(params, served, rules=rules, dtype=dtype) if served else params

@@ -67,7 +67,8 @@ def score_row(
 
     def chunk(part):
         hidden, targets = part
-        logits = jax.reshard(params.logits(hidden[None], rules)[0], jax.P())
+        head = choose_adapters(params, jnp.broadcast_to(adapter, (1, len(targets))))
+        logits = jax.reshard(head.logits(hidden[None], rules)[0], jax.P())
         logp = jax.nn.log_softmax(logits / temperature)
         top_logp, top = jax.lax.top_k(logp, min(N_TOP, logp.shape[1]))
         return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], top, top_logp

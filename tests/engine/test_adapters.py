@@ -33,6 +33,13 @@ from tests.marks import graded
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Ranks, scales and layers differ; a scale of 2 is exact in float32.
 ADAPTERS = (LoRA(4, 8.0, targets=ALL), LoRA(8, 16.0, targets=("q_proj", "down_proj")))
+DORA = dataclasses.replace(ADAPTERS[1], dora=True)
+# Two adapters that one engine mixes, by family: with tables, magnitudes and experts.
+MIXED = {
+    "qwen2": ADAPTERS,
+    "llama": (LoRA(4, 8.0, targets=(*ALL, "embed_tokens", "lm_head")), DORA),
+    "qwen3_moe": (ADAPTERS[0], dataclasses.replace(DORA, targets=ALL[:4])),
+}
 GREEDY = SamplingConfig(temperature=0.0)
 
 
@@ -49,7 +56,7 @@ def with_adapter(base, lora, seed):
 
 
 def adapted(base):
-    return [with_adapter(base, lora, seed) for seed, lora in enumerate(ADAPTERS)]
+    return [with_adapter(base, lora, seed) for seed, lora in enumerate(MIXED[base.cfg.family])]
 
 
 def stack(base, models, folder, rules=DECODE):
@@ -173,9 +180,7 @@ def test_the_prefix_cache_is_that_of_an_adapter(llama):
 def test_every_program_mixes_adapters(one_device, tmp_path, family, options, layers):
     cfg = dataclasses.replace(FAMILIES[family], stacked=layers == "stacked")
     base = make_params(cfg)
-    experts = [dataclasses.replace(lora, targets=ALL[:4]) for lora in ADAPTERS]
-    loras = experts if cfg.E else ADAPTERS
-    models = [with_adapter(base, lora, seed) for seed, lora in enumerate(loras)]
+    models = adapted(base)
     stacked = stack(base, models, tmp_path)
     requests = mixed_requests(sampling=GREEDY)
     results = run(make_engine(stacked.cfg, **options), stacked, requests)
@@ -194,16 +199,23 @@ def test_prefill_mixed_with_decode_keeps_the_adapters_apart(llama):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("sizes", "rules"), [(dict(fsdp=2, tensor=2), DECODE), (dict(replica=2, tensor=2), REPLICAS)]
+    ("family", "sizes", "rules"),
+    [
+        ("llama", dict(fsdp=2, tensor=2), DECODE),
+        ("llama", dict(replica=2, tensor=2), REPLICAS),
+        ("qwen3_moe", dict(expert=2, tensor=2), DECODE),
+        ("qwen3_moe", dict(replica=2, expert=2), REPLICAS),
+    ],
+    ids=str,
 )
-def test_a_mesh_changes_no_result(tmp_path, sizes, rules):
+def test_a_mesh_changes_no_result(tmp_path, family, sizes, rules):
     requests = mixed_requests(sampling=GREEDY)
     with jax.set_mesh(make_mesh()):
-        base = make_params(FAMILIES["llama"])
+        base = make_params(FAMILIES[family])
         models = adapted(base)
         want = by_adapter(make_engine(base.cfg), [base, *map(merge, models)], requests)
     with jax.set_mesh(make_mesh(**sizes)):
-        base = make_params(FAMILIES["llama"])
+        base = make_params(FAMILIES[family])
         stacked = stack(base, adapted(base), tmp_path, rules)
         assert_close(run(make_engine(stacked.cfg, rules=rules), stacked, requests), want)
 

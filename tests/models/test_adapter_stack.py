@@ -1,6 +1,7 @@
 """Tokens of one forward pass that use different adapters."""
 
 import dataclasses
+import itertools
 import warnings
 
 import jax
@@ -11,36 +12,15 @@ import pytest
 from jaxrl.models.adapter_stack import choose_adapters
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.decoder import init_model
-from jaxrl.models.files.adapter import warn_of_other_base
-from jaxrl.models.lora import add_adapters, merge
+from jaxrl.models.files.adapter import save_adapter, warn_of_other_base
+from jaxrl.models.files.adapter_stack import stack_adapters
+from jaxrl.models.lora import merge
 from jaxrl.models.packed import forward_packed
 from sharding.rules import TRAIN
-from tests.engine.test_adapters import adapted, stack
+from tests.engine.test_adapters import ALL, stack, with_adapter
+from tests.marks import graded
 
 TINY = DecoderConfig("llama", L=1, D=16, N=4, K=2, H=8, F=24, V=32)
-
-
-TABLES = dict(targets=("embed_tokens", "lm_head"))
-EXPERTS = dict(family="mixtral", E=2, top_k=1, F_expert=16)
-
-
-@pytest.mark.parametrize(
-    ("lora", "changes", "what"),
-    [
-        (dict(targets=("q_proj",), dora=True), {}, "is a DoRA adapter"),
-        (dict(targets=("w1",)), EXPERTS, "changes experts"),
-        (TABLES, {}, "changes embeddings or the head"),
-    ],
-    ids=str,
-)
-def test_adapters_that_are_not_served_next_to_others_are_refused(
-    one_device, tmp_path, lora, changes, what
-):
-    cfg = dataclasses.replace(TINY, **changes)
-    base = init_model(cfg, seed=0, rules=TRAIN)
-    model = add_adapters(base, LoRA(2, 4.0, **lora), seed=0, rules=TRAIN, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=rf"{what}.*merge it with python -m jaxrl\.convert"):
-        stack(base, [model], tmp_path, TRAIN)
 
 
 @pytest.mark.parametrize(("base", "warns"), [("hub/base-7b", False), ("hub/other-7b", True)])
@@ -60,14 +40,47 @@ def hidden(model, tokens):
     return forward_packed(model, tokens, jnp.ones_like(tokens), positions, rules=TRAIN)
 
 
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_every_row_has_the_hidden_states_of_its_adapter(one_device, tmp_path, stacked):
-    base = init_model(dataclasses.replace(TINY, stacked=stacked), seed=0, rules=TRAIN)
-    models = adapted(base)
+@jax.jit
+def outputs(model, tokens, ids=None):
+    """Hidden states and logits."""
+    model = choose_adapters(model, ids)
+    states = hidden(model, tokens)
+    return states, model.logits(states, TRAIN)
+
+
+EXPERTS = dict(family="mixtral", E=4, top_k=2, F_expert=16)
+DORA = LoRA(2, 6.0, targets=("q_proj", "o_proj"), dora=True)
+# Changes of the model, and two adapters of it.
+CASES = {
+    "dense": ({}, (LoRA(4, 8.0, targets=(*ALL, "embed_tokens", "lm_head")), DORA)),
+    "experts": (EXPERTS, (LoRA(4, 8.0, targets=("w1", "w2", "w3", "q_proj")), DORA)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "stacked"),
+    graded(itertools.product(CASES, (False, True)), default=itertools.product(CASES, (False,))),
+)
+def test_every_row_has_the_numbers_of_its_adapter(one_device, tmp_path, case, stacked):
+    changes, loras = CASES[case]
+    base = init_model(dataclasses.replace(TINY, stacked=stacked, **changes), seed=0, rules=TRAIN)
+    models = [with_adapter(base, lora, seed) for seed, lora in enumerate(loras)]
     both = stack(base, models, tmp_path, TRAIN)
     tokens = np.tile(np.arange(16, dtype=np.int32), (3, 1))
     ids = np.array([2, 0, 1], np.int32)[:, None] * np.ones_like(tokens)
-    found = np.asarray(hidden(choose_adapters(both, jnp.asarray(ids)), tokens))
-    for row, model in zip(found, (merge(models[1]), base, merge(models[0])), strict=True):
-        np.testing.assert_allclose(row, np.asarray(hidden(model, tokens))[0], atol=1e-4)
-    assert np.abs(found[0] - found[1]).max() > 0.1 < np.abs(found[2] - found[1]).max()
+    found = outputs(both, tokens, ids)
+    for row, model in enumerate((merge(models[1]), base, merge(models[0]))):
+        for stage, want in zip(found, outputs(model, tokens), strict=True):
+            np.testing.assert_allclose(stage[row], want[row], atol=1e-4)
+    states = np.asarray(found[0])
+    assert np.abs(states[0] - states[1]).max() > 0.1 < np.abs(states[2] - states[1]).max()
+
+
+def test_adapters_of_experts_need_no_magnitudes(one_device, tmp_path):
+    base = init_model(dataclasses.replace(TINY, **EXPERTS), seed=0, rules=TRAIN)
+    experts = with_adapter(base, LoRA(2, 4.0, targets=("w1",)), 0)
+    save_adapter(tmp_path, experts, base="base")
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(ValueError, match=r"experts \(w1\) have no magnitudes"):
+        stack_adapters(base, [tmp_path], rules=TRAIN, dtype=jnp.float32)

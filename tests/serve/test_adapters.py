@@ -26,8 +26,8 @@ PROMPT = "What is the sum?"
 BODY = dict(prompt=PROMPT, max_tokens=20, temperature=0, logprobs=0)
 IDS = {"extra_body": {"return_token_ids": True}}
 LORAS = {
-    "math": LoRA(4, 8.0, targets=("q_proj", "up_proj")),
-    "code": LoRA(2, 4.0, targets=("o_proj",)),
+    "math": LoRA(4, 8.0, targets=("q_proj", "up_proj", "embed_tokens", "lm_head")),
+    "code": LoRA(2, 4.0, targets=("o_proj",), dora=True),
 }
 
 

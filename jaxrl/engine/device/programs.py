@@ -142,7 +142,7 @@ def mixed(
         )
         keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
         out, _ = sample_tokens(
-            params,
+            choose_adapters(params, batch.adapter_of_tokens),
             hidden,
             keys,
             batch.position,

@@ -43,7 +43,8 @@ class Adapter(nnx.Module):
     scale B0 A0 from W instead; here W stays that of the base model).
 
     With `n_stacked` it has several adapters, one after the other along the rank of A and B, and
-    every token uses the one that `ids` names (models/adapter_stack.py).
+    every token uses the one that `ids` names (models/adapter_stack.py). `gains` [1 + n, *out] are
+    then their m / ||W + scale B A||, computed in advance; 1 for the base and without a magnitude.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Adapter(nnx.Module):
     ):
         self.scale, self.n_out = lora.scale, n_out
         self.a_axes, self.b_axes = (None, *axes[n_out:]), (*axes[:n_out], None)
-        self.rank, self.n_stacked = lora.rank, lora.n_stacked
+        self.n_stacked = lora.n_stacked
         self.ids: Int[Array, "B T"] | None = nnx.data(None)  # 0 = none, i = the i-th adapter
         rank = lora.rank * max(lora.n_stacked, 1)
         a_shape, b_shape = (rank, *shape[n_out:]), (*shape[:n_out], rank)
@@ -73,12 +74,16 @@ class Adapter(nnx.Module):
 
         self.a, self.b = map(nnx.data, pair(""))
         self.a0, self.b0 = map(nnx.data, pair("_start") if lora.pissa else (None, None))
-        magnitude = f"{name}.lora_magnitude_vector"
-        self.m = nnx.data(
-            make(magnitude, shape[:n_out], axes[:n_out], init="ones", hf_shape=(out,))
-            if lora.dora
-            else None
-        )
+        self.m, self.gains = nnx.data(None), nnx.data(None)
+        if lora.dora and lora.n_stacked:
+            gains, n = f"{name}.lora_gains", 1 + lora.n_stacked
+            sizes, gain_axes = (n, *shape[:n_out]), (None, *axes[:n_out])
+            made = make(gains, sizes, gain_axes, init="ones", hf_shape=(n, out), dtype="float32")
+            self.gains = nnx.data(made)
+        elif lora.dora:
+            magnitude = f"{name}.lora_magnitude_vector"
+            made = make(magnitude, shape[:n_out], axes[:n_out], init="ones", hf_shape=(out,))
+            self.m = nnx.data(made)
 
     def change(
         self, x: Float[Array, "B T I"], out_axis: str | None, rules: Rules
@@ -89,8 +94,7 @@ class Adapter(nnx.Module):
             a = gather_matrix(a, rules, self.a_axes, 1)
             b = gather_matrix(b, rules, self.b_axes, self.n_out)
             low = matmul(x, a, out_sharding=rules.spec("batch", "time", None))
-            if self.n_stacked:
-                low = self._own(low)
+            low = own_part(low, self.ids, self.n_stacked)
             return matmul(low, b, out_sharding=rules.spec("batch", "time", out_axis))
 
         y = product(self.a, self.b)
@@ -99,6 +103,11 @@ class Adapter(nnx.Module):
             y = y - product(self.a0, self.b0)
         return y * jnp.asarray(self.scale, y.dtype)
 
+    def token_gains(self, out: jax.P, rules: Rules) -> Float[Array, "B T *out"]:
+        """The gains of each token's adapter, sharded by `out`."""
+        gains = jax.reshard(self.gains, rules.gathered(None, *self.b_axes[:-1]))
+        return gains.at[self.ids].get(mode="clip", out_sharding=out)
+
     def factors(self) -> tuple[jax.Array, jax.Array]:
         """(A, B) of the whole change: with a start, [A; A0] and [B, -B0]."""
         if self.a0 is None or self.b0 is None:
@@ -106,11 +115,19 @@ class Adapter(nnx.Module):
         a = jnp.concatenate([self.a, self.a0], axis=-len(self.a_axes))
         return a, jnp.concatenate([self.b, -self.b0], axis=-1)
 
-    def _own(self, low: Float[Array, "B T r"]) -> Float[Array, "B T r"]:
-        """A x of each token's own adapter; zeros in place of the others."""
-        assert self.ids is not None, "choose_adapters sets the adapter of every token"
-        owner = 1 + np.repeat(np.arange(self.n_stacked), self.rank)
-        return jnp.where(self.ids[..., None] == owner, low, 0)
+
+def own_part(
+    low: Float[Array, "*tokens R"], ids: Int[Array, "*tokens"] | None, n_stacked: int
+) -> Float[Array, "*tokens R"]:
+    """A x of each token's own adapter among `n_stacked`; zeros in place of the others.
+
+    Without a stack (`n_stacked` 0), A x itself.
+    """
+    if not n_stacked:
+        return low
+    assert ids is not None, "choose_adapters sets the adapter of every token"
+    owner = 1 + np.repeat(np.arange(n_stacked), low.shape[-1] // n_stacked)
+    return jnp.where(ids[..., None] == owner, low, 0)
 
 
 class Linear(nnx.Module):
@@ -209,6 +226,9 @@ class Linear(nnx.Module):
             y = y + jax.reshard(jnp.reshape(change, shape, out_sharding=whole), out)
             if self.lora.m is not None:
                 y = (y.astype(jnp.float32) * self.gain(rules)).astype(y.dtype)
+            if self.lora.gains is not None:
+                gains = jax.reshard(self.lora.token_gains(whole, rules), out)
+                y = (y.astype(jnp.float32) * gains).astype(y.dtype)
         y = materialize_gradient(y)
         return y if self.b is None else y + jax.reshard(self.b, rules.gathered(*self.bias_axes))
 

@@ -23,7 +23,7 @@ from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.chunks import apply_to_chunks, n_chunks
-from jaxrl.models.layers.linear import Adapter
+from jaxrl.models.layers.linear import Adapter, own_part
 from jaxrl.models.layers.mlp import ACTIVATIONS
 from jaxrl.models.layers.stored import (
     QUANTIZED,
@@ -77,6 +77,7 @@ class ExpertMatrix:
     a0: types.Array = None  # the start; None without one
     b0: types.Array = None
     scale: float = struct.field(pytree_node=False, default=0.0)
+    n_stacked: int = struct.field(pytree_node=False, default=0)  # adapters along the rank
 
 
 class MoE(nnx.Module):
@@ -106,13 +107,14 @@ class MoE(nnx.Module):
         def adapter(name: str) -> Adapter | None:
             if lora is None or hf[name] not in lora.targets:
                 return None
-            if lora.dora:
+            if lora.dora and not lora.n_stacked:
                 raise ValueError(
                     f"adapters of experts ({hf[name]}) have no magnitudes (DoRA); leave experts "
                     "out of config.lora.target_modules, or set config.lora.dora=False"
                 )
             part, sizes, axes = expert % hf[name], out_in[name], AXES[name][1:]
-            return Adapter(make_experts, part, lora, sizes, axes, n_out=1, hf_shape=sizes)
+            plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere
+            return Adapter(make_experts, part, plain, sizes, axes, n_out=1, hf_shape=sizes)
 
         self.gate, self.up, self.down = (nnx.data(weight(name)) for name in AXES)
         self.lora: dict[str, Adapter | None] = nnx.data({name: adapter(name) for name in AXES})
@@ -146,6 +148,7 @@ class MoE(nnx.Module):
             name: jax.tree.map(jax.reshard, self._matrix(name), spec)
             for name, spec in specs.items()
         }
+        ids = next((lora.ids for lora in self.lora.values() if lora is not None), None)
         body = functools.partial(
             sharded_experts,
             specs=specs,
@@ -155,15 +158,17 @@ class MoE(nnx.Module):
             implementation=self.implementation,
             chunk=self.chunk,
         )
-        in_specs = (rows, rows, rows, tokens, specs)
+        in_specs = (rows, rows, rows, tokens, tokens, specs)
         mapped = jax.shard_map(body, in_specs=in_specs, out_specs=rows)
-        return mapped(x, weights, experts, jax.reshard(live, tokens), matrices)
+        live, ids = jax.tree.map(lambda a: jax.reshard(a, tokens), (live, ids))
+        return mapped(x, weights, experts, live, ids, matrices)
 
     def _matrix(self, name: str) -> ExpertMatrix:
         w, lora = getattr(self, name), self.lora[name]
         if lora is None:
             return ExpertMatrix(w)
-        return ExpertMatrix(w, lora.a, lora.b, lora.a0, lora.b0, scale=lora.scale)
+        parts = lora.a, lora.b, lora.a0, lora.b0
+        return ExpertMatrix(w, *parts, scale=lora.scale, n_stacked=lora.n_stacked)
 
     def _matrix_specs(self, name: str, layout: Callable[..., jax.P]) -> ExpertMatrix:
         """PartitionSpecs of `_matrix`."""
@@ -211,6 +216,7 @@ def sharded_experts(
     weights,
     experts,
     live,
+    ids,
     matrices: dict[str, ExpertMatrix],
     *,
     specs: dict[str, ExpertMatrix],
@@ -226,10 +232,12 @@ def sharded_experts(
     reduce-scattered. If every device has all tokens (decode), the sums are all-reduced. Weights
     sharded over devices with different tokens (FSDP, `fsdp_axes`) are gathered here, so their
     gradient takes one reduce-scatter. `specs` are the PartitionSpecs of the matrices. Every device
-    applies its experts to at most `chunk` of its tokens at one time; 0 = all.
+    applies its experts to at most `chunk` of its tokens at one time; 0 = all. `ids` are the
+    tokens' adapters in a stack, else None.
     """
     shape, n = x.shape, x.shape[0] * x.shape[1]
     x, weights, experts = (a.reshape(n, a.shape[-1]) for a in (x, weights, experts))
+    ids = None if ids is None else ids.reshape(n, 1)
     n_experts = jax.tree.leaves(matrices)[0].shape[0]
     expert_axes, ffw_axes = rules.mesh_axes("experts"), rules.mesh_axes("ffw")
     token_axes = rules.mesh_axes("batch") + rules.mesh_axes("time")
@@ -246,17 +254,19 @@ def sharded_experts(
 
     experts = jnp.where(live.reshape(n, 1) > 0, experts, -1)
     mark = functools.partial(_mark_varying, have=token_axes, want=weight_axes)
-    x, weights, experts = mark(x), mark(weights), mark(experts)
+    rows = jax.tree.map(mark, (x, weights, experts, ids))
     matrices = jax.tree.map(gather_weight, matrices, specs)
 
-    def apply(matrices: dict[str, ExpertMatrix], tokens: tuple[jax.Array, ...]) -> jax.Array:
-        x, weights, experts = tokens
+    def apply(matrices: dict[str, ExpertMatrix], tokens: tuple) -> jax.Array:
         if shared:
             gather = functools.partial(lax.all_gather, axis_name=shared, axis=0, tiled=True)
-            x, weights, experts = gather(x), gather(weights), gather(experts)
+            tokens = jax.tree.map(gather, tokens)
+        x, weights, experts, ids = tokens
         if expert_axes:
             experts = experts - lax.axis_index(expert_axes) * n_experts
-        y = local_experts(x, weights, experts, matrices, act=act, implementation=implementation)
+        y = local_experts(
+            x, weights, experts, matrices, ids, act=act, implementation=implementation
+        )
         y = y.astype(x.dtype)
         if rest := tuple(a for a in weight_axes if a not in shared):
             y = lax.psum(y, rest)
@@ -265,8 +275,8 @@ def sharded_experts(
         return y
 
     if (n_parts := n_chunks(n, chunk, n)) == 1:
-        return apply(matrices, (x, weights, experts)).reshape(shape)
-    parts = jax.tree.map(lambda a: a.reshape(n_parts, -1, a.shape[-1]), (x, weights, experts))
+        return apply(matrices, rows).reshape(shape)
+    parts = jax.tree.map(lambda a: a.reshape(n_parts, -1, a.shape[-1]), rows)
     return apply_to_chunks(apply, matrices, parts).reshape(shape)
 
 
@@ -277,9 +287,19 @@ def _fsdp_token_axes(rules: Rules) -> tuple[str, ...]:
 
 
 def local_experts(
-    x, weights, experts, matrices: dict[str, ExpertMatrix], *, act: str, implementation: str
+    x,
+    weights,
+    experts,
+    matrices: dict[str, ExpertMatrix],
+    ids: Int[Array, "n 1"] | None = None,
+    *,
+    act: str,
+    implementation: str,
 ) -> jax.Array:
-    """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1."""
+    """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1.
+
+    With a stack of adapters, `ids` are those of the tokens.
+    """
     (n, top_k), E = experts.shape, jax.tree.leaves(matrices)[0].shape[0]
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
     order = jnp.argsort(
@@ -303,14 +323,19 @@ def local_experts(
         scale = w.scale[jnp.minimum(slots[order], E - 1)]
         return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
+    row_ids = None if ids is None else ids[order // top_k, 0]
+
+    def low_rank(rows, a, b, n_stacked):
+        return product(own_part(product(rows, a), row_ids, n_stacked), b)
+
     def multiply(rows, name):
         matrix = matrices[name]
         y = base(rows, matrix.w)
         if matrix.a is None:
             return y
-        change = product(product(rows, matrix.a), matrix.b)
+        change = low_rank(rows, matrix.a, matrix.b, matrix.n_stacked)
         if matrix.a0 is not None:
-            change = change - product(product(rows, matrix.a0), matrix.b0)
+            change = change - low_rank(rows, matrix.a0, matrix.b0, matrix.n_stacked)
         return y + change * jnp.asarray(matrix.scale, y.dtype)
 
     rows = dispatch(x, order, slot_of)

@@ -1,5 +1,6 @@
 """Adapters of the embedding table and of the unembedding, which are not layers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.models.config import DecoderConfig, LoRA
-from jaxrl.models.layers.linear import Adapter
+from jaxrl.models.layers.linear import Adapter, own_part
 from jaxrl.models.layers.stored import MakeParam
 from sharding import Rules, gather_matrix
 
@@ -25,26 +26,32 @@ class HeadAdapter(Adapter):
         """scale A h. Its product with B is computed with the logits, a part of them at a time."""
         a = gather_matrix(self.a, rules, self.a_axes, 1)
         low = matmul(hidden, a, out_sharding=rules.spec("batch", "time", None))
+        low = own_part(low, self.ids, self.n_stacked)
         return low * jnp.asarray(self.scale, low.dtype)
 
 
 class EmbeddingAdapter(nnx.Module):
     """The low-rank change of the embedding table, W + scale (B A)ᵀ: A is [rank, V], B is [D, rank].
 
-    As in PEFT, A starts at zero and B at standard normal values. A token reads a column of A.
+    As in PEFT, A starts at zero and B at standard normal values. A token reads a column of A. With
+    `n_stacked` it has several adapters along the rank, as `Adapter` has.
     """
 
     def __init__(self, make: MakeParam, name: str, lora: LoRA, V: int, D: int):
         self.scale, self.n_out, self.m = lora.scale, 1, None
+        self.n_stacked = lora.n_stacked
+        self.ids: Int[Array, "B T"] | None = nnx.data(None)
         self.a_axes, self.b_axes = (None, "vocab"), ("w_embed", None)
         a, b = f"{name}.lora_embedding_A", f"{name}.lora_embedding_B"
-        self.a = nnx.data(make(a, (lora.rank, V), self.a_axes, init="zeros"))
-        self.b = nnx.data(make(b, (D, lora.rank), self.b_axes, init="unit_normal"))
+        rank = lora.rank * max(lora.n_stacked, 1)
+        self.a = nnx.data(make(a, (rank, V), self.a_axes, init="zeros"))
+        self.b = nnx.data(make(b, (D, rank), self.b_axes, init="unit_normal"))
 
     def rows(self, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
         """The change of the rows of these tokens."""
         a = jax.reshard(self.a, rules.gathered(None, "vocab")).T
         low = a.at[tokens].get(out_sharding=rules.spec("batch", "time", None))
+        low = own_part(low, self.ids, self.n_stacked)
         b = gather_matrix(self.b, rules, self.b_axes, 1)
         change = matmul(low, b, out_sharding=rules.spec("batch", "time", "embed"))
         return change * jnp.asarray(self.scale, change.dtype)
@@ -70,7 +77,8 @@ def table_adapters(make: MakeParam, cfg: DecoderConfig) -> dict[str, Any]:
     if "lm_head" in named and "vocab" in cfg.heads:
         shape = cfg.V, cfg.D
         axes = "vocab", "w_embed"
-        found["lm_head"] = HeadAdapter(make, "lm_head", lora, shape, axes, n_out=1, hf_shape=shape)
+        plain = dataclasses.replace(lora, dora=False)  # of a stack, the DoRA ones are elsewhere
+        found["lm_head"] = HeadAdapter(make, "lm_head", plain, shape, axes, n_out=1, hf_shape=shape)
     return found
 
 
@@ -81,7 +89,7 @@ def _check(cfg: DecoderConfig, lora: LoRA, names: str) -> None:
             f"this {cfg.family} model ties its embedding table and its unembedding in one array, "
             "into which separate adapters cannot be merged"
         )
-    elif lora.dora:
+    elif lora.dora and not lora.n_stacked:
         wrong = "they have no magnitudes (DoRA); set config.lora.dora=False"
     elif lora.pissa:
         wrong = "they have no principal start (PiSSA); set config.lora.init='default'"
