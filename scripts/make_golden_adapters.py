@@ -4,9 +4,10 @@ tests/models/golden_adapters/<name>/ has an adapter for every checkpoint in test
 saved by PEFT, and the logits of PEFT's torch model; <name>_dora/ has one of DoRA. <name>_experts/
 has one of the experts and of q_proj, with a tensor per expert: PEFT reads this format and does not
 write it, because transformers 5 fuses the experts. <name>_tables/ has one of the embedding table,
-the output head and q_proj. Folders that exist are kept. With
+the output head and q_proj. <name>_scores/ has one of a classifier in tests/models/golden_scores/,
+with its trained score head, and the score of each token. Folders that exist are kept. With
 --check=FOLDER, it loads the adapters in FOLDER/<name> into the checkpoints and compares the logits
-with those in their golden.npz.
+or scores with those in their golden.npz.
 
 torch and peft are not dependencies of the project; run this in a separate environment:
     python -m venv /tmp/peft && /tmp/peft/bin/pip install torch peft transformers safetensors numpy
@@ -28,39 +29,56 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 DORA = ("gemma2", "mixtral", "qwen2")  # checkpoints with a DoRA adapter
 EXPERTS = ("mixtral", "qwen3_moe")  # checkpoints with adapters of experts
 TABLES = ("llama", "qwen2")  # checkpoints with adapters of the embedding table and the output head
+SCORES = ("llama", "qwen2")  # classifiers with an adapter
 SHOWN = slice(None, None, 5)  # positions whose logits are kept
 
 
+def base_folder(models: Path, case: str, name: str) -> Path:
+    return models / ("golden_scores" if case.endswith("_scores") else "golden") / name
+
+
 def base_model(folder: Path) -> torch.nn.Module:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    is_classifier = folder.parent.name == "golden_scores"
+    kind = "SequenceClassification" if is_classifier else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     return model.eval()
 
 
-def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+def outputs(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The logits of the shown positions, or a classifier's scores of all, without its pooling."""
+    inputs = torch.from_numpy(tokens).long()
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
     with torch.no_grad():
-        return model(torch.from_numpy(tokens).long()).logits.numpy()[:, SHOWN]
+        if hasattr(model, "score"):
+            return {"scores": model.score(model.model(inputs)[0])[..., 0].numpy()}
+        return {"logits": model(inputs).logits.numpy()[:, SHOWN]}
 
 
 def write(models: Path, seed: int, case: str, name: str, **settings) -> None:
     """Dense models have adapters on all linear layers; a mixture of experts on attention."""
     dense = "mixtral" not in name and "moe" not in name
     targets = ATTENTION + MLP * dense
-    settings = dict(target_modules=targets) | settings
-    config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings)
-    model = get_peft_model(base_model(models / "golden" / name), config).eval()
+    source = base_folder(models, case, name)
+    settings = dict(target_modules=targets, task_type="CAUSAL_LM") | settings
+    model = get_peft_model(base_model(source), LoraConfig(r=4, lora_alpha=6, **settings)).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter, weight in model.named_parameters():
         if "lora_B" in parameter or "lora_embedding_A" in parameter:
             weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
         if "lora_magnitude_vector" in parameter:
             weight.data *= 1 + 0.3 * torch.randn(weight.shape, generator=generator)
+        if "modules_to_save" in parameter:  # the score head
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
     target = models / "golden_adapters" / case
     model.save_pretrained(target)
     (target / "README.md").unlink(missing_ok=True)
-    tokens = np.load(models / "golden" / name / "golden.npz")["tokens"]
-    np.savez(target / "golden.npz", logits=logits(model, tokens))
+    np.savez(
+        target / "golden.npz",
+        allow_pickle=False,
+        **outputs(model, np.load(source / "golden.npz")["tokens"]),
+    )
 
 
 def write_experts(models: Path, seed: int, case: str, name: str) -> None:
@@ -88,17 +106,17 @@ def write_experts(models: Path, seed: int, case: str, name: str) -> None:
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
     tokens = np.load(source / "golden.npz")["tokens"]
     model = PeftModel.from_pretrained(base_model(source), str(target)).eval()
-    np.savez(target / "golden.npz", logits=logits(model, tokens))
+    np.savez(target / "golden.npz", allow_pickle=False, **outputs(model, tokens))
 
 
 def check(models: Path, case: str, name: str, folder: Path) -> None:
     saved = np.load(folder / case / "golden.npz")
-    base = base_model(models / "golden" / name)
-    tokens = np.load(models / "golden" / name / "golden.npz")["tokens"]
-    before = logits(base, tokens)
-    found = logits(PeftModel.from_pretrained(base, str(folder / case)).eval(), tokens)
-    worst = np.abs(found - saved["logits"]).max()
-    print(f"{case}: differs by {worst:.1e}, the adapter changes {np.abs(found - before).max():.1e}")
+    source = base_folder(models, case, name)
+    base, tokens = base_model(source), np.load(source / "golden.npz")["tokens"]
+    [(kind, before)] = outputs(base, tokens).items()
+    found = outputs(PeftModel.from_pretrained(base, str(folder / case)).eval(), tokens)[kind]
+    worst, change = np.abs(found - saved[kind]).max(), np.abs(found - before).max()
+    print(f"{case}: {kind} differ by {worst:.1e}, the adapter changes them by {change:.1e}")
     assert worst < 2e-4
 
 
@@ -110,6 +128,7 @@ def main() -> None:
     cases |= {f"{name}_experts": (name, {}) for name in EXPERTS}
     targets = ["embed_tokens", "lm_head", "q_proj"]
     cases |= {f"{name}_tables": (name, {"target_modules": targets}) for name in TABLES}
+    cases |= {f"{name}_scores": (name, {"task_type": "SEQ_CLS"}) for name in SCORES}
     checked = Path(options[0].removeprefix("--check=")) if options else None
     for seed, (case, (name, settings)) in enumerate(cases.items()):
         if checked is not None:

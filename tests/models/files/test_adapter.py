@@ -22,16 +22,19 @@ from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.marks import graded
 from tests.models.test_parity import GOLDEN, MODELS, golden, packed_logits
+from tests.models.test_scores import packed_scores
 
 ADAPTERS = GOLDEN.parent / "golden_adapters"
 DORA = sorted(path.name for path in ADAPTERS.glob("*_dora"))
 EXPERTS = sorted(path.name for path in ADAPTERS.glob("*_experts"))
 TABLES = sorted(path.name for path in ADAPTERS.glob("*_tables"))  # embedding, output head, q_proj
+SCORES = sorted(path.name for path in ADAPTERS.glob("*_scores"))  # of classifiers
 
 
 def base_of(name):
     """The checkpoint of an adapter."""
-    return GOLDEN / re.sub("_(dora|experts|tables)$", "", name)
+    folder = GOLDEN.parent / "golden_scores" if name in SCORES else GOLDEN
+    return folder / re.sub("_(dora|experts|tables|scores)$", "", name)
 
 
 def load(name, folder=None, *, stacked=False, **changes):
@@ -39,7 +42,8 @@ def load(name, folder=None, *, stacked=False, **changes):
     folder = folder or ADAPTERS / name
     lora = dataclasses.replace(adapter_config(ADAPTERS / name), **changes)
     base = base_of(name)
-    cfg = dataclasses.replace(model_config(base), lora=lora, stacked=stacked)
+    heads = ("score",) if name in SCORES else ("vocab",)
+    cfg = dataclasses.replace(model_config(base), lora=lora, stacked=stacked, heads=heads)
     return load_with_adapters(base, TRAIN, cfg, jnp.float32, seed=0, adapter=str(folder))
 
 
@@ -66,12 +70,28 @@ def test_logits_equal_those_of_peft(name, stacked, one_device):
 
 
 @pytest.mark.parametrize(
+    ("name", "stacked"),
+    graded(itertools.product(SCORES, (False, True)), default=[("qwen2_scores", True)]),
+)
+def test_scores_equal_those_of_peft(name, stacked, one_device):
+    saved = np.load(base_of(name) / "golden.npz")
+    tokens, expected = saved["tokens"], np.load(ADAPTERS / name / "golden.npz")["scores"]
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    scores = packed_scores(load(name, stacked=stacked), tokens, np.ones_like(tokens), positions)
+    np.testing.assert_allclose(np.asarray(scores), expected, atol=2e-4, rtol=1e-4)
+    assert np.abs(expected - saved["scores"]).max() > 0.1
+
+
+@pytest.mark.parametrize(
     ("name", "sizes"),
     graded(
-        itertools.product((*MODELS, *DORA, *EXPERTS, *TABLES), ({}, dict(fsdp=2, tensor=2))),
+        itertools.product(
+            (*MODELS, *DORA, *EXPERTS, *TABLES, *SCORES), ({}, dict(fsdp=2, tensor=2))
+        ),
         default=[
             *itertools.product(("llama", "qwen2_dora"), ({}, dict(fsdp=2, tensor=2))),
             ("llama_tables", dict(fsdp=2, tensor=2)),
+            ("qwen2_scores", {}),
         ],
     ),
 )
