@@ -48,8 +48,8 @@ def memory_bytes(job: Job, settings: Settings) -> float:
 def step_seconds(job: Job, settings: Settings) -> float:
     """Time of a training step.
 
-    Compute of each pass over the weights, or all-gathers of the weights if these take longer;
-    activations all-reduced over tensor, exchanged over sequence, and sent to experts; gradients
+    Compute of each pass over the weights, or all-gathers of the weights if these take longer; on
+    TPU, where compilers cover gathers only, the reduction of gradients besides; activations all-reduced over tensor, exchanged over sequence, and sent to experts; gradients
     reduced over replicas, and with ZeRO weights gathered from them; offloaded state moved to the
     device and back. Decode reads the weights at every step, either its own copy or gathered ones.
     """
@@ -233,6 +233,8 @@ def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epo
     # Frozen weights have no gradient: backward computes and sends about half as much.
     passes = 1 if job.cfg.lora.rank else 2
     backward = max(passes * compute + recompute, (sizes.fsdp > 1) * passes * gather) + activations
+    if job.machine.platform == "tpu" and passes > 1:  # gradients are reduced when all are there
+        backward += gather
     if sizes.n_chunks > 1:  # every chunk reads and writes float32 sums of the weights' gradients
         sums = sizes.calls * sizes.n_layers * sizes.n_chunks * sizes.mlp
         backward += 2 * 4 * sums / chip.memory_bytes_per_s
