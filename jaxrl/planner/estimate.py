@@ -49,9 +49,10 @@ def step_seconds(job: Job, settings: Settings) -> float:
     """Time of a training step.
 
     Compute of each pass over the weights, or all-gathers of the weights if these take longer; on
-    TPU, where compilers cover gathers only, the reduction of gradients besides; activations all-reduced over tensor, exchanged over sequence, and sent to experts; gradients
-    reduced over replicas, and with ZeRO weights gathered from them; offloaded state moved to the
-    device and back. Decode reads the weights at every step, either its own copy or gathered ones.
+    TPU, where compilers cover gathers only, the reduction of gradients besides; activations
+    all-reduced over tensor, exchanged over sequence, and sent to experts; gradients reduced over
+    replicas, and with ZeRO weights gathered from them; offloaded state moved to the device and
+    back. Decode reads the weights at every step, either its own copy or gathered ones.
     """
     cfg, host_rate = job.cfg, job.machine.chip.host_bytes_per_s
     policy = model_sizes(job, "policy", settings)
