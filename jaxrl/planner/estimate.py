@@ -38,8 +38,7 @@ def memory_bytes(job: Job, settings: Settings) -> float:
         else:
             state += critic.held_bytes
         work = max(work, update)
-    copies = policy.fsdp > 1 and cfg.rollout.layout == "replicas"
-    if not job.workload and (copies or cfg.lora.merge):
+    if job.rollout_copies(settings.mesh, settings.rollout_tensor):
         idle = policy.held_bytes if "policy" in offload else 0
         work = max(work, policy.rollout_copy * policy.item_bytes - idle)
     return state + work + ("optimizer" not in offload) * optimizer

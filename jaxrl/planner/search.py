@@ -63,6 +63,8 @@ class Candidate:
         }
         if self.offload:
             keys["learner.offload"] = ",".join(self.offload)
+        if "policy" in self.offload:  # only then the pages take the place of the weights
+            keys["rollout.release_kv"] = True
         if self.zero:
             keys["learner.zero"] = self.zero
         if self.mlp_chunk:
@@ -92,7 +94,8 @@ class Candidate:
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         tensor = self.rollout_tensor or cfg.rollout.tensor
-        rollout = dataclasses.replace(cfg.rollout, tensor=tensor)
+        release_kv = cfg.rollout.release_kv or "policy" in self.offload
+        rollout = dataclasses.replace(cfg.rollout, tensor=tensor, release_kv=release_kv)
         return dataclasses.replace(cfg, mesh=mesh, learner=learner, rollout=rollout)
 
 
@@ -165,13 +168,10 @@ def candidates(job: Job) -> Iterator[Candidate]:
     These are token budgets, remat policies, offload, ZeRO and chunks of MLPs. The rollout of a mesh
     has the fastest tensor axis, unless the config sets one.
     """
-    row, idle = max(job.cfg.learner.row_lens), job.idle_roles
-    offloads = dict.fromkeys(
-        ((), ("optimizer",), ("optimizer", *idle), ("optimizer", "gradients", *idle))
-    )
-    tensors = rollout_tensors(job)
+    row, tensors = max(job.cfg.learner.row_lens), rollout_tensors(job)
     for mesh in meshes(job):
         tensor = best_rollout_tensor(job, mesh, tensors)
+        offloads = offload_sets(job, mesh, tensor)
         levels, stages = zero_levels(job, mesh), mesh["stage"]
         orders = list(schedules(job, stages))
         for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
@@ -270,6 +270,18 @@ def best_rollout_tensor(job: Job, mesh: dict[str, int], tensors: tuple[int, ...]
         return max(excess, 0.0), rollout_seconds(job, sizes), tensor
 
     return min((t for t in tensors if n % (t * expert) == 0), key=cost, default=0)
+
+
+def offload_sets(job: Job, mesh: dict[str, int], rollout_tensor: int) -> list[tuple[str, ...]]:
+    """Values of learner.offload that are tried for a mesh.
+
+    The policy is among them if it is idle in rollouts: synchronous ones that read a copy.
+    """
+    idle = job.idle_roles
+    found = [(), ("optimizer",), ("optimizer", *idle), ("optimizer", "gradients", *idle)]
+    if job.cfg.schedule.mode == "sync" and job.rollout_copies(mesh, rollout_tensor):
+        found += [("policy",), *((*roles, "policy") for roles in found[2:])]
+    return list(dict.fromkeys(found))
 
 
 def zero_levels(job: Job, mesh: dict[str, int]) -> tuple[int, ...]:

@@ -93,6 +93,26 @@ class Job:
         """The shape of the model of a role; the policy's by default."""
         return self.role_decoders.get(role, self.decoder)
 
+    def rollout_copies(self, mesh: Mapping[str, int], rollout_tensor: int) -> bool:
+        """Whether the rollout reads a copy of the weights of training on this mesh.
+
+        It has merged adapters, another dtype, or replicas that are sharded differently.
+        """
+        cfg, rollout = self.cfg, self.cfg.rollout
+        if self.workload:
+            return False
+        dtype, _ = for_platform(cfg, self.decoder, self.machine.platform)
+        quantized = rollout.dtype == "int8" and cfg.lora.base_dtype == "auto"
+        if quantized or rollout.dtype not in ("auto", "int8", dtype.name):
+            return True
+        if cfg.lora.merge and cfg.lora.rank:
+            return True
+        size = collections.defaultdict(lambda: 1, mesh)
+        split = size["fsdp"] * size["sequence"] * size["stage"] > 1
+        tensor, expert = rollout_tensor or rollout.tensor, rollout.expert
+        split |= tensor not in (0, size["tensor"]) or expert not in (0, size["expert"])
+        return split and rollout.layout == "replicas"
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:

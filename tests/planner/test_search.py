@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
@@ -15,6 +16,7 @@ from jaxrl.planner.search import (
     candidates,
     estimate,
     meshes,
+    offload_sets,
     rank,
     rollout_tensors,
     schedules,
@@ -32,6 +34,9 @@ OFFLOADS = {
     ("optimizer",),
     ("optimizer", "reference"),
     ("optimizer", "gradients", "reference"),
+    ("policy",),
+    ("optimizer", "reference", "policy"),
+    ("optimizer", "gradients", "reference", "policy"),
 }
 
 
@@ -46,8 +51,8 @@ def job(cfg=None, model=TINY, where=None, **changes) -> Job:
 
 def test_candidates_are_the_meshes_that_divide_the_model():
     found = list(candidates(job()))
-    # 2 KV heads: tensor 1 or 2; four token budgets; remat policies; four sets of offloads
-    n = 4 * len(REMATS) * 4
+    # 2 KV heads: tensor 1 or 2; four token budgets; remat policies; sets of offloads
+    n = 4 * len(REMATS) * len(OFFLOADS)
     assert [c.mesh for c in found[::n]] == [dict(fsdp=8), dict(fsdp=4, tensor=2)]
     assert {c.token_budget for c in found} == {128, 256, 512, 1024}
     assert {c.offload for c in found} == OFFLOADS
@@ -338,7 +343,34 @@ def test_idle_roles_wait_in_host_memory():
         ("optimizer",),
         ("optimizer", *planned.idle_roles),
         ("optimizer", "gradients", *planned.idle_roles),
+        ("policy",),
+        ("optimizer", *planned.idle_roles, "policy"),
+        ("optimizer", "gradients", *planned.idle_roles, "policy"),
     }
+
+
+def test_the_policy_is_offloaded_in_rollouts_that_read_a_copy():
+    def offloads(mesh: dict, **changes) -> list[tuple[str, ...]]:
+        return offload_sets(job(run(**changes)), mesh, 0)
+
+    assert ("policy",) in offloads({"fsdp": 8})
+    assert ("policy",) not in offloads({"replica": 8})  # its replicas are those of the rollout
+    int8 = dict(rollout__dtype="int8", algorithm__correction="token_tis")
+    assert ("policy",) in offloads({"replica": 8}, **int8)
+    assert ("policy",) not in offloads({"fsdp": 8}, rollout__layout="training")
+    assert ("policy",) not in offloads({"fsdp": 8}, schedule__mode="partial")
+    kept, offloaded = (
+        estimate(job(), dataclasses.replace(MESH, offload=offload)) for offload in ((), ("policy",))
+    )
+    held = model_sizes(job(), "policy", MESH).held_bytes
+    host = machine().chip.host_bytes_per_s
+    assert offloaded.step_s - kept.step_s == pytest.approx(2 * held / host)  # there and back
+    assert "release_kv" not in kept.overrides
+    assert "--config.learner.offload=policy" in offloaded.overrides
+    assert "--config.rollout.release_kv=True" in offloaded.overrides
+    chosen = offloaded.apply(run())
+    assert chosen.rollout.release_kv and chosen.learner.offload == ("policy",)
+    assert not memory_errors(chosen)
 
 
 def test_gradients_in_host_memory_are_the_last_resort():
@@ -361,7 +393,7 @@ def test_offline_jobs_have_no_rollout():
     # 8 or 16 sequences of 128 tokens on 8 ranks of 256 tokens: one micro-batch
     assert seconds(sft) == seconds(pairs) < seconds(dpo) < seconds(None)
     found = list(candidates(job(run(algorithm__kl_coef=0.0), workload=dpo)))
-    assert {c.offload for c in found} == OFFLOADS
+    assert {c.offload for c in found} == {roles for roles in OFFLOADS if "policy" not in roles}
 
 
 @pytest.mark.thorough
