@@ -1,6 +1,7 @@
 """The comparisons of algorithms and schedules: scripts/learning_curves.py."""
 
 import json
+import re
 import runpy
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from jaxrl.config.command_line import parse
 
+DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "learning_curves.py"))
 # Greedy accuracy on held-out two-digit sums that a run must reach. PPO's critic trains alone for
 # the first steps.
@@ -42,9 +44,25 @@ def test_the_picture_has_a_line_for_every_existing_run(tmp_path):
         lines[-1]["val/reward"] = 0.75
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert SCRIPT["curve"](SCRIPT["run_dir"](tmp_path, "DAPO")) == [(0, 0.0), (256, 0.75)]
-    SCRIPT["draw"](SCRIPT["ALGORITHMS"], tmp_path, tmp_path / "curves.svg")
+    SCRIPT["draw"](SCRIPT["curves"](SCRIPT["ALGORITHMS"], tmp_path), tmp_path / "curves.svg")
     words = {e.text for e in ElementTree.parse(tmp_path / "curves.svg").iter() if e.text}
     assert {"GRPO", "DAPO"} < words and "PPO" not in words
+
+
+@pytest.mark.parametrize("picture", SCRIPT["DRAWN_FROM_LOG"])
+def test_pictures_of_logged_curves_are_up_to_date(picture, tmp_path):
+    SCRIPT["draw"](SCRIPT["logged_curves"](picture), tmp_path / "curves.svg")
+    drawn = (DOCS / f"curves_{picture}.svg").read_text()
+    assert drawn == (tmp_path / "curves.svg").read_text()
+
+
+def test_logged_curves_are_those_of_the_log():
+    log = (DOCS / "LOG.md").read_text()
+    for runs in json.loads((DOCS / "curves.json").read_text()).values():
+        for name, run in runs.items():
+            [entry] = [e for e in log.split("\n## ") if e.startswith(run["log"])]
+            missing = [a for a in run["accuracy"] if a and not re.search(rf"\b{a:.3f}\b", entry)]
+            assert not missing and len(run["steps"]) == len(run["accuracy"]), name
 
 
 @pytest.mark.slow
