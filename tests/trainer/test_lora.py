@@ -324,3 +324,61 @@ def test_ppo_trains_adapters_of_actor_and_critic(lora_config):
     critic = load_file(Path(lora_config.run_dir) / "hf_critic" / "model.safetensors")
     changed = {name for name in critic if name in base and np.any(critic[name] != base[name])}
     assert changed and all("_proj" in name for name in changed) and np.any(critic["score.weight"])
+
+
+def weights_on_meshes(config, folder, *meshes):
+    """The adapters after a run on each mesh, which must agree; returns those of the first."""
+    found = []
+    for i, sizes in enumerate(meshes):
+        config.run_dir = str(folder / f"mesh{i}")
+        config.mesh.update(dict(fsdp=1, replica=1, tensor=1, expert=1) | sizes)
+        assert train(resolve(config))
+        found.append(weights(config))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, want in found[0].items():
+            np.testing.assert_allclose(other[name], want, atol=2e-4, err_msg=name)
+    return found[0]
+
+
+@pytest.mark.thorough
+def test_a_value_head_on_the_backbone_trains_with_the_adapters(lora_config, tmp_path):
+    lora_config.algorithm.advantage, lora_config.critic.shared = "gae", True
+    lora_config.total_steps, lora_config.eval.every = 1, 0
+    found = weights_on_meshes(lora_config, tmp_path, {}, dict(fsdp=2, tensor=2))
+    assert np.abs(found["base_model.model.score.weight"]).max() > 0  # it starts at zero
+    assert any(np.abs(found[name]).max() > 0.01 for name in found if "lora_B" in name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [1, 2])
+def test_replicas_that_share_optimizer_state_train_the_same_adapters(level, lora_config, tmp_path):
+    lora_config.total_steps, lora_config.eval.every = 1, 0
+    lora_config.mesh.update(replica=2)
+    assert train(resolve(lora_config))
+    want = weights(lora_config)
+    lora_config.learner.zero = level
+    found = weights_on_meshes(lora_config, tmp_path, dict(replica=2))
+    for name in want:
+        np.testing.assert_allclose(found[name], want[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_expert_parallelism_trains_the_same_adapters(lora_config, tiny_experts, tmp_path):
+    lora_config.model.path = str(tiny_experts)
+    lora_config.lora.target_modules = ("all-linear", "w1", "w2", "w3")
+    lora_config.total_steps, lora_config.eval.every = 1, 0
+    found = weights_on_meshes(lora_config, tmp_path, {}, dict(expert=2))
+    assert any(".experts.3." in name and np.abs(found[name]).max() > 0.01 for name in found)
+
+
+@pytest.mark.thorough
+def test_asynchronous_rollouts_without_staleness_train_the_same_adapters(lora_config, tmp_path):
+    assert train(resolve(lora_config))
+    want = weights(lora_config)
+    lora_config.run_dir = str(tmp_path / "async")
+    lora_config.schedule.mode, lora_config.schedule.rollout_devices = "async", 1
+    lora_config.schedule.max_staleness = 0
+    assert train(resolve(lora_config))
+    found = weights(lora_config)
+    assert all(np.array_equal(found[name], want[name]) for name in want)
