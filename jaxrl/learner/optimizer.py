@@ -71,7 +71,14 @@ def make_optimizer(
     build = functools.partial(_transformation, cfg, lr)
     recipe = None
     if _has_independent_layers(cfg, specs):
-        recipe = Recipe(build, specs, decays, factors, elementwise=_is_elementwise(cfg))
+        recipe = Recipe(
+            build,
+            specs,
+            decays,
+            factors,
+            elementwise=_is_elementwise(cfg),
+            needs_blocks=_needs_blocks(cfg),
+        )
     return Optimizer(
         build(specs, decays, factors),
         lr,
@@ -118,6 +125,15 @@ def _is_elementwise(cfg: LearnerConfig) -> bool:
     """
     rounds = cfg.moment_dtype == "bfloat16" or not cfg.master_weights
     return cfg.optimizer.partition("?")[0] != "adafactor" and not rounds
+
+
+def _needs_blocks(cfg: LearnerConfig) -> bool:
+    """Whether a step at once needs more memory than the state and the gradients.
+
+    The scale of an int8 block follows from all of its new moments in float32, and Newton-Schulz
+    reads whole matrices.
+    """
+    return cfg.moment_dtype == "int8" or cfg.optimizer.partition("?")[0] == "muon"
 
 
 def check_opt_state(cfg: LearnerConfig, specs: Tree, rules: Rules) -> None:

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.optimizers.layerwise import step_by_layer
+from jaxrl.learner.optimizers.layerwise import layer_blocks, step_in_parts
 from jaxrl.learner.optimizers.rounding import round_tree
 from jaxrl.learner.zero import as_sharded
 from jaxrl.models.lora import checkpoint_part, combine, split
@@ -89,14 +89,18 @@ def apply_gradients(
     (https://doi.org/10.1137/0330046). If `keep` is true the state is left unchanged (non-finite
     gradient).
 
-    With state or gradients in host memory the step runs layer by layer (layerwise.py), unless the
-    optimizer is given by an import path: such a one may combine all gradients.
+    With state or gradients in host memory the step runs layer by layer, with int8 moments and Muon
+    in blocks of layers (layerwise.py), unless layers depend on each other (`Optimizer.recipe`).
     """
     step = functools.partial(_step, optimizer=optimizer, keep=keep, factor=factor)
     offloaded = any(map(is_on_host, jax.tree.leaves((state.opt_state, grads))))
-    if offloaded and optimizer.recipe is not None and optimizer.recipe.is_divisible(state.params):
-        return step_by_layer(state, grads, optimizer.recipe, step)
-    return restore_memory_space(step(state, grads, optimizer.transform), state)
+    recipe = optimizer.recipe
+    if recipe is None or not recipe.is_divisible(state.params):
+        return restore_memory_space(step(state, grads, optimizer.transform), state)
+    if offloaded or recipe.needs_blocks:
+        n_blocks = layer_blocks(state.params, single=offloaded)
+        return step_in_parts(state, grads, recipe, step, n_blocks=n_blocks)
+    return step(state, grads, optimizer.transform)
 
 
 def _step(

@@ -7,17 +7,31 @@ import jax
 SLICE_BYTES = 2**28  # of a slice in float32, per device
 
 
-def slice_count(array: jax.Array) -> int:
+def slice_count(array: jax.Array, rows: int | None = None) -> int:
     """Least number of equal slices of at most SLICE_BYTES, or one for every index.
 
-    1 if the first axis is sharded, or if its size has no suitable divisor.
+    1 if the first axis is sharded, or if its size has no suitable divisor. `rows`: what the number
+    divides in place of that size.
     """
-    rows, sharding = array.shape[0], jax.typeof(array).sharding
+    sharding = jax.typeof(array).sharding
     local = sharding.shard_shape(array.shape)
-    if local[0] != rows:
+    if local[0] != array.shape[0]:
         return 1
-    least = min(-(-4 * math.prod(local) // SLICE_BYTES), rows)
+    rows = rows or array.shape[0]
+    least = min(_least(math.prod(local)), rows)
     return next((n for n in range(least, 16 * least) if rows % n == 0), 1)
+
+
+def block_count(size: int, n_indices: int) -> int:
+    """Least divisor of `n_indices` that splits `size` numbers into parts of at most SLICE_BYTES.
+
+    `n_indices` if none does.
+    """
+    return next((n for n in range(_least(size), n_indices) if n_indices % n == 0), n_indices)
+
+
+def _least(size: int) -> int:
+    return -(-4 * size // SLICE_BYTES)
 
 
 def take_slice(array: jax.Array, i: jax.Array, n_slices: int) -> jax.Array:
