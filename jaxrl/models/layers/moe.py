@@ -7,6 +7,7 @@ contributions, and a reduce-scatter returns the sums to the tokens' devices.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,9 @@ from jaxrl.models.layers.stored import (
     stored_specs,
 )
 from sharding import Rules
+
+# Copies of tokens that a device has room for, as a multiple of its share of them.
+ROOM = 2
 
 Live = Bool[Array, "B T"] | Int[Array, "B T"]
 
@@ -265,7 +269,14 @@ def sharded_experts(
         if expert_axes:
             experts = experts - lax.axis_index(expert_axes) * n_experts
         y = local_experts(
-            x, weights, experts, matrices, ids, act=act, implementation=implementation
+            x,
+            weights,
+            experts,
+            matrices,
+            ids,
+            n_sharing=math.prod(map(lax.axis_size, expert_axes)),
+            act=act,
+            implementation=implementation,
         )
         y = y.astype(x.dtype)
         if rest := tuple(a for a in weight_axes if a not in shared):
@@ -293,12 +304,16 @@ def local_experts(
     matrices: dict[str, ExpertMatrix],
     ids: Int[Array, "n 1"] | None = None,
     *,
+    n_sharing: int = 1,
     act: str,
     implementation: str,
 ) -> jax.Array:
     """float32 [n, D]: for each token, the weighted sum over its experts in 0..E-1.
 
-    With a stack of adapters, `ids` are those of the tokens.
+    With a stack of adapters, `ids` are those of the tokens. One of `n_sharing` devices that share
+    the experts has 1 / n_sharing of all copies of the tokens if the router is balanced, at worst
+    all. Its arrays have room for ROOM times the former, and for all copies only in a step that
+    needs it. The results are equal.
     """
     (n, top_k), E = experts.shape, jax.tree.leaves(matrices)[0].shape[0]
     slots = jnp.where((experts >= 0) & (experts < E), experts, E).reshape(-1)
@@ -307,6 +322,28 @@ def local_experts(
     )  # slots of other devices' experts and of padding come last
     slot_of = jnp.argsort(order).reshape(n, top_k)
     sizes = jnp.sum(slots[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    tokens, routing = (x, weights, matrices, ids), (slots, order, slot_of, sizes)
+    n_copies, room = n * top_k, -(-ROOM * n * top_k // n_sharing)
+    compute = functools.partial(_first_copies, act=act, implementation=implementation)
+    if room >= n_copies:
+        return compute(n_copies, tokens, routing)
+    # Backward keeps the inputs of both branches, not the intermediate arrays.
+    few, every = (jax.checkpoint(functools.partial(compute, m)) for m in (room, n_copies))
+    return lax.cond(jnp.sum(sizes) <= room, few, every, tokens, routing)
+
+
+def _first_copies(
+    n_copies: int,
+    tokens: tuple[jax.Array, jax.Array, dict[str, ExpertMatrix], jax.Array | None],
+    routing: tuple[jax.Array, ...],
+    *,
+    act: str,
+    implementation: str,
+) -> jax.Array:
+    """`local_experts` if only the first copies, in the order of experts, have an expert here."""
+    x, weights, matrices, ids = tokens
+    slots, order, slot_of, sizes = routing
+    order, E = order[:n_copies], len(sizes)
 
     def product(rows, w):
         if isinstance(w, NF4):
@@ -323,7 +360,7 @@ def local_experts(
         scale = w.scale[jnp.minimum(slots[order], E - 1)]
         return (y.astype(jnp.float32) * scale).astype(y.dtype)
 
-    row_ids = None if ids is None else ids[order // top_k, 0]
+    row_ids = None if ids is None else ids[order // slot_of.shape[1], 0]
 
     def low_rank(rows, a, b, n_stacked):
         return product(own_part(product(rows, a), row_ids, n_stacked), b)
@@ -350,7 +387,10 @@ def local_experts(
 def dispatch(
     x: Float[Array, "n D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "m D"]:
-    """Row i is row order[i] // k of `x`; slot_of[j, s] is the output row of token j's copy s."""
+    """Row i is row order[i] // k of `x`; slot_of[j, s] is the output row of token j's copy s.
+
+    A copy with a slot of m or more has no row.
+    """
     return x[order // slot_of.shape[1]]
 
 
@@ -358,12 +398,17 @@ def dispatch(
 def combine(
     rows: Float[Array, "m D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "n D"]:
-    """The sum of each token's k rows, in the order of its experts' weights.
+    """The sum of each token's k rows, in the order of its experts' weights; see `dispatch`.
 
     It gathers instead of scattering, so a token's bits do not depend on the other tokens.
     """
     rows = materialize(rows)
-    return functools.reduce(jnp.add, [rows[slot_of[:, i]] for i in range(slot_of.shape[1])])
+    mode = "fill" if len(rows) < slot_of.size else None
+
+    def copy(i: int) -> jax.Array:
+        return rows.at[slot_of[:, i]].get(mode=mode, fill_value=0)
+
+    return functools.reduce(jnp.add, map(copy, range(slot_of.shape[1])))
 
 
 def _add_copies(grad: jax.Array, order: jax.Array, slot_of: jax.Array) -> jax.Array:

@@ -85,6 +85,37 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(one_device):
 
 
 @pytest.mark.bitwise
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_room_for_a_devices_share_of_the_tokens_changes_no_bit(one_device, share):
+    """Of 4 devices, this one has room for half of the copies, of which its experts get `share`."""
+    rng = np.random.default_rng(0)
+    E, D, F, n = 2, 32, 48, 64
+
+    def normal(*shape):
+        return jnp.asarray(0.3 * rng.normal(size=shape).astype(np.float32))
+
+    weights = dict(gate=normal(E, F, D), up=normal(E, F, D), down=normal(E, D, F))
+    matrices = {name: ExpertMatrix(w) for name, w in weights.items()}
+    x, probs = normal(n, D), jnp.asarray(rng.random((n, 2), np.float32))
+    here = rng.random((n, 2)) < share
+    experts = jnp.asarray(np.where(here, np.arange(2), E + np.arange(2)), jnp.int32)
+
+    def outputs(n_sharing):
+        run = functools.partial(local_experts, act="silu", implementation="auto")
+        loss = lambda *a: jnp.sum(run(*a, n_sharing=n_sharing) ** 2)  # noqa: E731
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 3)))(x, probs, experts, matrices)
+        return jax.jit(functools.partial(run, n_sharing=n_sharing))(
+            x, probs, experts, matrices
+        ), grads
+
+    whole, part = outputs(1), outputs(4)
+    assert np.any(whole[0])
+    np.testing.assert_array_equal(whole[0], part[0])
+    for a, b in zip(*map(jax.tree.leaves, (whole[1], part[1])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("E", "top_k", "norm_topk"), [(4, 2, False), (8, 3, True)])
 def test_a_tokens_route_does_not_depend_on_the_other_tokens(one_device, E, top_k, norm_topk):
     logits = np.random.default_rng(0).normal(size=(8, 256, E)).astype(np.float32)
