@@ -87,7 +87,7 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(one_device):
 @pytest.mark.bitwise
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_room_for_a_devices_share_of_the_tokens_changes_no_bit(one_device, share):
-    """Of 4 devices, this one has room for half of the copies, of which its experts get `share`."""
+    """One of 4 devices has room for half of the copies; its experts get `share` of them."""
     rng = np.random.default_rng(0)
     E, D, F, n = 2, 32, 48, 64
 
