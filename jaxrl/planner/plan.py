@@ -11,7 +11,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
-from jaxrl.planner.compilation import Program, compile_programs
+from jaxrl.planner.compilation import Program, compile_programs, machine_note
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
 from jaxrl.planner.offload import IDLE_STATE, n_transfers, state_before_offload
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
@@ -63,7 +63,7 @@ class Plan:
     serial_step_s: float
     tokens_per_s: float
     lengths: Lengths
-    note: str  # what the compilation assumes about the machine, or ""
+    note: str  # `machine_note`
     n_replicas: int  # of the engine
     rollout_weight_bytes: int  # of the weights that it reads
     n_rollout_devices: int = 0  # separate from those of `mesh`; 0: the same
@@ -211,7 +211,7 @@ def assemble_plan(
         serial_step_s=step_seconds(run, {name: phase.serial_s for name, phase in phases.items()}),
         tokens_per_s=_n_tokens(run, lengths, "step") / step_s,
         lengths=lengths,
-        note=machine.note,
+        note=machine_note(run.cfg, machine),
         n_replicas=run.n_replicas,
         rollout_weight_bytes=_rollout_weight_bytes(run, programs),
         n_rollout_devices=run.n_rollout_devices,

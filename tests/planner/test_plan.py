@@ -27,7 +27,7 @@ from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
 from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
-from jaxrl.planner.compilation import compile_programs, trip_counts
+from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.offload import CRITIC_PROGRAMS
@@ -837,6 +837,16 @@ def test_plans_for_absent_devices_match_the_docs(name, compiler):
     """Bytes, FLOPs and temporaries of every program, so that a change that adds some fails here."""
     pytest.importorskip(compiler)
     assert_close(*golden(name))
+
+
+def test_a_plan_says_that_sparse_cores_could_run_the_collectives():
+    def note(kind: str, n_devices: int = 4, **learner) -> str:
+        devices = [types.SimpleNamespace(device_kind=kind)] * n_devices
+        cfg = run(**{f"learner__{key}": value for key, value in learner.items()})
+        return machine_note(cfg, topologies.Topology("tpu", "tpu", CHIPS["v5p"], devices))
+
+    assert "set learner.xla=overlap" in note("TPU v5") == note("TPU v6 lite")
+    assert note("TPU v5", xla=("overlap",)) == note("TPU v5", 1) == note("TPU v5 lite") == ""
 
 
 @pytest.mark.thorough
