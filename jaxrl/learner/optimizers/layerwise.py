@@ -24,7 +24,7 @@ from jaxrl.learner.optimizers.blocks import Blocks
 from jaxrl.learner.optimizers.slices import block_count, put_slice, slice_count, take_slice
 from jaxrl.models.spec import ParamSpec, is_spec, map_specs
 from jaxrl.types import Tree
-from sharding import restore_memory_space
+from sharding import restore_memory_space, target_platform
 
 # (specs, weight decays, factors of the learning rate or None) -> transformation of such parameters
 Build = Callable[[Tree, Tree, Tree | None], optax.GradientTransformation]
@@ -130,7 +130,9 @@ def _step_in_blocks(
     def body(i: jax.Array, new: Tree) -> Tree:
         # Scalars, such as the number of steps, are those from before the step for every block.
         old = jax.tree.map(lambda a, was: a if a.ndim else was, new, state)
-        part, grad = jax.lax.optimization_barrier((block(old, i), block(grads, i)))
+        part, grad = block(old, i), block(grads, i)
+        if target_platform() == "cpu":  # whose compiler otherwise copies whole arrays
+            part, grad = jax.lax.optimization_barrier((part, grad))
         updated = step(part, grad, transform(i))
         updated = restore_memory_space(updated, old)
 
