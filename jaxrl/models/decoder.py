@@ -5,6 +5,7 @@ Training and rollout call the same `Decoder`; they differ only in the `attend` f
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -235,8 +236,12 @@ class Decoder(nnx.Module):
         return matmul(hidden, w, out_sharding=out, dtype=jnp.float32)[..., 0]
 
 
+@functools.cache
 def decoder_specs(cfg: DecoderConfig) -> Decoder:
-    """The model as a tree of ParamSpecs, read by init, sharding, import and export."""
+    """The model as a tree of ParamSpecs, read by init, sharding, import and export.
+
+    All callers share one tree per config: change none in place.
+    """
     return Decoder(cfg)
 
 
