@@ -200,6 +200,14 @@ class PagedEngine:
         for program in programs:
             yield self.runner.lower(params, n_pages, program)
 
+    def set_pool_size(self) -> bool:
+        """Sets the number of KV pages. False if it depends on the memory that the weights leave.
+
+        Processes that share the engine call this together.
+        """
+        known = bool(self.rollout.n_pages) or not self.pool.fills_memory
+        return known and self.scheduler.pool.n_pages > 0
+
     def allocate(self) -> None:
         """Allocates the KV cache, if there is none, on the current mesh."""
         jax.block_until_ready(self.runner.allocated_cache())

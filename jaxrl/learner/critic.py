@@ -101,7 +101,7 @@ class Critic:
         for rows, row_len in self.scorer.cfg.learner.shapes:
             batch = empty_batch(self.scorer.n_ranks * rows, row_len)
             with self.training():
-                found = self.update.lowered(self.state, batch)
+                found = list(self.update.lowered(self.state, batch))
             yield from found
 
     def restore(self, saved: TrainState) -> None:

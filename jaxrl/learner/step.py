@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -277,11 +277,12 @@ class Update:
 
     def lowered(
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
-    ) -> Iterable[jax.stages.Lowered]:
-        """The programs of `update` for a micro-batch on the host, not yet compiled."""
+    ) -> Iterator[jax.stages.Lowered]:
+        """The programs of `update` for a micro-batch on the host, lowered one by one."""
         placed = self.put(batch, n_vocab=self._n_vocab(state.params))
-        programs = self.lower(state, placed, ref_params)
-        return [*programs.values(), self.zeros.lower(state.params)]
+        for lower in self._lowerings(state, placed, ref_params).values():
+            yield lower()
+        yield self.zeros.lower(state.params)
 
     def _n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
@@ -292,17 +293,23 @@ class Update:
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
     ) -> dict[str, jax.stages.Lowered]:
         """The programs of an update with (abstract) arguments, for ahead-of-time compilation."""
+        lowerings = self._lowerings(state, batch, ref_params)
+        return {name: lower() for name, lower in lowerings.items()}
+
+    def _lowerings(
+        self, state: TrainState, batch: Batch, ref_params: Tree | None
+    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
         total = self.abstract_zeros(state.params)
         balance, counting = None, {}
         if self._balances:
             zero_balance = jax.eval_shape(self.zero_balance, state.params, np.float32(0))
             balance = on_mesh(zero_balance, _mesh(state.params))
-            counting = {"count": self.count.lower(state.params, balance, batch)}
+            counting = {"count": functools.partial(self.count.lower, state.params, balance, batch)}
+        accumulated = state.params, ref_params, total, batch, balance, self._arrays(None)
+        applied = trained_state(state), total, np.float32(0)
         return counting | {
-            "accumulate": self.accumulate.lower(
-                state.params, ref_params, total, batch, balance, self._arrays(None)
-            ),
-            "apply": self.apply.lower(trained_state(state), total, np.float32(0)),
+            "accumulate": functools.partial(self.accumulate.lower, *accumulated),
+            "apply": functools.partial(self.apply.lower, *applied),
         }
 
     def abstract_zeros(self, params: Tree) -> GradSums:

@@ -43,6 +43,13 @@ class CompileThreads:
         for program in programs:
             self._compiling.append(self._pool.submit(compile_one, program))
 
+    def lower(self, programs: Iterable[jax.stages.Lowered]) -> None:
+        """As `add`, but lowers the programs in one of the threads and returns at once.
+
+        The iterator sets the mesh, because the current mesh is that of a thread.
+        """
+        self._compiling.append(self._pool.submit(self.add, programs))
+
     def wait(self) -> None:
         """Returns when all programs are compiled. Raises the first error of the compiler."""
         for one in self._compiling:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
+from jaxrl.engine.device.batches import decode_buckets
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.phases.update import NonFiniteError
@@ -125,8 +126,9 @@ def counted_compilations():
 def test_a_run_leaves_a_complete_folder(tiny_config):
     with counted_compilations() as counts:
         assert train(resolve(tiny_config))
-    # What the warm-up compiles ahead is what the run calls.
+    # What compiles while weights are loaded is what the run calls.
     assert counts["jit(_accumulate)"] == counts["jit(_apply)"] == 1
+    assert counts["jit(decode)"] == len(decode_buckets(tiny_config.rollout.max_num_seqs))
     folder = Path(tiny_config.run_dir)
     for name in ("config.json", "metrics.jsonl", "samples.jsonl", "report.html", "checkpoints/4"):
         assert (folder / name).exists(), name

@@ -64,6 +64,11 @@ class KVPoolSpec:
             log.info("KV pool: %d pages of the %d that max_num_seqs could fill", n_pages, wanted)
         return n_pages
 
+    @property
+    def fills_memory(self) -> bool:
+        """Whether the devices report their memory, which then limits the pages."""
+        return any(device.memory_stats() for device in jax.local_devices())
+
     def _n_pages_that_fit(self, memory_utilization: float, default: int) -> int:
         """Pages that fit in the memory of the fullest local device, or `default` if unknown."""
         page, fits = self.page_bytes_per_device, default

@@ -11,6 +11,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.learner.requirements import needs_ref
 from jaxrl.models.files.hf_load import load_params
+from jaxrl.runtime.compile_threads import CompileThreads
 from jaxrl.runtime.multihost import check_same_data, check_same_order
 from jaxrl.trainer.loop import run_to_end
 from jaxrl.trainer.memory import explain_out_of_memory
@@ -41,9 +42,10 @@ from jaxrl.trainer.setup.engines import (
     with_idle_policy,
 )
 from jaxrl.trainer.setup.folder import open_folder
+from jaxrl.trainer.setup.learner import build_learner, n_steps
 from jaxrl.trainer.setup.models import open_models
 from jaxrl.trainer.setup.source import check_processes, make_source
-from jaxrl.trainer.setup.warmup import warm_up, warm_up_offline
+from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.trainer.setup.workers import connect_to_workers, make_workers
 from sharding import hosts
 
@@ -78,20 +80,24 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         stack.enter_context(memory_report(cfg, policy.decoder, plan, role_decoders=role_decoders))
         reward_model = load_reward_model(cfg, models, policy, session)
         rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
+        learner = build_learner(cfg, models, policy, n_steps(cfg, iterator))
+        layout, engine = (
+            local_engine(cfg, rollout, models, policy)
+            if ray is None
+            else make_workers(cfg, ray, models, policy, session, stack)
+        )
+        threads = stack.enter_context(CompileThreads())
+        threads.lower(lowered_before_loading(cfg, learner, layout, engine))
         core = build_core(
             cfg,
             models,
             policy,
             session,
             stack,
+            learner,
             iterator=iterator,
             val=val,
             has_reference=needs_ref(cfg),
-        )
-        layout, engine = (
-            local_engine(cfg, rollout, models, policy)
-            if ray is None
-            else make_workers(cfg, ray, models, policy, session, stack)
         )
         layout = with_idle_policy(layout, engine, core)
         engines = make_engines(cfg, layout, engine, models, session, environments)
@@ -104,7 +110,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             source=make_source(core, engines, rewards, stack),
         )
         if not core.done:
-            warm_up(run)
+            warm_up(run, threads)
         yield run
 
 
@@ -164,19 +170,23 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         policy = dataclasses.replace(policy, decoder=decoder)
         plan = checked_plan(cfg, policy.decoder, session.progress, workload=workload)
         stack.enter_context(memory_report(cfg, policy.decoder, plan, workload=workload))
+        learner = build_learner(cfg, models, policy, n_steps(cfg, iterator))
+        threads = stack.enter_context(CompileThreads())
+        threads.lower(lowered_before_loading(cfg, learner))
         core = build_core(
             cfg,
             models,
             policy,
             session,
             stack,
+            learner,
             iterator=iterator,
             val=val,
             has_reference=workload.has_reference,
         )
         if not core.done:
             has_logits = "vocab" in workload.heads
-            warm_up_offline(core, policy=has_logits, reference=workload.has_reference)
+            warm_up_offline(core, threads, policy=has_logits, reference=workload.has_reference)
         yield OfflineRun(core, objective)
 
 

@@ -8,15 +8,14 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
-from jaxrl.learner.critic import Critic
-from jaxrl.learner.optimizer import Optimizer
-from jaxrl.learner.state import abstract_state, checkpoint_state, init_state
+from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Decoder, decoder_specs
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.lora import with_base
 from jaxrl.trainer.setup.devices import Policy
+from jaxrl.trainer.setup.learner import Learner
 from jaxrl.trainer.setup.models import Models
 from jaxrl.types import TrainState
 from sharding import hosts, to_host
@@ -25,19 +24,17 @@ from sharding.rules import Rules
 
 def load_state(
     cfg: RunConfig,
-    rules: Rules,
     models: Models,
     policy: Policy,
     progress: Progress,
-    optimizer: Optimizer,
-    critic: Critic | None,
+    learner: Learner,
     checkpoints: Checkpointer,
-    ref_layout: Layout,
 ) -> tuple[TrainState, dict]:
     """(state, host values) of the newest checkpoint, or (initial state, {}) without a checkpoint.
 
     Also loads or restores the state of a separate critic, in place.
     """
+    rules, critic = learner.rules, learner.critic
     step, offload = hosts.broadcast(checkpoints.latest_step()), "optimizer" in cfg.learner.offload
     if step is None:
         if cfg.resume:
@@ -48,12 +45,11 @@ def load_state(
         params = load_policy(cfg, rules, models, policy)
         if critic is not None:
             critic.load(offload=offload)
-        return init_state(params, optimizer, offload=offload), {}
+        return init_state(params, learner.optimizer, offload=offload), {}
     progress.status(f"resuming after step {step}")
-    specs, mesh = decoder_specs(policy.decoder), jax.sharding.get_mesh()
-    abstract = abstract_state(specs, policy.dtype, optimizer, rules, mesh, offload=offload)
+    abstract, mesh = learner.abstract, jax.sharding.get_mesh()
     if cfg.algorithm.ref_refresh_every:
-        ref = ref_layout.abstract_weights(policy.decoder, mesh)
+        ref = learner.ref_scorer.layout.abstract_weights(policy.decoder, mesh)
         offload_ref = "reference" in cfg.learner.offload
         abstract = dataclasses.replace(abstract, ref=to_host(ref) if offload_ref else ref)
     abstract = checkpoint_state(abstract)

@@ -4,25 +4,76 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
+from jaxrl.engine.engine import PagedEngine
+from jaxrl.io.checkpoint.checkpointer import complete_steps
+from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
-from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
+from jaxrl.rollout.remote.pool import WorkerPool
+from jaxrl.rollout.remote.weights import RemoteWeights
+from jaxrl.runtime.compile_threads import CompileThreads
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
 from jaxrl.trainer.run import Core, Run
+from jaxrl.trainer.setup.learner import Learner
 from jaxrl.types import Batch, Tree
 from sharding import needs_trial_run, to_device
 
 
-def warm_up(run: Run) -> None:
-    """Compiles every program of an RL run in its declared shapes.
+def lowered_before_loading(
+    cfg: RunConfig,
+    learner: Learner,
+    layout: Layout | RemoteWeights | None = None,
+    engine: PagedEngine | WorkerPool | None = None,
+) -> Iterator[jax.stages.Lowered]:
+    """The programs that read the policy, lowered from its shapes; none if the run is done.
+
+    For `CompileThreads.lower`, so that weights are loaded meanwhile. `warm_up` lowers them again,
+    from the weights, and finds them in JAX's caches. All processes call this together.
+    """
+    mesh, saved = jax.sharding.get_mesh(), cfg.run_path / "checkpoints"
+    done = saved.is_dir() and max(complete_steps(saved), default=0) >= learner.total_steps
+    sized = None
+    if isinstance(engine, PagedEngine) and isinstance(layout, Layout):
+        with layout.on_mesh():
+            sized = engine if engine.set_pool_size() else None
+
+    def lowered() -> Iterator[jax.stages.Lowered]:
+        if done:
+            return
+        with jax.set_mesh(mesh):
+            yield from lowered_policy(cfg, learner)
+            if sized is not None and isinstance(layout, Layout):
+                params = layout.lowered_weights(learner.abstract.params)
+                with layout.on_mesh():
+                    yield from sized.lowered(params)
+
+    return lowered()
+
+
+def lowered_policy(cfg: RunConfig, learner: Learner) -> Iterator[jax.stages.Lowered]:
+    """The update, and the scorer of the policy if the algorithm needs one."""
+    state, n_ranks = learner.abstract, learner.rules.n_shards("batch")
+    for rows, row_len in reversed(cfg.learner.shapes):
+        batch = empty_batch(n_ranks * rows, row_len)
+        if not full_kl_in_loss(cfg):  # else it also reads the reference model
+            yield from learner.update.lowered(state, batch)
+        if needs_old_logp(cfg) and "vocab" in state.params.cfg.heads:
+            params = learner.scorer.layout.lowered_weights(state.params)
+            yield from learner.scorer.lowered(params, batch)
+
+
+def warm_up(run: Run, threads: CompileThreads) -> None:
+    """Compiles every program of an RL run in its declared shapes, after what `threads` compile.
 
     On accelerators each program runs once on padding.
     """
     core, model = run.core, run.reward_model
     scores = {"policy": needs_old_logp(core.cfg), "reference": needs_ref_logp(core.cfg)}
-    with core.progress.waiting("compiling all programs"), CompileThreads() as threads:
+    with core.progress.waiting("compiling all programs"):
+        threads.wait()
         threads.add(lowered_learner(core, **scores))
         if model is not None:
             threads.add(model.scorer.lowered(to_device(model.params)))
@@ -34,10 +85,12 @@ def warm_up(run: Run) -> None:
     warm_up_learner(core, **scores)
 
 
-def warm_up_offline(core: Core, *, policy: bool, reference: bool) -> None:
+def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, reference: bool) -> None:
     """As `warm_up`, for offline training."""
     with core.progress.waiting("compiling all programs"):
-        compile_in_threads(lowered_learner(core, policy=policy, reference=reference))
+        threads.wait()
+        threads.add(lowered_learner(core, policy=policy, reference=reference))
+        threads.wait()
     warm_up_learner(core, policy=policy, reference=reference)
 
 
