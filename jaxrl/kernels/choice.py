@@ -2,11 +2,16 @@
 
 import functools
 import logging
+import pkgutil
 from collections.abc import Callable, Mapping
 
 from sharding import target_platform
 
 log = logging.getLogger(__name__)
+
+# By name: a function, or "module:function" of one that is imported when it is chosen. Pallas takes
+# half a second to import, and runs on no CPU.
+Implementations = Mapping[str, Callable | str]
 
 ONLY_ON = {"splash": "tpu", "ragged": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel -> platform
 
@@ -15,7 +20,7 @@ def choose(
     key: str,
     name: str | None,
     *,
-    implementations: Mapping[str, Callable],
+    implementations: Implementations,
     planned: Mapping[str, str],
     defaults: Mapping[str, tuple[str, str]],
 ) -> Callable:
@@ -37,7 +42,8 @@ def choose(
     if name not in implementations:
         known = ", ".join(["auto", *implementations, *planned])
         raise ValueError(f"{key}={name!r} is not known; set one of {known}")
-    return implementations[name]
+    found = implementations[name]
+    return pkgutil.resolve_name(found) if isinstance(found, str) else found
 
 
 def check_kernels(names: Mapping[str, str], platform: str) -> None:

@@ -13,20 +13,19 @@ from jaxrl.kernels.attention.cudnn import (
     unsupported_by_cudnn,
     unsupported_gpu,
 )
+from jaxrl.kernels.attention.limits import MAX_LEN, unsupported_by_triton
 from jaxrl.kernels.attention.reference import attention_reference
-from jaxrl.kernels.attention.splash import MAX_LEN, attention_splash
-from jaxrl.kernels.attention.triton import attention_triton, unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import choose
+from jaxrl.kernels.choice import Implementations, choose
 from jaxrl.kernels.visibility import Visibility
 from sharding import Rules
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "blockwise": attention_blockwise,
     "cudnn": attention_cudnn,
     "reference": attention_reference,
-    "splash": attention_splash,
-    "triton": attention_triton,
+    "splash": "jaxrl.kernels.attention.splash:attention_splash",
+    "triton": "jaxrl.kernels.attention.triton:attention_triton",
 }
 DEFAULTS = {
     "cpu": ("blockwise", "bitwise equal to decode over pages"),

@@ -22,6 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, combine, pad_axis
+from jaxrl.kernels.attention.limits import MAX_LEN, POSITION_BITS
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.key_ranges import KeyRanges, seen_by_ranges
@@ -29,8 +30,6 @@ from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility
 
 BLOCKS = (512, 256, 128)  # tokens per query block and key block: the largest that divides the row
-BITS = 16  # per position, so that two fit an int32
-MAX_LEN = 2**BITS
 
 
 def attention_splash(
@@ -182,7 +181,7 @@ def make_kernel(
     block = next(b for b in BLOCKS if T % b == 0)
     visible = seen_by_ranges(first, last, block=block, n_keys=T)
     next_keys, next_queries = _block_schedule(visible)
-    ranges: Any = jnp.where(first > last, 1 << BITS, first << BITS | last)
+    ranges: Any = jnp.where(first > last, 1 << POSITION_BITS, first << POSITION_BITS | last)
 
     def mask(following):
         visited = visible.astype(jnp.int32)
@@ -230,5 +229,5 @@ def _block_schedule(visible: Bool[Array, "n n"]) -> tuple[jax.Array, jax.Array]:
 
 def _is_visible(ranges: jax.Array, key: jax.Array) -> jax.Array:
     """Whether each query's range contains the key."""
-    first = lax.shift_right_logical(ranges, jnp.full_like(ranges, BITS))
+    first = lax.shift_right_logical(ranges, jnp.full_like(ranges, POSITION_BITS))
     return (key >= first) & (key <= (ranges & (MAX_LEN - 1)))

@@ -18,13 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
+from jaxrl.kernels.attention.limits import unsupported_by_triton
 from jaxrl.kernels.attention.triton_masks import BLOCK, Mask, RangeMask, TreeMask
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility
-
-MIN_ROWS = 16  # of a tensor-core matrix product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +54,6 @@ class Kernels:
             compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
             **options,
         )
-
-
-def unsupported_by_triton(q: jax.Array) -> str | None:
-    """What the kernels do not support about these queries; None if they do."""
-    H = q.shape[-1]
-    if H < MIN_ROWS or H & (H - 1):
-        return f"heads of width {H}, no power of two"
-    return None
 
 
 def check_triton(q: jax.Array, interpret: bool) -> None:

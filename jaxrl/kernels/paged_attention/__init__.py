@@ -7,20 +7,19 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import choose
+from jaxrl.kernels.choice import Implementations, choose
 from jaxrl.kernels.paged_attention.columns import paged_attention_columns
+from jaxrl.kernels.paged_attention.limits import unsupported_by_ragged, unsupported_by_triton
 from jaxrl.kernels.paged_attention.pages import Pages, write_pages
-from jaxrl.kernels.paged_attention.ragged import paged_attention_ragged, unsupported_by_ragged
 from jaxrl.kernels.paged_attention.reference import paged_attention_reference
-from jaxrl.kernels.paged_attention.triton import paged_attention_triton, unsupported_by_triton
 
 __all__ = ["paged_attention", "write_pages"]
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "columns": paged_attention_columns,
     "reference": paged_attention_reference,
-    "ragged": paged_attention_ragged,
-    "triton": paged_attention_triton,
+    "ragged": "jaxrl.kernels.paged_attention.ragged:paged_attention_ragged",
+    "triton": "jaxrl.kernels.paged_attention.triton:paged_attention_triton",
 }
 DEFAULTS = {
     "cpu": ("columns", "bitwise equal to training attention"),

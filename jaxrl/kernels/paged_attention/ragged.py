@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.paged_attention.limits import SUBLANES, unsupported_by_ragged
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.shard_attention import shard_paged_attention
@@ -25,28 +26,6 @@ from jaxrl.kernels.shard_attention import shard_paged_attention
 MAX_KEYS = 512  # per group of pages
 GROUP_BYTES = 2**20  # keys per group; VMEM (16 MiB) holds two groups of keys and of values
 MAX_QUERIES = 512  # tokens x query heads per kv head in one row
-TABLE_BYTES = 7 * 2**17  # page tables of a call, in 1 MiB of scalar memory
-SUBLANES, LANES = 16, 128  # of a bfloat16 tile
-
-
-def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
-    """What the kernel does not support about these pages; None if it does."""
-    if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
-    if k_pages.shape[2] % SUBLANES:
-        return (
-            f"pages of {k_pages.shape[2]} tokens (set config.rollout.page_len to a multiple of "
-            f"{SUBLANES})"
-        )
-    if k_pages.shape[3] % LANES:  # the compiler uses another layout, and would copy the pool
-        return f"heads of width {k_pages.shape[3]}, no multiple of {LANES}"
-    if page_table.size * 4 > TABLE_BYTES:
-        rows, columns = page_table.shape
-        return (
-            f"page tables of {rows} rows x {columns} pages (set config.rollout.page_len to "
-            "a multiple of it, or lower config.rollout.max_num_seqs)"
-        )
-    return None
 
 
 def paged_attention_ragged(

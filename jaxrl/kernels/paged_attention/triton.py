@@ -19,27 +19,15 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.paged_attention.limits import MIN_ROWS, unsupported_by_triton
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.shard_attention import shard_paged_attention
 
 MAX_QUERIES = 64  # tokens x query heads per kv head in one program
-MIN_ROWS = 16  # of a tensor-core matrix product
 KEY_BLOCK = 64  # keys of a page processed at a time
 TARGET_PROGRAMS = 528  # fill a GPU of 132 multiprocessors; fewer rows x heads split their pages
-
-
-def unsupported_by_triton(k_pages: Pages) -> str | None:
-    """What the kernel does not support about these pages; None if it does."""
-    page_len, H = k_pages.shape[2:]
-    if not isinstance(k_pages, Quantized) and k_pages.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
-    if page_len % MIN_ROWS or page_len & (page_len - 1):
-        return f"pages of {page_len} tokens (set config.rollout.page_len to 16, 32, 64, ...)"
-    if H < MIN_ROWS or H & (H - 1):
-        return f"heads of width {H}, no power of two"
-    return None
 
 
 def paged_attention_triton(

@@ -3,21 +3,18 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.splash import MAX_LEN
-from jaxrl.kernels.attention.triton import unsupported_by_triton
+from jaxrl.kernels.attention.limits import MAX_LEN, unsupported_by_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.choice import choose
+from jaxrl.kernels.choice import Implementations, choose
 from jaxrl.kernels.ring_attention.blockwise import ring_blockwise
 from jaxrl.kernels.ring_attention.reference import ring_reference
-from jaxrl.kernels.ring_attention.splash import ring_splash
-from jaxrl.kernels.ring_attention.triton import ring_triton
 from jaxrl.kernels.visibility import Visibility
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "blockwise": ring_blockwise,
     "reference": ring_reference,
-    "splash": ring_splash,
-    "triton": ring_triton,
+    "splash": "jaxrl.kernels.ring_attention.splash:ring_splash",
+    "triton": "jaxrl.kernels.ring_attention.triton:ring_triton",
 }
 PLANNED = {"cudnn": "as a ring step"}
 DEFAULTS = {

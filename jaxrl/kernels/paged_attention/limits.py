@@ -1,0 +1,43 @@
+"""What the Pallas kernels for paged KV caches support, known without an import of Pallas."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.kernels.paged_attention.pages import Pages
+from jaxrl.kernels.quantized import Quantized
+
+TABLE_BYTES = 7 * 2**17  # page tables of a call of the ragged kernel, in 1 MiB of scalar memory
+SUBLANES, LANES = 16, 128  # of a bfloat16 tile on TPU
+MIN_ROWS = 16  # of a tensor-core matrix product
+
+
+def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
+    """What the kernel does not support about these pages; None if it does."""
+    if k_pages.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
+    if k_pages.shape[2] % SUBLANES:
+        return (
+            f"pages of {k_pages.shape[2]} tokens (set config.rollout.page_len to a multiple of "
+            f"{SUBLANES})"
+        )
+    if k_pages.shape[3] % LANES:  # the compiler uses another layout, and would copy the pool
+        return f"heads of width {k_pages.shape[3]}, no multiple of {LANES}"
+    if page_table.size * 4 > TABLE_BYTES:
+        rows, columns = page_table.shape
+        return (
+            f"page tables of {rows} rows x {columns} pages (set config.rollout.page_len to "
+            "a multiple of it, or lower config.rollout.max_num_seqs)"
+        )
+    return None
+
+
+def unsupported_by_triton(k_pages: Pages) -> str | None:
+    """What the kernel does not support about these pages; None if it does."""
+    page_len, H = k_pages.shape[2:]
+    if not isinstance(k_pages, Quantized) and k_pages.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
+    if page_len % MIN_ROWS or page_len & (page_len - 1):
+        return f"pages of {page_len} tokens (set config.rollout.page_len to 16, 32, 64, ...)"
+    if H < MIN_ROWS or H & (H - 1):
+        return f"heads of width {H}, no power of two"
+    return None
