@@ -2,8 +2,9 @@
 
     python scripts/plan_golden.py [NAME ...]    (default: all; the large ones take minutes each)
 
-Prints each table and writes docs/plans/NAME.txt and NAME.json. SMALL are programs of two layers for
-the devices of one host, whose numbers are written to tests/planner/plans/NAME.json. It needs the
+Prints each table and writes docs/plans/NAME.txt and NAME.json. WORKED_PLANS are also rows of the
+table in docs/concepts/memory.md, printed after it. SMALL are programs of two layers for the
+devices of one host, whose numbers are written to tests/planner/plans/NAME.json. It needs the
 TPU and CUDA compilers for the TPU and GPU plans (see jaxrl/planner/topology.py). Example output:
 
     cpu:2: CPU core, 11.77 GiB per device, mesh fsdp 2; sequences of 64 + 16 tokens
@@ -40,6 +41,10 @@ SMALL_FOLDER = ROOT / "tests" / "planner" / "plans"
 BOBA_LENGTHS = Lengths(prompt=256, response=14000)
 SHORT_ROWS = {"learner.token_budget": "4096"}
 STACKED = {"model.layers": "stacked"}  # compiles in a tenth of the time
+FSDP_8 = {"mesh.replica": "1", "mesh.fsdp": "8", "mesh.tensor": "1"}
+ONE_DEVICE = {"mesh.replica": "1", "mesh.fsdp": "1", "mesh.tensor": "1", "rollout.tensor": "1"}
+OFFLOADED = {"learner.remat": "offload", "learner.offload": "optimizer,reference"}
+RELEASE_KV = {"rollout.release_kv": "True"}
 LENGTHS = {  # of an average sequence, where it is not the longest
     "boba_1p5b.h100-8": BOBA_LENGTHS,
     "boba_7b.h100-64": BOBA_LENGTHS,
@@ -68,6 +73,44 @@ PLANS = {  # name -> config, topology, overrides
     "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
 }
+WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
+    "grpo_7b.v5e-2x4": (
+        "grpo_7b",
+        "v5e:2x4",
+        FSDP_8 | {"rollout.tensor": "4", "learner.token_budget": "4096"} | OFFLOADED | RELEASE_KV,
+    ),
+    "grpo_7b_lora.rtx4090-1": (
+        "grpo_7b",
+        "rtx4090:1",
+        ONE_DEVICE
+        | {"lora.rank": "16", "lora.base_dtype": "int8"}
+        | {"learner.token_budget": "4096", "learner.remat": "offload"}
+        | RELEASE_KV
+        | STACKED,
+    ),
+    "grpo_7b.h100-1": (
+        "grpo_7b",
+        "h100:1",
+        ONE_DEVICE | {"learner.token_budget": "8192"} | OFFLOADED | RELEASE_KV,
+    ),
+    "grpo_72b_lora.h100-8": (
+        "grpo_7b",
+        "h100:8",
+        {"model.path": "Qwen/Qwen2.5-72B-Instruct"}
+        | STACKED
+        | FSDP_8
+        | {"rollout.tensor": "8", "learner.remat": "full", "learner.token_budget": "4096"}
+        | {"lora.rank": "32"}
+        | RELEASE_KV,
+    ),
+    "grpo_llama_70b_longctx.h100-64": (
+        "grpo_llama_70b_longctx",
+        "h100:64",
+        {"mesh.fsdp": "1"} | STACKED | {"learner.remat": "full"} | RELEASE_KV,
+    ),
+}
+PLANS |= WORKED_PLANS
+GIB = 2**30
 
 # Two layers on devices of one host, with the same axes as the whole plan: name -> as in PLANS.
 SMALL = {
@@ -109,6 +152,24 @@ def command(name: str) -> str:
     if lengths := LENGTHS.get(name):
         keys += f" --prompt-len={lengths.prompt} --response-len={lengths.response}"
     return f"python -m jaxrl.plan --config=configs/{file}.py --topology={machine_name}{keys}"
+
+
+def page_row(name: str) -> str:
+    """The row of one of WORKED_PLANS in docs/concepts/memory.md, from its stored numbers.
+
+    Memory per device in GiB: state, peaks of the phases without KV pages, usable, host memory.
+    """
+    plan = json.loads((FOLDER / f"{name}.json").read_text())
+    on_host = plan.get("host_resident", {})
+    state = sum(n for role, n in plan["resident"].items() if role not in on_host)
+    peaks = [plan["phases"][phase]["live_bytes"] for phase in ("rollout", "scoring", "update")]
+    sizes = (state, *peaks, plan["budget_bytes"], sum(on_host.values()))
+    counts = (plan["kv_pages"], plan["max_concurrent_sequences"])
+    times = (plan["expected_step_s"], plan["serial_step_s"])
+    rollout = plan["phases"]["rollout"]["roofline_s"] / plan["expected_step_s"]
+    cells = [f"`{name}`", *(f"{n / GIB:.1f}" for n in sizes), *(f"{n:,}" for n in counts)]
+    cells += [*(f"{s:,.0f} s" for s in times), f"{rollout:.0%}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def numbers(plan: Plan) -> dict:
@@ -170,6 +231,8 @@ def main() -> None:
         (FOLDER / f"{name}.txt").write_text(f"$ {command(name)}\n{table}")
         (FOLDER / f"{name}.json").write_text(json.dumps(numbers(plan), indent=1) + "\n")
         print(table, flush=True)
+        if name in WORKED_PLANS:
+            print(page_row(name), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Plan:
 
     def json(self) -> dict[str, Any]:
         """The object printed with --json."""
-        names = ("n_rollout_devices", "n_workers")
+        names = ("host_resident", "n_rollout_devices", "n_workers")
         optional: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.pipeline:
             optional["pipeline"] = dataclasses.asdict(self.pipeline)
