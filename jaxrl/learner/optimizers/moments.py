@@ -40,7 +40,13 @@ def store_moments(
         return state
 
     def init(params: Tree) -> Any:
-        return stored(transform.init(params), jnp.zeros((), jnp.int32))
+        # Moments start at zero, with codes and scales of zero. XLA would compute those of constant
+        # zeros while it compiles, in minutes.
+        state: Any = transform.init(params)
+        first = jnp.zeros((), jnp.int32)
+        kinds = jax.eval_shape(lambda p: stored(transform.init(p), first), params)
+        moments = {name: getattr(kinds, name) for name in MOMENTS & set(state._fields)}
+        return state._replace(**jax.tree.map(_zeros, moments))
 
     def update(grads: Tree, state: Any, params: Tree | None = None):
         updates, state = transform.update(grads, loaded(state), params)
@@ -57,6 +63,10 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=sharding)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype, device=like.sharding)
 
 
 def _bfloat16(spec: ParamSpec, x: jax.Array, *, signed: bool, step: jax.Array) -> jax.Array:
