@@ -108,6 +108,11 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
         "h100:64",
         {"mesh.fsdp": "1"} | STACKED | {"learner.remat": "full"} | RELEASE_KV,
     ),
+    "grpo_70b_longctx.v5p-4x4x4": (
+        "grpo_70b_longctx",
+        "v5p:4x4x4",
+        {"mesh.fsdp": "1", "learner.remat": "full"},
+    ),
 }
 PLANS |= WORKED_PLANS
 GIB = 2**30
