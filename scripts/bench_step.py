@@ -37,9 +37,8 @@ PHASES = ("gen", "score", "update", "step")
 
 
 def main() -> None:
-    args = parse_args()
-    if args.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
+    args = make_parser(__doc__).parse_args()
+    pin(args.cores)
     result = bench(args)
     line = json.dumps(result)
     if args.out:
@@ -47,8 +46,15 @@ def main() -> None:
     print(line)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def pin(n_cores: int) -> None:
+    """Runs all threads on the last cores that the process may use; 0 = on all."""
+    if n_cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-n_cores:])
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a step; the first line of `doc` describes the program."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model folder")
     parser.add_argument(
         "--workload", required=True, help="JSON file of prompts and response lengths"
@@ -72,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="sets a key of the config"
     )
-    return parser.parse_args()
+    return parser
 
 
 class Clock:
@@ -196,7 +202,8 @@ class Trainer:
                 self.engine.warmup(weights)
         self.update, self.score = make_update(cfg, optimizer, TRAIN), make_score(cfg, TRAIN)
         for shape in cfg.learner.shapes:
-            self.score(self.reference, self.update.put(empty_batch(*shape)))
+            if self.scores_reference:
+                self.score(self.reference, self.update.put(empty_batch(*shape)))
             self.state, _ = self.update.update(self.state, [empty_batch(*shape)])
 
     def step(self, i: int, work: dict) -> None:
