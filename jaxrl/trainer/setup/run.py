@@ -5,6 +5,7 @@ Cheap checks run before the devices are opened: run folder, tokenizer, data and 
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 
 from jaxrl.config.keys import RunConfig
@@ -193,4 +194,5 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
 def train_offline(cfg: RunConfig, objective: Objective) -> bool:
     """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_offline(with_objective(cfg, objective), objective) as run:
+        gc.enable()
         return run_to_end(run, train_step, validate)
