@@ -385,7 +385,8 @@ class Update:
             "optim/lr": self._optimizer.lr(state.step),
             "optim/nonfinite": nonfinite.astype(jnp.float32),
         }
-        keep = nonfinite | empty
+        # The barrier keeps XLA from computing both again in the loop of every array.
+        keep, factor = jax.lax.optimization_barrier((nonfinite | empty, factor))
         state = apply_gradients(state, total.grads, self._optimizer, keep=keep, factor=factor)
         return state, metrics
 
