@@ -6,6 +6,7 @@ state.py, warmup.py)."""
 
 import collections
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -124,8 +125,10 @@ def counted_compilations():
 
 
 def test_a_run_leaves_a_complete_folder(tiny_config):
+    gc.disable()  # as `python -m jaxrl.train` does before its imports
     with counted_compilations() as counts:
         assert train(resolve(tiny_config))
+    assert gc.isenabled()
     # What compiles while weights are loaded is what the run calls.
     assert counts["jit(_accumulate)"] == counts["jit(_apply)"] == 1
     # Other runs of this process may have compiled decode.
