@@ -56,6 +56,18 @@ def test_pictures_of_logged_curves_are_up_to_date(picture, tmp_path):
     assert drawn == (tmp_path / "curves.svg").read_text()
 
 
+@pytest.mark.parametrize("name", ["quickstart", "curves_algorithms", "curves_schedules"])
+def test_the_words_of_pictures_are_inside_them(name):
+    root = ElementTree.parse(DOCS / f"{name}.svg").getroot()
+    left, top, width, height = (float(n) for n in root.attrib["viewBox"].split())
+    for text in (e for e in root.iter() if e.tag.endswith("text")):
+        length = 8 * len(text.text or "")  # pixels, of wide letters
+        share = {"end": 1.0, "middle": 0.5}.get(text.get("text-anchor", ""), 0.0)
+        start = float(text.attrib["x"]) - share * length
+        assert left <= start and start + length <= left + width, text.text
+        assert top + 10 <= float(text.attrib["y"]) <= top + height - 4, text.text
+
+
 def test_logged_curves_are_those_of_the_log():
     log = (DOCS / "LOG.md").read_text()
     for runs in json.loads((DOCS / "curves.json").read_text()).values():

@@ -116,10 +116,12 @@ def grid(low: float, high: float, x_low: int, x_high: int, at, *, unit: str = "s
         )
     for step in sorted({round(x_low + (x_high - x_low) * i / 6) for i in range(7)}):
         x, _ = at(step, low)
+        anchor = "end" if step == x_high else "middle"  # long numbers end with the picture
         out.append(
-            f'<text class="soft" x="{x:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{step:,}</text>'
+            f'<text class="soft" x="{x:.1f}" y="{HEIGHT - 19}" text-anchor="{anchor}">'
+            f"{step:,}</text>"
         )
     out.append(
-        f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">{unit}</text>'
+        f'<text class="soft" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{unit}</text>'
     )
     return out
