@@ -58,7 +58,7 @@ from jaxrl.planner.schedules.command import (
     read_schedule,
     simulate_text,
 )
-from jaxrl.planner.search import search
+from jaxrl.planner.search import FINALISTS, search
 from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import KNOWN, Topology, simulated_cpus, topology
 from jaxrl.trainer.offline.dpo import DPO
@@ -189,7 +189,7 @@ def _check_options(options: dict[str, str]) -> None:
 
 def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
-    n = int(options["search"] or 4)
+    n = int(options["search"] or FINALISTS)
     found = search(job, finalists=n, on_start=_report_progress)
     print(search_text(found), file=sys.stderr if "json" in options else sys.stdout)
     return found[0][1]

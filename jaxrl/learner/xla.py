@@ -8,6 +8,7 @@ V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"
 GATHER_FUSION = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 # The SparseCores of a chip run its collectives while its TensorCores compute. A gather over devices
 # in a line, a plane or a cube has an option each. v7x does it without them.
+WITH_SPARSE_CORES = (V5P, V6E)
 SPARSE_CORES = [
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}"
     for collective in (
@@ -20,7 +21,7 @@ SPARSE_CORES = [
     )
 ]
 # Options that are errors of the compiler, or useless, on other chips of TPU.
-CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, (V5P, V6E))
+CHIPS = {GATHER_FUSION: (V5E,)} | dict.fromkeys(SPARSE_CORES, WITH_SPARSE_CORES)
 
 # overlap: collectives run concurrently with compute. prefetch: all-gather of the next layer's
 # weights during the current layer (verl: forward prefetch, OpenRLHF: overlap_comm).

@@ -12,7 +12,7 @@ from jaxrl.kernels.attention.blocks import BLOCK
 from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
-from jaxrl.learner.xla import CHIPS, SPARSE_CORES, compiler_options
+from jaxrl.learner.xla import SPARSE_CORES, WITH_SPARSE_CORES, compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.planner.compiled.cost import Cost, TripCounts, program_cost
 from jaxrl.planner.compiled.hlo import Shape
@@ -102,8 +102,8 @@ def compile_programs(
 def machine_note(cfg: RunConfig, machine: Topology) -> str:
     """What a plan assumes about the machine, or does not use of it; "" if neither."""
     kind = machine.devices[0].device_kind if machine.platform == "tpu" else ""
-    idle = kind in CHIPS[SPARSE_CORES[0]] and len(machine.devices) > 1
-    if idle and not set(SPARSE_CORES) & set(compiler_options(cfg.learner.xla, "tpu", kind)):
+    could = kind in WITH_SPARSE_CORES and len(machine.devices) > 1
+    if could and not set(SPARSE_CORES) & set(compiler_options(cfg.learner.xla, "tpu", kind)):
         return "every collective waits: set learner.xla=overlap to run them on the SparseCores"
     return machine.note
 

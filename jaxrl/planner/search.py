@@ -32,6 +32,7 @@ STAGE_CHUNKS = (2, 4)  # of layers per stage, in an interleaved pipeline
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
 LEAST_REPLICA = 8  # devices of a replica where all devices have one network
 CLOSE = 0.1  # difference of estimates that compiled plans may turn round
+FINALISTS = 4  # compiled candidates that fit, unless a number is given
 MLP_CHUNK = 4096  # learner.mlp_chunk that is tried for devices with more tokens
 
 
@@ -102,7 +103,7 @@ class Candidate:
 def search(
     job: Job,
     *,
-    finalists: int = 4,
+    finalists: int = FINALISTS,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Plan | None]]:
     """The compiled candidates with their plans: first those that fit, by serial step time.
@@ -140,12 +141,13 @@ def best_of_meshes_first(ranked: Sequence[Candidate]) -> list[Candidate]:
     The settings of one mesh have similar plans, while the formulas of two meshes leave out
     different costs.
     """
-    leaders: dict[tuple[tuple[str, int], ...], Candidate] = {}
+    first, rest, seen = [], [], set()
     for candidate in ranked:
-        if candidate.step_s <= (1 + CLOSE) * ranked[0].step_s:
-            leaders.setdefault(tuple(candidate.mesh.items()), candidate)
-    first = list(leaders.values())
-    return first + [candidate for candidate in ranked if candidate not in first]
+        mesh = tuple(candidate.mesh.items())
+        leads = mesh not in seen and candidate.step_s <= (1 + CLOSE) * ranked[0].step_s
+        (first if leads else rest).append(candidate)
+        seen.add(mesh)
+    return first + rest
 
 
 def _compiled(job: Job, candidate: Candidate) -> Plan | None:

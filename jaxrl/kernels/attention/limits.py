@@ -9,7 +9,11 @@ MIN_ROWS = 16  # of a tensor-core matrix product
 
 def unsupported_by_triton(q: jax.Array) -> str | None:
     """What the kernels do not support about these queries; None if they do."""
-    H = q.shape[-1]
+    return unsupported_width(q.shape[-1])
+
+
+def unsupported_width(H: int) -> str | None:
+    """As `unsupported_by_triton`, of heads of width H. It holds for the paged kernel too."""
     if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
     return None

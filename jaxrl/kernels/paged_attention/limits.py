@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl.kernels.attention.limits import MIN_ROWS, unsupported_width
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import Quantized
 
 TABLE_BYTES = 7 * 2**17  # page tables of a call of the ragged kernel, in 1 MiB of scalar memory
 SUBLANES, LANES = 16, 128  # of a bfloat16 tile on TPU
-MIN_ROWS = 16  # of a tensor-core matrix product
 
 
 def unsupported_by_ragged(k_pages: Pages, page_table: jax.Array) -> str | None:
@@ -38,6 +38,4 @@ def unsupported_by_triton(k_pages: Pages) -> str | None:
         return f"pages of {k_pages.dtype} (set config.rollout.kv_dtype to 'auto')"
     if page_len % MIN_ROWS or page_len & (page_len - 1):
         return f"pages of {page_len} tokens (set config.rollout.page_len to 16, 32, 64, ...)"
-    if H < MIN_ROWS or H & (H - 1):
-        return f"heads of width {H}, no power of two"
-    return None
+    return unsupported_width(H)

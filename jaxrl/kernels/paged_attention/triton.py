@@ -17,9 +17,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention.limits import MIN_ROWS
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.paged_attention.limits import MIN_ROWS, unsupported_by_triton
+from jaxrl.kernels.paged_attention.limits import unsupported_by_triton
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.paged_attention.rows import join_rows, split_rows
 from jaxrl.kernels.quantized import Quantized

@@ -59,31 +59,21 @@ class Group:
 
 
 @runtime_checkable
-class GroupActors(Protocol):
-    """Processes that may be parts of workers; their calls are those of Actors."""
+class GroupActors(Actors, Protocol):
+    """Actors whose workers may also be the processes of larger ones."""
 
     def start_group(self, n_hosts: int) -> Group:
         """Starts so many processes, once all of them have room: on as many hosts, if there are."""
         ...
 
-    def locate(self, worker: Any) -> Any: ...
-
     def register(self, worker: Any, distributed: DistributedConfig | None = None) -> Any:
         """With `distributed`, the process first joins the others of its worker."""
         ...
 
-    def dispatch(self, worker: Any, work: Work) -> Any: ...
-
-    def finished(self, calls: Sequence[Any], timeout_s: float) -> list[Any]: ...
-
-    def result(self, call: Any) -> Location | Registration | Done: ...
-
-    def kill(self, worker: Any) -> None: ...
-
 
 @dataclasses.dataclass
 class RayActors:
-    """Implements Actors and GroupActors with Ray."""
+    """Implements GroupActors with Ray."""
 
     ray: ModuleType
     settings: Settings

@@ -22,7 +22,7 @@ class Call:
 
 
 class ProcessActors:
-    """Implements Actors and GroupActors; each process has `n_devices` simulated devices."""
+    """Implements GroupActors; each process has `n_devices` simulated devices."""
 
     def __init__(self, settings, n_devices):
         self.settings, self.n_devices = pickle.dumps(settings), n_devices

@@ -76,6 +76,24 @@ def test_partial_without_staleness_gives_the_weights_of_sync(start_group, partia
     assert [line["loss/total"] for line in one] == [line["loss/total"] for line in other]
 
 
+def lines_of_equal_runs(start_group, config, tmp_path, *, n_devices):
+    """Training's lines of 6 steps, the same in one run and in one that resumes after step 3.
+
+    Both are in two processes. Leaves the folder of the resumed run in `config`.
+    """
+    start_group(config, n=2, n_devices=n_devices).finish()
+    whole = config.run_dir
+    config.run_dir, config.total_steps = str(tmp_path / "resumed"), 3
+    start_group(config, n=2, n_devices=n_devices).finish()
+    config.total_steps = 6
+    start_group(config, n=2, n_devices=n_devices).finish()
+    assert_close(whole, config.run_dir, atol=0)
+    lines = trained(whole)
+    assert lines == trained(config.run_dir)
+    assert max(line["rollout/versions_per_response"] for line in lines) > 1
+    return lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_resumed_partial_run_is_bitwise_equal_and_resumes_in_one_process(
@@ -95,16 +113,7 @@ def test_a_resumed_partial_run_is_bitwise_equal_and_resumes_in_one_process(
         config.data.skip_solved, config.algorithm.dynamic_sampling = 0.5, True
         config.algorithm.dynamic_sampling_batches = 2
         config.algorithm.dynamic_sampling_range = (0.0, 0.5)
-    start_group(config, n=2, n_devices=1).finish()
-    whole = config.run_dir
-    config.run_dir, config.total_steps = str(tmp_path / "resumed"), 3
-    start_group(config, n=2, n_devices=1).finish()
-    config.total_steps = 6
-    start_group(config, n=2, n_devices=1).finish()
-    assert_close(whole, config.run_dir, atol=0)
-    lines = trained(whole)
-    assert lines == trained(config.run_dir)
-    assert max(line["rollout/versions_per_response"] for line in lines) > 1
+    lines = lines_of_equal_runs(start_group, config, tmp_path, n_devices=1)
     if dynamic:
         assert max(line["rollout/batches"] for line in lines) == 2
         assert max(line["data/solved"] for line in lines) > 0
@@ -127,17 +136,8 @@ def test_a_resumed_run_of_two_processes_is_bitwise_equal_to_an_uninterrupted_one
     async_config.schedule.max_staleness = 2
     async_config.total_steps, async_config.eval.every = 6, 3
     async_config.checkpoint.every = 3
-    start_group(async_config, n=2, n_devices=4).finish()
-    whole = async_config.run_dir
-    async_config.run_dir, async_config.total_steps = str(tmp_path / "resumed"), 3
-    start_group(async_config, n=2, n_devices=4).finish()
-    async_config.total_steps = 6
-    start_group(async_config, n=2, n_devices=4).finish()
-    assert_close(whole, async_config.run_dir, atol=0)
-    lines = trained(whole)
-    assert lines == trained(async_config.run_dir)
+    lines = lines_of_equal_runs(start_group, async_config, tmp_path, n_devices=4)
     assert max(line["staleness/max"] for line in lines) == 2
-    assert max(line["rollout/versions_per_response"] for line in lines) > 1
 
 
 @pytest.mark.slow
