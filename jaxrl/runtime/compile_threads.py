@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -46,7 +47,7 @@ class CompileThreads:
     def lower(self, programs: Iterable[jax.stages.Lowered]) -> None:
         """As `add`, but lowers the programs in one of the threads and returns at once.
 
-        The iterator sets the mesh, because the current mesh is that of a thread.
+        The iterator sets the mesh (`lowered_on_mesh`), because every thread has its own.
         """
         self._compiling.append(self._pool.submit(self.add, programs))
 
@@ -58,6 +59,23 @@ class CompileThreads:
     def cancel(self) -> None:
         """Drops programs that no thread compiles yet; `add` and `wait` then raise an error."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def lowered_on_mesh(
+    on_mesh: Callable[[], AbstractContextManager], programs: Iterable[jax.stages.Lowered]
+) -> Iterator[jax.stages.Lowered]:
+    """The programs, each lowered in a context `on_mesh()`, which ends before it is returned.
+
+    A generator that stops inside `jax.set_mesh`, and is dropped there, would reset the mesh of
+    whichever thread collects it.
+    """
+    programs = iter(programs)
+    while True:
+        with on_mesh():
+            program = next(programs, None)
+        if program is None:
+            return
+        yield program
 
 
 def compile_in_threads(programs: Iterable[jax.stages.Lowered], n_threads: int = 0) -> None:

@@ -1,11 +1,14 @@
 """Tests of jaxrl/runtime/compile_threads.py."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
-from jaxrl.runtime.compile_threads import compile_in_threads
+from jaxrl.runtime.compile_threads import compile_in_threads, lowered_on_mesh
 from jaxrl.runtime.compile_watch import CompileWatch
+from sharding import make_mesh
 
 X = np.ones((3, 5), np.float32)
 
@@ -39,3 +42,29 @@ def test_an_error_of_lowering_ends_the_threads():
 
     with pytest.raises(ValueError, match="a shape"):
         compile_in_threads(programs(), n_threads=1)
+
+
+def lowered_with_notes(meshes: list):
+    """Lowers five programs, and notes the mesh of each."""
+    for i in range(5):
+        meshes.append(jax.sharding.get_mesh())
+        yield jax.jit(lambda x, i=i: x - i).lower(X)
+
+
+def test_programs_are_lowered_on_a_mesh_that_ends_before_each_is_returned():
+    outer, inner, meshes = make_mesh(), make_mesh(fsdp=2), []
+    with jax.set_mesh(outer):
+        programs = lowered_with_notes(meshes)
+        for _ in lowered_on_mesh(functools.partial(jax.set_mesh, inner), programs):
+            assert jax.sharding.get_mesh() is outer
+    assert meshes == [inner] * 5
+
+
+def test_a_dropped_iterator_leaves_the_mesh_of_the_thread_that_drops_it():
+    inner, outer = make_mesh(fsdp=2), make_mesh(tensor=2)
+    lowered = lowered_on_mesh(functools.partial(jax.set_mesh, inner), lowered_with_notes([]))
+    next(lowered)
+    with jax.set_mesh(outer):
+        del lowered
+        assert jax.sharding.get_mesh() is outer
+        assert jax.sharding.get_abstract_mesh() is outer.abstract_mesh

@@ -13,7 +13,7 @@ from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.runtime.compile_threads import CompileThreads
+from jaxrl.runtime.compile_threads import CompileThreads, lowered_on_mesh
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
 from jaxrl.trainer.run import Core, Run
@@ -43,14 +43,12 @@ def lowered_before_loading(
     def lowered() -> Iterator[jax.stages.Lowered]:
         if done:
             return
-        with jax.set_mesh(mesh):
-            yield from lowered_policy(cfg, learner)
-            if sized is not None and isinstance(layout, Layout):
-                params = layout.lowered_weights(learner.abstract.params)
-                with layout.on_mesh():
-                    yield from sized.lowered(params)
+        yield from lowered_policy(cfg, learner)
+        if sized is not None and isinstance(layout, Layout):
+            params = layout.lowered_weights(learner.abstract.params)
+            yield from lowered_on_mesh(layout.on_mesh, sized.lowered(params))
 
-    return lowered()
+    return lowered_on_mesh(lambda: jax.set_mesh(mesh), lowered())
 
 
 def lowered_policy(cfg: RunConfig, learner: Learner) -> Iterator[jax.stages.Lowered]:
