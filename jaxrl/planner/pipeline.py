@@ -43,7 +43,7 @@ def pipeline_plan(
         return None
     chunks, tensor = cfg.learner.pipeline_chunks, mesh["tensor"]
     stream = decoder.D / (tensor if training_rules(cfg).residual else 1)
-    kept = kept_features(decoder, tensor=tensor, expert=mesh["expert"], stream=stream)
+    kept = kept_features(decoder, tensor=tensor, expert=mesh["expert"], stream=stream, stacked=True)
     layers = sum(
         part.n_layers * kept[part.policy]
         if part.group == 1

@@ -21,7 +21,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.estimate import memory_bytes, rollout_seconds, step_seconds
+from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.sizes import Job, Settings, model_sizes
 from sharding import REPLICAS, abstract_mesh
@@ -260,16 +260,20 @@ def rollout_tensors(job: Job) -> tuple[int, ...]:
 def best_rollout_tensor(job: Job, mesh: dict[str, int], tensors: tuple[int, ...]) -> int:
     """The value of `tensors` with the fastest rollout; 0 (the config's) if there is none.
 
-    Of equally fast ones the smallest. The weights must leave half of the memory to the KV pages,
-    unless no value does.
+    Of equally fast ones the smallest. The memory for KV pages is what an update with remat=full of
+    one row leaves, with the state in host memory where it does not fit.
     """
     expert = job.cfg.rollout.expert or mesh["expert"]
     n, row = len(job.machine.devices), max(job.cfg.learner.row_lens)
 
-    def cost(tensor: int) -> tuple[float, float, int]:
-        sizes = model_sizes(job, "policy", Settings(mesh, row, "full", rollout_tensor=tensor))
-        excess = sizes.rollout_copy * sizes.item_bytes - job.machine.chip.memory_bytes / 2
-        return max(excess, 0.0), rollout_seconds(job, sizes), tensor
+    def cost(tensor: int) -> tuple[float, int]:
+        settings = Settings(mesh, row, "full", rollout_tensor=tensor)
+        free = free_bytes(job, settings, estimate_memory(job, settings))
+        if free < 0:
+            offload = ("optimizer", "gradients", *job.idle_roles)
+            settings = dataclasses.replace(settings, offload=offload)
+            free = free_bytes(job, settings, estimate_memory(job, settings))
+        return rollout_seconds(job, model_sizes(job, "policy", settings), free), tensor
 
     return min((t for t in tensors if n % (t * expert) == 0), key=cost, default=0)
 
@@ -312,11 +316,12 @@ def estimate(job: Job, settings: Settings) -> Candidate:
         for field in dataclasses.fields(settings)
         if field.name not in ("mesh", "tokens")
     }
+    memory = estimate_memory(job, settings)
     return Candidate(
         mesh=mesh,
         token_budget=settings.tokens,
-        bytes=memory_bytes(job, settings),
-        step_s=step_seconds(job, settings),
+        bytes=memory.peak,
+        step_s=step_seconds(job, settings, memory),
         **chosen,
     )
 

@@ -13,6 +13,7 @@ from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp, shares_base
 from jaxrl.learner.state import init_opt_state
+from jaxrl.models.cache import page_bytes
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
@@ -162,7 +163,9 @@ class Sizes:
     mlp: float  # of the MLP of one gathered layer
     mlp_chunk: int  # tokens of a chunk of an MLP, 0: all
     residual: int  # devices that shard the residual stream of the same tokens
+    stacked: bool  # whether the layers are stacked
     rollout_copy: float  # per device
+    sequence_bytes: float  # of the KV pages of a sequence of maximum length, per device
     n_replicas: int  # of the rollout engine; 1 if it uses the training layout
 
     @property
@@ -220,11 +223,12 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
     gathered = layer * d.L / stage + ends
-    n_replicas, rollout_copy = 1, gathered
+    n_replicas, rollout_copy, kv_shards = 1, gathered, tp
     if cfg.rollout.layout == "replicas":
         group = settings.rollout_tensor or cfg.rollout.tensor or tp, cfg.rollout.expert or e
         n_replicas = max(len(job.machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
+        kv_shards = group[0]
     dtype, placed = for_platform(cfg, d, job.machine.platform)
     held = gathered / (size["fsdp"] * s)
     adapted = with_adapters(cfg.lora, d)
@@ -260,9 +264,17 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         mlp=(experts / e / d.L if d.E else 3 * d.F * d.D) / tp,
         mlp_chunk=settings.mlp_chunk,
         residual=tp if cfg.learner.shard_residual else 1,
+        stacked=placed.stacked,
         rollout_copy=rollout_copy,
+        sequence_bytes=_sequence_bytes(cfg, d, dtype) / kv_shards,
         n_replicas=n_replicas,
     )
+
+
+def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
+    """Bytes of the KV pages of a sequence of maximum length, over all devices."""
+    page_len = cfg.rollout.page_len
+    return math.ceil(cfg.data.max_len / page_len) * page_bytes(d, page_len, dtype)
 
 
 def n_ticks(rows: int, stages: int, chunks: int) -> int:

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
-from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.programs import Lengths, OfflineWorkload
+from jaxrl.planner.plan import Plan
+from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
 from jaxrl.planner.search import (
     best_of_meshes_first,
@@ -21,32 +20,13 @@ from jaxrl.planner.search import (
     rollout_tensors,
     schedules,
     search,
-    zero_levels,
 )
-from jaxrl.planner.sizes import Job, Settings, model_sizes
+from jaxrl.planner.sizes import Settings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
+from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
-LENGTHS = Lengths(64, 64)
-GIB = 2**30
-OFFLOADS = {
-    (),
-    ("optimizer",),
-    ("optimizer", "reference"),
-    ("optimizer", "gradients", "reference"),
-    ("policy",),
-    ("optimizer", "reference", "policy"),
-    ("optimizer", "gradients", "reference", "policy"),
-}
-
-
-def machine(memory_bytes: float = float(GIB)) -> Topology:
-    chip = dataclasses.replace(CHIPS["cpu"], memory_bytes=memory_bytes)
-    return Topology("cpu:8", "cpu", chip, jax.devices()[:8])
-
-
-def job(cfg=None, model=TINY, where=None, **changes) -> Job:
-    return Job(cfg or run(), model, where or machine(), LENGTHS, **changes)
+TIGHT = 2_354_000  # bytes
 
 
 def test_candidates_are_the_meshes_that_divide_the_model():
@@ -59,36 +39,6 @@ def test_candidates_are_the_meshes_that_divide_the_model():
     assert len(found) == 2 * n
 
 
-def test_estimated_memory_follows_the_remat_policy():
-    def bytes_of(remat: str, tokens: int = 1024, tensor: int = 1) -> float:
-        sizes = {"fsdp": 8 // tensor, "tensor": tensor}
-        return estimate(job(), Settings(sizes, tokens, remat)).bytes
-
-    order = ("offload", "full", "attention", "mlp", "dots", "none")
-    found = [bytes_of(remat) for remat in order]
-    assert found == sorted(found)
-    assert len(set(found[1:])) == 5  # of two layers, both inputs are on the device at a time
-    assert bytes_of("full", 128) < bytes_of("full", 1024)
-    assert bytes_of("full") < bytes_of("full?first=1") < bytes_of("none")
-
-
-def test_estimates_include_mlp_chunks():
-    """Chunks of 256 of 1,024 tokens: 3/4 of 4 x 3 F numbers less, and float32 sums more."""
-
-    float32 = job(run(model__dtype="float32"))
-
-    def of(remat: str, chunk: int = 0):
-        return estimate(float32, Settings({"fsdp": 8}, 1024, remat, mlp_chunk=chunk))
-
-    whole, chunked = of("full"), of("full", 256)
-    absent, sums = 4 * 768 * 4 * 3 * 128, 4 * 3 * 128 * 64
-    assert whole.bytes - chunked.bytes == pytest.approx(absent - sums)
-    assert chunked.step_s > whole.step_s
-    assert of("none", 256).bytes < of("none").bytes
-    recomputed = of("none", 256).step_s - of("none").step_s
-    assert recomputed > chunked.step_s - whole.step_s
-
-
 def test_long_rows_are_tried_with_mlps_in_chunks():
     long = run(learner__token_budget=8192, learner__buckets=(8192,))
     found = {(c.token_budget, c.mlp_chunk) for c in candidates(job(long))}
@@ -97,29 +47,6 @@ def test_long_rows_are_tried_with_mlps_in_chunks():
     chunked = next(candidates(job(chosen)))
     assert chunked.apply(chosen).learner.mlp_chunk == 1024
     assert "--config.learner.mlp_chunk=1024" in chunked.overrides
-
-
-def test_tensor_parallelism_shards_the_estimated_residual_stream():
-    """The inputs of two layers, 64 features of 1,024 tokens in float32, over two devices."""
-
-    def bytes_of(**changes) -> float:
-        cfg = run(model__dtype="float32", **changes)
-        return estimate(job(cfg), Settings({"fsdp": 4, "tensor": 2}, 1024, "full")).bytes
-
-    saved = bytes_of(learner__shard_residual=False) - bytes_of()
-    assert saved == pytest.approx(2 * 1024 * 64 * 4 / 2)
-
-
-def test_the_estimated_time_follows_what_is_recomputed_and_copied():
-    def seconds(remat: str) -> float:
-        return estimate(job(), Settings({"fsdp": 8}, 1024, remat)).step_s
-
-    order = ("none", "dots", "mlp", "attention", "full", "offload")
-    found = [seconds(remat) for remat in order]
-    assert found == sorted(set(found))
-    assert seconds("none") < seconds("full?first=1") < seconds("full") < seconds("full?group=2")
-    # half as many inputs are copied, and every layer is recomputed twice
-    assert seconds("full?group=2") < seconds("offload?group=2")
 
 
 def test_meshes_depend_on_model_row_length_and_network():
@@ -180,48 +107,12 @@ def test_interleaved_pipelines_have_chunks_that_divide_the_layers():
     assert list(schedules(with_four_layers, 1)) == [("gpipe", 1)]
 
 
-def test_chunks_shorten_the_idle_time_of_the_estimate():
-    """By hand: 4 rows in two stages of 4 layers take the time of 5 rows, with 2 chunks of 4.5.
-
-    Backward keeps 3 rows of 4 layers, or 5 passes of 2 layers.
-    """
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
-    mesh, sizes = dict(stage=2, fsdp=8), []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
-        settings = Settings(mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks)
-        sizes.append(model_sizes(planned, "policy", settings))
-    assert [size.calls for size in sizes] == [5, 4.5]
-    assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
-
-
-def test_a_pipeline_is_estimated_by_its_ticks():
-    """By hand: two stages of one layer, rows of 128 tokens, 4 or 8 of them in 5 or 9 ticks."""
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    planned = job(run(model__dtype="float32", data__prompts_per_step=64), where=nodes)
-
-    def of(rows: int, schedule: str = "gpipe"):
-        mesh = dict(stage=2, fsdp=8)
-        return estimate(planned, Settings(mesh, rows * 128, "full", pipeline_schedule=schedule))
-
-    array = 128 * 64 * 4
-    # per tick the input of the layer, and the row before and after the stages
-    assert of(8).bytes - of(4).bytes == pytest.approx(4 * 3 * array)
-    assert of(8, "1f1b").bytes - of(4, "1f1b").bytes == pytest.approx(4 * 2 * array)
-    # a stage has half of the layers; embeddings are on both
-    params, ends = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64), 256 * 64
-    sizes = model_sizes(planned, "policy", Settings(dict(stage=2, fsdp=8), 512, "full"))
-    assert sizes.held == pytest.approx((params / 2 + ends + 64) / 8, rel=0.01)
-    # idle ticks: 5 for 4 rows take longer than 9 for 8
-    assert of(4).step_s > of(8).step_s
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "memory_bytes", "tensor"),
     [
         (8, GIB, 2),  # both hold all 32 sequences at a time; 2 reads half of the weights per step
         (4, GIB, 1),  # 4 replicas of 2 devices hold half of the sequences: as fast as 8 of 1
-        (4, 300_000, 2),  # half of the memory holds half of the weights, 200 kB, not all
+        (4, TIGHT, 2),  # a replica of 1 device holds one sequence, of 2 three
     ],
 )
 def test_a_mesh_gets_the_fastest_tensor_axis_of_the_rollout(max_num_seqs, memory_bytes, tensor):
@@ -259,73 +150,6 @@ def test_plans_that_fit_are_ranked_with_kernels_one_after_the_other():
     candidate = estimate(job(), MESH)
     ranked = sorted(((candidate, plan) for plan in plans), key=rank)
     assert [plan and plan.serial_step_s for _, plan in ranked] == [2.0, 3.0, 1.0, None]
-
-
-def test_estimates_include_offload_and_slow_networks():
-    def estimated(mesh: dict, where: Topology, offload=()):
-        return estimate(job(where=where), Settings(mesh, 128, "full", offload))
-
-    both = ("optimizer", "reference")
-    kept, waiting = estimated(dict(fsdp=8), machine()), estimated(dict(fsdp=8), machine(), both)
-    assert waiting.bytes < kept.bytes and waiting.step_s > kept.step_s
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    # weights gathered between nodes for every layer, against gradients summed between them
-    assert estimated(dict(fsdp=8, replica=2), nodes).step_s < estimated(dict(fsdp=16), nodes).step_s
-
-
-def test_replicas_may_share_optimizer_state_and_gradients():
-    """By hand: AdamW's 8 bytes per float32 parameter, then 4 of its gradient, over two replicas."""
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    mesh, cfg = dict(fsdp=8, replica=2), run(model__dtype="float32")
-    planned = job(cfg, where=nodes)
-    assert zero_levels(planned, mesh) == (0, 1, 2)
-    assert zero_levels(planned, dict(fsdp=16, replica=1)) == (0,)
-    assert zero_levels(job(cfg, dataclasses.replace(TINY, D=72), nodes), mesh) == (0,)
-    none, state, both = (
-        estimate(planned, Settings(mesh, 128, "full", zero=level)) for level in (0, 1, 2)
-    )
-    params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
-    assert none.bytes - state.bytes == pytest.approx(8 * params / 8 / 2, rel=0.01)
-    assert state.bytes - both.bytes == pytest.approx(4 * params / 8 / 2, rel=0.01)
-    assert none.step_s < state.step_s == both.step_s
-    assert both.overrides.endswith("--config.learner.zero=2")
-    assert both.apply(cfg).learner.zero == 2
-
-
-SMALL = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
-MESH = Settings({"fsdp": 8}, 256, "full")
-
-
-@pytest.mark.parametrize(
-    ("changes", "role"),
-    [
-        (dict(algorithm__advantage="gae", critic__path="critic"), "critic"),
-        (dict(algorithm__teacher="teacher"), "teacher"),
-        (dict(reward_model__path="judge"), "reward_model"),
-    ],
-)
-def test_estimates_include_the_model_of_a_role(changes, role):
-    """The larger the model of the role, the more memory and time; others have no effect."""
-    cfg = run(**changes)
-    without = estimate(job(run()), MESH)
-    small, large = (
-        estimate(job(cfg, role_decoders={role: model}), MESH)
-        for model in (SMALL, dataclasses.replace(TINY, L=8))
-    )
-    assert small.bytes < large.bytes and small.step_s < large.step_s
-    assert large.bytes > without.bytes and large.step_s > without.step_s
-    unused = estimate(job(run(), role_decoders={role: SMALL}), MESH)
-    assert unused.bytes == without.bytes or role == "teacher"
-
-
-def test_estimated_state_of_a_critic_is_counted_by_hand():
-    """Weights, two moments in float32, sharded over 8 devices; no gradients beyond the policy's."""
-    cfg = run(algorithm__advantage="gae", critic__path="critic")
-    critic = estimate(job(cfg, role_decoders={"critic": TINY}), MESH)
-    rest = estimate(job(run()), MESH)
-    # V*D + L * (q, o: 2 * 64*64, k, v: 2 * 32*64, biases, norms, mlp: 3 * 128*64) + norm
-    params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
-    assert critic.bytes - rest.bytes == pytest.approx(3 * 4 * params / 8, rel=0.01)
 
 
 def test_idle_roles_wait_in_host_memory():
@@ -371,40 +195,6 @@ def test_the_policy_is_offloaded_in_rollouts_that_read_a_copy():
     chosen = offloaded.apply(run())
     assert chosen.rollout.release_kv and chosen.learner.offload == ("policy",)
     assert not memory_errors(chosen)
-
-
-def test_gradients_in_host_memory_are_the_last_resort():
-    """Less memory than with the optimizer there alone, for more time per step."""
-    kept, less, least = (
-        estimate(job(), dataclasses.replace(MESH, offload=offload))
-        for offload in ((), ("optimizer",), ("optimizer", "gradients"))
-    )
-    assert least.bytes < less.bytes < kept.bytes
-    assert least.step_s > less.step_s > kept.step_s
-
-
-def test_offline_jobs_have_no_rollout():
-    def seconds(workload: OfflineWorkload | None) -> float:
-        return estimate(job(run(algorithm__kl_coef=0.0), workload=workload), MESH).step_s
-
-    sft = OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False)
-    dpo = OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True)
-    pairs = dataclasses.replace(dpo, scores_policy=False, has_reference=False)
-    # 8 or 16 sequences of 128 tokens on 8 ranks of 256 tokens: one micro-batch
-    assert seconds(sft) == seconds(pairs) < seconds(dpo) < seconds(None)
-    found = list(candidates(job(run(algorithm__kl_coef=0.0), workload=dpo)))
-    assert {c.offload for c in found} == {roles for roles in OFFLOADS if "policy" not in roles}
-
-
-@pytest.mark.thorough
-def test_estimated_memory_agrees_with_the_compiled_plan():
-    """The state of a larger model dominates: weights, moments, gradients and reference."""
-    model = dataclasses.replace(TINY, D=256, F=1024, V=1024)
-    cfg = run()
-    plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
-    live = max(phase.live_bytes for phase in plan.phases.values())
-    formula = estimate(job(cfg, model), Settings({"fsdp": 4, "tensor": 2}, 256, "full"))
-    assert 0.4 * live < formula.bytes < 2.5 * live
 
 
 @pytest.mark.slow

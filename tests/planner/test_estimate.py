@@ -1,0 +1,257 @@
+"""The formulas for memory and time, by hand and by their order (jaxrl/planner/estimate.py)."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl.planner.estimate import (
+    estimate_memory,
+    free_bytes,
+    kept_features,
+    rollout_seconds,
+)
+from jaxrl.planner.plan import make_plan
+from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.planner.search import (
+    candidates,
+    estimate,
+    zero_levels,
+)
+from jaxrl.planner.sizes import Settings, model_sizes
+from jaxrl.planner.topology import CHIPS, Topology
+from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
+from tests.planner.tiny_run import TINY, run
+
+
+def test_estimated_memory_follows_the_remat_policy():
+    def bytes_of(remat: str, tokens: int = 1024, tensor: int = 1) -> float:
+        sizes = {"fsdp": 8 // tensor, "tensor": tensor}
+        return estimate(job(), Settings(sizes, tokens, remat)).bytes
+
+    order = ("offload", "full", "attention", "mlp", "dots", "none")
+    found = [bytes_of(remat) for remat in order]
+    assert found == sorted(found)
+    assert len(set(found[1:])) == 5  # of two layers, both inputs are on the device at a time
+    assert bytes_of("full", 128) < bytes_of("full", 1024)
+    assert bytes_of("full") < bytes_of("full?first=1") < bytes_of("none")
+
+
+def test_estimates_include_mlp_chunks():
+    """Chunks of 256 of 1,024 tokens: 3/4 of 2.5 x 3 F numbers less, and float32 sums more."""
+
+    float32 = job(run(model__dtype="float32"))
+
+    def of(remat: str, chunk: int = 0):
+        return estimate(float32, Settings({"fsdp": 8}, 1024, remat, mlp_chunk=chunk))
+
+    whole, chunked = of("full"), of("full", 256)
+    absent, sums = 2.5 * 768 * 4 * 3 * 128, 4 * 3 * 128 * 64
+    assert whole.bytes - chunked.bytes == pytest.approx(absent - sums)
+    assert chunked.step_s > whole.step_s
+    assert of("none", 256).bytes < of("none").bytes
+    recomputed = of("none", 256).step_s - of("none").step_s
+    assert recomputed > chunked.step_s - whole.step_s
+
+
+def test_a_list_of_layers_keeps_fewer_arrays():
+    """By hand: three times the inputs and outputs of a layer's products, or once."""
+    sizes = dict(tensor=1, expert=1, stream=64)
+    stacked, listed = (kept_features(TINY, stacked=stacked, **sizes) for stacked in (True, False))
+    products = 2 * 64 + 2 * (64 + 32) + 3 * 128
+    assert listed["none"] == 64 + products and stacked["none"] == 64 + 3 * products
+    # inputs of attention and MLP, q, k, v, the output of attention, gate and up
+    assert listed["dots"] == stacked["dots"] == 64 + 64 + 64 + 2 * 32 + 64 + 2 * 128
+
+
+def test_the_estimated_rollout_waits_for_kv_pages():
+    """By hand: 32 sequences on 8 devices, of 4 at a time, or of 2 if no more pages fit."""
+    planned = job(run(rollout__max_num_seqs=8))
+    sizes = model_sizes(planned, "policy", MESH)
+    assert sizes.sequence_bytes == 2 * 2 * 2 * 16 * 4 * (2 * 64)  # K, V; layers; heads of 16
+    read = sizes.rollout_copy * sizes.item_bytes
+    rate = planned.machine.chip.memory_bytes_per_s
+
+    def seconds(n_fitting: int) -> float:
+        return rollout_seconds(planned, sizes, n_fitting * sizes.sequence_bytes)
+
+    filled = (64 + 64) / planned.cfg.data.max_len * sizes.sequence_bytes
+    assert seconds(100) == seconds(4) == pytest.approx(64 * (read + 4 * filled) / rate)
+    assert seconds(3) == pytest.approx(2 * 64 * (read + 3 * filled) / rate)
+    assert seconds(2) == pytest.approx(2 * 64 * (read + 2 * filled) / rate)
+    assert seconds(-1) == seconds(1) == pytest.approx(4 * 64 * (read + filled) / rate)
+
+
+def test_released_kv_pages_have_the_memory_of_training():
+    memory = estimate_memory(job(), MESH)
+    usable = 0.85 * GIB
+    assert free_bytes(job(), MESH, memory) == pytest.approx(usable - memory.peak)
+    released = job(run(rollout__release_kv=True))
+    assert free_bytes(released, MESH, memory) == pytest.approx(usable - memory.rollout)
+    assert memory.rollout < memory.update
+
+
+def test_gradients_are_reduced_while_kernels_run_except_without_sparse_cores():
+    def seconds(chip: str, **changes) -> float:
+        where = Topology(chip, "tpu", CHIPS[chip], list(range(8)))
+        large = Settings({"fsdp": 8}, 2**16, "full")  # kernels take longer than collectives
+        return estimate(job(run(**changes), where=where), large).step_s
+
+    overlap = dict(learner__xla=("overlap",))
+    assert seconds("v5p", **overlap) < seconds("v5p")
+    assert seconds("v5e", **overlap) == seconds("v5e")
+
+
+def test_tensor_parallelism_shards_the_estimated_residual_stream():
+    """The inputs of two layers, 64 features of 1,024 tokens in float32, over two devices."""
+
+    def bytes_of(**changes) -> float:
+        cfg = run(model__dtype="float32", **changes)
+        return estimate(job(cfg), Settings({"fsdp": 4, "tensor": 2}, 1024, "full")).bytes
+
+    saved = bytes_of(learner__shard_residual=False) - bytes_of()
+    assert saved == pytest.approx(2 * 1024 * 64 * 4 / 2)
+
+
+def test_the_estimated_time_follows_what_is_recomputed_and_copied():
+    def seconds(remat: str) -> float:
+        return estimate(job(), Settings({"fsdp": 8}, 1024, remat)).step_s
+
+    order = ("none", "dots", "mlp", "attention", "full", "offload")
+    found = [seconds(remat) for remat in order]
+    assert found == sorted(set(found))
+    assert seconds("none") < seconds("full?first=1") < seconds("full") < seconds("full?group=2")
+    # half as many inputs are copied, and every layer is recomputed twice
+    assert seconds("full?group=2") < seconds("offload?group=2")
+
+
+def test_chunks_shorten_the_idle_time_of_the_estimate():
+    """By hand: 4 rows in two stages of 4 layers take the time of 5 rows, with 2 chunks of 4.5.
+
+    Backward keeps 3 rows of 4 layers, or 5 passes of 2 layers.
+    """
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
+    mesh, sizes = dict(stage=2, fsdp=8), []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        settings = Settings(mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks)
+        sizes.append(model_sizes(planned, "policy", settings))
+    assert [size.calls for size in sizes] == [5, 4.5]
+    assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
+
+
+def test_a_pipeline_is_estimated_by_its_ticks():
+    """By hand: two stages of one layer, rows of 128 tokens, 4 or 8 of them in 5 or 9 ticks."""
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    planned = job(run(model__dtype="float32", data__prompts_per_step=64), where=nodes)
+
+    def of(rows: int, schedule: str = "gpipe"):
+        mesh = dict(stage=2, fsdp=8)
+        return estimate(planned, Settings(mesh, rows * 128, "full", pipeline_schedule=schedule))
+
+    array = 128 * 64 * 4
+    # per tick the input of the layer, and the row before and after the stages
+    assert of(8).bytes - of(4).bytes == pytest.approx(4 * 3 * array)
+    assert of(8, "1f1b").bytes - of(4, "1f1b").bytes == pytest.approx(4 * 2 * array)
+    # a stage has half of the layers; embeddings are on both
+    params, ends = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64), 256 * 64
+    sizes = model_sizes(planned, "policy", Settings(dict(stage=2, fsdp=8), 512, "full"))
+    assert sizes.held == pytest.approx((params / 2 + ends + 64) / 8, rel=0.01)
+    # idle ticks: 5 for 4 rows take longer than 9 for 8
+    assert of(4).step_s > of(8).step_s
+
+
+def test_estimates_include_offload_and_slow_networks():
+    def estimated(mesh: dict, where: Topology, offload=()):
+        return estimate(job(where=where), Settings(mesh, 128, "full", offload))
+
+    both = ("optimizer", "reference")
+    kept, waiting = estimated(dict(fsdp=8), machine()), estimated(dict(fsdp=8), machine(), both)
+    assert waiting.bytes < kept.bytes and waiting.step_s > kept.step_s
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    # weights gathered between nodes for every layer, against gradients summed between them
+    assert estimated(dict(fsdp=8, replica=2), nodes).step_s < estimated(dict(fsdp=16), nodes).step_s
+
+
+def test_replicas_may_share_optimizer_state_and_gradients():
+    """By hand: AdamW's 8 bytes per float32 parameter, then 4 of its gradient, over two replicas."""
+    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
+    mesh, cfg = dict(fsdp=8, replica=2), run(model__dtype="float32")
+    planned = job(cfg, where=nodes)
+    assert zero_levels(planned, mesh) == (0, 1, 2)
+    assert zero_levels(planned, dict(fsdp=16, replica=1)) == (0,)
+    assert zero_levels(job(cfg, dataclasses.replace(TINY, D=72), nodes), mesh) == (0,)
+    none, state, both = (
+        estimate(planned, Settings(mesh, 128, "full", zero=level)) for level in (0, 1, 2)
+    )
+    params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
+    assert none.bytes - state.bytes == pytest.approx(8 * params / 8 / 2, rel=0.01)
+    assert state.bytes - both.bytes == pytest.approx(4 * params / 8 / 2, rel=0.01)
+    assert none.step_s < state.step_s == both.step_s
+    assert both.overrides.endswith("--config.learner.zero=2")
+    assert both.apply(cfg).learner.zero == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "role"),
+    [
+        (dict(algorithm__advantage="gae", critic__path="critic"), "critic"),
+        (dict(algorithm__teacher="teacher"), "teacher"),
+        (dict(reward_model__path="judge"), "reward_model"),
+    ],
+)
+def test_estimates_include_the_model_of_a_role(changes, role):
+    """The larger the model of the role, the more memory and time; others have no effect."""
+    cfg = run(**changes)
+    without = estimate(job(run()), MESH)
+    small, large = (
+        estimate(job(cfg, role_decoders={role: model}), MESH)
+        for model in (SMALL, dataclasses.replace(TINY, L=8))
+    )
+    assert small.bytes < large.bytes and small.step_s < large.step_s
+    assert large.bytes > without.bytes and large.step_s > without.step_s
+    unused = estimate(job(run(), role_decoders={role: SMALL}), MESH)
+    assert unused.bytes == without.bytes or role == "teacher"
+
+
+def test_estimated_state_of_a_critic_is_counted_by_hand():
+    """Weights, two moments in float32, sharded over 8 devices; no gradients beyond the policy's."""
+    cfg = run(algorithm__advantage="gae", critic__path="critic")
+    critic = estimate(job(cfg, role_decoders={"critic": TINY}), MESH)
+    rest = estimate(job(run()), MESH)
+    # V*D + L * (q, o: 2 * 64*64, k, v: 2 * 32*64, biases, norms, mlp: 3 * 128*64) + norm
+    params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
+    assert critic.bytes - rest.bytes == pytest.approx(3 * 4 * params / 8, rel=0.01)
+
+
+def test_gradients_in_host_memory_are_the_last_resort():
+    """Less memory than with the optimizer there alone, for more time per step."""
+    kept, less, least = (
+        estimate(job(), dataclasses.replace(MESH, offload=offload))
+        for offload in ((), ("optimizer",), ("optimizer", "gradients"))
+    )
+    assert least.bytes < less.bytes < kept.bytes
+    assert least.step_s > less.step_s > kept.step_s
+
+
+def test_offline_jobs_have_no_rollout():
+    def seconds(workload: OfflineWorkload | None) -> float:
+        return estimate(job(run(algorithm__kl_coef=0.0), workload=workload), MESH).step_s
+
+    sft = OfflineWorkload(responses_per_example=1, scores_policy=False, has_reference=False)
+    dpo = OfflineWorkload(responses_per_example=2, scores_policy=True, has_reference=True)
+    pairs = dataclasses.replace(dpo, scores_policy=False, has_reference=False)
+    # 8 or 16 sequences of 128 tokens on 8 ranks of 256 tokens: one micro-batch
+    assert seconds(sft) == seconds(pairs) < seconds(dpo) < seconds(None)
+    found = list(candidates(job(run(algorithm__kl_coef=0.0), workload=dpo)))
+    assert {c.offload for c in found} == {roles for roles in OFFLOADS if "policy" not in roles}
+
+
+@pytest.mark.thorough
+def test_estimated_memory_agrees_with_the_compiled_plan():
+    """The state of a larger model dominates: weights, moments, gradients and reference."""
+    model = dataclasses.replace(TINY, D=256, F=1024, V=1024)
+    cfg = run()
+    plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
+    live = max(phase.live_bytes for phase in plan.phases.values())
+    formula = estimate(job(cfg, model), Settings({"fsdp": 4, "tensor": 2}, 256, "full"))
+    assert 0.4 * live < formula.bytes < 2.5 * live

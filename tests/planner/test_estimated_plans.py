@@ -1,0 +1,109 @@
+"""The formulas of estimate.py against the compiled plans of docs/plans."""
+
+import dataclasses
+import math
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from jaxrl.config.command_line import parse
+from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
+from jaxrl.planner.model_shape import model_shape
+from jaxrl.planner.programs import Lengths
+from jaxrl.planner.sizes import Job, Settings, model_sizes
+from jaxrl.planner.topology import CHIPS, Topology
+
+PLANS = pathlib.Path(__file__).parents[2] / "docs" / "plans"
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A plan of docs/plans: the options of its command, and numbers of its tables."""
+
+    options: dict[str, str]
+    update_bytes: float  # live without KV
+    rollout_s: float  # kernels one after the other
+    step_s: float
+
+    @property
+    def topology(self) -> Topology:
+        name = self.options["--topology"]
+        chip, shape = name.split(":")
+        n_devices = math.prod(int(axis) for axis in shape.split("x"))
+        platform = "tpu" if chip.startswith("v") else "cpu" if chip == "cpu" else "gpu"
+        return Topology(name, platform, CHIPS[chip], list(range(n_devices)))
+
+    @property
+    def job(self) -> Job:
+        keys = [f"{key}={value}" for key, value in self.options.items() if "--config" in key]
+        cfg = parse(keys)
+        prompt = int(self.options.get("--prompt-len", cfg.data.max_prompt_len))
+        response = int(self.options.get("--response-len", cfg.data.max_response_len))
+        model = self.options.get("--model-config", cfg.model.path)
+        return Job(cfg, model_shape(model), self.topology, Lengths(prompt, response))
+
+
+def number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text, re.MULTILINE)
+    assert found is not None, pattern
+    return found.group(1)
+
+
+def stored(name: str) -> Stored:
+    text = (PLANS / f"{name}.txt").read_text()
+    words = shlex.split(text.splitlines()[0])[4:]
+    size, unit = number(r"^ +update +([\d.]+ \w+)", text).split()
+    seconds = {
+        "rollout": number(r"^ +rollout .* ([\d.,]+) s +[\d,]+$", text),
+        "step": number(r"one after the other: ([\d.,]+) s", text),
+    }
+    return Stored(
+        dict(word.split("=", 1) for word in words),
+        float(size) * UNITS[unit],
+        *(float(value.replace(",", "")) for value in seconds.values()),
+    )
+
+
+def settings(job: Job) -> Settings:
+    """What the config of a job chooses."""
+    cfg, n = job.cfg, len(job.machine.devices)
+    mesh = dataclasses.asdict(cfg.mesh)
+    others = math.prod(size for size in mesh.values() if size > 0)
+    return Settings(
+        {axis: size if size > 0 else n // others for axis, size in mesh.items()},
+        cfg.learner.token_budget,
+        cfg.learner.remat,
+        cfg.learner.offload,
+        cfg.learner.zero,
+        cfg.learner.mlp_chunk,
+        rollout_tensor=cfg.rollout.tensor,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout"),
+    [
+        ("boba_7b.h100-64", 0.9),
+        ("grpo_1p5b.v5e-2x4", 1.0),
+        ("grpo_1p5b_h100.h100-1", 1.0),
+        ("grpo_30b_a3b.v5p-4x4x4", 0.6),
+        ("grpo_70b_longctx.v5p-4x8x8", 1.2),
+        ("grpo_7b.h100-1", 1.25),
+        ("grpo_7b.v5p-4x4x4", 0.95),
+        ("grpo_7b_h100.h100-64", 1.1),
+    ],
+)
+def test_estimates_agree_with_compiled_plans(name, rollout):
+    plan = stored(name)
+    job = plan.job
+    chosen = settings(job)
+    memory = estimate_memory(job, chosen)
+    assert 0.9 < memory.update / plan.update_bytes < 1.3
+    free = free_bytes(job, chosen, memory)
+    decode_s = rollout_seconds(job, model_sizes(job, "policy", chosen), free)
+    assert decode_s / plan.rollout_s == pytest.approx(rollout, abs=0.1)
+    training = (step_seconds(job, chosen, memory) - decode_s) / (plan.step_s - plan.rollout_s)
+    assert (0.4 if job.decoder.E else 0.7) < training < 1.0
