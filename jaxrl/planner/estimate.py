@@ -17,10 +17,8 @@ from jaxrl.planner.topology import Chip
 RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}
 HEAD_CHUNK = 1024  # tokens whose logits exist at one time
 WORK_ARRAYS = 2.5  # activations of a layer while it is computed, in inputs and outputs of products
-WITH_SPARSE_CORES = (
-    "TPU v5p",
-    "TPU v6e",
-)  # chips whose collectives these run (learner.xla=overlap)
+# With learner.xla=overlap, SparseCores run the collectives of these chips.
+WITH_SPARSE_CORES = ("TPU v5p", "TPU v6e")
 EXPOSED = 0.1  # part of a collective that kernels which take as long do not cover
 
 
@@ -161,9 +159,9 @@ def _update_bytes(sizes: Sizes, settings: Settings) -> float:
         work += 4 * sizes.trained * (settings.pipeline_schedule != "gpipe")
     if sizes.chunks > 1:  # the layers as chunks, and the present chunk
         work += (1 + 1 / sizes.chunks) * sizes.layers_held_bytes
-    head = (
-        (4 + wide if sizes.fsdp > 1 else 4) * sizes.head / tp
-    )  # float32 gradient, gathered weight
+    head = 4 * sizes.head / tp  # float32 gradient
+    if sizes.fsdp > 1:  # gathered weight
+        head += wide * sizes.head / tp
     return work + 3 * sizes.layer * wide + chunk + head
 
 
@@ -281,7 +279,7 @@ def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epo
     if sizes.fsdp > 1 and passes > 1:
         layers = sizes.calls * sizes.layer * sizes.n_layers * wide
         reduced = _collective_seconds(chip, layers, sizes.fsdp, sizes.fsdp * e * tp)
-        # Tables: their gradients are summed as a whole, a float32 one and one of the weights' dtype
+        # Every device sums whole gradients of tables: one in float32, one in the weights' dtype.
         tables = 2 * (4 + wide) * sizes.head / tp
         activations += _collective_seconds(chip, tables, sizes.fsdp, sizes.fsdp * e * tp)
     if _covers_reductions(job):

@@ -264,7 +264,7 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         mlp=(experts / e / d.L if d.E else 3 * d.F * d.D) / tp,
         mlp_chunk=settings.mlp_chunk,
         residual=tp if cfg.learner.shard_residual else 1,
-        stacked=placed.stacked,
+        stacked=placed.stacked or stage > 1,
         rollout_copy=rollout_copy,
         sequence_bytes=_sequence_bytes(cfg, d, dtype) / kv_shards,
         n_replicas=n_replicas,
