@@ -21,5 +21,8 @@ def get_config() -> ConfigDict:
     config.name = "grpo_1p5b"
     config.total_epochs = 10
     config.rollout.tensor = 2
+    config.rollout.release_kv = True  # the update takes its memory
+    config.learner.token_budget = 16384
+    config.learner.remat = "attention"
     config.checkpoint.every = 20
     return config

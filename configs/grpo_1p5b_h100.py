@@ -18,5 +18,7 @@ def get_config() -> ConfigDict:
     config = grpo_1p5b()
     config.name = "grpo_1p5b_h100"
     config.rollout.tensor = 1
+    config.rollout.release_kv = False
+    config.learner.token_budget = 8192
     config.learner.remat = "none"
     return config

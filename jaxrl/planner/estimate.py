@@ -327,7 +327,7 @@ def _covers_reductions(job: Job) -> bool:
 
 def free_bytes(job: Job, settings: Settings, memory: MemoryEstimate) -> float:
     """Memory of a device that the run leaves to KV pages."""
-    released = job.cfg.rollout.release_kv or "policy" in settings.offload
+    released = job.cfg.rollout.release_kv or settings.release_kv
     usable = job.cfg.rollout.memory_utilization * job.machine.chip.memory_bytes
     return usable - (memory.rollout if released else memory.peak)
 

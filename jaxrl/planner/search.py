@@ -21,7 +21,13 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.compilation import ProgramTooLarge
-from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
+from jaxrl.planner.estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    free_bytes,
+    rollout_seconds,
+    step_seconds,
+)
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.sizes import Job, Settings, model_sizes
 from sharding import REPLICAS, abstract_mesh
@@ -49,6 +55,7 @@ class Candidate:
     pipeline_schedule: str
     pipeline_chunks: int
     rollout_tensor: int  # 0 = that of the config
+    release_kv: bool
     bytes: float  # peak per device, without KV pages
     step_s: float
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
@@ -64,7 +71,7 @@ class Candidate:
         }
         if self.offload:
             keys["learner.offload"] = ",".join(self.offload)
-        if "policy" in self.offload:  # only then the pages take the place of the weights
+        if self.release_kv:
             keys["rollout.release_kv"] = True
         if self.zero:
             keys["learner.zero"] = self.zero
@@ -95,7 +102,7 @@ class Candidate:
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         tensor = self.rollout_tensor or cfg.rollout.tensor
-        release_kv = cfg.rollout.release_kv or "policy" in self.offload
+        release_kv = cfg.rollout.release_kv or self.release_kv
         rollout = dataclasses.replace(cfg.rollout, tensor=tensor, release_kv=release_kv)
         return dataclasses.replace(cfg, mesh=mesh, learner=learner, rollout=rollout)
 
@@ -108,10 +115,9 @@ def search(
 ) -> list[tuple[Candidate, Plan | None]]:
     """The compiled candidates with their plans: first those that fit, by serial step time.
 
-    Compiles candidates in the order of their estimated step time, the best of each mesh first,
-    until `finalists` of them fit, and skips those whose estimated memory exceeds that of the
-    device. A plan is None if a program is too large to compile. Raises ValueError if no candidate
-    is left.
+    Compiles candidates in the order of `varied_first` until `finalists` of them fit, and skips
+    those whose estimated memory exceeds that of the device. A plan is None if a program is too
+    large to compile. Raises ValueError if no candidate is left.
     """
     cfg, machine = job.cfg, job.machine
     cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
@@ -127,7 +133,7 @@ def search(
             f"{machine.chip.memory_bytes / 2**30:.1f}; use more devices or shorter rows"
         )
     compiled: list[tuple[Candidate, Plan | None]] = []
-    for candidate in best_of_meshes_first(fitting):
+    for candidate in varied_first(fitting):
         on_start(f"compiling {candidate.overrides}")
         compiled.append((candidate, _compiled(job, candidate)))
         if sum(plan is not None and plan.fits for _, plan in compiled) == finalists:
@@ -135,19 +141,23 @@ def search(
     return sorted(compiled, key=rank)
 
 
-def best_of_meshes_first(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The first candidate of every mesh that is at most CLOSE slower than the first, then the rest.
+def varied_first(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates in the order in which they are compiled.
 
-    The settings of one mesh have similar plans, while the formulas of two meshes leave out
-    different costs.
+    Of those at most CLOSE slower than the first: the best of every mesh, then the best of every
+    token budget and remat policy of a mesh. The settings of one mesh have similar plans, those
+    that differ in offload even more so, while the formulas of two meshes leave out different
+    costs.
     """
-    first, rest, seen = [], [], set()
+    of_mesh, of_update, rest, seen = [], [], [], set()
     for candidate in ranked:
+        close = candidate.step_s <= (1 + CLOSE) * ranked[0].step_s
         mesh = tuple(candidate.mesh.items())
-        leads = mesh not in seen and candidate.step_s <= (1 + CLOSE) * ranked[0].step_s
-        (first if leads else rest).append(candidate)
-        seen.add(mesh)
-    return first + rest
+        update = mesh, candidate.token_budget, candidate.remat
+        tier = rest if not close else of_mesh if mesh not in seen else of_update
+        (rest if update in seen else tier).append(candidate)
+        seen |= {mesh, update}
+    return of_mesh + of_update + rest
 
 
 def _compiled(job: Job, candidate: Candidate) -> Plan | None:
@@ -309,14 +319,20 @@ def _check_opt_state(job: Job, mesh: dict[str, int], zero: int) -> None:
 
 
 def estimate(job: Job, settings: Settings) -> Candidate:
-    """Memory and step time by formula (jaxrl/planner/estimate.py)."""
+    """Memory and step time by formula (jaxrl/planner/estimate.py).
+
+    KV pages are released during updates if more sequences then fit, and with an idle policy, whose
+    weights they replace.
+    """
+    memory = estimate_memory(job, settings)
+    release = "policy" in settings.offload or _gains_pages(job, settings, memory)
+    settings = dataclasses.replace(settings, release_kv=release)
     mesh = {axis: n for axis, n in settings.mesh.items() if n > 1}
     chosen = {
         field.name: getattr(settings, field.name)
         for field in dataclasses.fields(settings)
         if field.name not in ("mesh", "tokens")
     }
-    memory = estimate_memory(job, settings)
     return Candidate(
         mesh=mesh,
         token_budget=settings.tokens,
@@ -324,6 +340,18 @@ def estimate(job: Job, settings: Settings) -> Candidate:
         step_s=step_seconds(job, settings, memory),
         **chosen,
     )
+
+
+def _gains_pages(job: Job, settings: Settings, memory: MemoryEstimate) -> bool:
+    """Whether rollouts are faster with the KV pages released during updates."""
+    if job.workload or job.cfg.schedule.mode != "sync":
+        return False
+    sizes = model_sizes(job, "policy", settings)
+    kept, released = (
+        rollout_seconds(job, sizes, free_bytes(job, one, memory))
+        for one in (settings, dataclasses.replace(settings, release_kv=True))
+    )
+    return released < kept
 
 
 def rank(entry: tuple[Candidate, Plan | None]) -> tuple[bool, float]:

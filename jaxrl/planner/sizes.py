@@ -128,6 +128,7 @@ class Settings:
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
     pipeline_chunks: int = 1  # config.learner.pipeline_chunks
     rollout_tensor: int = 0  # config.rollout.tensor; 0 = that of the config
+    release_kv: bool = False  # config.rollout.release_kv
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
 from jaxrl.planner.search import (
-    best_of_meshes_first,
     best_rollout_tensor,
     candidates,
     estimate,
@@ -20,6 +19,7 @@ from jaxrl.planner.search import (
     rollout_tensors,
     schedules,
     search,
+    varied_first,
 )
 from jaxrl.planner.sizes import Settings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
@@ -126,6 +126,17 @@ def test_a_mesh_gets_the_fastest_tensor_axis_of_the_rollout(max_num_seqs, memory
     assert ("--config.rollout.tensor=2" in chosen.overrides) == (tensor == 2)
 
 
+def test_kv_pages_are_released_where_more_sequences_then_fit():
+    def chosen(memory_bytes: float, **changes):
+        return estimate(job(run(**changes), where=machine(memory_bytes)), MESH)
+
+    assert not chosen(float(GIB)).release_kv
+    tight = chosen(float(TIGHT))
+    assert tight.release_kv and "--config.rollout.release_kv=True" in tight.overrides
+    assert tight.step_s < chosen(float(TIGHT), schedule__mode="partial").step_s
+    assert not chosen(float(TIGHT), schedule__mode="partial").release_kv
+
+
 def test_a_tensor_axis_of_the_rollout_in_the_config_is_kept():
     assert rollout_tensors(job(run(rollout__tensor=2))) == (2,)
     assert rollout_tensors(job(run(rollout__layout="training"))) == ()
@@ -207,19 +218,20 @@ def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     assert "--config.mesh.fsdp=" in text and "cheapest that fits: --config.mesh" in text
 
 
-def test_the_best_of_every_mesh_is_compiled_before_its_other_settings():
-    def entry(step_s: float, **mesh: int):
-        found = estimate(job(), Settings(mesh, 128, "full"))
+def test_different_settings_are_compiled_before_similar_ones():
+    def entry(step_s: float, remat: str = "full", offload=(), **mesh: int):
+        found = estimate(job(), Settings(mesh, 128, remat, offload))
         return dataclasses.replace(found, step_s=step_s)
 
-    a, b, c, d, slow = (
+    a, a_host, a_dots, b, b_dots, slow = ranked = [
         entry(1.0, fsdp=8),
-        entry(1.01, fsdp=8),
+        entry(1.01, offload=("optimizer",), fsdp=8),
+        entry(1.015, "dots", fsdp=8),
         entry(1.02, fsdp=4, tensor=2),
-        entry(1.03, fsdp=4, tensor=2),
+        entry(1.03, "dots", fsdp=4, tensor=2),
         entry(1.2, tensor=8),
-    )
-    assert best_of_meshes_first([a, b, c, d, slow]) == [a, c, b, d, slow]
+    ]
+    assert varied_first(ranked) == [a, b, a_dots, b_dots, a_host, slow]
 
 
 def test_too_little_memory_is_reported_with_numbers():
