@@ -1,13 +1,11 @@
 """python -m jaxrl.dpo --config=configs/dpo_7b.py: preference optimization (DPO, IPO, KTO)."""
 
-import gc
-import os
 import sys
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    print("jaxrl: loading", flush=True)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    gc.disable()  # until the run is open: almost all that imports and tracing allocate is kept
+if __name__ == "__main__":
+    from jaxrl.runtime.start import begin_loading
+
+    begin_loading()
 
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig

@@ -18,15 +18,15 @@ its run, including data and rewards. docs/how_to/evaluation.md explains the stat
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    print("jaxrl: loading", flush=True)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+if __name__ == "__main__":
+    from jaxrl.runtime.start import begin_loading
+
+    begin_loading()
 
 from ml_collections import ConfigDict
 
@@ -36,6 +36,7 @@ from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
 from jaxrl.io.tracking.json_lines import JsonLines, json_safe
 from jaxrl.runtime.signals import Interrupted
+from jaxrl.runtime.start import end_loading
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
@@ -100,6 +101,7 @@ def evaluate(cfg: RunConfig) -> bool:
     start = time.monotonic()
     try:
         with open_evaluation(cfg) as opened:
+            end_loading()
             engines = opened.engines
             rollouts, speed = engines.sample(
                 opened.params,

@@ -3,17 +3,16 @@
 Each step is `train_step` in trainer/step.py: sample -> reward -> experience -> update.
 """
 
-import gc
-import os
 import sys
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    print("jaxrl: loading", flush=True)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    gc.disable()  # until the run is open: almost all that imports and tracing allocate is kept
+if __name__ == "__main__":
+    from jaxrl.runtime.start import begin_loading
+
+    begin_loading()
 
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
+from jaxrl.runtime.start import end_loading
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step, validate
@@ -27,7 +26,7 @@ def main() -> int:
 def train(cfg: RunConfig) -> bool:
     """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_run(cfg) as run:
-        gc.enable()
+        end_loading()
         return run_to_end(run, train_step, validate)
 
 

@@ -9,14 +9,14 @@ import functools
 import gc
 import ipaddress
 import logging
-import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-if __name__ == "__main__":  # before the imports, which take seconds
-    print("jaxrl: loading", flush=True)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+if __name__ == "__main__":
+    from jaxrl.runtime.start import begin_loading
+
+    begin_loading()
 
 try:
     import prometheus_client  # noqa: F401, the only package that the extra `serve` installs
@@ -30,6 +30,7 @@ from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
 from jaxrl.io.checkpoint.errors import CheckpointError
+from jaxrl.runtime.start import end_loading
 from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             require_key(options, listening)
             with explain_out_of_memory(None, None):
                 web = server(open_service(options, run), options)
+            end_loading()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             names = ", ".join((options.name, *options.adapters))
             print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)

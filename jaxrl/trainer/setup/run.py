@@ -5,7 +5,6 @@ Cheap checks run before the devices are opened: run folder, tokenizer, data and 
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator
 
 from jaxrl.config.keys import RunConfig
@@ -14,6 +13,7 @@ from jaxrl.learner.requirements import needs_ref
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.runtime.compile_threads import CompileThreads
 from jaxrl.runtime.multihost import check_same_data, check_same_order
+from jaxrl.runtime.start import end_loading
 from jaxrl.trainer.loop import run_to_end
 from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.offline.objective import (
@@ -194,5 +194,5 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
 def train_offline(cfg: RunConfig, objective: Objective) -> bool:
     """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_offline(with_objective(cfg, objective), objective) as run:
-        gc.enable()
+        end_loading()
         return run_to_end(run, train_step, validate)
