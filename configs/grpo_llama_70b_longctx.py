@@ -23,13 +23,19 @@ Minutes and result here: not measured.
 
 from ml_collections import ConfigDict
 
-from configs.grpo_70b_longctx import get_config as qwen_72b
+from configs.bases.long_context import long_context_grpo
 
 
 def get_config() -> ConfigDict:
-    config = qwen_72b()
+    config = long_context_grpo()
     config.name = "grpo_llama_70b_longctx"
     config.model.path = "meta-llama/Llama-3.1-70B-Instruct"
     config.mesh.fsdp = 2
+    config.mesh.sequence = 8
+    config.mesh.tensor = 8
+
     config.rollout.tensor = 4
+
+    config.learner.remat = "dots"
+    config.learner.xla = ("overlap",)
     return config

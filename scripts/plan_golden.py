@@ -111,7 +111,8 @@ WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_70b_longctx.v5p-4x4x4": (
         "grpo_70b_longctx",
         "v5p:4x4x4",
-        {"mesh.fsdp": "1", "learner.remat": "full"},
+        {"mesh.replica": "1", "mesh.fsdp": "1", "mesh.sequence": "8", "mesh.tensor": "8"}
+        | {"learner.zero": "0", "rollout.release_kv": "False"},
     ),
 }
 PLANS |= WORKED_PLANS
