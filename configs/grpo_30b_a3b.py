@@ -10,8 +10,8 @@ and data_source "lighteval/MATH". The reward function is chosen by data_source.
 Mesh: replica 4 x fsdp 16; the replicas share the optimizer state and the gradients
 (learner.zero=2). A device computes all experts for its own 32k tokens of a micro-batch, so no token
 is exchanged, and a gather of a layer's experts serves many tokens. GPUs of 80 GB need smaller
-micro-batches, for which mesh.expert=8 with mesh.fsdp=8 and mesh.replica=1 exchanges tokens within a
-node instead.
+micro-batches; for these, mesh.expert=8 with mesh.fsdp=8, mesh.replica=1 and learner.zero=0
+exchanges tokens within a node instead.
 
 Minutes and result: not measured yet. Checked without such hardware: the config resolves for 64
 devices, and the whole update type-checks at the model's shape on an abstract mesh of 4 x 16

@@ -6,12 +6,12 @@ Hardware: TPU v5p 4x8x8 (256 chips). The run folder must be on a shared disk.
 
 Data: parquet in verl's schema with long solutions, for example DAPO-Math-17k.
 
-Mesh: replica 8 x fsdp 32; the replicas share the optimizer state and the gradients (learner.zero=2).
-A chip computes whole rows of 32k tokens and recomputes the layers in backward, so activations are
-not exchanged. A gather of weights serves 32k tokens, and the SparseCores run it while the
-TensorCores compute (learner.xla=overlap). The rollout has 32 replicas of 8 devices, and the KV pages
-are released during updates. A mini-batch needs 256 rows, one per chip, so its last rows may be of
-16k tokens.
+Mesh: replica 8 x fsdp 32; the replicas share the optimizer state and the gradients
+(learner.zero=2). A chip computes whole rows of 32k tokens and recomputes the layers in backward, so
+activations are not exchanged. A gather of weights serves 32k tokens, and the SparseCores run it
+while the TensorCores compute (learner.xla=overlap). The rollout has 32 replicas of 8 devices, and
+the KV pages are released during updates. A mini-batch needs 256 rows, one per chip, so its last
+rows may be of 16k tokens.
 
 Minutes and result: not measured. docs/plans/ has the plan: memory, and the time at peak rates.
 """

@@ -191,7 +191,7 @@ def _search(job: Job, options: dict[str, str]) -> Plan | None:
     """The best plan of a search, whose candidates it prints; None if no program compiled."""
     n = int(options["search"] or FINALISTS)
     found = search(job, finalists=n, on_start=_report_progress)
-    print(search_text(found), file=sys.stderr if "json" in options else sys.stdout)
+    print(search_text(found, job.cfg), file=sys.stderr if "json" in options else sys.stdout)
     return found[0][1]
 
 

@@ -7,6 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.config.keys import RunConfig
 from jaxrl.planner.compilation import Program
 from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan, roofline, serial
@@ -156,8 +157,8 @@ def rollout_memory_text() -> str:
     return "\n".join(["the keys to lower or set:", *lines])
 
 
-def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
-    """The compiled candidates, best first."""
+def search_text(found: list[tuple[Candidate, Plan | None]], cfg: RunConfig) -> str:
+    """The compiled candidates, best first, as command-line options for the config."""
     lines = [
         "candidates, best first: (estimated step time), time with kernels one after the other, "
         "time at peak rates, peak memory"
@@ -171,11 +172,12 @@ def search_text(found: list[tuple[Candidate, Plan | None]]) -> str:
             times = (plan.serial_step_s, plan.expected_step_s)
             shown = ", ".join(format_seconds(seconds) for seconds in times)
             result = f"{shown}, {format_bytes(peak)}, {verdict}"
-        lines.append(f"  {candidate.overrides}\n    ({format_seconds(candidate.step_s)}) {result}")
+        estimated = format_seconds(candidate.step_s)
+        lines.append(f"  {candidate.overrides(cfg)}\n    ({estimated}) {result}")
     best, plan = found[0]
     if plan is not None and plan.fits:
         lines.append(
-            f"cheapest that fits: {best.overrides}\n    its estimated step time is "
+            f"cheapest that fits: {best.overrides(cfg)}\n    its estimated step time is "
             f"{best.slowdown:.0%} more than that of the fastest settings on devices of any memory"
         )
     return "\n".join(lines)

@@ -61,29 +61,31 @@ class Candidate:
     # Estimated step time relative to the fastest settings of any memory, minus 1; set by `search`.
     slowdown: float = 0.0
 
-    @property
-    def overrides(self) -> str:
-        """The settings as command-line options."""
-        sizes = {"fsdp": 1} | self.mesh
-        keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
-            "learner.token_budget": self.token_budget,
-            "learner.remat": self.remat,
+    def overrides(self, cfg: RunConfig) -> str:
+        """Command-line options that give `cfg` these settings.
+
+        The mesh's fsdp axis, the token budget and the remat policy, and what else differs.
+        """
+        new = self.apply(cfg)
+        keys = {
+            f"mesh.{axis}": size
+            for axis, size in dataclasses.asdict(new.mesh).items()
+            if axis == "fsdp" or size != getattr(cfg.mesh, axis)
         }
-        if self.offload:
-            keys["learner.offload"] = ",".join(self.offload)
-        if self.release_kv:
-            keys["rollout.release_kv"] = True
-        if self.zero:
-            keys["learner.zero"] = self.zero
-        if self.mlp_chunk:
-            keys["learner.mlp_chunk"] = self.mlp_chunk
-        if self.pipeline_schedule != "gpipe":
-            keys["learner.pipeline_schedule"] = self.pipeline_schedule
-        if self.pipeline_chunks > 1:
-            keys["learner.pipeline_chunks"] = self.pipeline_chunks
-            keys["learner.halvings"] = 0  # half of the rows may be no multiple of the stages
-        if self.rollout_tensor and self.rollout_tensor != self.mesh.get("tensor", 1):
+        always = ("token_budget", "remat")
+        others = "offload", "zero", "mlp_chunk", "pipeline_schedule", "pipeline_chunks", "halvings"
+        for name in (*always, *others):
+            value = getattr(new.learner, name)
+            if name in always or value != getattr(cfg.learner, name):
+                keys[f"learner.{name}"] = value
+        if (offload := keys.get("learner.offload")) is not None:
+            keys["learner.offload"] = ",".join(offload) or "()"
+        if self.rollout_tensor and self.rollout_tensor != (
+            cfg.rollout.tensor or self.mesh.get("tensor", 1)
+        ):
             keys["rollout.tensor"] = self.rollout_tensor
+        if new.rollout.release_kv != cfg.rollout.release_kv:
+            keys["rollout.release_kv"] = new.rollout.release_kv
         return " ".join(f"--config.{key}={value}" for key, value in keys.items())
 
     def apply(self, cfg: RunConfig) -> RunConfig:
@@ -120,8 +122,8 @@ def search(
     large to compile. Raises ValueError if no candidate is left.
     """
     cfg, machine = job.cfg, job.machine
-    cfg = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, halvings=0))
-    job = dataclasses.replace(job, cfg=cfg)
+    learner = dataclasses.replace(cfg.learner, halvings=0)
+    job = dataclasses.replace(job, cfg=dataclasses.replace(cfg, learner=learner))
     ranked = sorted(candidates(job), key=lambda c: (round(c.step_s, 6), c.bytes))
     ranked = [dataclasses.replace(c, slowdown=c.step_s / ranked[0].step_s - 1) for c in ranked]
     fitting = [c for c in ranked if c.bytes < machine.chip.memory_bytes]
@@ -134,7 +136,7 @@ def search(
         )
     compiled: list[tuple[Candidate, Plan | None]] = []
     for candidate in varied_first(fitting):
-        on_start(f"compiling {candidate.overrides}")
+        on_start(f"compiling {candidate.overrides(cfg)}")
         compiled.append((candidate, _compiled(job, candidate)))
         if sum(plan is not None and plan.fits for _, plan in compiled) == finalists:
             break

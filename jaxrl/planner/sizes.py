@@ -309,7 +309,7 @@ def steps_by_layer(learner: LearnerConfig, decoder: DecoderConfig) -> bool:
 
 
 def _optimizer(learner: LearnerConfig, specs: Tree) -> Optimizer:
-    learner = dataclasses.replace(learner, lr_schedule="constant")
+    learner = dataclasses.replace(learner, lr_schedule="constant", zero=0)  # without a mesh
     return make_optimizer(learner, 0, split(specs)[0])
 
 

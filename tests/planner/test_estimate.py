@@ -187,7 +187,10 @@ def test_replicas_may_share_optimizer_state_and_gradients():
     assert none.bytes - state.bytes == pytest.approx(8 * params / 8 / 2, rel=0.01)
     assert state.bytes - both.bytes == pytest.approx(4 * params / 8 / 2, rel=0.01)
     assert none.step_s < state.step_s == both.step_s
-    assert both.overrides.endswith("--config.learner.zero=2")
+    shared = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, zero=2))
+    of_config = estimate(job(shared, where=nodes), Settings(mesh, 128, "full", zero=2))
+    assert of_config.bytes == both.bytes
+    assert both.overrides(cfg).endswith("--config.learner.zero=2")
     assert both.apply(cfg).learner.zero == 2
 
 

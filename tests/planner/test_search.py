@@ -6,6 +6,8 @@ import pytest
 
 from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
+from jaxrl.config.command_line import override
+from jaxrl.config.resolve import default_config
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
@@ -46,7 +48,8 @@ def test_long_rows_are_tried_with_mlps_in_chunks():
     chosen = run(learner__token_budget=8192, learner__buckets=(8192,), learner__mlp_chunk=1024)
     chunked = next(candidates(job(chosen)))
     assert chunked.apply(chosen).learner.mlp_chunk == 1024
-    assert "--config.learner.mlp_chunk=1024" in chunked.overrides
+    assert "--config.learner.mlp_chunk=1024" in chunked.overrides(long)
+    assert "mlp_chunk" not in chunked.overrides(chosen)
 
 
 def test_meshes_depend_on_model_row_length_and_network():
@@ -85,8 +88,8 @@ def test_pipelines_have_rows_for_every_stage_and_both_schedules():
     assert {c.remat for c in staged if c.pipeline_schedule == "gpipe"} == set(REMATS)
     assert {c.remat for c in staged if c.pipeline_schedule == "1f1b"} == set(REMATS_OF_1F1B)
     chosen = next(c for c in staged if c.pipeline_schedule == "1f1b")
-    assert "--config.mesh.stage=2" in chosen.overrides
-    assert "--config.learner.pipeline_schedule=1f1b" in chosen.overrides
+    assert "--config.mesh.stage=2" in chosen.overrides(cfg)
+    assert "--config.learner.pipeline_schedule=1f1b" in chosen.overrides(cfg)
     applied = chosen.apply(cfg)
     assert applied.mesh.stage == 2 and applied.learner.pipeline_schedule == "1f1b"
 
@@ -99,7 +102,9 @@ def test_interleaved_pipelines_have_chunks_that_divide_the_layers():
     assert {c.pipeline_chunks for c in found} == {2, 4}
     assert {c.remat for c in found} == set(REMATS_OF_1F1B)
     assert {c.pipeline_chunks for c in every if c not in found} == {1}
-    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in found[0].overrides
+    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in found[0].overrides(
+        cfg
+    )
     applied = found[0].apply(cfg)
     assert applied.learner.pipeline_chunks == 2 and applied.learner.halvings == 0
     with_four_layers = job(cfg, dataclasses.replace(TINY, L=4), where=nodes)
@@ -123,7 +128,7 @@ def test_a_mesh_gets_the_fastest_tensor_axis_of_the_rollout(max_num_seqs, memory
     assert best_rollout_tensor(planned, mesh, (1, 2)) == tensor
     chosen = next(c for c in candidates(planned) if c.mesh == dict(fsdp=8))
     assert chosen.rollout_tensor == chosen.apply(cfg).rollout.tensor == tensor
-    assert ("--config.rollout.tensor=2" in chosen.overrides) == (tensor == 2)
+    assert ("--config.rollout.tensor=2" in chosen.overrides(cfg)) == (tensor == 2)
 
 
 def test_kv_pages_are_released_where_more_sequences_then_fit():
@@ -132,7 +137,7 @@ def test_kv_pages_are_released_where_more_sequences_then_fit():
 
     assert not chosen(float(GIB)).release_kv
     tight = chosen(float(TIGHT))
-    assert tight.release_kv and "--config.rollout.release_kv=True" in tight.overrides
+    assert tight.release_kv and "--config.rollout.release_kv=True" in tight.overrides(run())
     assert tight.step_s < chosen(float(TIGHT), schedule__mode="partial").step_s
     assert not chosen(float(TIGHT), schedule__mode="partial").release_kv
 
@@ -200,9 +205,9 @@ def test_the_policy_is_offloaded_in_rollouts_that_read_a_copy():
     held = model_sizes(job(), "policy", MESH).held_bytes
     host = machine().chip.host_bytes_per_s
     assert offloaded.step_s - kept.step_s == pytest.approx(2 * held / host)  # there and back
-    assert "release_kv" not in kept.overrides
-    assert "--config.learner.offload=policy" in offloaded.overrides
-    assert "--config.rollout.release_kv=True" in offloaded.overrides
+    assert "release_kv" not in kept.overrides(run())
+    assert "--config.learner.offload=policy" in offloaded.overrides(run())
+    assert "--config.rollout.release_kv=True" in offloaded.overrides(run())
     chosen = offloaded.apply(run())
     assert chosen.rollout.release_kv and chosen.learner.offload == ("policy",)
     assert not memory_errors(chosen)
@@ -213,9 +218,25 @@ def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
     found = search(job(), finalists=2)
     plans = [plan for _, plan in found if plan is not None]
     assert plans[0].fits and plans[0].serial_step_s <= plans[1].serial_step_s
-    text = search_text(found)
+    text = search_text(found, run())
     assert "time with kernels one after the other, time at peak rates" in text
     assert "--config.mesh.fsdp=" in text and "cheapest that fits: --config.mesh" in text
+
+
+def test_the_options_of_a_candidate_undo_what_the_config_sets():
+    replicas = dict(mesh__replica=2, mesh__fsdp=2, learner__zero=2)
+    cfg = run(**replicas, learner__offload=("optimizer",), learner__mlp_chunk=64)
+    found = estimate(job(cfg), Settings({"fsdp": 8}, 128, "full"))
+    options = found.overrides(cfg)
+    assert options == (
+        "--config.mesh.replica=1 --config.mesh.fsdp=8 --config.mesh.tensor=1 "
+        "--config.learner.token_budget=128 --config.learner.remat=full "
+        "--config.learner.offload=() --config.learner.zero=0 --config.learner.mlp_chunk=0"
+    )
+    config = default_config()
+    for option in options.split():
+        override(config, *option.removeprefix("--config.").split("=", 1))
+    assert config.learner.offload == () and config.mesh.tensor == 1 and config.learner.zero == 0
 
 
 def test_different_settings_are_compiled_before_similar_ones():
