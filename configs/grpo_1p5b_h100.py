@@ -11,14 +11,14 @@ the settings of learner.remat.
 
 from ml_collections import ConfigDict
 
-from configs.grpo_1p5b import get_config as grpo_1p5b
+from configs.bases.math_grpo import gsm8k_grpo
 
 
 def get_config() -> ConfigDict:
-    config = grpo_1p5b()
+    config = gsm8k_grpo()
     config.name = "grpo_1p5b_h100"
+    config.total_epochs = 10
     config.rollout.tensor = 1
-    config.rollout.release_kv = False
-    config.learner.token_budget = 8192
     config.learner.remat = "none"
+    config.checkpoint.every = 20
     return config

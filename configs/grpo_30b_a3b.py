@@ -33,9 +33,8 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = 16
     config.mesh.tensor = 1
 
-    config.rollout.tensor = (
-        4  # one kv head per device: 16 replicas, which decode all sequences at once
-    )
+    # One kv head per device: 16 replicas, which decode all sequences at once.
+    config.rollout.tensor = 4
 
     config.learner.xla = ("overlap",)  # on TPU: collectives on the SparseCores
     config.learner.zero = 2

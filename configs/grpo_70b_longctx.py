@@ -32,6 +32,5 @@ def get_config() -> ConfigDict:
     config.rollout.release_kv = True
 
     config.learner.zero = 2
-    config.learner.xla = ("overlap",)
     config.learner.buckets = (16384, 32768)
     return config

@@ -37,5 +37,4 @@ def get_config() -> ConfigDict:
     config.rollout.tensor = 4
 
     config.learner.remat = "dots"
-    config.learner.xla = ("overlap",)
     return config

@@ -25,6 +25,7 @@ def long_context_grpo() -> ConfigDict:
 
     config.learner.token_budget = 32768
     config.learner.buckets = (32768,)
+    config.learner.xla = ("overlap",)
 
     config.reward.functions = ("math",)
     config.reward.workers = 32

@@ -9,16 +9,17 @@ import math
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
+from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.sizes import Job, Settings, Sizes, model_sizes
-from jaxrl.planner.topology import Chip
+from jaxrl.planner.topology import CHIPS, DEVICE_KINDS, Chip
 
 # Of the products of a forward pass, in backward; other policies recompute whole layers.
 RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}
 HEAD_CHUNK = 1024  # tokens whose logits exist at one time
 WORK_ARRAYS = 2.5  # activations of a layer while it is computed, in inputs and outputs of products
 # With learner.xla=overlap, SparseCores run the collectives of these chips.
-WITH_SPARSE_CORES = ("TPU v5p", "TPU v6e")
+SPARSE_CORE_CHIPS = [CHIPS[DEVICE_KINDS[kind]].name for kind in WITH_SPARSE_CORES]
 EXPOSED = 0.1  # part of a collective that kernels which take as long do not cover
 
 
@@ -322,7 +323,7 @@ def _covers_reductions(job: Job) -> bool:
     """Whether compilers schedule the reduction of gradients while kernels run."""
     if job.machine.platform != "tpu":
         return True
-    return job.machine.chip.name in WITH_SPARSE_CORES and "overlap" in job.cfg.learner.xla
+    return job.machine.chip.name in SPARSE_CORE_CHIPS and "overlap" in job.cfg.learner.xla
 
 
 def free_bytes(job: Job, settings: Settings, memory: MemoryEstimate) -> float:

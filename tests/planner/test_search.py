@@ -102,9 +102,8 @@ def test_interleaved_pipelines_have_chunks_that_divide_the_layers():
     assert {c.pipeline_chunks for c in found} == {2, 4}
     assert {c.remat for c in found} == set(REMATS_OF_1F1B)
     assert {c.pipeline_chunks for c in every if c not in found} == {1}
-    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in found[0].overrides(
-        cfg
-    )
+    options = found[0].overrides(cfg)
+    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in options
     applied = found[0].apply(cfg)
     assert applied.learner.pipeline_chunks == 2 and applied.learner.halvings == 0
     with_four_layers = job(cfg, dataclasses.replace(TINY, L=4), where=nodes)
