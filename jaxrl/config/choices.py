@@ -9,7 +9,7 @@ BASE_DTYPES = ("auto", "int8", "nf4")  # of the frozen weights below adapters
 KV_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 LAYERS = ("auto", "list", "stacked")
 ATTENTIONS = ("auto", "blockwise", "reference", "splash", "triton", "cudnn")
-GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference")
+GROUPED_MATMULS = ("auto", "blocks", "ragged_dot", "reference", "triton")
 PAGED_ATTENTIONS = ("auto", "columns", "reference", "ragged", "triton")
 ON_ERRORS = ("exclude", "value")
 # Columns of a dataset that have a meaning here; the first of a group that a row has is used.

@@ -21,6 +21,7 @@ from jaxrl.planner.compiled.kernels import (
     KernelWork,
     attention_work,
     cudnn_work,
+    grouped_work,
     paged_work,
 )
 from jaxrl.planner.programs import Lengths, Lower, RunPrograms
@@ -158,7 +159,7 @@ def trip_counts(program: str, programs: RunPrograms, lengths: Lengths) -> TripCo
 def kernel_costs(
     program: str, programs: RunPrograms, lengths: Lengths, l2_bytes: float = 0.0
 ) -> KernelCosts:
-    """Work of attention kernels; in training a query attends on average to half of its segment.
+    """Work of kernels; in training a query attends on average to half of its segment.
 
     Each call of a ring has a part of the row's keys. `l2_bytes` is the size of the chip's L2 cache.
     """
@@ -171,7 +172,8 @@ def kernel_costs(
         keys = _segment_len(program, programs, lengths) / 2
         keys /= n_places if "ring_attention" in op_name else 1
         packed = attention_work(op_name, operands, results, keys=keys, l2_cache_bytes=l2_bytes)
-        return paged or packed or cudnn_work(op_name, operands, results, keys=keys)
+        grouped = grouped_work(op_name, operands, results, l2_cache_bytes=l2_bytes)
+        return paged or packed or grouped or cudnn_work(op_name, operands, results, keys=keys)
 
     return work
 

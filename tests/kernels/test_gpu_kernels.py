@@ -11,11 +11,12 @@ import pytest
 from jaxrl.kernels.attention import attention
 from jaxrl.kernels.attention.cudnn import SLOT_BYTES, slot_bytes, slots_per_row
 from jaxrl.kernels.attention_spec import AttentionSpec
+from jaxrl.kernels.grouped_matmul import grouped_matmul
 from jaxrl.kernels.paged_attention import paged_attention
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.planner.compiled.cost import program_cost
-from jaxrl.planner.compiled.kernels import cudnn_work, paged_work
+from jaxrl.planner.compiled.kernels import cudnn_work, grouped_work, paged_work
 from jaxrl.planner.topology import topology
 from sharding import DECODE, RING, TRAIN, make_mesh
 from tests.kernels.abstract_arrays import abstract
@@ -131,3 +132,33 @@ def test_training_attention_of_cudnn_compiles(sizes, heads, window):
     workspace = 2 * M * slot_bytes(q, k)
     kept = compiled.memory_analysis().temp_size_in_bytes - workspace
     assert workspace <= SLOT_BYTES and 0 < kept < 4 * B * N * T * T / mesh.size / 8  # of the scores
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    [
+        ((65536, 2048, 768, 128), (jnp.bfloat16, jnp.bfloat16)),  # Qwen3-30B-A3B, training
+        ((2048, 2048, 768, 128), (jnp.bfloat16, jnp.bfloat16)),  # decode
+        ((4096, 4096, 1792, 8), (jnp.float32, jnp.float32)),  # Mixtral with tensor 8
+        ((2048, 2048, 768, 128), (jnp.bfloat16, jnp.int8)),
+    ],
+)
+def test_grouped_products_compile(shape, dtypes):
+    M, D, F, E = shape
+    mesh = make_mesh(topology("h100:1").devices)
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((M, D), dtypes[0])
+        w = jax.ShapeDtypeStruct((E, F, D), dtypes[1])
+        sizes = jax.ShapeDtypeStruct((E,), jnp.int32)
+        trained = (0,) if dtypes[1] == jnp.int8 else (0, 1)
+
+        def loss(x, w, sizes):
+            return jnp.sum(grouped_matmul(x, w, sizes).astype(jnp.float32) ** 2)
+
+        compiled = jax.jit(jax.grad(loss, trained)).lower(x, w, sizes).compile()
+    text = compiled.as_text()
+    cost = program_cost(text, kernels=grouped_work)
+    assert cost.total_flops == (1 + len(trained)) * 2 * M * D * F
+    assert "while(" not in text
+    # No copy of the matrices: at most the products and their gradients, in two dtypes.
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * M * (D + F) * x.dtype.itemsize

@@ -9,6 +9,8 @@ import pytest
 
 from jaxrl.kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
 from jaxrl.kernels.grouped_matmul.blocks import block_rows
+from jaxrl.kernels.grouped_matmul.tiles import SHARED_TILES, row_tiles, tile_height, tile_in_order
+from jaxrl.kernels.grouped_matmul.triton import grouped_matmul_triton
 
 M, D, F, E = 100, 24, 40, 6
 GROUPS = {
@@ -26,9 +28,16 @@ def problem(dtype=jnp.float32):
     return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
 
 
+def multiplier(name):
+    """The implementation; `triton` emulated with XLA."""
+    if name == "triton":
+        return functools.partial(grouped_matmul_triton, interpret=True)
+    return functools.partial(grouped_matmul, implementation=name)
+
+
 @functools.partial(jax.jit, static_argnames="name")
 def value_and_grads(x, w, sizes, dy, name):
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation=name), x, w)
+    y, pull = jax.vjp(lambda x, w: multiplier(name)(x, w, sizes), x, w)
     return y, *pull(dy)
 
 
@@ -38,12 +47,11 @@ def test_each_row_is_multiplied_with_its_groups_matrix():
     sizes = jnp.array([1, 0, 2])
     # row 0 x [1, 0]: 1; rows 1 and 2 x [1, 10]: 3 + 40, 5 + 60; row 3 is in no group
     for name in IMPLEMENTATIONS:
-        y = grouped_matmul(x, w, sizes, implementation=name)
-        np.testing.assert_array_equal(y, [[1.0], [43.0], [65.0], [0.0]])
+        np.testing.assert_array_equal(multiplier(name)(x, w, sizes), [[1.0], [43.0], [65.0], [0.0]])
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", [None, "blocks", "ragged_dot"])
+@pytest.mark.parametrize("name", [None, "blocks", "ragged_dot", "triton"])
 def test_value_and_gradients_equal_the_reference(name, groups):
     x, w, dy = problem()
     sizes = jnp.array(GROUPS[groups], jnp.int32)
@@ -52,13 +60,14 @@ def test_value_and_gradients_equal_the_reference(name, groups):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()) + 1e-30)
 
 
-def test_bfloat16_is_summed_in_float32():
+@pytest.mark.parametrize("name", ["blocks", "ragged_dot", "triton"])
+def test_bfloat16_is_summed_in_float32(name):
     x, w, dy = problem(jnp.bfloat16)
     sizes = jnp.array(GROUPS["even"], jnp.int32)
     wide = value_and_grads(
         *(a.astype(jnp.float32) for a in (x, w)), sizes, dy.astype(jnp.float32), "reference"
     )
-    for a, b in zip(value_and_grads(x, w, sizes, dy, "blocks"), wide, strict=True):
+    for a, b in zip(value_and_grads(x, w, sizes, dy, name), wide, strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-8, atol=1e-3)  # one rounding
 
@@ -76,6 +85,59 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
     np.testing.assert_array_equal(many[497:506], few)
     shifted = multiply(x[97:], w, jnp.array([403, 0, 500, 24]))
     np.testing.assert_array_equal(many[97:], shifted)
+
+
+def test_several_tiles_of_rows_columns_and_depth():
+    """Groups and matrices of more than one tile, none of them a multiple of its size."""
+    M, D, F, sizes = 700, 200, 150, jnp.array([290, 0, 350])
+    keys = jax.random.split(jax.random.key(3), 3)
+    shapes = (M, D), (len(sizes), F, D), (M, F)
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    want = value_and_grads(x, w, sizes, dy, "reference")
+    for a, b in zip(value_and_grads(x, w, sizes, dy, "triton"), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("name", ["blocks", "triton"])
+def test_int8_matrices_are_converted_and_have_no_gradient(name):
+    x, w, dy = problem()
+    sizes, whole = jnp.array(GROUPS["rows of no group"]), jnp.round(10 * w)
+    y, pull = jax.vjp(lambda x: multiplier(name)(x, whole.astype(jnp.int8), sizes), x)
+    want = value_and_grads(x, whole, sizes, dy, "reference")
+    for a, b in zip((y, *pull(dy)), want, strict=False):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("height", [16, 64])
+def test_tiles_cover_every_row_once(groups, height):
+    group, first, rows = map(np.asarray, row_tiles(jnp.array(GROUPS[groups]), M, height))
+    covered = [(g, r + i) for g, r, n in zip(group, first, rows, strict=True) for i in range(n)]
+    ends = np.cumsum([*GROUPS[groups], M])
+    want = [(int(np.searchsorted(ends, row, side="right")), row) for row in range(M)]
+    assert sorted(covered, key=lambda one: one[1]) == want
+    assert max(rows) <= height
+
+
+def test_most_groups_are_one_tile_in_decode_and_all_tiles_are_large_in_training():
+    assert tile_height(64 * 8, 128) == 16 and tile_height(256 * 8, 128) == 32
+    assert tile_height(8192 * 8, 128) == 128
+
+
+@pytest.mark.parametrize(("n_tiles", "n_columns"), [(19, 6), (3, 4), (8, 1), (1, 1)])
+def test_programs_of_adjacent_numbers_share_rows_and_columns(n_tiles, n_columns):
+    order = tile_in_order(jnp.arange(n_tiles * n_columns), n_tiles, n_columns)
+    pairs = list(zip(*(np.asarray(a).tolist() for a in order), strict=True))
+    assert sorted(pairs) == [(i, j) for i in range(n_tiles) for j in range(n_columns)]
+    together = pairs[: min(SHARED_TILES, n_tiles) * n_columns]
+    assert {i for i, _ in together} == set(range(min(SHARED_TILES, n_tiles)))
+    assert [j for _, j in together] == sorted(j for _, j in together)
+
+
+def test_triton_needs_a_gpu():
+    x, w, _ = problem()
+    with pytest.raises(NotImplementedError, match="'triton' runs on gpu and these devices are cpu"):
+        grouped_matmul(x, w, jnp.zeros(E, jnp.int32), implementation="triton")
 
 
 def test_an_unknown_kernel_is_a_clear_error():

@@ -6,19 +6,20 @@ models/layers/moe.py calls it inside shard_map.
 
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxrl.kernels.choice import choose
+from jaxrl.kernels.choice import Implementations, choose
 from jaxrl.kernels.grouped_matmul.blocks import grouped_matmul_blocks
 from jaxrl.kernels.grouped_matmul.ragged import grouped_matmul_ragged
 from jaxrl.kernels.grouped_matmul.reference import grouped_matmul_reference
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: Implementations = {
     "blocks": grouped_matmul_blocks,
     "ragged_dot": grouped_matmul_ragged,
     "reference": grouped_matmul_reference,
+    "triton": "jaxrl.kernels.grouped_matmul.triton:grouped_matmul_triton",
 }
 DEFAULTS = {
     "cpu": ("blocks", "12 to 30 times faster than XLA's ragged_dot, which is dense on CPU"),
-    "gpu": ("blocks", "because XLA's ragged_dot is dense on GPU"),
+    "gpu": ("triton", "a Pallas kernel of all groups; XLA's ragged_dot is dense on GPU"),
     "tpu": ("ragged_dot", "XLA's own kernel"),
 }
 

@@ -1,4 +1,4 @@
-"""Grouped matrix product on CPU: a loop over blocks of rows of one group.
+"""Grouped matrix product in plain XLA: a loop over blocks of rows of one group.
 
 A block is one matrix product of a fixed shape, so a row's bits depend neither on the size of its
 group nor on the other rows. The loop runs once per block: empty groups cost nothing, and nothing is
@@ -89,7 +89,7 @@ class Blocks:
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(group, first row, number of rows) of block i."""
-        group = jnp.searchsorted(self.ends, i, side="right")
+        group = jnp.searchsorted(self.ends, i, side="right", method="compare_all")
         done = (i - self.first_block[group]) * self.m
         rows = jnp.minimum(self.sizes[group] - done, self.m)
         return group, self.first_row[group] + done, rows

@@ -13,8 +13,7 @@ def grouped_matmul_ragged(
     """`jax.lax.ragged_dot`, a native XLA kernel on TPU.
 
     On CPU and GPU, XLA multiplies every row with every group's matrix and discards the rest: E
-    times the work.
+    times the work. Results and gradients have the dtype of `x`; a float32 result would take
+    gradients in float32, too.
     """
-    w = jnp.swapaxes(w.astype(x.dtype), 1, 2)
-    y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return lax.ragged_dot(x, jnp.swapaxes(w.astype(x.dtype), 1, 2), sizes)

@@ -380,7 +380,7 @@ def _first_copies(
     # Apply the weights before the product, so that `combine` is a plain sum.
     scale = weights.reshape(-1)[order].astype(jnp.float32)
     hidden = (hidden.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
-    return combine(multiply(hidden, "down").astype(jnp.float32), order, slot_of)
+    return combine(multiply(hidden, "down"), order, slot_of)
 
 
 @jax.custom_vjp
@@ -398,31 +398,28 @@ def dispatch(
 def combine(
     rows: Float[Array, "m D"], order: Int[Array, "m"], slot_of: Int[Array, "n k"]
 ) -> Float[Array, "n D"]:
-    """The sum of each token's k rows, in the order of its experts' weights; see `dispatch`.
+    """float32 [n, D]: each token's sum of k rows, in the order of its experts' weights.
 
-    It gathers instead of scattering, so a token's bits do not depend on the other tokens.
+    `order` and `slot_of` are those of `dispatch`. It gathers instead of scattering, so a token's
+    bits do not depend on the other tokens. No float32 copy of the rows exists.
     """
     rows = materialize(rows)
     mode = "fill" if len(rows) < slot_of.size else None
 
     def copy(i: int) -> jax.Array:
-        return rows.at[slot_of[:, i]].get(mode=mode, fill_value=0)
+        return rows.at[slot_of[:, i]].get(mode=mode, fill_value=0).astype(jnp.float32)
 
     return functools.reduce(jnp.add, map(copy, range(slot_of.shape[1])))
-
-
-def _add_copies(grad: jax.Array, order: jax.Array, slot_of: jax.Array) -> jax.Array:
-    return combine(grad.astype(jnp.float32), order, slot_of).astype(grad.dtype)
 
 
 # dispatch and combine are each other's transpose.
 dispatch.defvjp(
     lambda x, order, slot_of: (dispatch(x, order, slot_of), (order, slot_of)),
-    lambda saved, grad: (_add_copies(grad, *saved), None, None),
+    lambda saved, grad: (combine(grad, *saved).astype(grad.dtype), None, None),
 )
 combine.defvjp(
-    lambda rows, order, slot_of: (combine(rows, order, slot_of), (order, slot_of)),
-    lambda saved, grad: (dispatch(grad, *saved), None, None),
+    lambda rows, *slots: (combine(rows, *slots), (rows[:0], *slots)),
+    lambda saved, grad: (dispatch(grad.astype(saved[0].dtype), *saved[1:]), None, None),
 )
 
 

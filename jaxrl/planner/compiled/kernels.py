@@ -1,4 +1,4 @@
-"""FLOPs and memory traffic of attention kernels, ours and cuDNN's.
+"""FLOPs and memory traffic of kernels: attention, ours and cuDNN's, and grouped products.
 
 A compiled module shows only a kernel's operands and results, and XLA knows no more.
 """
@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from jaxrl.kernels.grouped_matmul.tiles import MAX_HEIGHT, SHARED_TILES, WIDTH, tile_height
 from jaxrl.planner.compiled.hlo import Shape
 
 # (op_name, operands, results) of a kernel -> its work; None for an unknown kernel
@@ -28,6 +29,7 @@ CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes
 # Tokens of the blocks that a GPU computes at a time: two blocks of 64 on each of 132 cores.
 IN_FLIGHT = 2 * 132 * 64
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
+GROUPED = re.compile("grouped_matmul_(rows|weights)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +105,35 @@ def paged_work(
     pool_bytes = sum(pool.bytes for pool in pools)
     read = rows * keys / page_len * pool_bytes / n_pages
     return KernelWork(2 * 2 * rows * K * M * keys * H, q.dtype, read - pool_bytes)
+
+
+def grouped_work(
+    op_name: str,
+    operands: Sequence[Shape],
+    results: Sequence[Shape],
+    l2_cache_bytes: float = 0.0,
+) -> KernelWork | None:
+    """Grouped products (kernels/grouped_matmul/triton.py), with equal groups.
+
+    A tile of rows reads its rows and its group's matrix for all its columns. The rows come from the
+    L2 cache again. So does the matrix if it fits into half of it; else SHARED_TILES tiles of rows
+    read it once from HBM.
+    """
+    match = GROUPED.search(op_name)
+    if match is None:
+        return None
+    x, other = operands[-2:]
+    n_rows, depth = x.dims
+    if match[1] == "weights":
+        (_, F, D), dy = results[0].dims, other
+        again = (math.ceil(F / MAX_HEIGHT) - 1) * x.bytes + (math.ceil(D / WIDTH) - 1) * dy.bytes
+        return KernelWork(2.0 * n_rows * F * D, x.dtype, 0.0, again)
+    E, width = other.dims[0], results[0].dims[1]
+    n_tiles = math.ceil(n_rows / E / tile_height(n_rows, E))  # of a group
+    matrices = min(n_rows, E) * other.bytes / E  # of groups with rows
+    reads = 1
+    if other.bytes / E > l2_cache_bytes / 2:
+        reads = math.ceil(n_tiles / SHARED_TILES)
+    again = (math.ceil(width / WIDTH) - 1) * x.bytes + (n_tiles - reads) * matrices
+    extra = reads * matrices - other.bytes
+    return KernelWork(2.0 * n_rows * depth * width, x.dtype, extra, again)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import LoRAConfig
+from jaxrl.kernels.grouped_matmul import triton
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_model
+from jaxrl.models.decoder import init_model, restrict
 from jaxrl.models.layers.moe import ExpertMatrix, local_experts, route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
 from sharding import make_mesh
@@ -62,6 +64,17 @@ def test_a_mesh_changes_no_logit_and_no_gradient(sizes, init, stacked):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1.0))
 
 
+def test_the_gpu_kernel_type_checks_on_a_mesh(monkeypatch):
+    """Forward and backward inside the model's shard_map; JAX emulates no kernel there."""
+    monkeypatch.setattr(triton, "check_platform", lambda *_: None)
+    with jax.set_mesh(make_mesh(expert=2, tensor=2, fsdp=2)):
+        model = model_of()
+        model = restrict(model, dataclasses.replace(model.cfg, grouped_matmul="triton"))
+        gradient = jax.grad(lambda model: jnp.sum(hidden(model, TOKENS)))
+        found = jax.make_jaxpr(gradient)(model)
+    assert all(f"grouped_matmul_{name}" in str(found) for name in ("rows", "weights"))
+
+
 @pytest.mark.bitwise
 @pytest.mark.thorough
 def test_a_tokens_bits_do_not_depend_on_the_other_tokens(one_device):
@@ -82,6 +95,25 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(one_device):
     for rows in (np.array([7]), np.arange(20, 25)):  # one block of 8 rows per expert, not 128
         some = run(x[rows], weights[rows], experts[rows], matrices)
         np.testing.assert_array_equal(some, whole[rows])
+
+
+def test_no_float32_copy_of_the_experts_rows_exists():
+    """Neither in forward nor in backward: rows are converted to float32 when they are summed."""
+    E, D, F, n, k = 4, 32, 48, 64, 3
+    S = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weights = dict(gate=S((E, F, D)), up=S((E, F, D)), down=S((E, D, F)))
+    matrices = {name: ExpertMatrix(w) for name, w in weights.items()}
+    experts = jax.ShapeDtypeStruct((n, k), jnp.int32)
+
+    def gradient(x, probs, experts, matrices, dy):
+        run = functools.partial(local_experts, act="silu", implementation="ragged_dot")
+        y, pull = jax.vjp(lambda x, m: run(x, probs, experts, m), x, matrices)
+        return pull(dy.astype(y.dtype))
+
+    args = S((n, D)), S((n, k)), experts, matrices, S((n, D))
+    shapes = set(re.findall(r"(\w+\[[\d,]+\])", str(jax.make_jaxpr(gradient)(*args))))
+    assert f"bf16[{n * k},{D}]" in shapes
+    assert f"f32[{n * k},{D}]" not in shapes and f"f32[{E},{D},{F}]" not in shapes
 
 
 @pytest.mark.bitwise

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.planner.compiled.cost import program_cost, replica_group
 from jaxrl.planner.compiled.hlo import parse
-from jaxrl.planner.compiled.kernels import attention_work, cudnn_work, paged_work
+from jaxrl.planner.compiled.kernels import attention_work, cudnn_work, grouped_work, paged_work
 
 FLOAT = 4
 
@@ -351,6 +351,47 @@ def test_the_work_of_cudnn_attention_is_known(name, products):
     full = program_cost(text, kernels=functools.partial(cudnn_work, keys=1000.0))
     assert full.flops == {"bf16": products * 2 * B * N * T * 512 * H}  # at most half of the row
     assert cost.bytes_accessed == blind.bytes_accessed
+
+
+def grouped_cost(name, shapes, result, l2_bytes=2.0**30):
+    """(cost without and with the kernel's work) of a grouped product of the GPU kernel."""
+    scalars = ["s32[24]{0}"] * (2 if name == "weights" else 3)
+    text = kernel_of_gpu(f"grouped_matmul_{name}", result, [*scalars, *shapes])
+    work = functools.partial(grouped_work, l2_cache_bytes=l2_bytes)
+    return program_cost(text), program_cost(text, kernels=work)
+
+
+def test_a_grouped_product_on_gpu_reads_a_matrix_once_per_tile_of_rows():
+    M, D, F, E = 4096, 256, 384, 8  # groups of 512 rows: 4 tiles; 3 columns of tiles
+    x, w, y = f"bf16[{M},{D}]{{1,0}}", f"bf16[{E},{F},{D}]{{2,1,0}}", f"bf16[{M},{F}]{{1,0}}"
+    blind, cost = grouped_cost("rows", [x, w], y)
+    assert cost.flops == {"bf16": 2 * M * D * F}
+    assert cost.bytes_accessed == blind.bytes_accessed
+    assert cost.l2_bytes == 2 * (2 * M * D + 3 * E * F * D)
+    matrix = 2 * F * D
+    # Of a matrix that takes more than half of the cache, 8 tiles share what is read from HBM.
+    M *= 4
+    x, y = f"bf16[{M},{D}]{{1,0}}", f"bf16[{M},{F}]{{1,0}}"
+    blind, cost = grouped_cost("rows", [x, w], y, l2_bytes=2.0 * matrix - 1)
+    assert cost.bytes_accessed - blind.bytes_accessed == E * matrix
+    assert cost.l2_bytes == 2 * 2 * M * D + (16 - 2) * E * matrix
+
+
+def test_a_grouped_product_of_few_rows_reads_only_their_matrices():
+    M, D, F, E = 32, 256, 384, 128
+    x, w, y = f"bf16[{M},{D}]{{1,0}}", f"s8[{E},{F},{D}]{{2,1,0}}", f"bf16[{M},{F}]{{1,0}}"
+    blind, cost = grouped_cost("rows", [x, w], y)
+    assert cost.flops == {"bf16": 2 * M * D * F}
+    assert blind.bytes_accessed - cost.bytes_accessed == (E - M) * F * D
+
+
+def test_the_gradient_of_grouped_matrices_on_gpu_reads_rows_once_per_tile():
+    M, D, F, E = 4096, 256, 384, 8
+    x, dy, dw = f"bf16[{M},{D}]{{1,0}}", f"bf16[{M},{F}]{{1,0}}", f"bf16[{E},{F},{D}]{{2,1,0}}"
+    blind, cost = grouped_cost("weights", [x, dy], dw)
+    assert cost.flops == {"bf16": 2 * M * D * F}
+    assert cost.bytes_accessed == blind.bytes_accessed
+    assert cost.l2_bytes == 2 * (2 * M * D + 1 * M * F)
 
 
 def test_gpu_paged_attention_reads_the_pages_of_its_rows():
