@@ -2,22 +2,20 @@
 
     python -m jaxrl.train --config=configs/grpo_30b_a3b.py --config.run_dir=/shared/runs/grpo_30b
 
-Hardware: TPU v5p 4x4x4 (64 chips), or 8 nodes of 8 GPUs. The run folder must be on a shared disk.
+Hardware: TPU v5p 4x4x4 (64 chips). The run folder must be on a shared disk.
+configs/grpo_30b_a3b_h100.py is the same run on 64 GPUs.
 
 Data: parquet in verl's schema. scripts/prepare_gsm8k.py writes GSM8K; MATH needs the same columns
 and data_source "lighteval/MATH". The reward function is chosen by data_source.
 
 Mesh: replica 4 x fsdp 16; the replicas share the optimizer state and the gradients
 (learner.zero=2). A device computes all experts for its own 32k tokens of a micro-batch, so no token
-is exchanged, and a gather of a layer's experts serves many tokens. GPUs of 80 GB need smaller
-micro-batches; for these, mesh.expert=8 with mesh.fsdp=8, mesh.replica=1 and learner.zero=0
-exchanges tokens within a node instead.
+is exchanged, and a gather of a layer's experts serves many tokens.
 
 Minutes and result: not measured yet. Checked without such hardware: the config resolves for 64
 devices, and the whole update type-checks at the model's shape on an abstract mesh of 4 x 16
 (tests/config/test_configs.py). The plan for the 64 chips is
-docs/plans/grpo_30b_a3b.v5p-4x4x4.txt. On GPUs the expert matmuls still run as a loop of small
-matmuls (docs/concepts/moe.md).
+docs/plans/grpo_30b_a3b.v5p-4x4x4.txt.
 """
 
 from ml_collections import ConfigDict

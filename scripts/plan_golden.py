@@ -72,6 +72,7 @@ PLANS = {  # name -> config, topology, overrides
     "boba_7b.h100-192": ("boba_7b", "h100:192", {}),
     "grpo_llama_70b_longctx.h100-128": ("grpo_llama_70b_longctx", "h100:128", {}),
     "grpo_30b_a3b.v5p-4x4x4": ("grpo_30b_a3b", "v5p:4x4x4", {}),
+    "grpo_30b_a3b_h100.h100-64": ("grpo_30b_a3b_h100", "h100:64", {}),
 }
 WORKED_PLANS = {  # those of docs/concepts/memory.md, as PLANS
     "grpo_7b.v5e-2x4": (

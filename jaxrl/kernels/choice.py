@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 Implementations = Mapping[str, Callable | str]
 
 ONLY_ON = {"splash": "tpu", "ragged": "tpu", "triton": "gpu", "cudnn": "gpu"}  # kernel -> platform
+# Part of `device_kind` of GPUs of data centers since Hopper.
+SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300")
 
 
 def choose(

@@ -9,8 +9,16 @@ import pytest
 
 from jaxrl.kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
 from jaxrl.kernels.grouped_matmul.blocks import block_rows
-from jaxrl.kernels.grouped_matmul.tiles import SHARED_TILES, row_tiles, tile_height, tile_in_order
+from jaxrl.kernels.grouped_matmul.tiles import (
+    MAX_HEIGHT,
+    SHARED_TILES,
+    row_tiles,
+    tile_height,
+    tile_in_order,
+    tile_of,
+)
 from jaxrl.kernels.grouped_matmul.triton import grouped_matmul_triton
+from jaxrl.planner.topology import ADA
 
 M, D, F, E = 100, 24, 40, 6
 GROUPS = {
@@ -122,6 +130,14 @@ def test_tiles_cover_every_row_once(groups, height):
 def test_most_groups_are_one_tile_in_decode_and_all_tiles_are_large_in_training():
     assert tile_height(64 * 8, 128) == 16 and tile_height(256 * 8, 128) == 32
     assert tile_height(8192 * 8, 128) == 128
+
+
+def test_tiles_fit_the_shared_memory_of_their_gpu():
+    """And use the tensor cores of Hopper and Blackwell with wide tiles."""
+    large = tile_of(MAX_HEIGHT, "NVIDIA H100 80GB HBM3")
+    assert (large.name, large.shared_bytes) == ("128x256", 192 * 1024)
+    for height in (16, 32, 64, 128):
+        assert tile_of(height, "NVIDIA GeForce RTX 4090").shared_bytes <= ADA.block_shared_bytes
 
 
 @pytest.mark.parametrize(("n_tiles", "n_columns"), [(19, 6), (3, 4), (8, 1), (1, 1)])

@@ -21,14 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
-from jaxrl.kernels.choice import check_platform
+from jaxrl.kernels.choice import SINCE_HOPPER, check_platform
 from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility, check_separate
 from sharding import target_device_kind
 
 SLOT_BYTES = 2**29  # cuDNN's working memory for the slots of one call
 MAX_HEAD_DIM = 256
-PACKED_CHIPS = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300")  # of device_kind
 
 # Matrix products inside a call: contracted axes and batch axes of the left and the right operand.
 FORWARD = {
@@ -79,7 +78,7 @@ def unsupported_by_cudnn(
 def unsupported_gpu() -> str | None:
     """The GPU of the current mesh if it is not known to have cuDNN's packed layout."""
     kind = target_device_kind()
-    return None if any(chip in kind for chip in PACKED_CHIPS) else kind
+    return None if any(chip in kind for chip in SINCE_HOPPER) else kind
 
 
 def attention_cudnn(

@@ -1,5 +1,10 @@
-"""Tiles of a grouped matrix product on GPU: which rows, and in which order."""
+"""Tiles of a grouped matrix product on GPU: how large, which rows, and in which order.
 
+Sizes, warps and stages are those with which vLLM's Triton kernel was fastest for 128 experts
+(vllm-project/vllm, model_executor/layers/fused_moe/configs), rounded to a few cases.
+"""
+
+import dataclasses
 import math
 
 import jax
@@ -7,11 +12,48 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxrl.kernels.choice import SINCE_HOPPER
 from jaxrl.kernels.grouped_matmul.blocks import Blocks
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows of a tile; the minimum is that of a tensor core
-WIDTH = 128  # columns of a tile
 SHARED_TILES = 8  # row tiles that are computed at the same time with the columns of a matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Size of a tile of results, and how it is computed.
+
+    `depth_bytes` of each row of the operands are loaded at one time, for `stages` steps ahead.
+    """
+
+    height: int
+    width: int
+    depth_bytes: int = 128
+    warps: int = 8
+    stages: int = 3
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return self.stages * (self.height + self.width) * self.depth_bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+def tile_of(height: int, device_kind: str) -> Tile:
+    """The tile of this height on a GPU; few rows read long parts of the matrices.
+
+    A block has 227 KB of shared memory since Hopper, and at least 99 KB before it.
+    """
+    if height <= 32:
+        return Tile(height, 128, depth_bytes=256, warps=4, stages=2)
+    if height < MAX_HEIGHT:
+        return Tile(height, 128, warps=4)
+    if any(chip in device_kind for chip in SINCE_HOPPER):
+        return Tile(height, 256, stages=4)
+    return Tile(height, 128)
 
 
 def tile_height(n_rows: int, n_groups: int) -> int:

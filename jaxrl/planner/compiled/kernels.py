@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.kernels.grouped_matmul.tiles import MAX_HEIGHT, SHARED_TILES, WIDTH, tile_height
+from jaxrl.kernels.grouped_matmul.tiles import SHARED_TILES
 from jaxrl.planner.compiled.hlo import Shape
 
 # (op_name, operands, results) of a kernel -> its work; None for an unknown kernel
@@ -29,7 +29,7 @@ CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes
 # Tokens of the blocks that a GPU computes at a time: two blocks of 64 on each of 132 cores.
 IN_FLIGHT = 2 * 132 * 64
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
-GROUPED = re.compile("grouped_matmul_(rows|weights)")
+GROUPED = re.compile(r"grouped_matmul_(rows|weights)_(\d+)x(\d+)")  # and the size of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +122,18 @@ def grouped_work(
     match = GROUPED.search(op_name)
     if match is None:
         return None
-    x, other = operands[-2:]
+    (x, other), height, width = operands[-2:], int(match[2]), int(match[3])
     n_rows, depth = x.dims
     if match[1] == "weights":
         (_, F, D), dy = results[0].dims, other
-        again = (math.ceil(F / MAX_HEIGHT) - 1) * x.bytes + (math.ceil(D / WIDTH) - 1) * dy.bytes
+        again = (math.ceil(F / height) - 1) * x.bytes + (math.ceil(D / width) - 1) * dy.bytes
         return KernelWork(2.0 * n_rows * F * D, x.dtype, 0.0, again)
-    E, width = other.dims[0], results[0].dims[1]
-    n_tiles = math.ceil(n_rows / E / tile_height(n_rows, E))  # of a group
+    E, n_columns = other.dims[0], results[0].dims[1]
+    n_tiles = math.ceil(n_rows / E / height)  # of a group
     matrices = min(n_rows, E) * other.bytes / E  # of groups with rows
     reads = 1
     if other.bytes / E > l2_cache_bytes / 2:
         reads = math.ceil(n_tiles / SHARED_TILES)
-    again = (math.ceil(width / WIDTH) - 1) * x.bytes + (n_tiles - reads) * matrices
+    again = (math.ceil(n_columns / width) - 1) * x.bytes + (n_tiles - reads) * matrices
     extra = reads * matrices - other.bytes
-    return KernelWork(2.0 * n_rows * depth * width, x.dtype, extra, again)
+    return KernelWork(2.0 * n_rows * depth * n_columns, x.dtype, extra, again)

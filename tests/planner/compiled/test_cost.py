@@ -356,7 +356,7 @@ def test_the_work_of_cudnn_attention_is_known(name, products):
 def grouped_cost(name, shapes, result, l2_bytes=2.0**30):
     """(cost without and with the kernel's work) of a grouped product of the GPU kernel."""
     scalars = ["s32[24]{0}"] * (2 if name == "weights" else 3)
-    text = kernel_of_gpu(f"grouped_matmul_{name}", result, [*scalars, *shapes])
+    text = kernel_of_gpu(f"grouped_matmul_{name}_128x128", result, [*scalars, *shapes])
     work = functools.partial(grouped_work, l2_cache_bytes=l2_bytes)
     return program_cost(text), program_cost(text, kernels=work)
 

@@ -1,0 +1,30 @@
+"""GRPO of Qwen3-30B-A3B, a mixture of experts, on GSM8K and MATH, on 64 GPUs of 80 GB.
+
+    python -m jaxrl.train --config=configs/grpo_30b_a3b_h100.py --config.run_dir=/shared/runs/moe
+
+Hardware: 8 nodes of 8 H100. The run folder must be on a shared disk.
+
+Data, batches and lengths are those of configs/grpo_30b_a3b.py.
+
+Mesh: replica 8 x fsdp 8. The weights are sharded within a node and gathered over NVLink; only
+gradients cross the nodes' network. A device computes all experts for its own 32k tokens of a
+micro-batch, in one kernel per product (docs/concepts/moe.md). The rollout has 16 replicas of 4.
+
+Memory: backward keeps the output of attention (learner.remat=attention), and the KV pages are
+freed during updates (rollout.release_kv).
+
+Minutes and result: not measured yet. Its plan is docs/plans/grpo_30b_a3b_h100.h100-64.txt.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.grpo_30b_a3b import get_config as grpo_30b_a3b
+
+
+def get_config() -> ConfigDict:
+    config = grpo_30b_a3b()
+    config.name = "grpo_30b_a3b_h100"
+    config.mesh.replica = 8
+    config.mesh.fsdp = 8
+    config.rollout.release_kv = True
+    return config
