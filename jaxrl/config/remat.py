@@ -1,6 +1,7 @@
 """Which activations the backward pass recomputes: learner.remat, as in "full?first=8"."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from jaxrl.config.choices import REMATS
@@ -56,6 +57,7 @@ class Remat:
             yield LayerRange(stop, n_layers, "none", 1)
 
 
+@functools.cache
 def parse_remat(spec: str) -> Remat:
     """The Remat of "POLICY?first=N&group=N". Raises ValueError for an unknown name or option."""
     remat, errors = read_remat(spec)

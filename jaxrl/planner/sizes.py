@@ -37,6 +37,9 @@ class Job:
     lengths: Lengths
     role_decoders: Mapping[str, DecoderConfig] = dataclasses.field(default_factory=dict)
     workload: OfflineWorkload | None = None
+    _facts: dict[str, "ModelFacts"] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def n_sequences(self) -> int:
@@ -94,6 +97,12 @@ class Job:
         """The shape of the model of a role; the policy's by default."""
         return self.role_decoders.get(role, self.decoder)
 
+    def facts(self, role: str) -> "ModelFacts":
+        """What all candidates share of the model of a role; computed once."""
+        if role not in self._facts:
+            self._facts[role] = _model_facts(self, role)
+        return self._facts[role]
+
     def rollout_copies(self, mesh: Mapping[str, int], rollout_tensor: int) -> bool:
         """Whether the rollout reads a copy of the weights of training on this mesh.
 
@@ -102,7 +111,7 @@ class Job:
         cfg, rollout = self.cfg, self.cfg.rollout
         if self.workload:
             return False
-        dtype, _ = for_platform(cfg, self.decoder, self.machine.platform)
+        dtype = self.facts("policy").dtype
         quantized = rollout.dtype == "int8" and cfg.lora.base_dtype == "auto"
         if quantized or rollout.dtype not in ("auto", "int8", dtype.name):
             return True
@@ -113,6 +122,22 @@ class Job:
         tensor, expert = rollout_tensor or rollout.tensor, rollout.expert
         split |= tensor not in (0, size["tensor"]) or expert not in (0, size["expert"])
         return split and rollout.layout == "replicas"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """A role's model and what is known of it without the settings of a candidate."""
+
+    cfg: RunConfig  # the run of a critic or reward model, which has its own learner
+    decoder: DecoderConfig
+    dtype: jnp.dtype  # of weights and activations
+    stacked: bool
+    params: int
+    stored_bytes: float  # of a parameter
+    optimizer_bytes: float  # of a parameter
+    trained_fraction: float
+    steps_by_layer: bool
+    sequence_bytes: int  # of the KV pages of a sequence of maximum length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,17 +234,35 @@ class Sizes:
         return self.held * self.stored_bytes
 
 
+def _model_facts(job: Job, role: str) -> ModelFacts:
+    runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
+    cfg, decoder = runs.get(role, job.cfg), job.model(role)
+    dtype, placed = for_platform(cfg, decoder, job.machine.platform)
+    adapted = with_adapters(cfg.lora, decoder)
+    return ModelFacts(
+        cfg=cfg,
+        decoder=decoder,
+        dtype=dtype,
+        stacked=placed.stacked,
+        params=n_params(dataclasses.replace(decoder, stacked=True)),
+        stored_bytes=stored_bytes_per_param(adapted, dtype),
+        optimizer_bytes=optimizer_bytes_per_param(cfg.learner, adapted, dtype),
+        trained_fraction=trained_fraction(adapted),
+        steps_by_layer=steps_by_layer(cfg.learner, with_adapters(cfg.lora, placed)),
+        sequence_bytes=_sequence_bytes(cfg, decoder, dtype),
+    )
+
+
 def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
     """The sizes of the model of a role. Critic and reward model may have their own token budget."""
-    runs = {"critic": job.cfg.critic_run, "reward_model": job.cfg.reward_model_run}
     budgets = {
         "critic": job.cfg.critic.token_budget,
         "reward_model": job.cfg.reward_model.token_budget,
     }
-    cfg, d = runs.get(role, job.cfg), job.model(role)
+    facts = job.facts(role)
+    cfg, d, params, head = facts.cfg, facts.decoder, facts.params, facts.decoder.V * facts.decoder.D
     size = collections.defaultdict(lambda: 1, settings.mesh)
     tp, s, e, stage = size["tensor"], size["sequence"], size["expert"], size["stage"]
-    params, head = n_params(dataclasses.replace(d, stacked=True)), d.V * d.D
     experts = 3 * d.L * d.E * d.F_expert * d.D
     ends = head * (1 if d.tied else 2) / tp
     layer = (((params - experts) + experts / e) / tp - ends) / d.L
@@ -230,11 +273,9 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         n_replicas = max(len(job.machine.devices) // math.prod(group), 1)
         rollout_copy = ((params - experts) + experts / group[1]) / group[0]
         kv_shards = group[0]
-    dtype, placed = for_platform(cfg, d, job.machine.platform)
     held = gathered / (size["fsdp"] * s)
-    adapted = with_adapters(cfg.lora, d)
-    trained, tokens = held * trained_fraction(adapted), budgets.get(role) or settings.tokens
-    row, by_layer = max(cfg.learner.row_lens), with_adapters(cfg.lora, placed)
+    trained, tokens = held * facts.trained_fraction, budgets.get(role) or settings.tokens
+    row = max(cfg.learner.row_lens)
     chunks = settings.pipeline_chunks if stage > 1 else 1
     # Replicas that share the optimizer state, and the gradients.
     sharing, summing = (size["replica"] if settings.zero >= level else 1 for level in (1, 2))
@@ -251,11 +292,11 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         row=row,
         chunks=chunks,
         kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage, chunks) / chunks,
-        item_bytes=dtype.itemsize,
-        stored_bytes=stored_bytes_per_param(adapted, dtype),
-        optimizer_bytes=held * optimizer_bytes_per_param(cfg.learner, adapted, dtype) / sharing,
+        item_bytes=facts.dtype.itemsize,
+        stored_bytes=facts.stored_bytes,
+        optimizer_bytes=held * facts.optimizer_bytes / sharing,
         gradient_bytes=4 * trained / summing,
-        step_parts=d.L if stage == 1 and steps_by_layer(cfg.learner, by_layer) else 1,
+        step_parts=d.L if stage == 1 and facts.steps_by_layer else 1,
         active_params=params - experts * (1 - d.top_k / d.E if d.E else 0),
         head=head,
         gathered=gathered,
@@ -265,9 +306,9 @@ def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
         mlp=(experts / e / d.L if d.E else 3 * d.F * d.D) / tp,
         mlp_chunk=settings.mlp_chunk,
         residual=tp if cfg.learner.shard_residual else 1,
-        stacked=placed.stacked or stage > 1,
+        stacked=facts.stacked or stage > 1,
         rollout_copy=rollout_copy,
-        sequence_bytes=_sequence_bytes(cfg, d, dtype) / kv_shards,
+        sequence_bytes=facts.sequence_bytes / kv_shards,
         n_replicas=n_replicas,
     )
 
