@@ -99,10 +99,18 @@ class KeyRanges:
 
 
 def seen_by_ranges(
-    first: Int[Array, "*B T"], last: Int[Array, "*B T"], *, block: int, n_keys: int
+    first: Int[Array, "*B T"],
+    last: Int[Array, "*B T"],
+    *,
+    block: int,
+    n_keys: int,
+    n_queries: int = 0,
 ) -> Bool[Array, "*B n m"]:
-    """Whether a query of each block sees a key of each of the blocks of `n_keys` keys."""
-    first, last = (a.reshape(*a.shape[:-1], -1, block, 1) for a in (first, last))
+    """Whether a query of each block sees a key of each of the blocks of `n_keys` keys.
+
+    Blocks have `block` tokens, those of queries `n_queries` unless it is 0.
+    """
+    first, last = (a.reshape(*a.shape[:-1], -1, n_queries or block, 1) for a in (first, last))
     j = jnp.arange(n_keys // block, dtype=jnp.int32)
     return jnp.any((first // block <= j) & (j <= last // block) & (first <= last), axis=-2)
 

@@ -82,6 +82,11 @@ def visible_pairs(
     """bool [*B, M, S]: whether queries at these places see keys at these places."""
     query, oldest = query[..., :, None], oldest[..., :, None]
     key, until, positions = (a[..., None, :] for a in (key, until, positions))
+    return sees(query, oldest, key, until, positions)
+
+
+def sees(query, oldest, key, until, positions) -> jax.Array:
+    """Whether a query sees a key, elementwise over arrays that broadcast together."""
     return (key <= query) & (query <= until) & (positions >= oldest)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl.kernels.attention import IMPLEMENTATIONS, attention
 from jaxrl.kernels.attention.blockwise import attention_blockwise
+from jaxrl.kernels.attention.limits import own_block
 from jaxrl.kernels.attention.splash import _block_schedule, attention_splash
 from jaxrl.kernels.attention.triton import attention_triton
 from jaxrl.kernels.attention_spec import AttentionSpec
@@ -96,16 +97,36 @@ def test_splash_equals_the_reference(one_device, heads, options):
 
 
 @pytest.mark.parametrize(
-    ("heads", "options"),
+    ("heads", "block", "options"),
     [
-        ((4, 1, 16), dict(window=jnp.int32(70), softcap=2.0)),
-        pytest.param((6, 2, 32), dict(), marks=pytest.mark.thorough),
+        ((4, 1, 16), 128, dict(window=jnp.int32(70), softcap=2.0)),
+        pytest.param((6, 2, 32), 128, dict(), marks=pytest.mark.thorough),
+        pytest.param((4, 1, 16), 64, dict(window=40), marks=pytest.mark.thorough),
     ],
 )
-def test_triton_equals_the_reference(one_device, heads, options):
+def test_triton_equals_the_reference(one_device, heads, block, options):
     arrays, segments = problem(*heads)
-    want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, triton))
+    attend = functools.partial(triton, block=block)
+    want, got = (value_and_grad(f, arrays, segments, **options) for f in (reference, attend))
     assert_close(want, got)
+
+
+@pytest.mark.parametrize(
+    ("chip", "H", "dtype", "T", "block"),
+    [
+        ("NVIDIA H100 80GB HBM3", 128, jnp.bfloat16, 4096, 128),
+        ("NVIDIA B200", 64, jnp.bfloat16, 4096, 128),
+        ("NVIDIA H100 80GB HBM3", 128, jnp.bfloat16, 4096 + 64, 64),
+        ("NVIDIA H100 80GB HBM3", 256, jnp.bfloat16, 4096, 64),
+        ("NVIDIA H100 80GB HBM3", 128, jnp.float32, 4096, 64),
+        ("NVIDIA A100-SXM4-80GB", 128, jnp.bfloat16, 4096, 64),
+    ],
+)
+def test_programs_of_triton_have_blocks_of_128_tokens_since_hopper(
+    monkeypatch, chip, H, dtype, T, block
+):
+    monkeypatch.setattr("jaxrl.kernels.attention.limits.target_device_kind", lambda: chip)
+    assert own_block(jnp.zeros((1, T, 1, H), dtype), T) == block
 
 
 def test_splash_visits_only_visible_blocks():

@@ -67,29 +67,31 @@ def test_paged_attention_compiles(heads, page_len, T, dtype, options):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "heads", "options"),
+    ("sizes", "heads", "block", "options"),
     [
-        (dict(fsdp=2, tensor=4), (28, 4, 128), dict()),
-        (dict(fsdp=8), (9, 3, 64), dict()),
-        (dict(fsdp=8), (8, 4, 256), dict(softcap=50.0)),  # Gemma 2
+        (dict(fsdp=2, tensor=4), (28, 4, 128), 128, dict()),
+        (dict(fsdp=8), (9, 3, 64), 128, dict()),
+        (dict(fsdp=8), (8, 4, 256), 64, dict(softcap=50.0)),  # Gemma 2
     ],
 )
-def test_training_attention_compiles(sizes, heads, options):
+def test_training_attention_compiles(sizes, heads, block, options):
     mesh, shape = make_mesh(topology("h100:8").devices, **sizes), (2 * sizes["fsdp"], 4096)
     check_compiled_gradients(
-        attention, mesh, rules=TRAIN, shape=shape, heads=heads, block=64, **options
+        attention, mesh, rules=TRAIN, shape=shape, heads=heads, block=block, **options
     )
 
 
-@pytest.mark.parametrize(("ulysses", "heads"), [(1, (28, 4, 128)), (2, (8, 4, 256))])
-def test_ring_attention_compiles(ulysses, heads):
+@pytest.mark.parametrize(
+    ("ulysses", "heads", "block"), [(1, (28, 4, 128), 128), (2, (8, 4, 256), 64)]
+)
+def test_ring_attention_compiles(ulysses, heads, block):
     check_compiled_gradients(
         ring_attention,
         make_mesh(topology("h100:8").devices, fsdp=2, sequence=4),
         rules=dataclasses.replace(RING, ulysses=ulysses),
         shape=(2, 16384),
         heads=heads,
-        block=64,
+        block=block,
         places=4 // ulysses,
     )
 

@@ -92,6 +92,9 @@ QUICK = [
     (attention, ULYSSES, dict(fsdp=2, sequence=2, tensor=2)),
     pytest.param(ring_attention, RING, dict(sequence=4), marks=pytest.mark.thorough),
     pytest.param(triton, BOTH, dict(sequence=4), marks=pytest.mark.thorough),
+    pytest.param(
+        functools.partial(triton, block=128), RING, dict(sequence=2), marks=pytest.mark.thorough
+    ),
     pytest.param(splash, RING, dict(sequence=2), marks=pytest.mark.thorough),
 ]
 MORE = [

@@ -113,6 +113,7 @@ KERNELS = {
     "reference": functools.partial(attention, implementation="reference"),
     "blockwise": functools.partial(attention, implementation="blockwise"),
     "triton": functools.partial(attention_triton, interpret=True),
+    "triton in threes": functools.partial(attention_triton, interpret=True, block=192),
     "splash": functools.partial(attention_splash, interpret=True),
 }
 WINDOW = dict(window=jnp.int32(50), softcap=3.0)
@@ -125,7 +126,8 @@ WINDOW = dict(window=jnp.int32(50), softcap=3.0)
         pytest.param("blockwise", False, marks=pytest.mark.slow),
         ("splash", True),
         pytest.param("splash", False, marks=pytest.mark.thorough),
-        *(pytest.param(k, True, marks=pytest.mark.thorough) for k in ("reference", "triton")),
+        pytest.param("reference", True, marks=pytest.mark.thorough),
+        pytest.param("triton in threes", True, marks=pytest.mark.thorough),
         *(pytest.param(k, False, marks=pytest.mark.slow) for k in ("reference", "triton")),
     ],
 )

@@ -2,6 +2,10 @@
 
 import jax
 
+from jaxrl.kernels.choice import SINCE_HOPPER
+from sharding import target_device_kind
+
+BLOCK, OWN_BLOCK = 64, 128  # tokens of a block of Triton's kernels: see `own_block`
 POSITION_BITS = 16  # per position, so that splash packs two into an int32
 MAX_LEN = 2**POSITION_BITS  # tokens of a row for splash
 MIN_ROWS = 16  # of a tensor-core matrix product
@@ -17,3 +21,15 @@ def unsupported_width(H: int) -> str | None:
     if H < MIN_ROWS or H & (H - 1):
         return f"heads of width {H}, no power of two"
     return None
+
+
+def own_block(q: jax.Array, n_tokens: int) -> int:
+    """Tokens of the block that a program of Triton's kernels has for itself.
+
+    It visits the others in blocks of BLOCK. With OWN_BLOCK tokens it reads them from the L2 cache
+    half as often; this takes the shared memory of a GPU since Hopper, for bfloat16 and heads of at
+    most 128.
+    """
+    fits = q.shape[-1] <= 128 and q.dtype.itemsize == 2 and not n_tokens % OWN_BLOCK
+    large = any(chip in target_device_kind() for chip in SINCE_HOPPER)
+    return OWN_BLOCK if fits and large else BLOCK

@@ -1,8 +1,10 @@
 """Packed attention on NVIDIA GPUs: Pallas kernels in Triton, forward and backward.
 
-A query block visits the key blocks that one of its queries can see (triton_masks.py). In the
-backward pass, a key block visits the query blocks that can see it, over all heads that share its kv
-head. Forward and backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+A program has a block of queries and visits the key blocks that one of them can see
+(triton_masks.py). In the backward pass, another one has a block of keys and visits the query blocks
+that can see it, over all heads that share its kv head. `own_block` (limits.py) is the size of the
+former, BLOCK that of the visited ones. Forward and backward follow
+https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 Scores, softmax and sums are float32; matrix products use the operands' dtype.
 """
 
@@ -18,8 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
-from jaxrl.kernels.attention.limits import unsupported_by_triton
-from jaxrl.kernels.attention.triton_masks import BLOCK, Mask, RangeMask, TreeMask
+from jaxrl.kernels.attention.limits import BLOCK, own_block, unsupported_by_triton
+from jaxrl.kernels.attention.triton_masks import Mask, RangeMask, TreeMask
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
@@ -32,26 +34,31 @@ class Kernels:
 
     spec: AttentionSpec
     interpret: bool
+    block: int | None = None  # tokens of a program's own block; None = by GPU
 
-    def scores(self, q, k, visible):
-        """[queries, keys] of two blocks; MASKED if invisible."""
-        return jnp.where(visible, self.spec.scores(plgpu.dot(q, k, trans_b=True)), MASKED)
+    def own(self, q: jax.Array, n_tokens: int) -> int:
+        """Tokens of a program's own block, of a row of `n_tokens`."""
+        return self.block or own_block(q, n_tokens)
 
-    def gradients(self, q, k, v, do, norm, delta, visible):
-        """(softmax weights, gradients with respect to q kᵀ)."""
-        scores = self.scores(q, k, visible)
-        p = jnp.exp(scores - norm[:, None])
-        ds = p * (plgpu.dot(do, v, trans_b=True) - delta[:, None]) * self.spec.scale
+    def scores(self, products, visible):
+        """Of products of queries and keys; MASKED if invisible."""
+        return jnp.where(visible, self.spec.scores(products), MASKED)
+
+    def gradients(self, products, d_weights, norm, delta, visible):
+        """(softmax weights, gradients with respect to the products of queries and keys)."""
+        scores = self.scores(products, visible)
+        p = jnp.exp(scores - norm)
+        ds = p * (d_weights - delta) * self.spec.scale
         if self.spec.softcap is not None:
             ds *= jnp.where(p > 0, 1.0 - (scores / self.spec.softcap) ** 2, 0.0)
         return p, ds
 
-    def call(self, kernel, name: str, **options):
+    def call(self, kernel, name: str, own: int, **options):
         return pl.pallas_call(
             functools.partial(kernel, self),
             name=name,
             interpret=self.interpret,
-            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+            compiler_params=plgpu.CompilerParams(num_warps=own // 16, num_stages=2),
             **options,
         )
 
@@ -77,15 +84,17 @@ def attention_triton(
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
     interpret: bool = False,
+    block: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads.
 
-    `interpret` emulates the kernels with XLA on any backend. Raises NotImplementedError without a
-    GPU and for head widths that are not a power of two.
+    `interpret` emulates the kernels with XLA on any backend, with programs of `block` tokens, a
+    multiple of 64 that divides the rows; None = by GPU. Raises NotImplementedError without a GPU
+    and for head widths that are not a power of two.
     """
     check_triton(q, interpret)
     return shard_attention(
-        functools.partial(_local_attention, Kernels(spec, interpret)),
+        functools.partial(_local_attention, Kernels(spec, interpret, block)),
         q,
         k,
         v,
@@ -132,11 +141,13 @@ def forward(kernels: Kernels, q, k, v, mask: Mask) -> tuple[jax.Array, jax.Array
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    by_block, keys, numbers, of_queries, of_keys = _specs(S, H, N // K)
+    own = kernels.own(q, T)
+    by_block, keys, numbers, of_queries, of_keys = _specs(own, S, H, N // K)
     out, norm = kernels.call(
         _forward_kernel,
         "packed_attention_fwd",
-        grid=(T // BLOCK, N, B),
+        own,
+        grid=(T // own, N, B),
         in_specs=[
             (pl.no_block_spec, pl.no_block_spec), by_block, keys, keys,
             mask.specs(of_queries, of_keys),
@@ -146,7 +157,7 @@ def forward(kernels: Kernels, q, k, v, mask: Mask) -> tuple[jax.Array, jax.Array
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
-    )(mask.key_blocks(), q, k, v, mask)  # fmt: skip
+    )(mask.key_blocks(own), q, k, v, mask)  # fmt: skip
     return out, norm
 
 
@@ -160,77 +171,90 @@ def backward(kernels: Kernels, q, k, v, out, norm, do, mask: Mask) -> tuple[jax.
     S, K = k.shape[1:3]
     G = N // K
     delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), do.astype(jnp.float32))
-    by_block, keys, numbers, of_queries, of_keys = _specs(S, H, G)
+    own = kernels.own(q, T)
+    by_block, keys, numbers, of_queries, of_keys = _specs(own, S, H, G)
     blocks = pl.no_block_spec, pl.no_block_spec
     dq = kernels.call(
         _dq_kernel,
         "packed_attention_dq",
-        grid=(T // BLOCK, N, B),
+        own,
+        grid=(T // own, N, B),
         in_specs=[
             blocks, by_block, keys, keys, by_block, numbers, numbers,
             mask.specs(of_queries, of_keys),
         ],
         out_specs=by_block,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(mask.key_blocks(), q, k, v, do, norm, delta, mask)  # fmt: skip
+    )(mask.key_blocks(own), q, k, v, do, norm, delta, mask)  # fmt: skip
 
+    own = kernels.own(q, S)
     queries = pl.BlockSpec((None, T, G, H), lambda j, h, b: (b, 0, h, 0))
     per_head = pl.BlockSpec((None, G, T), lambda j, h, b: (b, h, 0))
-    key_block = pl.BlockSpec((None, BLOCK, None, H), lambda j, h, b: (b, j, h, 0))
+    key_block = pl.BlockSpec((None, own, None, H), lambda j, h, b: (b, j, h, 0))
     all_queries = pl.BlockSpec((None, T), lambda j, h, b: (b, 0))
-    own_keys = pl.BlockSpec((None, BLOCK), lambda j, h, b: (b, j))
+    own_keys = pl.BlockSpec((None, own), lambda j, h, b: (b, j))
     dk, dv = kernels.call(
         _dkv_kernel,
         "packed_attention_dkv",
-        grid=(S // BLOCK, K, B),
+        own,
+        grid=(S // own, K, B),
         in_specs=[
             blocks, queries, key_block, key_block, queries, per_head, per_head,
             mask.specs(all_queries, own_keys),
         ],
         out_specs=[key_block, key_block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(mask.query_blocks(S // BLOCK), q, k, v, do, norm, delta, mask)  # fmt: skip
+    )(mask.query_blocks(S // own, own), q, k, v, do, norm, delta, mask)  # fmt: skip
     return dq, dk, dv
 
 
-def _specs(S: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
-    """Block specs of queries, keys, numbers per head, per query of the block, and per key.
+def _specs(own: int, S: int, H: int, G: int) -> tuple[pl.BlockSpec, ...]:
+    """Block specs of `own` queries, keys, numbers per head, per query of the block, and per key.
 
     The grid is (query block, head, row).
     """
     return (
-        pl.BlockSpec((None, BLOCK, None, H), lambda i, n, b: (b, i, n, 0)),
+        pl.BlockSpec((None, own, None, H), lambda i, n, b: (b, i, n, 0)),
         pl.BlockSpec((None, S, None, H), lambda i, n, b: (b, 0, lax.div(n, G), 0)),
-        pl.BlockSpec((None, None, BLOCK), lambda i, n, b: (b, n, i)),
-        pl.BlockSpec((None, BLOCK), lambda i, n, b: (b, i)),
+        pl.BlockSpec((None, None, own), lambda i, n, b: (b, n, i)),
+        pl.BlockSpec((None, own), lambda i, n, b: (b, i)),
         pl.BlockSpec((None, S), lambda i, n, b: (b, 0)),
     )
 
 
-def _places(block):
-    return block * BLOCK + jnp.arange(BLOCK)
+def _places(block, size: int = BLOCK):
+    return block * size + jnp.arange(size)
+
+
+def _in_rows(numbers):
+    return jax.tree.map(lambda a: a[:, None], numbers)
+
+
+def _in_columns(numbers):
+    return jax.tree.map(lambda a: a[None], numbers)
 
 
 def _forward_kernel(
     kernels: Kernels, key_blocks, q_ref, k_ref, v_ref, mask: Mask, out_ref, norm_ref
 ):
     i, b = pl.program_id(0), pl.program_id(2)
-    q, queries = q_ref[...], mask.queries()
+    q = q_ref[...]
+    queries = _in_rows((_places(i, len(q)), mask.queries()))
     begin, end, key_block = mask.visits(key_blocks, b, i)
 
     def block(visit, state):
         max_score, denominator, numerator = state
         j = key_block(visit)
         at = pl.ds(j * BLOCK, BLOCK)
-        visible = mask.visible(_places(i), queries, _places(j), mask.keys(at))
-        scores = kernels.scores(q, k_ref[at, :], visible)
+        visible = mask.visible(*queries, *_in_columns((_places(j), mask.keys(at))))
+        scores = kernels.scores(plgpu.dot(q, k_ref[at, :], trans_b=True), visible)
         new_max = jnp.maximum(max_score, jnp.max(scores, axis=1))
         weights, correction = jnp.exp(scores - new_max[:, None]), jnp.exp(max_score - new_max)
         v = v_ref[at, :]
         numerator = numerator * correction[:, None] + plgpu.dot(weights.astype(v.dtype), v)
         return new_max, denominator * correction + jnp.sum(weights, axis=1), numerator
 
-    empty = jnp.full(BLOCK, MASKED), jnp.zeros(BLOCK), jnp.zeros(q.shape)
+    empty = jnp.full(len(q), MASKED), jnp.zeros(len(q)), jnp.zeros(q.shape)
     max_score, denominator, numerator = lax.fori_loop(begin, end, block, empty)
     denominator = jnp.maximum(denominator, jnp.finfo(jnp.float32).tiny)  # 0 if no block was visited
     out_ref[...] = (numerator / denominator[:, None]).astype(out_ref.dtype)
@@ -250,16 +274,19 @@ def _dq_kernel(
     dq_ref,
 ):
     i, b = pl.program_id(0), pl.program_id(2)
-    q, do, norm, delta = (ref[...] for ref in (q_ref, do_ref, norm_ref, delta_ref))
-    queries = mask.queries()
+    q, do = q_ref[...], do_ref[...]
+    norm, delta = _in_rows((norm_ref[...], delta_ref[...]))
+    queries = _in_rows((_places(i, len(q)), mask.queries()))
     begin, end, key_block = mask.visits(key_blocks, b, i)
 
     def block(visit, dq):
         j = key_block(visit)
         at = pl.ds(j * BLOCK, BLOCK)
         k = k_ref[at, :]
-        visible = mask.visible(_places(i), queries, _places(j), mask.keys(at))
-        _, ds = kernels.gradients(q, k, v_ref[at, :], do, norm, delta, visible)
+        visible = mask.visible(*queries, *_in_columns((_places(j), mask.keys(at))))
+        products = plgpu.dot(q, k, trans_b=True)
+        d_weights = plgpu.dot(do, v_ref[at, :], trans_b=True)
+        _, ds = kernels.gradients(products, d_weights, norm, delta, visible)
         return dq + plgpu.dot(ds.astype(k.dtype), k)
 
     dq = lax.fori_loop(begin, end, block, jnp.zeros(q.shape))
@@ -279,8 +306,10 @@ def _dkv_kernel(
     dk_ref,
     dv_ref,
 ):
+    """Scores have keys in rows, so that no block of them is transposed."""
     j, b = pl.program_id(0), pl.program_id(2)
-    k, v, keys = k_ref[...], v_ref[...], mask.keys()
+    k, v = k_ref[...], v_ref[...]
+    keys = _in_rows((_places(j, len(k)), mask.keys()))
     begin, end = query_blocks
     G = q_ref.shape[1]
 
@@ -289,10 +318,13 @@ def _dkv_kernel(
             dk, dv = grads
             at = pl.ds(i * BLOCK, BLOCK)
             q, do = q_ref[at, g, :], do_ref[at, g, :]
-            visible = mask.visible(_places(i), mask.queries(at), _places(j), keys)
-            p, ds = kernels.gradients(q, k, v, do, norm_ref[g, at], delta_ref[g, at], visible)
-            dv += plgpu.dot(p.astype(do.dtype), do, trans_a=True)
-            return dk + plgpu.dot(ds.astype(q.dtype), q, trans_a=True), dv
+            visible = mask.visible(*_in_columns((_places(i), mask.queries(at))), *keys)
+            products = plgpu.dot(k, q, trans_b=True)
+            d_weights = plgpu.dot(v, do, trans_b=True)
+            norm, delta = _in_columns((norm_ref[g, at], delta_ref[g, at]))
+            p, ds = kernels.gradients(products, d_weights, norm, delta, visible)
+            dv += plgpu.dot(p.astype(do.dtype), do)
+            return dk + plgpu.dot(ds.astype(q.dtype), q), dv
 
         return lax.fori_loop(begin[b, j], end[b, j], block, grads)
 

@@ -12,6 +12,7 @@ from flax import struct
 from jax.experimental import pallas as pl
 
 from jaxrl.kernels.attention.blocks import pad_axis
+from jaxrl.kernels.attention.limits import BLOCK
 from jaxrl.kernels.key_ranges import seen_by_ranges
 from jaxrl.kernels.visibility import (
     Queries,
@@ -19,11 +20,9 @@ from jaxrl.kernels.visibility import (
     oldest_position,
     padded_range,
     seen_blocks,
-    visible_pairs,
+    sees,
     visits,
 )
-
-BLOCK = 64  # tokens per query block and key block
 
 
 @struct.dataclass
@@ -41,16 +40,16 @@ class RangeMask:
     def specs(self, of_queries: pl.BlockSpec, of_keys: pl.BlockSpec) -> "RangeMask":
         return RangeMask(of_queries, of_queries)
 
-    def key_blocks(self) -> tuple[jax.Array, jax.Array]:
-        """First visible key block of each query block, and the one after the last; [B, n]."""
+    def key_blocks(self, own: int) -> tuple[jax.Array, jax.Array]:
+        """First visible key block of each `own` queries, and the one after the last; [B, n]."""
         some = self.first <= self.last
-        low = jnp.where(some, self.first, jnp.iinfo(jnp.int32).max).reshape(len(some), -1, BLOCK)
-        high = jnp.where(some, self.last, -1).reshape(len(some), -1, BLOCK)
+        low = jnp.where(some, self.first, jnp.iinfo(jnp.int32).max).reshape(len(some), -1, own)
+        high = jnp.where(some, self.last, -1).reshape(len(some), -1, own)
         return jnp.min(low, axis=-1) // BLOCK, jnp.max(high, axis=-1) // BLOCK + 1
 
-    def query_blocks(self, n: int) -> tuple[jax.Array, jax.Array]:
-        """First query block that sees each of n key blocks, and the one after the last; [B, n]."""
-        seen = seen_by_ranges(self.first, self.last, block=BLOCK, n_keys=n * BLOCK)
+    def query_blocks(self, n: int, own: int) -> tuple[jax.Array, jax.Array]:
+        """First query block that sees a key of each `own`, and the one after the last; [B, n]."""
+        seen = seen_by_ranges(self.first, self.last, n_queries=BLOCK, block=own, n_keys=n * own)
         i = jnp.arange(seen.shape[1], dtype=jnp.int32)[:, None]
         begin = jnp.min(jnp.where(seen, i, seen.shape[1]), axis=1)
         return begin, jnp.max(jnp.where(seen, i + 1, 0), axis=1)
@@ -69,9 +68,9 @@ class RangeMask:
 
     @staticmethod
     def visible(query, queries, key, keys):
-        """bool [queries, keys] of two blocks, given the places and the numbers of their tokens."""
+        """Whether queries see keys, by the places and the numbers of both, which broadcast."""
         first, last = queries
-        return (key[None] >= first[:, None]) & (key[None] <= last[:, None])
+        return (key >= first) & (key <= last)
 
 
 @struct.dataclass
@@ -99,22 +98,24 @@ class TreeMask:
     def specs(self, of_queries: pl.BlockSpec, of_keys: pl.BlockSpec) -> "TreeMask":
         return TreeMask(of_keys, of_keys, of_queries)
 
-    def _seen(self):
-        """bool [B, n, n]: which key blocks each query block visits."""
+    def _seen(self, queries: int, keys: int):
+        """bool [B, n, m]: which blocks of keys each block of queries visits, by their tokens."""
         B, T = self.until.shape
         places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-        queries = Queries(places.reshape(-1, BLOCK), self.oldest.reshape(-1, BLOCK))
-        return seen_blocks(queries, Visibility(self.until, self.positions), block=BLOCK)
+        blocks = Queries(places.reshape(-1, queries), self.oldest.reshape(-1, queries))
+        return seen_blocks(blocks, Visibility(self.until, self.positions), block=keys)
 
-    def key_blocks(self) -> tuple[jax.Array, jax.Array]:
-        """The key blocks that each query block visits [B, n, n], and their number [B, n]."""
-        return visits(self._seen())
+    def key_blocks(self, own: int) -> tuple[jax.Array, jax.Array]:
+        """The key blocks that each `own` queries visit [B, n, m], and their number [B, n]."""
+        return visits(self._seen(own, BLOCK))
 
-    def query_blocks(self, n: int) -> tuple[jax.Array, jax.Array]:
-        """Each key block itself, and the one after the last query block that sees it; [B, n]."""
-        begin = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (len(self.until), n))
-        after = jnp.arange(1, n + 1, dtype=jnp.int32)
-        return begin, jnp.max(jnp.where(self._seen(), after[:, None], 0), axis=1)
+    def query_blocks(self, n: int, own: int) -> tuple[jax.Array, jax.Array]:
+        """First query block of each `own` keys, and the one after the last to see them; [B, n]."""
+        begin = own // BLOCK * jnp.arange(n, dtype=jnp.int32)
+        seen = self._seen(BLOCK, own)
+        after = jnp.arange(1, seen.shape[1] + 1, dtype=jnp.int32)
+        last = jnp.max(jnp.where(seen, after[:, None], 0), axis=1)
+        return jnp.broadcast_to(begin, last.shape), last
 
     @staticmethod
     def visits(key_blocks, b, i):
@@ -130,9 +131,9 @@ class TreeMask:
 
     @staticmethod
     def visible(query, queries, key, keys):
-        """bool [queries, keys] of two blocks, given the places and the numbers of their tokens."""
+        """Whether queries see keys, by the places and the numbers of both, which broadcast."""
         (oldest,), (until, positions) = queries, keys
-        return visible_pairs(query, oldest, key, until, positions)
+        return sees(query, oldest, key, until, positions)
 
 
 Mask = RangeMask | TreeMask

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import triton
 from jaxrl.kernels.attention.blocks import MASKED
-from jaxrl.kernels.attention.triton_masks import BLOCK, RangeMask
+from jaxrl.kernels.attention.limits import BLOCK
+from jaxrl.kernels.attention.triton_masks import RangeMask
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.ring_attention.blocks import ranges_of_rows, ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
@@ -45,14 +46,15 @@ def ring_triton(
     window: int | Int[Array, ""],
     visibility: Visibility | None = None,
     interpret: bool = False,
+    block: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(q kᵀ * scale)) v; each device keeps its queries.
 
-    `interpret` emulates the kernels with XLA on any backend. Raises NotImplementedError without a
-    GPU and for head widths that are not a power of two.
+    `interpret`, `block` and errors are those of `attention_triton`.
     """
     triton.check_triton(q, interpret)
-    attend = functools.partial(ring_in_blocks, TritonBlocks(triton.Kernels(spec, interpret)))
+    kernels = triton.Kernels(spec, interpret, block)
+    attend = functools.partial(ring_in_blocks, TritonBlocks(kernels))
     return shard_ring(
         attend,
         q,

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from jaxrl.kernels.attention.limits import BLOCK
 from jaxrl.kernels.grouped_matmul.tiles import SHARED_TILES
 from jaxrl.planner.compiled.hlo import Shape
 
@@ -26,8 +27,8 @@ BLOCK_WORK = {
 }
 CUDNN = re.compile("cudnn_attention_(fwd|bwd)")
 CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes the scores
-# Tokens of the blocks that a GPU computes at a time: two blocks of 64 on each of 132 cores.
-IN_FLIGHT = 2 * 132 * 64
+# Tokens of the blocks that a GPU computes at a time: one of 128 or two of 64 on each of 132 cores.
+IN_FLIGHT = 132 * 128
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 GROUPED = re.compile(r"grouped_matmul_(rows|weights)_(\d+)x(\d+)")  # and the size of a tile
 
@@ -52,7 +53,8 @@ def attention_work(
     """Training attention (kernels/attention/splash.py, triton.py); a query attends to `keys`.
 
     `keys` is an average. A block of queries visits whole blocks of keys: on average an extra half
-    block at its own end, and half a block at the start of its segment, once per head.
+    of the block at its own end, and half a block of keys at the start of its segment, once per
+    head. In the gradient of keys, a block of keys visits blocks of queries.
 
     What blocks read again comes from an L2 cache that holds it for the blocks computed at a time.
     These belong to one head after the other, and the last head is counted whole.
@@ -64,7 +66,9 @@ def attention_work(
     per_block, q = operands[0], operands[q_index]
     T = q.dims[1]  # of [N, T, H] (splash: one row) or [B, T, N, H]
     block = T / per_block.dims[1]
-    macs = math.prod(q.dims) * min(keys + block, (T + block) / 2)  # of one matrix product
+    visited = BLOCK if match[1] == "packed_attention" else block
+    visits = min(keys + (block + visited) / 2, (T + block) / 2)
+    macs = math.prod(q.dims) * visits  # of one matrix product
     sizes = [operands[i].bytes / math.prod(operands[i].dims) for i in reread if operands[i].in_hbm]
     flops, read_again = 2 * products * macs, sum(sizes) * macs / block
     working_set = (IN_FLIGHT + T) * q.dims[-1] * sum(sizes)
