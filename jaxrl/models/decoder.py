@@ -22,9 +22,10 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.cpu.skinny_matmul import matmul
 from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
-from jaxrl.models.layers.moe import MoE, RouterLoad
+from jaxrl.models.layers.moe import MoE, RouterLoad, keeps_stack
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate, rotations
 from jaxrl.models.layers.tables import table_adapters
@@ -282,9 +283,20 @@ def run_layers(
     (jaxrl/config/remat.py).
     """
     if model.cfg.stacked:
-        layers = stacked_layers(model, rules)
+        (layer, *rest), experts = stacked_layers(model, rules), None
+        if state is not None and model.cfg.E and keeps_stack(rules):
+            layer, experts = _without_experts(layer)
         return scan_layers(
-            model.cfg, layers, x, positions, attend, state, live=live, rules=rules, remat=remat
+            model.cfg,
+            (layer, *rest),
+            x,
+            positions,
+            attend,
+            state,
+            experts=experts,
+            live=live,
+            rules=rules,
+            remat=remat,
         )
     per_layer = _rotations(model.cfg)
 
@@ -334,6 +346,7 @@ def scan_layers(
     attend: Attend,
     state: Any,
     *,
+    experts: dict[str, ExpertMatrix] | None = None,
     live: Live,
     rules: Rules,
     remat: str,
@@ -342,6 +355,10 @@ def scan_layers(
     """`run_layers` over all or some of the layers of `stacked_layers`.
 
     `in_loop`: the same layers run several times, in a loop. Their weights are gathered every time.
+
+    `experts` are the experts' matrices of all L layers, which `layers` then lack. The scan slices
+    what it scans, and a slice that a custom call reads is a copy: in decode, of every expert of a
+    layer, also of those without a token.
     """
     traced_windows = any(cfg.windows)
 
@@ -353,6 +370,8 @@ def scan_layers(
         def body(carry, per_layer):
             (x, state), (layer, rotation, window, layer_index) = carry, per_layer
             window = window if traced_windows else 0
+            if experts is not None:
+                layer = _with_experts(layer, experts, layer_index)
             x, state, load = layer_fn(layer, x, rotation, window, layer_index, state)
             return (x, state), load
 
@@ -360,6 +379,22 @@ def scan_layers(
 
     (x, state), load = scan_remat(step, (x, state), layers, parse_remat(remat))
     return x, state, load
+
+
+def _without_experts(layers: Layer) -> tuple[Layer, dict[str, ExpertMatrix]]:
+    """(stacked layers without the matrices of their experts, these matrices)."""
+    assert isinstance(layers.mlp, MoE)
+    new = jax.tree.map(lambda leaf: leaf, layers)
+    new.mlp, experts = layers.mlp.take_stack()
+    return new, experts
+
+
+def _with_experts(layer: Layer, experts: dict[str, ExpertMatrix], index: Int[Array, ""]) -> Layer:
+    """The layer `index`, whose experts are in the stack of all layers."""
+    assert isinstance(layer.mlp, MoE)
+    new = jax.tree.map(lambda leaf: leaf, layer)
+    new.mlp = layer.mlp.with_stack(experts, index)
+    return new
 
 
 def _rotations(cfg: DecoderConfig) -> Rotation:

@@ -21,6 +21,7 @@ from jaxrl.planner.compiled.kernels import (
     KernelWork,
     attention_work,
     cudnn_work,
+    grouped_tpu_work,
     grouped_work,
     paged_work,
 )
@@ -172,8 +173,9 @@ def kernel_costs(
         keys = _segment_len(program, programs, lengths) / 2
         keys /= n_places if "ring_attention" in op_name else 1
         packed = attention_work(op_name, operands, results, keys=keys, l2_cache_bytes=l2_bytes)
+        cudnn = cudnn_work(op_name, operands, results, keys=keys)
         grouped = grouped_work(op_name, operands, results, l2_cache_bytes=l2_bytes)
-        return paged or packed or grouped or cudnn_work(op_name, operands, results, keys=keys)
+        return paged or packed or cudnn or grouped or grouped_tpu_work(op_name, operands, results)
 
     return work
 

@@ -50,6 +50,19 @@ def test_logprobs_are_bitwise_the_trainers(one_device, family, temperature):
         assert np.min(row) < -1  # sharper distributions would make any two agree
 
 
+@pytest.mark.bitwise
+@pytest.mark.thorough
+def test_logprobs_of_experts_in_a_stack_are_bitwise_the_trainers(one_device):
+    """The engine reads them in the stack; the trainer slices layers."""
+    cfg = dataclasses.replace(FAMILIES["qwen3_moe"], stacked=True)
+    params = make_params(cfg)
+    requests = make_requests(8)
+    results = run(make_engine(cfg), params, requests)
+    want = trainer_logps(cfg, params, requests, results)
+    for (_, logps, _), row in zip(results, want, strict=True):
+        np.testing.assert_array_equal(np.array(logps, np.float32), row)
+
+
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
 def test_greedy_tokens_are_the_full_forwards_argmax(one_device, family):
     cfg = FAMILIES[family]

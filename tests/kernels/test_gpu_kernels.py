@@ -136,6 +136,19 @@ def test_training_attention_of_cudnn_compiles(sizes, heads, window):
     assert workspace <= SLOT_BYTES and 0 < kept < 4 * B * N * T * T / mesh.size / 8  # of the scores
 
 
+def test_a_grouped_product_of_one_layer_copies_no_matrix():
+    L, E, M, D, F = 4, 128, 2048, 2048, 768
+    with jax.set_mesh(make_mesh(topology("h100:1").devices)):
+        x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((M, D), (L, E, F, D)))
+        sizes, layer = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((E,), ()))
+        multiply = jax.jit(lambda x, w, sizes, layer: grouped_matmul(x, w, sizes, layer=layer))
+        compiled = multiply.lower(x, w, sizes, layer).compile()
+    cost = program_cost(compiled.as_text(), kernels=grouped_work)
+    assert cost.total_flops == 2 * M * D * F
+    assert cost.bytes_accessed == pytest.approx(2 * (E * F * D + M * (D + F)), rel=1e-3)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+
+
 @pytest.mark.parametrize(
     ("shape", "dtypes"),
     [

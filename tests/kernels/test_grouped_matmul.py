@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
 from jaxrl.kernels.grouped_matmul.blocks import block_rows
+from jaxrl.kernels.grouped_matmul.stack import grouped_matmul_stack
 from jaxrl.kernels.grouped_matmul.tiles import (
     MAX_HEIGHT,
     SHARED_TILES,
@@ -66,6 +68,33 @@ def test_value_and_gradients_equal_the_reference(name, groups):
     want = value_and_grads(x, w, sizes, dy, "reference")
     for a, b in zip(value_and_grads(x, w, sizes, dy, name), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()) + 1e-30)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", ["blocks", "ragged_dot", "reference", "triton", "stack"])
+def test_a_layer_of_a_stack_gives_the_product_of_its_matrices(name, groups):
+    x, w, _ = problem()
+    stack = jnp.stack([jnp.full_like(w, jnp.nan), w, jnp.full_like(w, jnp.nan)])
+    sizes = jnp.array(GROUPS[groups], jnp.int32)
+    stack_kernel = functools.partial(grouped_matmul_stack, interpret=True)
+    multiply = stack_kernel if name == "stack" else multiplier(name)
+    y = jax.jit(multiply)(x, stack, sizes, layer=jnp.int32(1))
+    want = grouped_matmul(x, w, sizes, implementation="reference")
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "F", "groups"), [(300, 40, (0, 7, 190, 0, 40, 1)), (5, 128, (5, 0, 0, 0, 0, 0))]
+)
+def test_the_tpu_kernel_of_a_stack_reads_no_memory_that_it_has_not_written(n_rows, F, groups):
+    """Emulated with a TPU's memories, which start with NaN; the last tile of rows is partial."""
+    x = jax.random.normal(jax.random.key(0), (n_rows, D), jnp.bfloat16)
+    w = jax.random.randint(jax.random.key(1), (2, E, F, D), -128, 128, jnp.int8)
+    sizes = jnp.array(groups, jnp.int32)
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan")
+    y = grouped_matmul_stack(x, w, sizes, jnp.int32(1), interpret=interpret)
+    want = grouped_matmul(x, w[1], sizes, implementation="reference")
+    np.testing.assert_allclose(y.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7, atol=1)
 
 
 @pytest.mark.parametrize("name", ["blocks", "ragged_dot", "triton"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.topology import topology
-from sharding import DECODE, RING, TRAIN, ULYSSES, make_mesh
+from sharding import DECODE, REPLICAS, RING, TRAIN, ULYSSES, make_mesh
 from tests.kernels.abstract_arrays import abstract
 from tests.kernels.compiled_attention import check_compiled_gradients
 
@@ -139,6 +140,37 @@ def test_an_engine_with_quantized_pages_compiles(chips, kv_dtype):
             moved = program_cost(text, lambda loop: 1.0).bytes_accessed
             assert moved < pool, kind  # the scales, a 33rd of it, are copied to another layout
             assert compiled.memory_analysis().temp_size_in_bytes < pool / 8, kind
+
+
+@pytest.mark.parametrize(
+    ("chips", "sizes", "dtype"),
+    [
+        ("v5p:2x2x1", dict(replica=2, tensor=2), ""),
+        pytest.param("v5e:2x2", dict(replica=4), "int8", marks=pytest.mark.thorough),
+        pytest.param("v6e:2x2", dict(expert=4), "", marks=pytest.mark.thorough),
+    ],
+)
+def test_decode_copies_no_experts_of_stacked_layers(chips, sizes, dtype):
+    E, D, F, L = 128, 1024, 384, 4  # 192 of F on each of two devices do not fill its lanes
+    attention = dict(N=4, K=4, H=128, V=1024, max_len=512, stacked=True)
+    cfg = DecoderConfig(
+        "qwen3_moe", L=L, D=D, F=F, E=E, top_k=2, F_expert=F, base_dtype=dtype, **attention
+    )
+    rollout = RolloutConfig(max_num_seqs=64, max_num_batched_tokens=512, page_len=128)
+    mesh = make_mesh(topology(chips).devices, **sizes)
+    with jax.set_mesh(mesh):
+        params = abstract_params(decoder_specs(cfg), REPLICAS, jnp.bfloat16, mesh)
+        engine = PagedEngine(cfg, rollout, rules=REPLICAS, dtype=jnp.bfloat16, max_len=512)
+        compiled = engine.runner.lower_largest(params, 64, "decode").compile()
+        e, f = E // mesh.shape["expert"], F // mesh.shape["tensor"]
+    text, one = compiled.as_text(), rf"{e},(?:{f},{D}|{D},{f})"
+    assert not re.findall(rf"= \w+\[(?:1,)?{one}\].*", text)  # of one layer
+    copies = rf"= \w+\[{L},{one}\]\S* (?!parameter|get-tuple-element|bitcast).*"
+    assert not re.findall(copies, text)
+    # gate, up and down; with 4 devices that share experts, for two numbers of rows
+    n_calls = 6 if "expert" in sizes else 3
+    assert len(re.findall(r" custom-call\(.*grouped_matmul_stack", text)) == n_calls
+    assert compiled.memory_analysis().temp_size_in_bytes < L * e * f * D / 4
 
 
 def test_rows_too_long_for_splash_use_blockwise():

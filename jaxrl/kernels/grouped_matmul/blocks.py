@@ -16,18 +16,29 @@ from jaxtyping import Array, Float, Int, Int8
 MIN_ROWS, MAX_ROWS = 8, 128  # of a block; XLA on CPU uses another algorithm for one row
 
 
-@jax.custom_vjp
 def grouped_matmul_blocks(
+    x: Float[Array, "M D"],
+    w: Float[Array, "*L E F D"] | Int8[Array, "*L E F D"],
+    sizes: Int[Array, "E"],
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "M F"]:
+    """Grouped product that reads a group's matrix once per block of its rows, and no other."""
+    if layer is None:
+        return _multiply_layer(x, w, sizes)
+    return _multiply(x, w, sizes, "md,fd->mf", w.shape[-2], layer)
+
+
+@jax.custom_vjp
+def _multiply_layer(
     x: Float[Array, "M D"],
     w: Float[Array, "E F D"] | Int8[Array, "E F D"],
     sizes: Int[Array, "E"],
 ) -> Float[Array, "M F"]:
-    """Grouped product that reads a group's matrix once per block of its rows."""
     return _multiply(x, w, sizes, "md,fd->mf", w.shape[1])
 
 
 def _forward(x, w, sizes):
-    return grouped_matmul_blocks(x, w, sizes), (x, w, sizes)
+    return _multiply_layer(x, w, sizes), (x, w, sizes)
 
 
 def _backward(saved, grad):
@@ -37,19 +48,28 @@ def _backward(saved, grad):
     return dx, None if frozen else _weight_gradient(x, grad, w, sizes), None
 
 
-grouped_matmul_blocks.defvjp(_forward, _backward)
+_multiply_layer.defvjp(_forward, _backward)
 
 
-def _multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, eq: str, n_out: int) -> jax.Array:
+def _multiply(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    eq: str,
+    n_out: int,
+    layer: jax.Array | None = None,
+) -> jax.Array:
     """[M, n_out]: the einsum `eq` of each block of `x` and its group's matrix."""
-    n, m = x.shape[0], block_rows(x.shape[0], w.shape[0])
+    n, m = x.shape[0], block_rows(x.shape[0], sizes.shape[0])
     blocks, total = Blocks(sizes, m), jnp.sum(sizes)
+    matrices = w.reshape(-1, *w.shape[-2:])
+    first = 0 if layer is None else layer * sizes.shape[0]
     x = jnp.pad(x, ((0, m), (0, 0)))  # the last block may reach past the end
 
     def block(i, out):
         group, row, _ = blocks.place(i)
         rows = lax.dynamic_slice_in_dim(x, row, m)
-        matrix = lax.dynamic_index_in_dim(w, group, keepdims=False).astype(x.dtype)
+        matrix = lax.dynamic_index_in_dim(matrices, first + group, keepdims=False).astype(x.dtype)
         y = jnp.einsum(eq, rows, matrix, preferred_element_type=jnp.float32)
         # What reaches into the next group is overwritten by that group's first block.
         y = jnp.where((row + jnp.arange(m) < total)[:, None], y, 0.0).astype(x.dtype)

@@ -43,7 +43,7 @@ class Tile:
 
 
 def tile_of(height: int, device_kind: str) -> Tile:
-    """The tile of this height on a GPU; few rows read long parts of the matrices.
+    """The tile of this height on a GPU; small batches read long parts of the matrices.
 
     A block has 227 KB of shared memory since Hopper, and at least 99 KB before it.
     """

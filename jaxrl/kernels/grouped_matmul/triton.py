@@ -29,8 +29,9 @@ from sharding import target_device_kind
 
 def grouped_matmul_triton(
     x: Float[Array, "M D"],
-    w: Float[Array, "E F D"] | Int8[Array, "E F D"],
+    w: Float[Array, "*L E F D"] | Int8[Array, "*L E F D"],
     sizes: Int[Array, "E"],
+    layer: Int[Array, ""] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "M F"]:
@@ -41,7 +42,9 @@ def grouped_matmul_triton(
     """
     if not interpret:
         check_platform("config.model.grouped_matmul", "triton", "gpu")
-    return _product(interpret, x, w, sizes)
+    if layer is None:
+        return _product(interpret, x, w, sizes)
+    return _multiply_rows(interpret, x, w, sizes, layer, transposed=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -63,9 +66,12 @@ def _backward(interpret: bool, saved, dy):
 _product.defvjp(_forward, _backward)
 
 
-def _multiply_rows(interpret: bool, x, w, sizes, *, transposed: bool) -> jax.Array:
-    """[M, n]: each row times its group's matrix [k, n], or the transpose of [n, k]."""
-    n = w.shape[1 if transposed else 2]
+def _multiply_rows(interpret: bool, x, w, sizes, *layer, transposed: bool) -> jax.Array:
+    """[M, n]: each row times its group's matrix [k, n], or the transpose of [n, k].
+
+    With a `layer`, w is [L, E, ...].
+    """
+    n = w.shape[-2 if transposed else -1]
     tile = tile_of(tile_height(len(x), len(sizes)), target_device_kind())
     rows = row_tiles(sizes, len(x), tile.height)
     return _call(
@@ -75,7 +81,7 @@ def _multiply_rows(interpret: bool, x, w, sizes, *, transposed: bool) -> jax.Arr
         grid=(pl.cdiv(n, tile.width) * len(rows[0]),),
         out=jax.typeof(x).update(shape=(len(x), n)),
         interpret=interpret,
-    )(*rows, x, w)
+    )(*rows, *(one[None] for one in layer), x, w)
 
 
 def _weight_gradient(interpret: bool, x, dy, w, sizes) -> jax.Array:
@@ -124,18 +130,20 @@ def _store(ref, values, row, n_rows, column, n_columns, *, of=()):
 
 
 def _rows_kernel(
-    tile: Tile, group_ref, row_ref, rows_ref, x_ref, w_ref, y_ref, *,
+    tile: Tile, group_ref, row_ref, rows_ref, *refs,
     n_groups: int, transposed: bool,
 ):  # fmt: skip
+    *layer_ref, x_ref, w_ref, y_ref = refs
     (_, k), n = x_ref.shape, y_ref.shape[1]
     i, column = tile_in_order(pl.program_id(0), len(group_ref), pl.cdiv(n, tile.width))
     group, row, column = group_ref[i], row_ref[i], column * tile.width
     end, depth = row + rows_ref[i], tile.depth_bytes // x_ref.dtype.itemsize
+    layer = [ref[0] for ref in layer_ref]
 
     def add(step, total):
         at, width = (step * depth, depth, k), (column, tile.width, n)
         x = _load(x_ref, (row, tile.height, end), at)
-        w = _load(w_ref, group, *((width, at) if transposed else (at, width)))
+        w = _load(w_ref, *layer, group, *((width, at) if transposed else (at, width)))
         return total + plgpu.dot(x, w.astype(x.dtype), trans_b=transposed)
 
     # Rows of no group are zeros.

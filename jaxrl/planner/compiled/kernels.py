@@ -31,6 +31,7 @@ CUDNN_PRODUCTS = {"fwd": 2, "bwd": 5}  # query-key products; backward recomputes
 IN_FLIGHT = 132 * 128
 PAGED = re.compile("ragged_paged_attention|paged_attention_triton")
 GROUPED = re.compile(r"grouped_matmul_(rows|weights)_(\d+)x(\d+)")  # and the size of a tile
+GROUPED_TPU = re.compile("grouped_matmul_stack|ragged-dot-none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +133,32 @@ def grouped_work(
         (_, F, D), dy = results[0].dims, other
         again = (math.ceil(F / height) - 1) * x.bytes + (math.ceil(D / width) - 1) * dy.bytes
         return KernelWork(2.0 * n_rows * F * D, x.dtype, 0.0, again)
-    E, n_columns = other.dims[0], results[0].dims[1]
+    E, n_columns = other.dims[-3], results[0].dims[1]
+    matrix_bytes = other.bytes / math.prod(other.dims[:-2])  # [E, ...] or [L, E, ...]
     n_tiles = math.ceil(n_rows / E / height)  # of a group
-    matrices = min(n_rows, E) * other.bytes / E  # of groups with rows
+    matrices = min(n_rows, E) * matrix_bytes  # of groups with rows
     reads = 1
-    if other.bytes / E > l2_cache_bytes / 2:
+    if matrix_bytes > l2_cache_bytes / 2:
         reads = math.ceil(n_tiles / SHARED_TILES)
     again = (math.ceil(n_columns / width) - 1) * x.bytes + (n_tiles - reads) * matrices
     extra = reads * matrices - other.bytes
     return KernelWork(2.0 * n_rows * depth * n_columns, x.dtype, extra, again)
+
+
+def grouped_tpu_work(
+    op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
+) -> KernelWork | None:
+    """Grouped products on TPU: XLA's kernel, and kernels/grouped_matmul/stack.py.
+
+    x [M, D] by w [E, F, D] or [L, E, F, D], or in backward x by dy [M, F]. All rows count. Of w,
+    every matrix of one layer is read, or as many as there are rows.
+    """
+    if not GROUPED_TPU.search(op_name):
+        return None
+    x, w = operands[-2:]
+    n_out, read = w.dims[1], 1.0
+    if len(w.dims) > 2:
+        n_out = results[0].dims[1]
+        read = min(w.dims[-3], x.dims[0]) / math.prod(w.dims[:-2])
+    unread_bytes = (1 - read) * w.bytes if w.in_hbm else 0.0
+    return KernelWork(2.0 * math.prod(x.dims) * n_out, x.dtype, -unread_bytes)

@@ -1,4 +1,4 @@
-"""Adapters of experts: that a mesh, a quantized base and merging change no number."""
+"""Experts: that a mesh, adapters, a quantized base and merging change no number, nor a stack."""
 
 import dataclasses
 import functools
@@ -11,17 +11,23 @@ import pytest
 
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.kernels.grouped_matmul import triton
+from jaxrl.models import decoder
+from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import init_model, restrict
-from jaxrl.models.layers.moe import ExpertMatrix, local_experts, route
+from jaxrl.models.decoder import decoder_specs, init_model, restrict
+from jaxrl.models.layers.experts import ExpertMatrix, local_experts
+from jaxrl.models.layers.moe import route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters
+from jaxrl.models.paged import forward_paged
+from jaxrl.models.quantize import map_matrices, quantize_matrix
+from jaxrl.models.spec import abstract_params
 from sharding import make_mesh
-from sharding.rules import TRAIN
+from sharding.rules import DECODE, TRAIN
 from tests.marks import graded
 from tests.models.test_adapter_stack import hidden
 from tests.models.test_quantize import filled, numbers
 
-MIXTURE = DecoderConfig("qwen3_moe", L=2, D=16, N=4, K=2, H=8, F=24, V=32, E=4, top_k=2, F_expert=8)
+MIXTURE = DecoderConfig("qwen3_moe", L=2, D=16, N=4, K=2, H=8, F=24, V=32, E=8, top_k=2, F_expert=8)
 TOKENS = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) % 32
 
 
@@ -73,6 +79,55 @@ def test_the_gpu_kernel_type_checks_on_a_mesh(monkeypatch):
         gradient = jax.grad(lambda model: jnp.sum(hidden(model, TOKENS)))
         found = jax.make_jaxpr(gradient)(model)
     assert all(f"grouped_matmul_{name}" in str(found) for name in ("rows", "weights"))
+
+
+def paged_hidden(model):
+    """Hidden states of two rows of the engine."""
+    cache, table = init_cache(model.cfg, 4, 64, jnp.float32, DECODE), jnp.array([[0, 1], [2, 3]])
+    positions = jnp.array([np.arange(5), [0, 1, 2, -1, -1]])
+    tokens = jnp.asarray(TOKENS[:2, :5])
+    return forward_paged(model, tokens, positions, cache, table, rules=DECODE)[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "whole"), [({}, True), (dict(expert=2, tensor=2), True), (dict(fsdp=2), False)]
+)
+def test_a_scan_of_the_engine_slices_only_experts_that_it_gathers(sizes, whole):
+    """A gather of a whole stack would be one of all layers, in every layer."""
+    cfg = dataclasses.replace(MIXTURE, stacked=True)
+    with jax.set_mesh(make_mesh(**sizes)):
+        mesh = jax.sharding.get_mesh()
+        model = abstract_params(decoder_specs(cfg), DECODE, jnp.float32, mesh)
+        made = jax.make_jaxpr(paged_hidden)(model)
+    (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
+    shapes = [aval.shape for aval in scan.params["jaxpr"].in_avals]
+    assert [shapes.count((*lead, 8, 8, 16)) for lead in ((2,), ())] == ([2, 0] if whole else [0, 2])
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize(
+    ("dtype", "init", "sizes"),
+    graded(
+        [
+            ("", "default", {}),
+            ("int8", "pissa", {}),
+            ("nf4", "default", {}),
+            ("", "pissa", dict(expert=2, tensor=2)),
+            ("int8", "default", dict(expert=4)),
+        ],
+        default=[("", "default", {})],
+    ),
+)
+def test_experts_in_the_stack_give_the_bits_of_sliced_ones(dtype, init, sizes, monkeypatch):
+    with jax.set_mesh(make_mesh(**sizes)):
+        model = model_of(init, stacked=True)
+        if dtype:
+            model = map_matrices(lambda w, n: quantize_matrix(w, n, dtype, jnp.float32), model)
+        y = jax.jit(lambda model: paged_hidden(model))(model)
+        monkeypatch.setattr(decoder, "keeps_stack", lambda rules: False)
+        want = jax.jit(lambda model: paged_hidden(model))(model)
+    np.testing.assert_array_equal(y, want)
+    assert np.abs(np.asarray(y)[0]).max() > 0.1
 
 
 @pytest.mark.bitwise

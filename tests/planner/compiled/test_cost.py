@@ -1,6 +1,7 @@
 """Costs read from compiled programs: jaxrl/planner/compiled/cost.py, hlo.py and kernels.py."""
 
 import functools
+import math
 import re
 
 import jax
@@ -9,7 +10,13 @@ import pytest
 
 from jaxrl.planner.compiled.cost import program_cost, replica_group
 from jaxrl.planner.compiled.hlo import parse
-from jaxrl.planner.compiled.kernels import attention_work, cudnn_work, grouped_work, paged_work
+from jaxrl.planner.compiled.kernels import (
+    attention_work,
+    cudnn_work,
+    grouped_tpu_work,
+    grouped_work,
+    paged_work,
+)
 
 FLOAT = 4
 
@@ -411,6 +418,34 @@ def test_gpu_paged_attention_reads_the_pages_of_its_rows():
     table, numbers, mixed = 2048 + 2 * R + 1 + R * M, parts * R * K * M, parts * R * K * M * H
     pages = R * keys * K * H
     assert cost.bytes_accessed == 4 * (table + numbers + mixed) + 2 * R * K * M * H + 2 * 2 * pages
+
+
+@pytest.mark.parametrize(
+    ("name", "w", "result", "matrices"),
+    [  # of 8 matrices of a layer, of which 64 rows read all
+        ("ragged_dot_general/ragged-dot-none", (8, 96, 32), (64, 96), 8),
+        ("grouped_matmul_stack/pallas_call", (5, 8, 96, 32), (64, 96), 8),
+        ("grouped_matmul_stack/pallas_call", (5, 128, 96, 32), (64, 96), 64),
+        ("ragged_dot_general/ragged-dot-none", (64, 96), (8, 32, 96), None),  # backward, of w
+    ],
+)
+def test_grouped_products_read_the_matrices_of_one_layer(name, w, result, matrices):
+    operand = ",".join(map(str, w))
+    out = ",".join(map(str, result))
+    text = f"""
+ENTRY %main () -> f32[] {{
+  %n = s32[8]{{0}} parameter(0)
+  %x = bf16[64,32]{{1,0}} parameter(1)
+  %w = bf16[{operand}] parameter(2)
+  ROOT %call = f32[{out}] custom-call(%n, %x, %w), custom_call_target="tpu_custom_call", \
+metadata={{op_name="jit(f)/{name}"}}
+}}"""
+    cost = program_cost(text.replace("\\\n", ""), kernels=grouped_tpu_work)
+    assert cost.flops == {"bf16": 2 * 64 * 32 * 96}
+    read = 64 * 96 if matrices is None else matrices * 96 * 32
+    assert cost.bytes_accessed == 4 * 8 + 2 * 64 * 32 + 2 * read + 4 * math.prod(result)
+    other = text.replace(name, "ragged-dot-metadata")
+    assert program_cost(other, kernels=grouped_tpu_work).total_flops == 0
 
 
 def test_text_without_an_entry_computation_is_rejected():
