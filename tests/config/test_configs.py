@@ -49,6 +49,7 @@ DEVICES = {
     "grpo_70b_longctx": 256,
     "grpo_llama_70b_longctx": 128,
     "grpo_30b_a3b": 64,
+    "grpo_30b_a3b_h100": 64,
 }
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
 INTS = ("tokens", "targets", "segments", "positions", "until", "copies")

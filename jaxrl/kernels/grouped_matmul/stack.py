@@ -60,9 +60,7 @@ def grouped_matmul_stack(
             ],
             out_specs=pl.BlockSpec((m, n), lambda f, i, *s: (s[-1][i], f)),
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            (M, F), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
-        ),
+        out_shape=jax.typeof(x).update(shape=(M, F)),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=2 * block_bytes + product_bytes + SPARE_BYTES,
