@@ -41,7 +41,7 @@ class Kernels:
         return self.block or own_block(q, n_tokens)
 
     def scores(self, products, visible):
-        """Of products of queries and keys; MASKED if invisible."""
+        """Scores from products of queries and keys; MASKED if invisible."""
         return jnp.where(visible, self.spec.scores(products), MASKED)
 
     def gradients(self, products, d_weights, norm, delta, visible):
