@@ -24,7 +24,6 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 ENTRY = re.compile(r"python -m jaxrl\.(\w+)")
 SHORT = (  # overrides that make a run of the tiny model take seconds; its tokens are bytes
-    "--config.mesh.fsdp=1",
     "--config.data.prompts_per_step=2",
     "--config.data.val_max_samples=2",
     "--config.data.max_prompt_len=640",
@@ -108,6 +107,7 @@ def test_every_command_of_a_tutorial_runs(page, tmp_path, long_model, xla_cache)
             if "--config.model.path" not in command:  # else it continues from an earlier run
                 words.append(f"--config.model.path={long_model}")
         if entry in ("train", "sft", "dpo"):
+            words.append("--config.mesh.fsdp=1")  # a plan is for the devices that it names
             n_runs += 1  # a command that resumes a run has a step to do
             words.append(f"--config.total_steps={n_runs}")
         if entry == "evaluate":
