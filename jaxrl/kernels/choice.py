@@ -18,6 +18,11 @@ ONLY_ON = {"splash": "tpu", "ragged": "tpu", "triton": "gpu", "cudnn": "gpu"}  #
 SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300")
 
 
+def is_since_hopper(device_kind: str) -> bool:
+    """Whether JAX's name of a GPU is one of a data center, of the Hopper generation or newer."""
+    return any(chip in device_kind for chip in SINCE_HOPPER)
+
+
 def choose(
     key: str,
     name: str | None,

@@ -104,13 +104,13 @@ def seen_by_ranges(
     *,
     block: int,
     n_keys: int,
-    n_queries: int = 0,
+    query_block: int | None = None,
 ) -> Bool[Array, "*B n m"]:
     """Whether a query of each block sees a key of each of the blocks of `n_keys` keys.
 
-    Blocks have `block` tokens, those of queries `n_queries` unless it is 0.
+    Blocks have `block` tokens; those of queries `query_block`, if given.
     """
-    first, last = (a.reshape(*a.shape[:-1], -1, n_queries or block, 1) for a in (first, last))
+    first, last = (a.reshape(*a.shape[:-1], -1, query_block or block, 1) for a in (first, last))
     j = jnp.arange(n_keys // block, dtype=jnp.int32)
     return jnp.any((first // block <= j) & (j <= last // block) & (first <= last), axis=-2)
 

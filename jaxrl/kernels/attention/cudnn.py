@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
-from jaxrl.kernels.choice import SINCE_HOPPER, check_platform
+from jaxrl.kernels.choice import check_platform, is_since_hopper
 from jaxrl.kernels.shard_attention import shard_attention
 from jaxrl.kernels.visibility import Visibility, check_separate
 from sharding import target_device_kind
@@ -78,7 +78,7 @@ def unsupported_by_cudnn(
 def unsupported_gpu() -> str | None:
     """The GPU of the current mesh if it is not known to have cuDNN's packed layout."""
     kind = target_device_kind()
-    return None if any(chip in kind for chip in SINCE_HOPPER) else kind
+    return None if is_since_hopper(kind) else kind
 
 
 def attention_cudnn(

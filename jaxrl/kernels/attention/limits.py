@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxrl.kernels.choice import SINCE_HOPPER
+from jaxrl.kernels.choice import is_since_hopper
 from sharding import target_device_kind
 
 BLOCK, OWN_BLOCK = 64, 128  # tokens of a block of Triton's kernels: see `own_block`
@@ -31,5 +31,4 @@ def own_block(q: jax.Array, n_tokens: int) -> int:
     most 128.
     """
     fits = q.shape[-1] <= 128 and q.dtype.itemsize == 2 and not n_tokens % OWN_BLOCK
-    large = any(chip in target_device_kind() for chip in SINCE_HOPPER)
-    return OWN_BLOCK if fits and large else BLOCK
+    return OWN_BLOCK if fits and is_since_hopper(target_device_kind()) else BLOCK

@@ -49,7 +49,7 @@ class RangeMask:
 
     def query_blocks(self, n: int, own: int) -> tuple[jax.Array, jax.Array]:
         """First query block that sees a key of each `own`, and the one after the last; [B, n]."""
-        seen = seen_by_ranges(self.first, self.last, n_queries=BLOCK, block=own, n_keys=n * own)
+        seen = seen_by_ranges(self.first, self.last, query_block=BLOCK, block=own, n_keys=n * own)
         i = jnp.arange(seen.shape[1], dtype=jnp.int32)[:, None]
         begin = jnp.min(jnp.where(seen, i, seen.shape[1]), axis=1)
         return begin, jnp.max(jnp.where(seen, i + 1, 0), axis=1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxrl.kernels.choice import SINCE_HOPPER
+from jaxrl.kernels.choice import is_since_hopper
 from jaxrl.kernels.grouped_matmul.blocks import Blocks
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows of a tile; the minimum is that of a tensor core
@@ -51,7 +51,7 @@ def tile_of(height: int, device_kind: str) -> Tile:
         return Tile(height, 128, depth_bytes=256, warps=4, stages=2)
     if height < MAX_HEIGHT:
         return Tile(height, 128, warps=4)
-    if any(chip in device_kind for chip in SINCE_HOPPER):
+    if is_since_hopper(device_kind):
         return Tile(height, 256, stages=4)
     return Tile(height, 128)
 

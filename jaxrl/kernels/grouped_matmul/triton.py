@@ -110,23 +110,24 @@ def _call(kernel, name: str, tile: Tile, *, grid: tuple[int, ...], out, interpre
     )
 
 
-def _load(ref, *index):
-    """A tile of `ref`, with zeros outside: an index is a number, or (start, length, limit)."""
+def _tile(ref, *index):
+    """(tile of `ref`, what of it is inside); an index is a number, or (start, length, limit)."""
     ranges = [one for one in index if isinstance(one, tuple)]
     at = [pl.ds(one[0], one[1]) if isinstance(one, tuple) else one for one in index]
     inside = [start + jnp.arange(length) < limit for start, length, limit in ranges]
-    return plgpu.load(ref.at[*at], mask=inside[0][:, None] & inside[1][None], other=0)
+    return ref.at[*at], inside[0][:, None] & inside[1][None]
 
 
-def _store(ref, values, row, n_rows, column, n_columns, *, of=()):
-    """Writes the rows and columns of a tile that are inside `n_rows` and `n_columns`."""
-    height, width = values.shape
-    inside = row + jnp.arange(height) < n_rows, column + jnp.arange(width) < n_columns
-    plgpu.store(
-        ref.at[*of, pl.ds(row, height), pl.ds(column, width)],
-        values.astype(ref.dtype),
-        mask=inside[0][:, None] & inside[1][None],
-    )
+def _load(ref, *index):
+    """A tile of `ref`, with zeros outside."""
+    tile, inside = _tile(ref, *index)
+    return plgpu.load(tile, mask=inside, other=0)
+
+
+def _store(values, ref, *index):
+    """Writes the part of a tile of `ref` that is inside."""
+    tile, inside = _tile(ref, *index)
+    plgpu.store(tile, values.astype(ref.dtype), mask=inside)
 
 
 def _rows_kernel(
@@ -139,18 +140,19 @@ def _rows_kernel(
     group, row, column = group_ref[i], row_ref[i], column * tile.width
     end, depth = row + rows_ref[i], tile.depth_bytes // x_ref.dtype.itemsize
     layer = [ref[0] for ref in layer_ref]
+    rows, columns = (row, tile.height, end), (column, tile.width, n)
 
     def add(step, total):
-        at, width = (step * depth, depth, k), (column, tile.width, n)
-        x = _load(x_ref, (row, tile.height, end), at)
-        w = _load(w_ref, *layer, group, *((width, at) if transposed else (at, width)))
+        at = step * depth, depth, k
+        x = _load(x_ref, rows, at)
+        w = _load(w_ref, *layer, group, *((columns, at) if transposed else (at, columns)))
         return total + plgpu.dot(x, w.astype(x.dtype), trans_b=transposed)
 
     # Rows of no group are zeros.
     has_rows = (group < n_groups) & (end > row)
     steps = jnp.where(has_rows, jnp.int32(pl.cdiv(k, depth)), jnp.int32(0))
     total = lax.fori_loop(0, steps, add, jnp.zeros((tile.height, tile.width), jnp.float32))
-    _store(y_ref, total, row, end, column, n)
+    _store(total, y_ref, rows, columns)
 
 
 def _weights_kernel(tile: Tile, first_ref, size_ref, x_ref, dy_ref, dw_ref):
@@ -158,13 +160,13 @@ def _weights_kernel(tile: Tile, first_ref, size_ref, x_ref, dy_ref, dw_ref):
     column, row = column * tile.width, row * tile.height
     first, (_, F, D) = first_ref[group], dw_ref.shape
     end, depth = first + size_ref[group], tile.depth_bytes // x_ref.dtype.itemsize
+    rows, columns = (row, tile.height, F), (column, tile.width, D)
 
     def add(step, total):
-        rows = first + step * depth, depth, end
-        dy = _load(dy_ref, rows, (row, tile.height, F))
-        x = _load(x_ref, rows, (column, tile.width, D))
+        at = first + step * depth, depth, end
+        dy, x = _load(dy_ref, at, rows), _load(x_ref, at, columns)
         return total + plgpu.dot(dy, x, trans_a=True)
 
     steps = pl.cdiv(end - first, depth)
     total = lax.fori_loop(0, steps, add, jnp.zeros((tile.height, tile.width), jnp.float32))
-    _store(dw_ref, total, row, F, column, D, of=(group,))
+    _store(total, dw_ref, group, rows, columns)
