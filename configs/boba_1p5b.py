@@ -21,7 +21,7 @@ Minutes and result here: not measured.
 
 from ml_collections import ConfigDict
 
-from configs.bases.boba import boba
+from jaxrl.config.bases.boba import boba
 
 
 def get_config() -> ConfigDict:

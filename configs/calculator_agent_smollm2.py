@@ -13,7 +13,7 @@ right before training, and 31 of 32 after 8 steps (mean reward of a step: 0.27 t
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_episodes
+from jaxrl.config.bases.smollm2 import smollm2_episodes
 
 
 def get_config() -> ConfigDict:

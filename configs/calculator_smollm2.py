@@ -18,7 +18,7 @@ episode 0.33 to 0.95.
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_episodes
+from jaxrl.config.bases.smollm2 import smollm2_episodes
 
 
 def get_config() -> ConfigDict:

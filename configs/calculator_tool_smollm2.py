@@ -10,7 +10,7 @@ result in a `tool` message. The prompt contains one worked example.
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_episodes
+from jaxrl.config.bases.smollm2 import smollm2_episodes
 
 
 def get_config() -> ConfigDict:

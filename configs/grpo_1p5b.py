@@ -13,7 +13,7 @@ time at peak rates.
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import gsm8k_grpo
+from jaxrl.config.bases.math_grpo import gsm8k_grpo
 
 
 def get_config() -> ConfigDict:

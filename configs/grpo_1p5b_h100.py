@@ -11,7 +11,7 @@ the settings of learner.remat.
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import gsm8k_grpo
+from jaxrl.config.bases.math_grpo import gsm8k_grpo
 
 
 def get_config() -> ConfigDict:

@@ -20,7 +20,7 @@ docs/plans/grpo_30b_a3b.v5p-4x4x4.txt.
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import math_grpo
+from jaxrl.config.bases.math_grpo import math_grpo
 
 
 def get_config() -> ConfigDict:

@@ -16,13 +16,15 @@ freed during updates (rollout.release_kv).
 Minutes and result: not measured yet. Its plan is docs/plans/grpo_30b_a3b_h100.h100-64.txt.
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from configs.grpo_30b_a3b import get_config as grpo_30b_a3b
+from jaxrl.config.command_line import load_config
 
 
 def get_config() -> ConfigDict:
-    config = grpo_30b_a3b()
+    config = load_config(str(Path(__file__).with_name("grpo_30b_a3b.py")))
     config.name = "grpo_30b_a3b_h100"
     config.mesh.replica = 8
     config.mesh.fsdp = 8

@@ -18,7 +18,7 @@ Minutes and result: not measured. docs/plans/ has the plan: memory, and the time
 
 from ml_collections import ConfigDict
 
-from configs.bases.long_context import long_context_grpo
+from jaxrl.config.bases.long_context import long_context_grpo
 
 
 def get_config() -> ConfigDict:

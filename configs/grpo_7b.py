@@ -22,7 +22,7 @@ the chips' peak rates, and 71 s with kernels one after the other.
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import math_grpo
+from jaxrl.config.bases.math_grpo import math_grpo
 
 
 def get_config() -> ConfigDict:

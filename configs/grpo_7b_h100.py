@@ -18,13 +18,15 @@ Minutes and result: not measured yet. By its plan (docs/plans/grpo_7b_h100.h100-
 compares meshes and settings of learner.remat.
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from configs.grpo_7b import get_config as grpo_7b
+from jaxrl.config.command_line import load_config
 
 
 def get_config() -> ConfigDict:
-    config = grpo_7b()
+    config = load_config(str(Path(__file__).with_name("grpo_7b.py")))
     config.name = "grpo_7b_h100"
     config.mesh.replica = 8
     config.mesh.fsdp = 8

@@ -23,7 +23,7 @@ Minutes and result here: not measured.
 
 from ml_collections import ConfigDict
 
-from configs.bases.long_context import long_context_grpo
+from jaxrl.config.bases.long_context import long_context_grpo
 
 
 def get_config() -> ConfigDict:

@@ -16,7 +16,7 @@ busy core; mean reward of their 64 responses 0.016 and 0.047.
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_gsm8k
+from jaxrl.config.bases.smollm2 import smollm2_gsm8k
 
 
 def get_config() -> ConfigDict:

@@ -14,7 +14,7 @@ numbers before training and 0.50 after four steps; mean reward of the steps 0.19
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_episodes
+from jaxrl.config.bases.smollm2 import smollm2_episodes
 
 
 def get_config() -> ConfigDict:

@@ -16,7 +16,7 @@ updates).
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import math_grpo
+from jaxrl.config.bases.math_grpo import math_grpo
 
 
 def get_config() -> ConfigDict:

@@ -12,7 +12,7 @@ before training, 0.61 after 24 steps, 0.77 after 48, 0.84 after 72.
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2
+from jaxrl.config.bases.smollm2 import smollm2
 
 
 def get_config() -> ConfigDict:

@@ -10,13 +10,15 @@ with 54 % of the planned memory (python -m jaxrl.plan) and 3.6 % of the optimize
 weights; the whole process on CPU, with Python and the compiler, had 77 % (docs/LOG.md).
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from configs.quickstart import get_config as quickstart
+from jaxrl.config.command_line import load_config
 
 
 def get_config() -> ConfigDict:
-    config = quickstart()
+    config = load_config(str(Path(__file__).with_name("quickstart.py")))
     config.name = "quickstart_lora"
     config.lora.rank = 16
     config.lora.alpha = 32.0

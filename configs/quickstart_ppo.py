@@ -11,13 +11,15 @@ Minutes and result: measured for the first 48 steps, with validation every 12
 at best on one core, 8 GB of memory.
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from jaxrl.config.command_line import load_config
 
 
 def get_config() -> ConfigDict:
-    config = quickstart.get_config()
+    config = load_config(str(Path(__file__).with_name("quickstart.py")))
     config.name = "quickstart_ppo"
     config.algorithm.advantage = "gae"
     config.critic.lr = 1e-5

@@ -15,7 +15,7 @@ Minutes and result: not measured yet. The plan for the slice, with answers of ma
 
 from ml_collections import ConfigDict
 
-from configs.bases.preference import preference_7b
+from jaxrl.config.bases.preference import preference_7b
 
 
 def get_config() -> ConfigDict:

@@ -13,7 +13,7 @@ after 3 steps, 1.22 after 6.
 
 from ml_collections import ConfigDict
 
-from configs.bases.smollm2 import smollm2_gsm8k
+from jaxrl.config.bases.smollm2 import smollm2_gsm8k
 
 
 def get_config() -> ConfigDict:

@@ -207,16 +207,21 @@ def _python(text: str) -> Any:
         return text
 
 
+def shipped_file(name: str) -> pathlib.Path:
+    """Where a file of the repository's configs/ is, in a clone and in an installed package."""
+    package = pathlib.Path(jaxrl.__path__[0])
+    installed = package / name  # the wheel has configs/ inside the package
+    return installed if installed.exists() else package.parent / name
+
+
 def _find(name: str) -> pathlib.Path:
-    path = pathlib.Path(name)
-    installed = pathlib.Path(jaxrl.__path__[0]).parent / name
-    for candidate in (path, installed):
+    path, shipped = pathlib.Path(name), shipped_file(name)
+    for candidate in (path, shipped):
         if candidate.is_file():
             return candidate
-    shipped = sorted(
-        file.name for file in (installed.parent).glob("*.py") if file.name != "__init__.py"
-    )
-    hint = f"; {installed.parent.name}/ has {', '.join(shipped)}" if shipped else ""
+    folder = shipped_file(str(path.parent))
+    known = sorted(file.name for file in folder.glob("*.py"))
+    hint = f"; {folder.name}/ has {', '.join(known)}" if known else ""
     raise FileNotFoundError(f"there is no config file {name}{hint}")
 
 

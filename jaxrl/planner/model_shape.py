@@ -2,11 +2,11 @@
 
 import pathlib
 
-import jaxrl
+from jaxrl.config.command_line import shipped_file
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_config import read_decoder_config
 
-SHAPES = pathlib.Path(jaxrl.__path__[0]).parent / "configs" / "shapes"
+SHAPES = shipped_file("configs/shapes")
 
 
 def model_shape(

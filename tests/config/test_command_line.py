@@ -1,5 +1,8 @@
 """Tests of jaxrl/config/command_line.py and jaxrl/config/docs.py."""
 
+import subprocess
+import sys
+
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -134,6 +137,21 @@ def test_a_config_file_sets_names_in_a_mapping(config_file):
     override_ = "--config.data.template_kwargs.enable_thinking=low"  # of another type
     found = parsed(config_file(line), override_)
     assert found.data.template_kwargs == {"enable_thinking": "low"}
+
+
+def test_shipped_configs_load_next_to_a_package_of_the_user_with_their_name(tmp_path):
+    """A run starts in the user's folder, which Python searches first."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").touch()
+    code = (
+        "from jaxrl.config.command_line import load_config, shipped_file\n"
+        "for path in shipped_file('configs').glob('*.py'): load_config(f'configs/{path.name}')\n"
+        "print(load_config('configs/quickstart_lora.py').lora.rank)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "16\n", done.stderr
 
 
 def test_a_missing_config_file_is_one_message():

@@ -51,7 +51,7 @@ DEVICES = {
     "grpo_30b_a3b": 64,
     "grpo_30b_a3b_h100": 64,
 }
-FILES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")
+FILES = sorted(path.stem for path in CONFIGS.glob("*.py"))
 INTS = ("tokens", "targets", "segments", "positions", "until", "copies")
 # Number of parameters of the model that a config names.
 LARGE = {"grpo_7b": 7_615_616_512, "grpo_30b_a3b": 30_532_122_624}

@@ -55,7 +55,9 @@ def test_the_wheel_has_every_file_that_a_run_reads(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     listed = run("git", "ls-files", "jaxrl", "sharding", "configs", cwd=ROOT).split()
     assert len(listed) > 200
-    assert not set(listed) - inside
+    placed = {f"jaxrl/{name}" if name.startswith("configs/") else name for name in listed}
+    assert not placed - inside
+    assert not any(name.startswith("configs/") for name in inside)  # a common name of user folders
     suffixes = {Path(name).suffix for name in inside}
     assert {".py", ".c", ".h", ".jinja", ".json", ".html", ".css", ".js"} <= suffixes
 
@@ -74,6 +76,8 @@ def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_mode
 
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "my_run.py").write_text(MY_CONFIG)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").touch()  # a package of the user
     (tmp_path / "my_reward.py").write_text(MY_REWARD)
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}

@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from configs.bases.math_grpo import gsm8k_grpo
+from jaxrl.config.bases.math_grpo import gsm8k_grpo
 
 
 def long_context_grpo() -> ConfigDict:
