@@ -1,9 +1,16 @@
-"""Rows of the algorithm tables: looking one up by its configured name, and calling it."""
+"""Rows of the algorithm tables: looking one up by its configured name, and calling it.
 
+A name with a colon, "file.py:ROW" or "package.module:ROW?option=value", is a row of the user.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import AlgorithmConfig
+from jaxrl.config.options import options
+from jaxrl.config.plugins import load_object
 
 
 @runtime_checkable
@@ -27,13 +34,36 @@ class Row(Protocol):
 def lookup[T](table: Mapping[str, T], name: str, key: str) -> T:
     """The entry `name` of `table`; `key` is the config key that holds the name.
 
-    Raises ValueError with the known names for an unknown one.
+    Raises ValueError with the known names for an unknown one, and the errors of `user_row`.
     """
+    if ":" in name:
+        return user_row(type(next(iter(table.values()))), name, key)
     if name not in table:
         raise ValueError(
             f"config.{key} = {name!r} is not known; set one of {', '.join(map(repr, table))}"
         )
     return table[name]
+
+
+@functools.cache
+def user_row[T](kind: type[T], spec: str, key: str) -> T:
+    """The row of the user at "file.py:ROW"; options after "?" are arguments of its function.
+
+    Raises ValueError if the file cannot be imported, or has no row of this kind with that name.
+    """
+    row: Any = load_object(
+        spec,
+        spec,
+        key=f"config.{key}",
+        kind=f"{kind.__name__} ({kind.__module__})",
+        is_kind=lambda value: isinstance(value, kind),
+    )
+    given = options(spec)
+    return (
+        dataclasses.replace(row, function=functools.partial(row.function, **given))
+        if given
+        else row
+    )
 
 
 def apply(row: Row, inputs: Mapping[str, Any], cfg: AlgorithmConfig) -> Any:

@@ -120,7 +120,8 @@ def unmet(algorithm: AlgorithmConfig, *, refused: bool) -> list[str]:
         name = algorithm.kl_estimator if key == "kl" else getattr(algorithm, key)
         for rule in table.get(name, ()):
             value = getattr(algorithm, rule.key)
-            if value not in rule.values and rule.refused == refused:
+            named = ":" not in value  # the user's own rows declare what they need
+            if named and value not in rule.values and rule.refused == refused:
                 lines.append(
                     f"algorithm.{key}={name!r} with algorithm.{rule.key}={value!r}: {rule.reason}; "
                     f"{rule.remedy}"

@@ -28,6 +28,7 @@ class Key:
     gt: int | float | None = None
     le: int | float | None = None
     choices: tuple[str, ...] = ()
+    or_path: bool = False  # also "file.py:NAME" or "package.module:NAME", with options after "?"
 
     @property
     def is_mapping(self) -> bool:
@@ -44,7 +45,7 @@ class Key:
     def range(self) -> str:
         """The allowed values as text; "" if every value of the type is allowed."""
         if self.choices:
-            return " | ".join(self.choices)
+            return " | ".join((*self.choices, *(("file.py:NAME",) if self.or_path else ())))
         bounds = [(">=", self.ge), (">", self.gt), ("<=", self.le)]
         return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
@@ -57,9 +58,10 @@ def key(
     gt: int | float | None = None,
     le: int | float | None = None,
     choices: tuple[str, ...] = (),
+    or_path: bool = False,
 ) -> Any:
     """A field: its default, its help text with unit, and the values it may take."""
-    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices}
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices, "or_path": or_path}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, hash=False, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -155,12 +157,12 @@ def out_of_range(value: Any, spec: Key) -> list[str]:
     """One line per value of the key outside its range or choices."""
     errors = []
     for one in value if isinstance(value, tuple) else (value,):
-        if spec.choices and one not in spec.choices:
+        named = one in spec.choices or (spec.or_path and ":" in one)
+        if spec.choices and not named:
             guess = nearest(one, spec.choices)
             hint = f"did you mean {guess!r}? " if guess else ""
-            errors.append(
-                f"{spec.name}={one!r} is not known; {hint}set one of {', '.join(spec.choices)}"
-            )
+            known = ", ".join(spec.choices) + (", or 'file.py:NAME'" if spec.or_path else "")
+            errors.append(f"{spec.name}={one!r} is not known; {hint}set one of {known}")
         low = (spec.ge is not None and not one >= spec.ge) or (
             spec.gt is not None and not one > spec.gt
         )

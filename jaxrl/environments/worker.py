@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsFloat
 
+from jaxrl.config.plugins import load_plugin
 from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
     AGENT_KEY,
@@ -30,7 +31,6 @@ from jaxrl.environments.tools import environment_tools, offered_schemas, run_cal
 from jaxrl.tools.calls import ParsedTurn
 from jaxrl.tools.messages import as_message
 from jaxrl.workers.channel import WorkerChannel
-from jaxrl.workers.plugins import load_plugin
 from jaxrl.workers.process import connect, error_text, time_limit
 
 RunProgram = Callable[[WorkerChannel], NoReturn]

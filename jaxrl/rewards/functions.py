@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Sequence
 
 from jaxrl.config.options import options
+from jaxrl.config.plugins import import_path, load_plugin
 from jaxrl.rewards.signatures import RewardFunction
-from jaxrl.workers.plugins import import_path, load_plugin
 
 KEY = "reward.functions"
 BUILT_IN = {

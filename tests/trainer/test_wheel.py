@@ -30,8 +30,11 @@ def get_config():
     config.learner.halvings = 0
     config.reward.functions = ("my_reward.py:score",)
     config.reward.workers = 1
+    config.algorithm.policy_loss = "my_loss.py:TOPR"
     return config
 """
+ALGORITHMS = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
+MY_LOSS = ALGORITHMS.split("```python\n# my_loss.py\n")[1].split("```")[0]
 MY_REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv builds the wheel")
@@ -79,6 +82,7 @@ def test_training_runs_from_the_wheel_outside_a_clone(wheel, tmp_path, tiny_mode
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").touch()  # a package of the user
     (tmp_path / "my_reward.py").write_text(MY_REWARD)
+    (tmp_path / "my_loss.py").write_text(MY_LOSS)
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env |= {"JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}

@@ -102,13 +102,13 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "response and averages them; set algorithm.kl_in='loss', or "
             "algorithm.policy_loss='gspo_token'"
         )
-    if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES:
+    if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES and ":" not in name:
         errors.append(
             f"algorithm.gamma={algorithm.gamma} has no effect with algorithm.advantage={name!r}, "
             "which gives a response one advantage; set algorithm.gamma=1.0, or "
             "algorithm.advantage='reinforce_plus_plus'"
         )
-    if algorithm.lam != 1.0 and name != "gae":
+    if algorithm.lam != 1.0 and name != "gae" and ":" not in name:
         errors.append(
             f"algorithm.lam={algorithm.lam} has no effect with algorithm.advantage={name!r}, which "
             "has no values; set algorithm.lam=1.0, or algorithm.advantage='gae'"
@@ -222,7 +222,8 @@ def _correction_errors(algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.correction_floor={algorithm.correction_floor} is not below "
             f"algorithm.correction_high={algorithm.correction_high}; set bounds around 1"
         )
-    if algorithm.correction_floor and algorithm.correction not in ("token_tis", "seq_tis"):
+    floored = algorithm.correction in ("token_tis", "seq_tis") or ":" in algorithm.correction
+    if algorithm.correction_floor and not floored:
         errors.append(
             f"algorithm.correction_floor={algorithm.correction_floor} has no effect with "
             f"algorithm.correction={algorithm.correction!r}; set 'token_tis' or 'seq_tis', or "

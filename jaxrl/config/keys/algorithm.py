@@ -18,7 +18,7 @@ from jaxrl.config.schema import key
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES)
+    advantage: str = key("grpo", "Advantage estimator", choices=ADVANTAGES, or_path=True)
     norm_adv_by_std: bool = key(
         True,
         "grpo and grpo_passk: divide by the group's standard deviation (false makes grpo the same "
@@ -36,7 +36,7 @@ class AlgorithmConfig:
         ge=0,
         le=1,
     )
-    policy_loss: str = key("ppo_clip", "Policy loss", choices=POLICY_LOSSES)
+    policy_loss: str = key("ppo_clip", "Policy loss", choices=POLICY_LOSSES, or_path=True)
     clip_low: float = key(
         0.2,
         "The ratio is clipped below 1 - clip_low (gspo: the ratio of the response; gmpo: the log "
@@ -79,6 +79,7 @@ class AlgorithmConfig:
         "Reduction of token losses to one number; seq_mean_token_sum_norm is Dr.GRPO: sum over "
         "tokens / max_response_len",
         choices=AGGREGATIONS,
+        or_path=True,
     )
     teacher: str = key(
         "",
@@ -90,6 +91,7 @@ class AlgorithmConfig:
         "Estimator of KL(policy | reference): auto = k1 in the reward, k3 in the loss; with + it "
         "keeps its value but has the gradient of k2; k3_unbiased = k3 times the importance ratio",
         choices=("auto", *KLS),
+        or_path=True,
     )
     kl_coef: float = key(
         0.0,
@@ -132,6 +134,7 @@ class AlgorithmConfig:
         "none",
         "Importance weight that corrects for the engine-trainer mismatch and for staleness",
         choices=CORRECTIONS,
+        or_path=True,
     )
     correction_low: float = key(0.5, "icepop and seq_icepop: weights below are replaced by 0", ge=0)
     correction_high: float = key(
@@ -152,6 +155,7 @@ class AlgorithmConfig:
         "the correction: by the k1, k2 or k3 of a token, or their sum, mean or maximum over a "
         "response",
         choices=REJECTIONS,
+        or_path=True,
     )
     rejection_low: float = key(
         0.99,

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.config.plugins import load_plugin
 from jaxrl.environments.api import KEY
 from jaxrl.environments.builtin.answers import Answers
-from jaxrl.workers.plugins import load_plugin
 
 
 class Functions(Answers):

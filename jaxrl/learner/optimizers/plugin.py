@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl.config.options import options
+from jaxrl.config.plugins import load_plugin
 from jaxrl.config.schema import nearest
 from jaxrl.models.spec import map_specs
 from jaxrl.types import Tree
-from jaxrl.workers.plugins import load_plugin
 
 KEY = "config.learner.optimizer"
 OF_LEARNER = {  # options that are keys of the learner

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import ADVANTAGES
 from jaxrl.algorithms.reward_shaping import soft_overlong
+from jaxrl.algorithms.table import lookup
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.types import Reward, ScoredRollout
 
@@ -30,7 +31,8 @@ def valid_samples(rollouts: Sequence[ScoredRollout], cfg: RewardConfig) -> Group
 
 def valid_groups(groups: Sequence[Group], cfg: RunConfig) -> list[Group]:
     """The valid samples of each group; none if they are too few for the estimator (1 or 2)."""
-    needed = 2 if ADVANTAGES[cfg.algorithm.advantage].needs_group else 1
+    row = lookup(ADVANTAGES, cfg.algorithm.advantage, "algorithm.advantage")
+    needed = 2 if row.needs_group else 1
     valid = [valid_samples(group, cfg.reward) for group in groups]
     return [group if len(group) >= needed else [] for group in valid]
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.learner.requirements import needs_ref
@@ -60,6 +61,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         session = open_session(cfg, stack)
         check_processes(cfg)
+        check_user_rows(cfg)
         with hosts.raise_together():
             ray = connect_to_workers(cfg)
         with hosts.main_process_first():

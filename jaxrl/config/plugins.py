@@ -28,19 +28,32 @@ def load_plugin(
     are options that belong to the caller and are not bound. Raises ValueError with the cause and
     what to set `key` to.
     """
-    module_name, _, name = import_path(spec, built_in=built_in, key=key).rpartition(":")
-    module = _import(module_name, spec, key)
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, found)
-        shown = (near or found[:MAX_SHOWN]) if len(found) > MAX_SHOWN else found
-        raise ValueError(
-            f"{key} {spec!r}: {module_name} has no function or class {name!r}; set one that it "
-            f"has: {', '.join(shown) or 'none'}"
-        )
+    path = import_path(spec, built_in=built_in, key=key)
+    function = load_object(spec, path, key=key, kind="function or class", is_kind=callable)
     bound = {name: value for name, value in options(spec).items() if name not in reserved}
     return functools.partial(function, **bound) if bound else function
+
+
+def load_object(
+    spec: str, path: str, *, key: str, kind: str, is_kind: Callable[[Any], bool]
+) -> Any:
+    """The value "module:name" or "file.py:name" of `path`, which `spec` stands for.
+
+    Raises ValueError, with the names that the module has, if `is_kind` is False for it; `kind` is
+    what the message calls such values.
+    """
+    module_name, _, name = path.partition("?")[0].rpartition(":")
+    module = _import(module_name, spec, key)
+    value = getattr(module, name, None)
+    if is_kind(value):
+        return value
+    found = [n for n, v in vars(module).items() if is_kind(v) and not n.startswith("_")]
+    near = difflib.get_close_matches(name, found)
+    shown = (near or found[:MAX_SHOWN]) if len(found) > MAX_SHOWN else found
+    raise ValueError(
+        f"{key} {spec!r}: {module_name} has no {kind} {name!r}; set one that it has: "
+        f"{', '.join(shown) or 'none'}"
+    )
 
 
 def import_path(spec: str, *, built_in: Mapping[str, str], key: str) -> str:

@@ -1,8 +1,8 @@
-"""Tests of jaxrl/workers/plugins.py. Process start and time limits: tests/rewards/test_pool.py."""
+"""Tests of jaxrl/config/plugins.py. Process start and time limits: tests/rewards/test_pool.py."""
 
 import pytest
 
-from jaxrl.workers.plugins import load_plugin
+from jaxrl.config.plugins import load_plugin
 
 
 def load(spec):
