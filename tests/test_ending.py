@@ -33,23 +33,33 @@ with before_ending(lock.unlink):
 """
 
 
-def start(program: str, *arguments) -> subprocess.Popen:
-    command = [sys.executable, "-c", START + program, *map(str, arguments)]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
+@pytest.fixture
+def start(tmp_path):
+    """Starts a program and waits until it is ready; kills what a failed test leaves."""
+    started = []
+
+    def start(program: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START + program, str(tmp_path / "lock")],
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("program", [NATIVE, PYTHON], ids=["native", "python"])
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_gives_one_line_and_cleans_up(program, name, status, tmp_path):
-    process = start(program, tmp_path / "lock")
+def test_a_signal_gives_one_line_and_cleans_up(start, program, name, status, tmp_path):
+    process = start(program)
     process.send_signal(signal.Signals[name])
     output, errors = process.communicate(timeout=60)
     assert process.returncode == status
@@ -58,7 +68,7 @@ def test_a_signal_gives_one_line_and_cleans_up(program, name, status, tmp_path):
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_cleanup_that_hangs_or_fails_does_not_hold_up_the_end(tmp_path):
+def test_a_cleanup_that_hangs_or_fails_does_not_hold_up_the_end(start):
     program = """
 import jaxrl.ending
 jaxrl.ending.CLEANUP_S = 0.2
@@ -66,13 +76,13 @@ with before_ending(lambda: time.sleep(1e6)), before_ending(lambda: 1 / 0):
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
-    process = start(program, tmp_path / "lock")
+    process = start(program)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143 and errors.count("\n") == 1
 
 
-def test_another_handler_takes_its_signals(tmp_path):
+def test_another_handler_takes_its_signals(start):
     program = """
 got = []
 signal.signal(signal.SIGINT, lambda *_: got.append(1))
@@ -81,13 +91,13 @@ while not got:
     time.sleep(0.01)
 print("its own handler")
 """
-    process = start(program, tmp_path / "lock")
+    process = start(program)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("its own handler\n", "")
     assert process.returncode == 0
 
 
-def test_the_default_handlers_can_be_restored(tmp_path):
+def test_the_default_handlers_can_be_restored(start):
     program = """
 default_on_signals()
 try:
@@ -96,12 +106,12 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    process = start(program, tmp_path / "lock")
+    process = start(program)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("interrupted\n", "")
 
 
-def test_during_steps_the_first_signal_sets_the_flag_and_the_second_ends(tmp_path):
+def test_during_steps_the_first_signal_sets_the_flag_and_the_second_ends(start, tmp_path):
     program = """
 from jaxrl.runtime.signals import StopFlag, stop_on_signals
 stop = StopFlag()
@@ -112,7 +122,7 @@ with stop_on_signals(stop), before_ending(lock.unlink):
     print(stop.signal, flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # a save that takes long
 """
-    process = start(program, tmp_path / "lock")
+    process = start(program)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None and process.stdout.readline() == "SIGINT\n"
     process.send_signal(signal.SIGINT)
