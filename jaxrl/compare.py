@@ -13,6 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+if __name__ == "__main__":
+    from jaxrl.ending import end_on_signals
+
+    end_on_signals()
+
 from jaxrl.report.compare_page import write_comparison
 from jaxrl.report.comparison import Side, read_side
 

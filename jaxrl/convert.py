@@ -13,6 +13,11 @@ and memory for a part of one tensor.
 import argparse
 from pathlib import Path
 
+if __name__ == "__main__":
+    from jaxrl.ending import end_on_signals
+
+    end_on_signals()
+
 import ml_dtypes
 import numpy as np
 

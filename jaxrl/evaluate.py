@@ -35,7 +35,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
 from jaxrl.io.tracking.json_lines import JsonLines, json_safe
-from jaxrl.runtime.signals import Interrupted
+from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.runtime.start import end_loading
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
@@ -100,7 +100,7 @@ def evaluate(cfg: RunConfig) -> bool:
     """
     start = time.monotonic()
     try:
-        with open_evaluation(cfg) as opened:
+        with open_evaluation(cfg) as opened, stop_on_signals(opened.engines.stop):
             end_loading()
             engines = opened.engines
             rollouts, speed = engines.sample(

@@ -39,6 +39,10 @@ if __name__ == "__main__":  # before jax is imported: does not open attached dev
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+    from jaxrl.ending import end_on_signals
+
+    end_on_signals()
+
 import jax
 from ml_collections import ConfigDict
 

@@ -154,6 +154,7 @@ IMPLIED = (
     r"actor_rollout_ref\.actor\.(rollout_n|use_prefix_grouper)",
     r"critic\.model\.(tokenizer_path|enable_grad.*)",
     r"reward_model\.(model\.input_tokenizer|reward_manager|launch_reward_fn_async|strategy|sandbox_fusion\..*)",
+    r"(reward\.)?sandbox_fusion\..*",
     r"reward(_model)?\.(num_workers|reward_manager\..*)", r"algorithm\.filter_groups\.metric",
     r"trainer\.(balance_batch|n_gpus_per_node|nnodes|resume_.*|device|ray_.*|max_critic.*)",
     r"trainer\.(rollout_data_dir|validation_data_dir|use_legacy.*|esi_.*|val_only|del_local.*)",
@@ -281,9 +282,13 @@ def loss(found: Migration) -> None:
             found.config["algorithm.cov_fraction"] = fraction
             found.config["algorithm.kl_cov_coef"] = kl_cov_coef
     mode = found.get(ACTOR + "loss_agg_mode", "token-mean")
-    found.config["algorithm.aggregation"] = mode.replace("-", "_")
+    is_sapo = found.config["algorithm.policy_loss"] == "sapo"  # verl ignores the mode for it
+    aggregation = "seq-mean-token-mean" if is_sapo else mode
+    found.config["algorithm.aggregation"] = aggregation.replace("-", "_")
     critic_mode = found.get("critic.loss_agg_mode", mode)  # an interpolation of the actor's
-    if critic_mode != mode and not critic_mode.startswith("${"):
+    if critic_mode.startswith("${"):
+        critic_mode = mode
+    if critic_mode != aggregation:
         found.config["critic.aggregation"] = critic_mode.replace("-", "_")
     # verl trains on groups of equal rewards too: their tokens count in the mean.
     found.config["algorithm.drop_flat_groups"] = False

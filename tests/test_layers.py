@@ -10,7 +10,7 @@ import sys
 import pytest
 
 LAYERS = [  # lowest first; packages of one layer do not import each other
-    {"sharding", "jaxrl.types", "jaxrl.json_text"},
+    {"sharding", "jaxrl.types", "jaxrl.json_text", "jaxrl.ending"},
     {"jaxrl.config", "jaxrl.tools"},
     {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io", "jaxrl.http"},
     {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},

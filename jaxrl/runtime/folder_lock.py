@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxrl.ending import before_ending
 from jaxrl.io.tracking.progress import Progress
 
 NAME = "run.lock"
@@ -82,10 +83,14 @@ class FolderLock:
         """Removes the lock file, unless another process took it over."""
         self._released.set()
         self._thread.join()
+        self.remove()
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """Removes the lock file of a process that ends, unless another one took it over."""
         with contextlib.suppress(OSError):
             if read_lock(self.path).holder == self.holder:
                 self.path.unlink()
-        os.close(self._fd)
 
     def _refresh(self) -> None:
         wait_s = FIRST_HEARTBEAT_S
@@ -119,7 +124,8 @@ def lock_folder(folder: Path, progress: Progress) -> Iterator[FolderLock]:
             f"the folder writable, or set another config.run_dir"
         ) from error
     try:
-        yield lock
+        with before_ending(lock.remove):
+            yield lock
     finally:
         lock.release()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import ipaddress
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from jaxrl.config.keys import DistributedConfig, RunConfig
 from jaxrl.config.saved import differences
 from jaxrl.data.content import Item, content
 from jaxrl.data.digest import digest
+from jaxrl.ending import SIGNALS
 from jaxrl.runtime.versions import versions
 from sharding import hosts
 
@@ -82,6 +84,8 @@ def initialize(distributed: DistributedConfig) -> None:
             "config.distributed.coordinator, num_processes and process_id, the first two alike on "
             "all hosts, or distributed.start='off' for a run of one process"
         ) from error
+    for number in SIGNALS:  # JAX's handler of SIGTERM, from here on, would only log it
+        signal.signal(number, signal.getsignal(number))
 
 
 def coordinator_bind_address(distributed: DistributedConfig, env: Mapping[str, str]) -> str | None:

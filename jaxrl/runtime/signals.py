@@ -1,10 +1,14 @@
-"""Ctrl-C and SIGTERM: the first signal makes the run save and stop, the second stops it at once."""
+"""Ctrl-C and SIGTERM during steps: the first makes the run save and stop, the second ends it.
+
+Before the first step, `jaxrl.ending` ends the process at the first one.
+"""
 
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from jaxrl.ending import SIGNALS
 from sharding import hosts
 
 
@@ -46,23 +50,24 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one has its previous effect."""
-    flag = StopFlag()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    old = {s: signal.getsignal(s) for s in signals}
-
-    def restore() -> None:
-        for s, handler in old.items():
-            signal.signal(s, handler)
+def stop_on_signals(flag: StopFlag) -> Iterator[None]:
+    """Sets the flag at the first SIGINT or SIGTERM; a second one has its previous effect."""
+    old = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         flag.signal = signal.Signals(number).name
         restore()
 
-    for s in signals:
-        signal.signal(s, on_signal)
+    def restore() -> None:
+        signal.set_wakeup_fd(old_fd, warn_on_full_buffer=False)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+    old_fd = -1
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+    old_fd = signal.set_wakeup_fd(-1)
     try:
-        yield flag
+        yield
     finally:
         restore()

@@ -6,7 +6,7 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
-from jaxrl.runtime.signals import Interrupted
+from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error
 from jaxrl.trainer.memory import OutOfMemoryError
 from jaxrl.trainer.phases.update import NonFiniteError
@@ -31,26 +31,34 @@ def run_to_end[R: HasCore](
 
     If a step or a validation raises, the last complete step is saved before the error leaves here.
     """
-    core = run.core
-    try:
-        while True:
-            if core.validation_due:
-                validate(run)
-            if core.save_due:
-                save(core)
-            if core.done:
-                break
-            with traced_step(core):
-                train_step(run)
-    except Interrupted as signal:
-        save(core)
-        report_saved(core, str(signal))
-        return False
-    except Exception as error:
-        save_after_error(core, error)
-        raise
-    finish(core)
+    with stop_on_signals(run.core.stop):
+        try:
+            run_steps(run, train_step, validate)
+        except Interrupted as signal:
+            save(run.core)
+            report_saved(run.core, str(signal))
+            return False
+        except Exception as error:
+            save_after_error(run.core, error)
+            raise
+        finish(run.core)
     return True
+
+
+def run_steps[R: HasCore](
+    run: R, train_step: Callable[[R], None], validate: Callable[[R], None]
+) -> None:
+    """Runs all remaining steps, with the validations and checkpoints that are due."""
+    core = run.core
+    while True:
+        if core.validation_due:
+            validate(run)
+        if core.save_due:
+            save(core)
+        if core.done:
+            break
+        with traced_step(core):
+            train_step(run)
 
 
 def exit_status(train: Callable[[RunConfig], bool], cfg: RunConfig) -> int:

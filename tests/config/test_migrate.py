@@ -195,6 +195,13 @@ def test_a_file_that_is_no_config_of_verl_is_an_error(tmp_path, capsys):
     assert "has no key of verl such as data.train_files" in capsys.readouterr().err
 
 
+def test_sapo_is_a_mean_over_responses_whatever_the_mode_is():
+    mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    config = migrate({mode: "sapo"}).config
+    assert config["algorithm.policy_loss"] == "sapo"
+    assert config["algorithm.aggregation"] == "seq_mean_token_mean"
+
+
 def test_every_verl_key_of_the_table_is_translated():
     known = migrate({}).read
     patterns = [*IMPLIED, *UNSUPPORTED]

@@ -5,13 +5,14 @@ import signal
 
 import pytest
 
-from jaxrl.runtime.signals import Interrupted, stop_on_signals
+from jaxrl.runtime.signals import Interrupted, StopFlag, stop_on_signals
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_the_first_signal_sets_the_flag_and_restores_the_handlers(name):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    with stop_on_signals() as stop:
+    stop = StopFlag()
+    with stop_on_signals(stop):
         stop.check()
         stop.check_local()
         os.kill(os.getpid(), signal.Signals[name])
@@ -24,6 +25,6 @@ def test_the_first_signal_sets_the_flag_and_restores_the_handlers(name):
 
 def test_handlers_are_restored_without_a_signal():
     before = signal.getsignal(signal.SIGINT)
-    with stop_on_signals():
+    with stop_on_signals(StopFlag()):
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxrl.ending import before_ending
+
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
@@ -21,17 +23,24 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        folder.chmod(0o755)  # mkdtemp's folders are private
-        yield folder
-        old = folder.with_name(folder.name + ".old")
-        if target.exists():
-            target.rename(old)
-        folder.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+    old = folder.with_name(folder.name + ".old")
+
+    def undo() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if old.exists() and not target.exists():
+            old.rename(target)
+
+    with before_ending(undo):
+        try:
+            folder.chmod(0o755)  # mkdtemp's folders are private
+            yield folder
+            if target.exists():
+                target.rename(old)
+            folder.rename(target)
+        except BaseException:
+            undo()
+            raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -26,7 +26,7 @@ from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined, join
-from jaxrl.runtime.signals import StopFlag, stop_on_signals
+from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.setup.folder import hold_folder
 from jaxrl.trainer.setup.models import Models
@@ -53,18 +53,17 @@ class Policy:
 
 
 def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
-    """Joins the process group, locks the run folder, starts signal handling and progress output."""
+    """Joins the process group, locks the run folder and starts progress output."""
     set_compilation_cache(cfg)
     join(cfg)
     with hosts.raise_together():
         check_loggers(cfg.log)
     progress = stack.enter_context(Progress())
     lock = stack.enter_context(hold_folder(cfg, progress))
-    stop = stack.enter_context(stop_on_signals())
     watch = CompileWatch(progress.compiled)
     stack.callback(watch.detach)
     progress.status(f"run folder {cfg.run_path}")
-    return Session(stop, progress, watch, lock)
+    return Session(StopFlag(), progress, watch, lock)
 
 
 def open_devices(
