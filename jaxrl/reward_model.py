@@ -2,13 +2,14 @@
 
 import sys
 
-if __name__ == "__main__":
-    from jaxrl.runtime.start import begin_loading
-
-    begin_loading()
-
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
+from jaxrl.runtime.start import begin_loading
+
+if __name__ == "__main__":  # answers a mistyped key before the imports that take seconds
+    CONFIG = parse(sys.argv[1:])
+    begin_loading()
+
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.offline.reward_model import REWARD_MODEL
 from jaxrl.trainer.setup.run import train_offline
@@ -20,4 +21,4 @@ def train(cfg: RunConfig) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(train, parse(sys.argv[1:])))
+    sys.exit(exit_status(train, CONFIG))

@@ -5,22 +5,17 @@ Each step is `train_step` in trainer/step.py: sample -> reward -> experience -> 
 
 import sys
 
-if __name__ == "__main__":
-    from jaxrl.runtime.start import begin_loading
-
-    begin_loading()
-
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
-from jaxrl.runtime.start import end_loading
+from jaxrl.runtime.start import begin_loading, end_loading
+
+if __name__ == "__main__":  # answers a mistyped key before the imports that take seconds
+    CONFIG = parse(sys.argv[1:])
+    begin_loading()
+
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.setup.run import open_run
 from jaxrl.trainer.step import train_step, validate
-
-
-def main() -> int:
-    """Exit status: 0 done, 1 after an error with a message, 130 interrupted and saved."""
-    return exit_status(train, parse(sys.argv[1:]))
 
 
 def train(cfg: RunConfig) -> bool:
@@ -31,4 +26,4 @@ def train(cfg: RunConfig) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(train, CONFIG))

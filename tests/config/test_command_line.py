@@ -154,6 +154,20 @@ def test_shipped_configs_load_next_to_a_package_of_the_user_with_their_name(tmp_
     assert done.stdout == "16\n", done.stderr
 
 
+@pytest.mark.parametrize("argument", ["--config.rollout.nn=3", "--config.help"])
+def test_the_command_line_of_training_programs_is_answered_before_jax_is_imported(argument):
+    code = (
+        "import contextlib, runpy, sys\n"
+        f"sys.argv = ['', '--config=configs/quickstart.py', {argument!r}]\n"
+        "for program in ('train', 'sft', 'dpo', 'reward_model'):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        runpy.run_module(f'jaxrl.{program}', run_name='__main__')\n"
+        "    assert 'jax' not in sys.modules and 'transformers' not in sys.modules, program\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_config_file_is_one_message():
     assert "no config file configs/nowhere.py" in stopped("configs/nowhere.py")
     with pytest.raises(SystemExit, match="no config file is given"):
