@@ -24,7 +24,6 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.dpo",
         "jaxrl.reward_model",
         "jaxrl.evaluate",
-        "jaxrl.compare",
         "jaxrl.convert",
         "jaxrl.launch",
         "jaxrl.plan",
