@@ -18,8 +18,11 @@ from jaxrl.trainer.phases.update import update
 from jaxrl.trainer.run import Core
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
-# Sections of the config that offline training does not use.
-UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule")
+# Sections and keys of the config that offline training does not use.
+UNUSED_SECTIONS = (
+    *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
+    "data.rendered_prompts",
+)
 
 
 @dataclasses.dataclass(frozen=True)
