@@ -284,7 +284,7 @@ def test_calls_of_all_forms_are_learned_and_results_are_not(shown, call):
     assert before == BRIEF + ASKED
     assert learned == (
         '<call>{"name": "add", "arguments": {"a": 17, "b": 25}}</call><|im_end|>'
-        + last.get("value", last.get("content"))
+        + str(last.get("value", last.get("content")))
         + "<|im_end|>"
     )
 

@@ -4,13 +4,14 @@ import contextlib
 import copy
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -252,6 +253,21 @@ class ChatRenderer:
     def opens_thought(self, prompt: Sequence[int] | Int32[np.ndarray, " n"]) -> bool:
         """Whether the end of the prompt, of its generation prompt, opens the reasoning."""
         return opens_thought(self.decode(prompt[-_N_LAST:], skip_special=False))
+
+    def learned_parts(
+        self,
+        prompt_tokens: Int32[np.ndarray, " p"],
+        tokens: Int32[np.ndarray, " n"],
+        loss_mask: Bool[np.ndarray, " n"],
+    ) -> list[tuple[str, bool]]:
+        """The text of a sequence, with its special tokens, as (text, whether it is learned)."""
+        sequence = np.concatenate([prompt_tokens, tokens])
+        mask = np.concatenate([np.zeros(len(prompt_tokens), bool), loss_mask])
+        starts = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+        return [
+            (self.decode(sequence[first:after], skip_special=False), bool(mask[first]))
+            for first, after in itertools.pairwise(starts)
+        ]
 
     def decode(
         self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True
