@@ -25,7 +25,7 @@ class SpecialTokens:
     """The special tokens of a tokenizer, and those that a chat template writes around turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skeleton: str = ""):
-        """`skeleton` is a rendered conversation without text of its own."""
+        """`skeleton` is a rendered conversation with almost no text."""
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         texts = {token.content for token in added if token.special or token.content in skeleton}
