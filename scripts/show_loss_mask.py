@@ -10,6 +10,7 @@ import argparse
 import itertools
 import sys
 
+from jaxrl.config.choices import SPECIAL_TOKENS
 from jaxrl.config.command_line import read_value
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -31,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1, help="rows to show (default: %(default)s)")
     parser.add_argument("--chat-template", default="", help="as data.chat_template")
     parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
+    parser.add_argument(
+        "--special-tokens", default="error", choices=SPECIAL_TOKENS, help="as data.special_tokens"
+    )
     options = parser.parse_args(argv)
     words = [word.partition("=") for word in options.arguments]
     try:
@@ -40,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             template=options.chat_template,
             system_prompt=options.system_prompt,
             arguments={name: read_value(text) for name, _, text in words},
+            special_tokens=options.special_tokens,
         )
         data = DataConfig(max_response_len=1 << 20)
         maker = demonstration_maker(renderer, data, stop=stop_ids(options.model, tokenizer))

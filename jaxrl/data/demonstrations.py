@@ -110,7 +110,7 @@ def rendered_turns(
 ) -> list[MaskedTokens]:
     """render_turns() of a row. The message of a ValueError begins with its place."""
     try:
-        renderer.check_special_tokens(messages)
+        renderer.check_text(messages)
         return render_turns(renderer, messages, stop, tools, given=given)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

@@ -173,7 +173,7 @@ def _tokens(
         )
     for (_, messages), row in zip(asked, rows, strict=True):
         try:
-            renderer.check_special_tokens(messages, _IF_RENDERED)
+            renderer.check_text(messages, _IF_RENDERED)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
     return renderer.render_all([messages for _, messages in asked], offered)

@@ -10,12 +10,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config.keys import DataConfig
+from jaxrl.config.keys import DataConfig, RunConfig
+from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.items import load_items
 from jaxrl.data.preferences import pair_maker
 from jaxrl.data.prompts import prompt_maker
+from jaxrl.data.streaming import ItemStream
+from jaxrl.trainer.offline.objective import with_objective
+from jaxrl.trainer.offline.sft import SFT
 
 STOP = (2,)
 Q, A = {"role": "user", "content": "17+25?"}, {"role": "assistant", "content": "17+25=42"}
@@ -231,6 +235,34 @@ def test_a_rendered_prompt_is_used_as_it_is_with_the_key_and_refused_without(sho
         read("rl", {"prompt": [Q], "answer": "5"}, rendered_prompts=True)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* of turn 0 \(user\)"):
         read("sft", {"prompt": RENDERED, "completion": "5"})
+
+
+def test_a_rendered_prompt_of_a_template_without_special_tokens_is_refused_too(tokenizer):
+    renderer = ChatRenderer(tokenizer, template="plain")
+    with pytest.raises(ValueError, match=r"turn 0 .user. ends with 'Assistant:', the generation"):
+        renderer.check_text([{"role": "user", "content": "User: 2+3?\n\nAssistant:"}])
+    renderer.check_text([{"role": "user", "content": "What does an assistant do?"}])
+
+
+def test_readers_of_messages_are_refused_with_rendered_prompts():
+    config = default_config()
+    config.data.train, config.data.rendered_prompts = ("task:addition",), True
+    config.data.system_prompt, config.env.name = "Be brief.", "calculator"
+    with pytest.raises(
+        ValueError, match=r"(?s)data\.system_prompt has no effect.*which env\.name="
+    ):
+        resolve(config)
+    with pytest.raises(ValueError, match=r"data\.rendered_prompts have no effect in offline"):
+        with_objective(RunConfig(data=DataConfig(rendered_prompts=True)), SFT)
+
+
+def test_a_stream_names_what_is_not_read_of_its_first_rows(renderer, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": json.dumps([Q, A]), "context": "x"}) + "\n")
+    maker = demonstration_maker(renderer, DataConfig(), stop=STOP)
+    [one] = ItemStream([str(path)], maker, shuffle=False, buffer=2, seed=0).take(1)
+    assert renderer.decode(one.tokens) == "17+25=42"
+    assert "context is not read" in caplog.text
 
 
 @pytest.mark.parametrize("text", [str, json.dumps], ids=["A5-object", "A5-text"])

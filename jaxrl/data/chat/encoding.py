@@ -69,11 +69,20 @@ class ChatRenderer:
             skeleton = self.text([*turns, *turns[:1]], system_prompt=False)
         return SpecialTokens(self.tokenizer, skeleton)
 
-    def check_special_tokens(self, messages: Sequence[Message], advice: str = "") -> None:
+    @functools.cached_property
+    def _generation_prompt(self) -> str:
+        """The text between a question and the response, without white space around it."""
+        with contextlib.suppress(ValueError):  # a template for other conversations
+            text = self.text([{"role": "user", "content": _PLACEHOLDER}], system_prompt=False)
+            return text.rpartition(_PLACEHOLDER)[2].strip()
+        return ""
+
+    def check_text(self, messages: Sequence[Message], advice: str = "") -> None:
         """Raises ValueError if the text of a message contains that of a special token.
 
-        With data.special_tokens="text" it is tokenized as text, which the arguments of tool calls
-        cannot be; with "token" it is the token.
+        So does text that ends with the generation prompt, which is rendered already. With
+        data.special_tokens="text" it is tokenized as text, which the arguments of tool calls cannot
+        be; with "token" a special token is one.
         """
         if self._special_mode == "token":
             return
@@ -87,6 +96,15 @@ class ChatRenderer:
                 f"of the tokenizer. {advice}Set data.special_tokens=text to tokenize it as "
                 "ordinary text, or correct the row"
             )
+        ending = self._generation_prompt
+        if self._special_mode == "error" and len(ending) > 2:
+            for i, message in enumerate(messages):
+                if message["role"] == "user" and message["content"].rstrip().endswith(ending):
+                    raise ValueError(
+                        f"the text of turn {i} (user) ends with {ending!r}, the generation prompt "
+                        f"of the chat template, so it is rendered already. {advice}Remove the "
+                        "template's text, or set data.special_tokens=text to keep it as text"
+                    )
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatRenderer":
         """This renderer with further template arguments, which replace its own of the same name.
