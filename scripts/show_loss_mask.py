@@ -10,17 +10,14 @@ import argparse
 import itertools
 import sys
 
-import numpy as np
-
+from jaxrl.config.choices import SPECIAL_TOKENS
 from jaxrl.config.command_line import read_value
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.items import load_items
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
-from jaxrl.types import Demonstration
-
-LEARNED = ("⟦", "⟧")
+from jaxrl.io.tracking.first_samples import with_brackets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1, help="rows to show (default: %(default)s)")
     parser.add_argument("--chat-template", default="", help="as data.chat_template")
     parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
+    parser.add_argument(
+        "--special-tokens", default="error", choices=SPECIAL_TOKENS, help="as data.special_tokens"
+    )
     options = parser.parse_args(argv)
     words = [word.partition("=") for word in options.arguments]
     try:
@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             template=options.chat_template,
             system_prompt=options.system_prompt,
             arguments={name: read_value(text) for name, _, text in words},
+            special_tokens=options.special_tokens,
         )
         data = DataConfig(max_response_len=1 << 20)
         maker = demonstration_maker(renderer, data, stop=stop_ids(options.model, tokenizer))
@@ -55,19 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         for i, sequence in enumerate(sequences):
             n = f"{len(sequence.prompt_tokens) + len(sequence.tokens)} tokens"
             print(f"--- row {row}, sequence {i}, {n}, {sequence.n_loss_tokens} learned")
-            print(with_brackets(renderer, sequence))
+            arrays = sequence.prompt_tokens, sequence.tokens, sequence.loss_mask
+            print(with_brackets(renderer.learned_parts(*arrays)))
     return 0
-
-
-def with_brackets(renderer: ChatRenderer, sequence: Demonstration) -> str:
-    """The text of a sequence, with the learned parts in brackets."""
-    tokens = np.concatenate([sequence.prompt_tokens, sequence.tokens])
-    mask = np.concatenate([np.zeros(len(sequence.prompt_tokens), bool), sequence.loss_mask])
-    shown = ""
-    for learned, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1]):
-        text = renderer.decode([int(token) for token, _ in part], skip_special=False)
-        shown += text.join(LEARNED) if learned else text
-    return shown
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ CONVERSATION_COLUMNS = ("messages", "conversations")  # with the turns that SFT 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth", "label", "solution", "target")
 COMPLETION_COLUMNS = ("response", "completion", "output", "answer")
 PAIR_COLUMNS = ("chosen", "rejected", "margin")
-OTHER_COLUMNS = ("tools", "data_source", "ability", "extra_info")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+OTHER_COLUMNS = ("history", "tools", "data_source", "ability", "extra_info")
+SPECIAL_TOKENS = ("error", "text", "token")  # what their text in a message means
 TRUNCATIONS = ("error", "left", "right", "middle")
 ADVANTAGES = (
     "grpo",

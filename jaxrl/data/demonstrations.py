@@ -1,17 +1,19 @@
 """Demonstrations for SFT: conversations whose assistant turns are learned.
 
-A row of any file type has one of these forms; other columns are ignored.
+A row of any file type has one of these forms; other columns are named at the start.
 
   messages | conversations    a list of {role, content}; the assistant turns are learned, with their
-                              tool_calls
+                              tool_calls, except those with weight, train or loss_mask 0
   a prompt: prompt | question | problem | instruction | query | input, a string or messages, with
   its completion: response | completion | output | answer, a string or messages
 
-  tools    optional: the tools that the chat template offers to the model
+  system     optional: the system message
+  history    optional: the turns before a prompt that is text, [[question, answer], ...]
+  tools      optional: the tools that the chat template offers to the model
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,21 @@ from jaxrl.config.choices import (
 )
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import as_messages, check_text_only, prompt_of, tools_of
+from jaxrl.data.chat.messages import (
+    as_messages,
+    check_text_only,
+    columns_of_prompt,
+    not_learned,
+    prompt_of,
+    tools_of,
+    with_system,
+)
 from jaxrl.data.chat.turns import MaskedTokens, render_turns
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
+from jaxrl.data.usage import Reading, Usage
 from jaxrl.types import Demonstration, Message, TrainingSample
 
 GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)
@@ -46,7 +57,16 @@ def demonstration_maker(
     otherwise. So do rows without the required columns.
     """
     make = functools.partial(make_demonstrations, renderer=renderer, data=data, stop=stop)
-    return ItemMaker("demonstrations", max_len_text(data), data.columns, make)
+    return ItemMaker("demonstrations", max_len_text(data), data.columns, make, Usage(_reading))
+
+
+def _reading(row: Mapping[str, Any]) -> Reading:
+    """The columns that conversation() reads."""
+    if column := columns.first(row, CONVERSATION_COLUMNS):
+        names = [n for n in columns_of_prompt(row, column) if n != "history"]
+        return Reading(names, learns=True)
+    prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
+    return Reading([*prompt, completion_column(row)], learns=True)
 
 
 def max_len_text(data: DataConfig) -> str:
@@ -65,9 +85,9 @@ def make_demonstrations(
     """The demonstrations of the rows; the lengths of dropped ones go to `dropped`."""
     found: list[Demonstration] = []
     for row in rows:
-        messages, n_given = conversation(row.columns, row.place)
+        messages, given = conversation(row.columns, row.place)
         tools = tools_of(row.columns, row.place)
-        rendered = rendered_turns(messages, renderer, stop, tools, row.place, n_given=n_given)
+        rendered = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
         for tokens, loss_mask in rendered:
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
@@ -86,11 +106,12 @@ def rendered_turns(
     tools: Tools,
     place: str,
     *,
-    n_given: int,
+    given: Collection[int],
 ) -> list[MaskedTokens]:
     """render_turns() of a row. The message of a ValueError begins with its place."""
     try:
-        return render_turns(renderer, messages, stop, tools, n_given=n_given)
+        renderer.check_text(messages)
+        return render_turns(renderer, messages, stop, tools, given=given)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -122,36 +143,63 @@ def to_sample(demonstration: Demonstration, advantage: float | None = None) -> T
     )
 
 
-def conversation(row: dict[str, Any], place: str) -> tuple[Messages, int]:
-    """(messages of a row, number of messages at their start that are given and not learned).
+def conversation(row: dict[str, Any], place: str) -> tuple[Messages, Collection[int]]:
+    """(messages of a row, indices of those that are given and not learned).
 
     Raises ValueError with the place if the columns or the assistant turns are missing.
     """
     check_text_only(row, place)
     if column := columns.first(row, CONVERSATION_COLUMNS):
-        return _with_answer(as_messages(row[column], column, place), column, place), 0
+        messages = as_messages(row[column], column, place)
+        excluded = not_learned(row[column], place)
+        _check_learned(messages, excluded, column, place)
+        complete = with_system(messages, row, place)
+        n_added = len(complete) - len(messages)
+        return complete, frozenset(i + n_added for i in excluded)
     prompt = prompt_of(row, place, GIVEN_COLUMNS)
-    answer = next((n for n in COMPLETION_COLUMNS if isinstance(row.get(n), str | list)), None)
-    if prompt is None or answer is None:
+    answer = completion_column(row)
+    if prompt is None or not answer:
         raise ValueError(
             f"{place} has the columns {columns.names(row)}; required are messages, or a prompt "
             f"({', '.join(GIVEN_COLUMNS)}) and a completion as text or messages "
             f"({', '.join(COMPLETION_COLUMNS)}); set data.columns, for example to "
             "prompt:NAME,completion:NAME"
         )
-    if isinstance(row[answer], str):
-        completion: Messages = ({"role": "assistant", "content": row[answer]},)
-    else:
-        completion = _with_answer(as_messages(row[answer], answer, place), answer, place)
-    return (*prompt, *completion), len(prompt)
+    completion = completion_of(row[answer], answer, place)
+    excluded = not_learned(row[answer], place)
+    _check_learned(completion, excluded, answer, place)
+    check_turn_order(prompt, completion, answer, place)
+    given = {*range(len(prompt)), *(len(prompt) + i for i in excluded)}
+    return (*prompt, *completion), given
 
 
-def _with_answer(messages: Messages, column: str, place: str) -> Messages:
-    if not any(m["role"] == "assistant" for m in messages):
+def completion_column(row: Mapping[str, Any]) -> str:
+    """The column of the completion; "" if the row has none that is text or messages."""
+    names = (n for n in COMPLETION_COLUMNS if isinstance(row.get(n), str | list))
+    return next(names, "")
+
+
+def completion_of(value: Any, column: str, place: str) -> Messages:
+    """The messages of a completion; text is one assistant turn."""
+    if isinstance(value, str):
+        return ({"role": "assistant", "content": value},)
+    return as_messages(value, column, place)
+
+
+def check_turn_order(prompt: Messages, completion: Messages, column: str, place: str) -> None:
+    """Raises ValueError if an assistant turn would follow another one, or a question a question."""
+    last, first = prompt[-1]["role"], completion[0]["role"]
+    if last == first and first in ("assistant", "user"):
         raise ValueError(
-            f"{place}: {column} has no assistant turn to learn; add one or remove the row"
+            f"{place}: the prompt ends with a turn of the {last}, and {column} begins with one; "
+            "remove one of them: the prompt ends with the question, and the answer follows it"
         )
-    return messages
+
+
+def _check_learned(messages: Messages, excluded: Collection[int], column: str, place: str) -> None:
+    if not any(m["role"] == "assistant" and i not in excluded for i, m in enumerate(messages)):
+        which = "no assistant turn whose weight is not 0" if excluded else "no assistant turn"
+        raise ValueError(f"{place}: {column} has {which} to learn; add one or remove the row")
 
 
 def _truncate(

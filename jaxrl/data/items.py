@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxrl.data.sources.rows import Row, number_rows
+from jaxrl.data.usage import Usage
 
 _CHUNK = 1024  # rows rendered together
 
@@ -20,6 +21,7 @@ class ItemMaker[T]:
     max_len: str  # the limit of the length with its keys, for messages
     columns: tuple[str, ...]  # data.columns
     make: Callable[[Sequence[Row], list[int]], list[T]]  # adds the lengths of what it drops
+    usage: Usage = dataclasses.field(default_factory=Usage)  # of the columns of all rows
 
 
 def load_items[T](sources: Sequence[str], maker: ItemMaker[T], *, max_rows: int = 0) -> list[T]:
@@ -50,6 +52,8 @@ def _make_items[T](rows: Iterable[Row], maker: ItemMaker[T], sources: Sequence[s
     dropped: list[int] = []  # lengths
     for chunk in itertools.batched(rows, _CHUNK):
         items += maker.make(chunk, dropped)
+        maker.usage.add(chunk)
+    maker.usage.log(maker.kind)
     if dropped and items:
         logger.warning(
             "%d of %d %s are longer than %s tokens and were dropped",

@@ -1,25 +1,38 @@
 """Preference pairs: two answers to one prompt, one of them preferred.
 
-A row of any file type has one of these forms; other columns are ignored.
+A row of any file type has one of these forms; other columns are named at the start.
 
   chosen, rejected    two lists of {role, content}: conversations that end with an answer
   prompt | question | problem | instruction | query | input    a string or messages, with
   chosen, rejected    two strings (or lists of one message): the answers
   margin              optional: how much better `chosen` is, for reward models
+  system, history     optional, as in jaxrl/data/demonstrations.py
+
+Conversations may repeat the prompt of their row: with a system message before it, after earlier
+turns, or with other white space.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.choices import PAIR_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import as_messages, check_text_only, prompt_of, tools_of
+from jaxrl.data.chat.messages import (
+    check_text_only,
+    columns_of_prompt,
+    prompt_of,
+    tools_of,
+    with_system,
+)
 from jaxrl.data.demonstrations import (
     GIVEN_COLUMNS,
     Messages,
+    check_turn_order,
+    completion_of,
     demonstration,
     max_len_text,
     rendered_turns,
@@ -28,7 +41,8 @@ from jaxrl.data.items import ItemMaker
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
-from jaxrl.types import Demonstration
+from jaxrl.data.usage import Reading, Usage
+from jaxrl.types import Demonstration, Message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +63,13 @@ def pair_maker(renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int])
     columns.
     """
     make = functools.partial(make_pairs, renderer=renderer, data=data, stop=stop)
-    return ItemMaker("pairs", max_len_text(data), data.columns, make)
+    return ItemMaker("pairs", max_len_text(data), data.columns, make, Usage(_reading))
+
+
+def _reading(row: Mapping[str, Any]) -> Reading:
+    """The columns that make_pairs() reads."""
+    prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
+    return Reading([*prompt, *PAIR_COLUMNS])
 
 
 def make_pairs(
@@ -96,9 +116,9 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
             "data.columns, for example to chosen:NAME,rejected:NAME"
         )
     prompt = prompt_of(row, place, GIVEN_COLUMNS) or ()
-    chosen, rejected = (
-        _with_prompt(prompt, row[side], side, place) for side in ("chosen", "rejected")
-    )
+    chosen, rejected = (_conversation(prompt, row, side, place) for side in ("chosen", "rejected"))
+    if _are_equal(chosen[:-1], rejected[:-1]):
+        rejected = (*chosen[:-1], rejected[-1])  # one prompt, also in its white space
     if chosen == rejected:
         raise ValueError(f"{place}: chosen and rejected are equal; remove such rows")
     return chosen, rejected
@@ -116,24 +136,58 @@ def margin_of(row: dict[str, Any], place: str) -> float:
     return float(margin)
 
 
-def _with_prompt(prompt: Messages, value: Any, side: str, place: str) -> Messages:
-    if isinstance(value, str):
-        answer: Messages = ({"role": "assistant", "content": value},)
-    else:
-        answer = as_messages(value, side, place)
-    messages = answer if answer[: len(prompt)] == prompt else (*prompt, *answer)
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+def _conversation(prompt: Messages, row: dict[str, Any], side: str, place: str) -> Messages:
+    """The conversation of a side: its own one, or the prompt with its completion."""
+    answer = completion_of(row[side], side, place)
+    is_whole = any(m["role"] == "user" for m in answer)
+    if answer[-1]["role"] != "assistant" or not (is_whole or prompt):
         raise ValueError(
             f"{place}: {side} is not an answer to a prompt; end it with an assistant turn, and add "
             f"earlier turns or a column {' or '.join(GIVEN_COLUMNS)}"
         )
-    return messages
+    if is_whole and not prompt:
+        return with_system(answer, row, place)
+    if is_whole and _repeats(answer, prompt):
+        return _with_system_of(prompt, answer, side, place)
+    if is_whole and prompt[-1]["role"] != "assistant":
+        raise ValueError(
+            f"{place}: {side} is a conversation with other questions than the prompt, so that both "
+            "together would ask twice; remove the prompt's column, or leave only the answers in "
+            "chosen and rejected"
+        )
+    check_turn_order(prompt, answer, side, place)
+    return (*prompt, *answer)
+
+
+def _repeats(answer: Messages, prompt: Messages) -> bool:
+    """Whether the turns of the prompt begin the conversation, or are those before its answer."""
+    given = [m for m in prompt if m["role"] != "system"]
+    turns = [m for m in answer if m["role"] != "system"]
+    return any(
+        _are_equal(given, part) for part in (turns[: len(given)], turns[-1 - len(given) : -1])
+    )
+
+
+def _are_equal(a: Sequence[Message], b: Sequence[Message]) -> bool:
+    """Whether both have the same turns, apart from white space."""
+    first, second = ([(m["role"], m["content"].split()) for m in part] for part in (a, b))
+    return first == second
+
+
+def _with_system_of(prompt: Messages, answer: Messages, side: str, place: str) -> Messages:
+    """The conversation with the system message of the prompt that it repeats."""
+    systems, own = ([m for m in part if m["role"] == "system"] for part in (prompt, answer))
+    if systems and own and not _are_equal(systems, own):
+        raise ValueError(
+            f"{place}: the prompt and {side} have different system messages; remove one of them"
+        )
+    return answer if own else (*systems, *answer)
 
 
 def _answer(
     row: Row, messages: Messages, renderer: ChatRenderer, stop: Sequence[int], tools: Tools
 ) -> Demonstration:
     """A conversation whose last turn is learned."""
-    n_given = len(messages) - 1
-    [(tokens, mask)] = rendered_turns(messages, renderer, stop, tools, row.place, n_given=n_given)
+    given = range(len(messages) - 1)
+    [(tokens, mask)] = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
     return demonstration(row.number, tokens, mask, source=source_of(row.columns))

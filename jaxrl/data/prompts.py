@@ -16,21 +16,30 @@ in the row: a string, a number, a list or a dict; without one, if no reward need
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config.choices import PROMPT_COLUMNS, TRUTH_COLUMNS
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.data.chat.messages import check_text_only, prompt_of, tools_of
+from jaxrl.data.chat.dialects import ends_with_answer
+from jaxrl.data.chat.encoding import ChatRenderer, Tools
+from jaxrl.data.chat.messages import (
+    as_messages,
+    check_text_only,
+    columns_of_prompt,
+    prompt_of,
+    tools_of,
+)
 from jaxrl.data.items import ItemMaker, load_items
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import Row
+from jaxrl.data.usage import Reading, Usage
 from jaxrl.types import Message, Prompt
 
-_NOT_EXTRA = ("reward_model", "data_source", "extra_info", "tools")
+_NOT_EXTRA = ("data_source", "extra_info", "tools")
+_IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
 
 
 def load_prompts(
@@ -60,7 +69,28 @@ def prompt_maker(
     """
     make = functools.partial(make_prompts, renderer=renderer, data=data, answer_for=answer_for)
     limit = f"data.max_prompt_len = {data.max_prompt_len}"
-    return ItemMaker("prompts", limit, data.columns, make)
+    return ItemMaker("prompts", limit, data.columns, make, Usage(_reading))
+
+
+def _reading(row: Mapping[str, Any]) -> Reading:
+    """The columns that make_prompts() reads."""
+    column, others = _prompt_column(row)
+    note = ""
+    if others:
+        note = f"{others[0]} ends with an answer, so {column} is the prompt"
+    elif ends_with_answer(row[column]):
+        note = f"{column} ends with an answer, which is cut off"
+    names = [*columns_of_prompt(row, column), *others[:1], *TRUTH_COLUMNS, "extra_info"]
+    return Reading(names, passes_rest=True, note=note)
+
+
+def _prompt_column(row: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """(column of the prompt or "", prompt columns before it, which end with an answer)."""
+    names = [name for name in PROMPT_COLUMNS if row.get(name) is not None]
+    questions = (i for i, n in enumerate(names) if row[n] and not ends_with_answer(row[n]))
+    at = next(questions, 0)
+    column = names[at] if names else ""
+    return column, [name for name in names[:at] if ends_with_answer(row[name])]
 
 
 def make_prompts(
@@ -73,14 +103,15 @@ def make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows, rendered together; the lengths of dropped ones go to `dropped`."""
     prompts = []
-    conversations = [_messages(row.columns, row.place) for row in rows]
+    asked = [question_of(row.columns, row.place) for row in rows]
     offered = [tools_of(row.columns, row.place) for row in rows]
-    rendered = renderer.render_all(conversations, offered)
-    for row, messages, tools, tokens in zip(rows, conversations, offered, rendered, strict=True):
+    rendered = _tokens(rows, asked, offered, renderer, data)
+    for row, (question, messages), tools, tokens in zip(
+        rows, asked, offered, rendered, strict=True
+    ):
         if len(tokens) > data.max_prompt_len and data.filter_overlong_prompts:
             dropped.append(len(tokens))
             continue
-        question = columns.first(row.columns, PROMPT_COLUMNS)
         truth = _truth_column(row, answer_for)
         prompts.append(
             Prompt(
@@ -97,15 +128,66 @@ def make_prompts(
     return prompts
 
 
-def _messages(row: dict[str, Any], place: str) -> tuple[Message, ...]:
+def question_of(row: dict[str, Any], place: str) -> tuple[str, tuple[Message, ...]]:
+    """(column of the prompt, its messages), which never end with an assistant turn.
+
+    If the first prompt column ends with an answer, another one that does not is used, with its
+    system message. Else `messages` lose their last turn. Raises ValueError with the place for a
+    `prompt` that ends with an answer, and for a row without a prompt.
+    """
     check_text_only(row, place)
-    messages = prompt_of(row, place)
-    if messages is None:
+    column, others = _prompt_column(row)
+    if not column:
         raise ValueError(
             f"{place} has the columns {columns.names(row)}; required is a prompt "
             f"({', '.join(PROMPT_COLUMNS)}); set data.columns, for example to prompt:NAME"
         )
-    return messages
+    messages = prompt_of(row, place, (column,))
+    assert messages is not None
+    if others and messages[0]["role"] != "system":
+        whole = as_messages(row[others[0]], others[0], place)
+        messages = (*(m for m in whole if m["role"] == "system"), *messages)
+    whole = messages
+    while messages and messages[-1]["role"] == "assistant" and column == "messages":
+        messages = messages[:-1]
+    is_cut = len(messages) < len(whole)
+    if not messages or messages[-1]["role"] in ("assistant", "system" if is_cut else "assistant"):
+        raise ValueError(
+            f"{place}: {column} has no question at its end; end it with a user turn or a tool's "
+            "result. Remove an answer there: a prompt is not continued, and may not contain it"
+        )
+    return column, messages
+
+
+def _tokens(
+    rows: Sequence[Row],
+    asked: Sequence[tuple[str, tuple[Message, ...]]],
+    offered: Sequence[Tools],
+    renderer: ChatRenderer,
+    data: DataConfig,
+) -> list[np.ndarray]:
+    """The tokens of the prompts of the rows, rendered unless data.rendered_prompts."""
+    if data.rendered_prompts:
+        return renderer.tokenize(
+            [_rendered(*one, row) for one, row in zip(asked, rows, strict=True)]
+        )
+    for (_, messages), row in zip(asked, rows, strict=True):
+        try:
+            renderer.check_text(messages, _IF_RENDERED)
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from error
+    return renderer.render_all([messages for _, messages in asked], offered)
+
+
+def _rendered(column: str, messages: Sequence[Message], row: Row) -> str:
+    """The text of a prompt that is already rendered."""
+    if len(messages) > 1 or not isinstance(row.columns[column], str) or row.columns.get("tools"):
+        raise ValueError(
+            f"{row.place}: {column} is not only text, so it is not rendered yet: the row has "
+            "messages, a system message, history or tools. Set data.rendered_prompts=False, or "
+            "write the prompt as text"
+        )
+    return messages[0]["content"]
 
 
 def _truth_column(row: Row, answer_for: str) -> str:
@@ -150,6 +232,8 @@ def source_of(row: dict[str, Any]) -> str:
 def _extra(row: dict[str, Any], used: tuple[str, str]) -> dict[str, Any]:
     """The columns without a meaning for the prompt, then those of extra_info, which win."""
     extra, known = row.get("extra_info"), {*used, *_NOT_EXTRA}
+    if isinstance(row.get("reward_model"), dict):
+        known.add("reward_model")  # verl's ground truth and its style
     other = {k: v for k, v in row.items() if v is not None and k not in known}
     return other | (extra if isinstance(extra, dict) else {})
 

@@ -82,7 +82,10 @@ def first_items[T](blocks: Sequence[Block], maker: ItemMaker[T]) -> list[T]:
     """The items of the first row of each source, which show its columns and the chat template."""
     firsts = {block.source: block for block in reversed(blocks)}
     rows = [firsts[source].rows()[0].read(maker.columns) for source in sorted(firsts)]
-    return [item for row in rows for item in maker.make([row], [])]
+    items = [item for row in rows for item in maker.make([row], [])]
+    maker.usage.add(rows)
+    maker.usage.log(maker.kind)
+    return items
 
 
 class _Rows(FlatMapTransform):

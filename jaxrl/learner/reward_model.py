@@ -76,7 +76,7 @@ class RewardModel:
         messages = [*rollout.prompt_messages, *rollout.completion_messages]
         try:
             last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-            [(tokens, _)] = render_turns(self._renderer, messages, self._stop, n_given=last)
+            [(tokens, _)] = render_turns(self._renderer, messages, self._stop, given=range(last))
         except ValueError as error:  # a template may reject the text of a response
             return str(error)
         longest = self.scorer.cfg.learner.row_lens[-1]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import to_dict
+from jaxrl.io.tracking.first_samples import Part
 from jaxrl.report.charts import chart_data
 from jaxrl.report.document import document, fill
 from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
@@ -23,6 +24,7 @@ FIELDS = (
     "finish",
     "error",
 )
+MAX_PART_CHARS = 20_000  # of a part of a first sample
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -47,6 +49,7 @@ def render(record: Record, folder: str, *, live: bool = False) -> str:
         NOTICE=html.escape(shown["notice"]),
         HIDE_NOTICE="" if shown["notice"] else " hidden",
         CONFIG=config_table(record.config),
+        LEARNED=first_samples(record),
     )
     scripts = ("charts.js", "page.js", *("watch.js",) * live)
     return document(shown["title"], shown["subtitle"], main, data=shown, scripts=scripts)
@@ -77,6 +80,21 @@ def sample_rows(record: Record) -> list[list[Any]]:
         return cut(value, limit) if isinstance(value, str) else value
 
     return [[field(sample, name) for name in FIELDS] for sample in samples]
+
+
+def first_samples(record: Record) -> str:
+    """The first training sequences as HTML, with the learned text marked; "" without any."""
+    if not record.first_samples:
+        return ""
+
+    def block(prompt_id: int, parts: list[Part]) -> str:
+        texts = ((html.escape(cut(text, MAX_PART_CHARS)), learned) for text, learned in parts)
+        marked = "".join(f"<mark>{text}</mark>" if learned else text for text, learned in texts)
+        title = html.escape(f"Row {prompt_id}")
+        return f'<details open><summary>{title}</summary><pre class="text">{marked}</pre></details>'
+
+    blocks = "".join(block(*sample) for sample in record.first_samples)
+    return fill("learned.html", BLOCKS=blocks)
 
 
 def subtitle(record: Record) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.io.tracking.first_samples import Part, read_first_samples
 from jaxrl.io.tracking.json_lines import read_lines
 
 Points = list[tuple[int, float]]  # (step, value), ascending
@@ -24,6 +25,7 @@ class Record:
     config: dict[str, Any]  # dotted key -> value; {} if there is no config.json
     series: dict[str, Points]  # metric -> all points
     samples: list[dict[str, Any]]
+    first_samples: list[tuple[int, list[Part]]] = dataclasses.field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -53,6 +55,7 @@ def read_record(run_dir: Path) -> Record:
         config=config,
         series=read_series(read_lines(run_dir / "metrics.jsonl")),
         samples=read_lines(run_dir / "samples.jsonl"),
+        first_samples=read_first_samples(run_dir),
     )
 
 

@@ -2,6 +2,7 @@
 
 from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
 from jaxrl.trainer.evaluation import validation_metrics
+from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import sample_records, speed_metrics
 from jaxrl.trainer.phases.experience import make_experience
 from jaxrl.trainer.phases.sampling import collect, end_rollouts, reward, sample
@@ -19,6 +20,7 @@ def train_step(run: Run) -> None:
     with core.timed("step"):
         collected = collect(run)  # sample and reward
         run.reward_errors.check(collected.sampled, f"step {core.step + 1}")
+        show_first_samples(core, [scored.rollout for scored in collected.sampled])
         experience = make_experience(run, collected)  # values, advantages, logprobs, packing
         mini_batches = experience.mini_batches
         metrics = collected.metrics() | experience.metrics

@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import to_json
+from jaxrl.io.tracking.first_samples import write_first_samples
 from jaxrl.report import write_report
 from jaxrl.report.__main__ import main
 from jaxrl.report.charts import chart_data
@@ -144,6 +145,22 @@ def test_a_completion_cannot_end_the_script_or_become_markup(run):
     completions = [row[data["fields"].index("completion")] for row in data["samples"]]
     assert HOSTILE in completions
     assert "innerHTML" not in page.scripts[1]
+
+
+def test_the_first_samples_are_shown_with_what_is_learned_marked(run):
+    parts = [["<|im_start|>user\n2?", False], [HOSTILE, True], ["\n", False], ["4", True]]
+    write_first_samples(run, [(3, [(text, learned) for text, learned in parts])])
+    with (run / "first_samples.jsonl").open("a") as file:
+        file.write('{"prompt_id": 4, "parts": [["x"]]}\n{"par')  # damaged lines are skipped
+    text, page = page_of(run)
+    assert [tag for tag, _ in page.elements].count("mark") == 2 and "What is learned" in page.words
+    assert page.words.count("Row ") == 1 and "<|im_start|>user" in page.words
+    assert HOSTILE in page.words and "<mark>4</mark>" in text
+    assert len(page.scripts) == 2
+
+
+def test_a_run_without_first_samples_has_no_such_section(run):
+    assert "What is learned" not in page_of(run)[0]
 
 
 def test_markup_in_the_config_is_shown_as_text(tmp_path):

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 from jaxrl.config import resolve
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.engine.device.batches import decode_buckets
+from jaxrl.io.tracking.first_samples import read_first_samples
 from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.phases.update import NonFiniteError
@@ -143,7 +144,12 @@ def test_a_run_leaves_a_complete_folder(tiny_config):
     assert [line["step"] for line in lines if "val/reward" in line] == [0, 4]
     trained = [line for line in lines if "optim/grad_norm" in line]
     assert trained and all(line["mismatch/logp_diff_max"] < 1e-4 for line in trained)
-    assert len(read_lines(folder / "samples.jsonl")) == 4 * 16 + 2 * 6
+    samples = read_lines(folder / "samples.jsonl")
+    assert len(samples) == 4 * 16 + 2 * 6
+    [first, *_] = [sample for sample in samples if sample["kind"] == "train"]
+    row, [(prompt, asked), (response, learned)] = read_first_samples(folder)[0]
+    assert (row, asked, learned) == (first["prompt_id"], False, True)
+    assert first["prompt"] in prompt and first["completion"] in response
 
 
 @pytest.mark.slow

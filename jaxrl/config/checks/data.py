@@ -8,6 +8,7 @@ from jaxrl.config.choices import (
     OTHER_COLUMNS,
     PAIR_COLUMNS,
     PROMPT_COLUMNS,
+    SYSTEM_COLUMNS,
     TRUTH_COLUMNS,
 )
 from jaxrl.config.keys import DataConfig
@@ -19,6 +20,7 @@ _COLUMNS = (
     *TRUTH_COLUMNS,
     *COMPLETION_COLUMNS,
     *PAIR_COLUMNS,
+    *SYSTEM_COLUMNS,
     *OTHER_COLUMNS,
 )
 
@@ -30,6 +32,7 @@ def data_errors(data: DataConfig) -> list[str]:
         *_date_errors(data),
         *_weight_errors(data),
         *_streaming_errors(data),
+        *_rendered_errors(data),
     ]
 
 
@@ -58,6 +61,15 @@ def _streaming_errors(data: DataConfig) -> list[str]:
     return [
         f"data.skip_solved={data.skip_solved} needs all prompts in memory; set "
         "data.streaming=False or data.skip_solved=0"
+    ]
+
+
+def _rendered_errors(data: DataConfig) -> list[str]:
+    if not (data.rendered_prompts and data.system_prompt):
+        return []
+    return [
+        "data.system_prompt has no effect with data.rendered_prompts, whose prompts have theirs; "
+        "remove one of the two"
     ]
 
 

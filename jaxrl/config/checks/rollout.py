@@ -9,7 +9,8 @@ PAGE_ALIGN = 64  # tokens; with multiples of it, engine and trainer logprobs are
 
 def rollout_errors(run: RunConfig) -> list[str]:
     """One line per broken rule, with the values and what to set instead."""
-    return [*_page_errors(run), *_layout_errors(run), *_eval_errors(run), *_env_errors(run)]
+    errors = [*_page_errors(run), *_layout_errors(run), *_eval_errors(run), *_env_errors(run)]
+    return [*errors, *_rendered_errors(run)]
 
 
 def training_sampling_errors(run: RunConfig) -> list[str]:
@@ -144,3 +145,15 @@ def _env_errors(run: RunConfig) -> list[str]:
             "them, or other functions"
         )
     return errors
+
+
+def _rendered_errors(run: RunConfig) -> list[str]:
+    """Readers of messages that would render a rendered prompt again."""
+    readers = {"env.name": run.env.name, "env.agent": run.env.agent}
+    readers |= {"reward_model.path": run.reward_model.path}
+    return [
+        f"data.rendered_prompts=True leaves no messages, which {key}={value!r} renders; set it to "
+        "False and use prompts of messages"
+        for key, value in readers.items()
+        if value and run.data.rendered_prompts
+    ]

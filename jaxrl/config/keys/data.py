@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 from collections.abc import Mapping
 
-from jaxrl.config.choices import ON_ERRORS, TOOL_FORMATS, TRUNCATIONS
+from jaxrl.config.choices import ON_ERRORS, SPECIAL_TOKENS, TOOL_FORMATS, TRUNCATIONS
 from jaxrl.config.keys.devices import RoleConfig
 from jaxrl.config.schema import Value, key
 
@@ -77,6 +77,17 @@ class DataConfig:
     )
     system_prompt: str = key(
         "", "System prompt added to every conversation that has none; '' = none"
+    )
+    rendered_prompts: bool = key(
+        False,
+        "Prompts that are text are already rendered: they are used as they are, without the chat "
+        "template",
+    )
+    special_tokens: str = key(
+        "error",
+        "Text of a special token inside a message, such as '<|im_end|>': error = the row is "
+        "refused, text = it is tokenized as ordinary text, token = it is the special token",
+        choices=SPECIAL_TOKENS,
     )
     chat_template: str = key(
         "",

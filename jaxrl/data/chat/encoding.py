@@ -1,17 +1,21 @@
 """The chat template: messages to tokens and back."""
 
+import contextlib
 import copy
 import datetime
+import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jaxrl.data.chat.special_tokens import SpecialTokens
 from jaxrl.data.chat.template import check_arguments, read_template, template_names, with_date
 from jaxrl.tools.calls import MalformedCall, ToolCall, template_form
 from jaxrl.types import Message
@@ -44,7 +48,9 @@ class ChatRenderer:
         system_prompt: str = "",
         arguments: Mapping[str, Any] | None = None,
         today: datetime.date | None = None,
+        special_tokens: str = "error",
     ):
+        """`special_tokens` is data.special_tokens: what their text in a message means."""
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template = read_template(template) if template else _checkpoint_template(tokenizer)
@@ -52,6 +58,53 @@ class ChatRenderer:
         self.today = today
         self._source = with_date(self.template, today) if today else self.template
         check_arguments(self.template, self.arguments, tokenizer.special_tokens_map)
+        self._special_mode = special_tokens
+
+    @functools.cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The tokens that structure a conversation: their text in a message is not one."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+        skeleton = ""
+        with contextlib.suppress(ValueError):  # a template for other conversations
+            skeleton = self.text([*turns, *turns[:1]], system_prompt=False)
+        return SpecialTokens(self.tokenizer, skeleton)
+
+    @functools.cached_property
+    def _generation_prompt(self) -> str:
+        """The text between a question and the response, without white space around it."""
+        with contextlib.suppress(ValueError):  # a template for other conversations
+            text = self.text([{"role": "user", "content": _PLACEHOLDER}], system_prompt=False)
+            return text.rpartition(_PLACEHOLDER)[2].strip()
+        return ""
+
+    def check_text(self, messages: Sequence[Message], advice: str = "") -> None:
+        """Raises ValueError if the text of a message contains that of a special token.
+
+        So does text that ends with the generation prompt, which is rendered already. With
+        data.special_tokens="text" it is tokenized as text, which the arguments of tool calls cannot
+        be; with "token" a special token is one.
+        """
+        if self._special_mode == "token":
+            return
+        shown = messages
+        if self._special_mode == "text":
+            shown = self.special_tokens.hide(messages)
+        if found := self.special_tokens.first_in(shown):
+            i, token = found
+            raise ValueError(
+                f"the text of turn {i} ({messages[i]['role']}) contains {token!r}, a special token "
+                f"of the tokenizer. {advice}Set data.special_tokens=text to tokenize it as "
+                "ordinary text, or correct the row"
+            )
+        ending = self._generation_prompt
+        if self._special_mode == "error" and len(ending) > 2:
+            for i, message in enumerate(messages):
+                if message["role"] == "user" and message["content"].rstrip().endswith(ending):
+                    raise ValueError(
+                        f"the text of turn {i} (user) ends with {ending!r}, the generation prompt "
+                        f"of the chat template, so it is rendered already. {advice}Remove the "
+                        "template's text, or set data.special_tokens=text to keep it as text"
+                    )
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatRenderer":
         """This renderer with further template arguments, which replace its own of the same name.
@@ -79,11 +132,17 @@ class ChatRenderer:
         pairs = list(zip(conversations, tools, strict=True))
         rendered = []
         for first in range(0, len(pairs), _BATCH):
-            texts = [self.text(c, tools=t) for c, t in pairs[first : first + _BATCH]]
-            # the template already contains the special tokens
-            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            rendered += [np.array(row, np.int32) for row in ids]
+            batch = pairs[first : first + _BATCH]
+            rendered += self.tokenize([self.text(self.hidden(c), tools=t) for c, t in batch])
         return rendered
+
+    def hidden(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages as tokenize() reads the special tokens in their text as ordinary text."""
+        return messages if self._special_mode == "token" else self.special_tokens.hide(messages)
+
+    def tokenize(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Tokens of rendered texts; see hidden()."""
+        return [tokens for tokens, _ in self.special_tokens.encode(texts)]
 
     def render_reply(
         self,
@@ -101,8 +160,8 @@ class ChatRenderer:
         are those of the first turn, which the reply answers. Raises ValueError if the template
         does not end a turn with one of the `stop` tokens, or rejects the reply.
         """
-        text = self._after_turn(messages, calls)
-        tokens = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        text = self._after_turn(self.hidden(messages), calls)
+        [tokens] = self.tokenize([text])
         ends = np.flatnonzero(np.isin(tokens, stop))
         if calls and len(ends):  # the rest of the call is before the end of the turn
             return tokens[ends[0] + ended :]
@@ -212,6 +271,21 @@ class ChatRenderer:
     def opens_thought(self, prompt: Sequence[int] | Int32[np.ndarray, " n"]) -> bool:
         """Whether the end of the prompt, of its generation prompt, opens the reasoning."""
         return opens_thought(self.decode(prompt[-_N_LAST:], skip_special=False))
+
+    def learned_parts(
+        self,
+        prompt_tokens: Int32[np.ndarray, " p"],
+        tokens: Int32[np.ndarray, " n"],
+        loss_mask: Bool[np.ndarray, " n"],
+    ) -> list[tuple[str, bool]]:
+        """The text of a sequence, with its special tokens, as (text, whether it is learned)."""
+        sequence = np.concatenate([prompt_tokens, tokens])
+        mask = np.concatenate([np.zeros(len(prompt_tokens), bool), loss_mask])
+        starts = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+        return [
+            (self.decode(sequence[first:after], skip_special=False), bool(mask[first]))
+            for first, after in itertools.pairwise(starts)
+        ]
 
     def decode(
         self, tokens: Sequence[int] | Int32[np.ndarray, " n"], *, skip_special: bool = True

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.config.choices import PROMPT_COLUMNS
+from jaxrl.config.choices import PROMPT_COLUMNS, SYSTEM_COLUMNS
+from jaxrl.data.chat.dialects import canonical, is_learned
 from jaxrl.data.sources.columns import first
 from jaxrl.tools.messages import Message, as_message, parse_or_none, shown
 from jaxrl.tools.schema import check_tool
@@ -16,14 +17,69 @@ def prompt_of(
 ) -> tuple[Message, ...] | None:
     """The messages of the first of the columns `names` that the row has; None if it has none.
 
-    An `instruction` is followed by the text of the column `input`, as in Alpaca's schema.
+    As in Alpaca's schema, an `instruction` is followed by the text of the column `input`, and a
+    prompt that is text by the turns of `history` before it. The system message is that of the
+    column `system`. Raises ValueError with the place.
     """
     if not (column := first(row, names)):
         return None
     value, context = row[column], row.get("input")
     if column == "instruction" and isinstance(value, str) and isinstance(context, str):
         value = f"{value}\n{context}".rstrip("\n")
-    return as_messages(value, column, place)
+    messages = as_messages(value, column, place)
+    if isinstance(value, str):
+        messages = (*_history(row, place), *messages)
+    return with_system(messages, row, place)
+
+
+def columns_of_prompt(row: Mapping[str, Any], column: str) -> list[str]:
+    """The columns that prompt_of() reads for the prompt in `column`, and the tools."""
+    is_text = isinstance(row.get(column), str)
+    further = ("input",) * (column == "instruction" and is_text) + ("history",) * is_text
+    names = (column, *further, first(row, SYSTEM_COLUMNS), "tools", "data_source")
+    return [name for name in names if row.get(name) is not None]
+
+
+def _history(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
+    """The earlier turns of a prompt: pairs of question and answer, or messages."""
+    turns: Any = row.get("history") or []
+    if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
+        return as_messages(turns, "history", place) if turns else ()
+    found: list[Message] = []
+    for pair in turns if isinstance(turns, list) else [turns]:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise ValueError(
+                f"{place}: history has {shown(pair)}; it is a list of [question, answer] or of "
+                "messages. Correct the row, or rename the column"
+            )
+        found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return tuple(found)
+
+
+def with_system(
+    messages: tuple[Message, ...], row: Mapping[str, Any], place: str
+) -> tuple[Message, ...]:
+    """The messages after the system message of the row's column `system` or `system_prompt`.
+
+    Raises ValueError if the messages have another one.
+    """
+    column = first(row, SYSTEM_COLUMNS)
+    text = row[column] if column else ""
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: {column} is {shown(text)}, not text; correct the row")
+    if not text.strip():
+        return messages
+    system: Message = {"role": "system", "content": text}
+    found = [m for m in messages if m["role"] == "system"]
+    if not found:
+        return (system, *messages)
+    if [m["content"].strip() for m in found] != [text.strip()]:
+        raise ValueError(
+            f"{place}: the column {column} and the messages have different system messages; remove "
+            "one of them"
+        )
+    return messages
 
 
 def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
@@ -35,7 +91,11 @@ def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     try:
-        found = [as_message(_without_none(m)) for m in value] if isinstance(value, list) else []
+        found = (
+            [as_message(canonical(_without_none(m))) for m in value]
+            if isinstance(value, list)
+            else []
+        )
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     messages = tuple(m for m in found if m is not None)
@@ -46,6 +106,18 @@ def as_messages(value: Any, column: str, place: str) -> tuple[Message, ...]:
             "only"
         )
     return messages
+
+
+def not_learned(value: Any, place: str) -> frozenset[int]:
+    """Indices of the messages in a column whose fields exclude them from the loss.
+
+    Raises ValueError with the place for a field that is neither 0 nor 1.
+    """
+    try:
+        messages = enumerate(value) if isinstance(value, list) else ()
+        return frozenset(i for i, message in messages if not is_learned(message))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def tools_of(row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:

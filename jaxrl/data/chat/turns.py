@@ -8,28 +8,14 @@ rendered as the last one, and its text is compared with the generation prompt be
   ---------------- not in the loss ---------------- ------- in the loss -----
 """
 
-import dataclasses
 import re
-from collections.abc import Sequence
-
-import numpy as np
-from jaxtyping import Bool, Int32
+from collections.abc import Collection, Sequence
 
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
+from jaxrl.data.chat.masking import MaskedTokens, Span, Turn, tokenize_turns
 from jaxrl.types import Message
 
 _PLACEHOLDER = "@@turn@@"  # content of a message, to find its place in the rendered text
-
-Span = tuple[int, int]  # first character, and the one after the last
-MaskedTokens = tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    """An assistant turn with all text before it."""
-
-    text: str  # up to the end-of-sequence token after the turn
-    learned: tuple[Span, ...]  # of the text
 
 
 def render_turns(
@@ -38,13 +24,14 @@ def render_turns(
     stop: Sequence[int],
     tools: Tools = (),
     *,
-    n_given: int = 0,
+    given: Collection[int] = (),
 ) -> list[MaskedTokens]:
     """(tokens, loss mask) of a finished conversation; the mask is True on assistant tokens.
 
-    The first `n_given` messages are not learned. An assistant turn ends with the first of the
-    `stop` tokens after it, and that token is in the loss. If the template marks the model's text
-    with {% generation %} blocks, only that text is.
+    The messages with the indices `given` are not learned. An assistant turn ends with the first of
+    the `stop` tokens after it, and that token is in the loss. If the template marks the model's
+    text with {% generation %} blocks, only that text is. The tokens before a turn are those of a
+    rollout's prompt, also if the tokenizer would merge the turn's first characters with them.
 
     Some templates render a turn differently once others follow it, for example without its
     reasoning. Then the next turn begins another sequence, with the context that the model would
@@ -55,30 +42,30 @@ def render_turns(
     token.
     """
     ends = [text for i in stop if (text := renderer.decode([i], skip_special=False))]
-    sequences: list[tuple[str, list[Span]]] = []
+    messages = renderer.hidden(messages)
+    sequences: list[list[Turn]] = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= n_given:
+        if message["role"] == "assistant" and i not in given:
             try:
                 turn = _render_turn(renderer, messages, i, ends, tools)
             except ValueError as error:
                 raise ValueError(f"turn {i} ({_shortened(message)}): {error}") from error
-            text, learned = sequences.pop() if sequences else ("", [])
-            if not turn.text.startswith(text):
-                sequences.append((text, learned))
-                learned = []
-            sequences.append((turn.text, [*learned, *turn.learned]))
-    return [_tokenize(renderer, *sequence, stop) for sequence in sequences]
+            if sequences and turn.text.startswith(sequences[-1][-1].text):
+                sequences[-1].append(turn)
+            else:
+                sequences.append([turn])
+    return [tokenize_turns(renderer, turns, stop) for turns in sequences]
 
 
 def _render_turn(
     renderer: ChatRenderer, messages: Sequence[Message], i: int, ends: Sequence[str], tools: Tools
-) -> _Turn:
+) -> Turn:
     text, start = _continuation(renderer, messages, i, tools)
     text, end = _ended(renderer, messages, i, text, start, ends, tools)
     learned: tuple[Span, ...] = ((start, len(text)),)
     if renderer.marks_generation:
         learned = _marked(renderer, messages[: i + 1], text, start, end, tools)
-    return _Turn(text, learned)
+    return Turn(text, learned, end)
 
 
 def _continuation(
@@ -208,24 +195,6 @@ def _marked(
             "in the template, or set data.chat_template to one without such blocks"
         )
     return *clipped, (end, len(text))
-
-
-def _tokenize(
-    renderer: ChatRenderer, text: str, learned: Sequence[Span], stop: Sequence[int]
-) -> MaskedTokens:
-    encoded = renderer.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = np.array(encoded["input_ids"], np.int32)
-    starts = np.array([start for start, _ in encoded["offset_mapping"]], int)
-    mask = np.zeros(len(tokens), bool)
-    for start, end in learned:
-        first, after = np.searchsorted(starts, [start, end])
-        mask[first:after] = True
-    if tokens[-1] not in stop:
-        raise ValueError(
-            f"{text[-20:]!r} at the end of a turn is not tokenized as an end-of-sequence token; "
-            "add it to the special tokens of the tokenizer, or set data.chat_template"
-        )
-    return tokens, mask
 
 
 def _parts(message: Message) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from jaxrl.data.sources.columns import map_columns
 from jaxrl.data.sources.files import find_files, named_errors, open_arrow, parse_line
 from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.structures import parse_structures
 from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
 _LINES = 1024  # of JSONL in a block
@@ -56,7 +57,8 @@ class LazyRow:
         elif isinstance(row := raw[self.index], bytes):
             row = parse_line(_text(row, place), place)
         is_task = self.block.file.startswith(PREFIXES)
-        row = row if is_task else map_columns(row, columns, place)
+        if not is_task:
+            row = parse_structures(map_columns(row, columns, place), place)
         return Row(self.block.source, self.block.first + self.index, place, row)
 
 

@@ -7,12 +7,14 @@ from jaxrl.config.choices import (
     COMPLETION_COLUMNS,
     CONVERSATION_COLUMNS,
     PROMPT_COLUMNS,
+    SYSTEM_COLUMNS,
     TRUTH_COLUMNS,
 )
 
 _GROUPS = (  # a mapped name hides the others of its group
     {*PROMPT_COLUMNS, *CONVERSATION_COLUMNS},
     {*TRUTH_COLUMNS, *COMPLETION_COLUMNS},
+    {*SYSTEM_COLUMNS},
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.data.sources.columns import map_columns
 from jaxrl.data.sources.files import read_rows
+from jaxrl.data.sources.structures import parse_structures
 from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
 
@@ -37,4 +38,4 @@ def _rows(source: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, 
             yield f"{source}:{number}", question_row(q)
         return
     for place, row in read_rows(source):
-        yield place, map_columns(row, columns, place)
+        yield place, parse_structures(map_columns(row, columns, place), place)

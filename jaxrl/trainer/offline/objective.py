@@ -11,15 +11,20 @@ from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.packing import gather, padding_fraction, shared_fraction
 from jaxrl.learner.prefixes import pack_samples
+from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.update import update
 from jaxrl.trainer.run import Core
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
-# Sections of the config that offline training does not use.
-UNUSED_SECTIONS = ("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule")
+# Sections and keys of the config that offline training does not use.
+UNUSED_SECTIONS = (
+    *("algorithm", "critic", "env", "rollout", "reward", "reward_model", "schedule"),
+    "data.rendered_prompts",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,16 @@ def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
     return dataclasses.replace(cfg, algorithm=algorithm, critic=critic)
 
 
+def check_context(cfg: RunConfig, decoder: DecoderConfig) -> None:
+    """Raises ValueError if sequences may be longer than the model's context, as the engine does."""
+    if cfg.data.max_len > decoder.context_len:
+        raise ValueError(
+            f"prompt and response may take {cfg.data.max_len} tokens, the model supports "
+            f"{decoder.context_len}; lower config.data.max_prompt_len or "
+            "config.data.max_response_len"
+        )
+
+
 def train_step(run: OfflineRun) -> None:
     """One step on the next items. Samples of a mini-batch are made with the current weights."""
     core, objective = run.core, run.objective
@@ -80,6 +95,7 @@ def train_step(run: OfflineRun) -> None:
     n_tokens, size, trained = 0, core.cfg.mini_batch_prompts, []
     with core.timed("step"):
         items = next(core.iterator)
+        show_first_samples(core, items)
         for start in range(0, len(items), size):
             samples, metrics = objective.make_samples(run, items[start : start + size])
             packed = pack_samples(samples, core.cfg, core.n_ranks)

@@ -33,6 +33,7 @@ def make_renderer(cfg: RunConfig, folder: Path, decoder: DecoderConfig) -> ChatR
         system_prompt=data.system_prompt,
         arguments=data.template_kwargs,
         today=data.date,
+        special_tokens=data.special_tokens,
     )
     if data.chat_template:  # a checkpoint's own template belongs to its tokenizer
         warn_of_endless_turns(renderer, stop_ids(folder, tokenizer), cfg.rollout.sampling)

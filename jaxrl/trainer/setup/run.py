@@ -20,6 +20,7 @@ from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.offline.objective import (
     Objective,
     OfflineRun,
+    check_context,
     train_step,
     validate,
     with_objective,
@@ -161,6 +162,7 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
             cfg = open_folder(cfg)
         models = open_models(cfg, session.progress)
         with hosts.raise_together():
+            check_context(cfg, models.decoder)
             stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
             maker = objective.maker(models.renderer, cfg.data, stop=stop)
             iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)

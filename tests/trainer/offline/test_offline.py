@@ -22,6 +22,7 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
 from jaxrl.data.preferences import Pair
+from jaxrl.io.tracking.first_samples import read_first_samples
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.offline.dpo import (
@@ -98,10 +99,27 @@ def test_sft_learns_its_answers_and_writes_a_complete_folder(sft_config):
     trained = [line["loss/nll"] for line in lines if "loss/nll" in line]
     assert len(trained) == 6 and trained[-1] < trained[0]
     assert trained[0] == pytest.approx(held_out[0], rel=0.1)
-    assert "Not logged" not in (folder / "report.html").read_text()
+    report = (folder / "report.html").read_text()
+    assert "Not logged" not in report
+    samples = read_first_samples(folder)
+    assert len(samples) == 8
+    for row, parts in samples:  # the order of the first step's rows
+        question, answer, _ = QUESTIONS[row]
+        asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        assert parts == [(asked, False), (f"It is {answer}.<|im_end|>", True)]
+        assert f"<mark>It is {answer}.&lt;|im_end|&gt;</mark>" in report
     every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [{name for name in line if "time/" in name} for line in every if "val/nll" in line]
     assert timed == [{"time/val_s"}] * 2, "validation time is only the scoring of held-out answers"
+
+
+@pytest.mark.parametrize("train", [sft.train, dpo.train])
+def test_lengths_beyond_the_context_of_the_model_are_refused_at_the_start(sft_config, train):
+    sft_config.data.max_prompt_len = 200  # of 256, with max_response_len
+    sft_config.data.max_response_len = 57
+    sft_config.learner.token_budget = 512
+    with pytest.raises(ValueError, match=r"may take 257 tokens, the model supports 256; lower"):
+        train(resolve(sft_config))
 
 
 @pytest.mark.thorough
