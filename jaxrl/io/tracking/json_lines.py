@@ -135,5 +135,7 @@ class JsonlLogger:
         """Ignored: free text is not part of the record."""
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        try:
+            self._metrics.close()
+        finally:
+            self._samples.close()
