@@ -210,9 +210,10 @@ def config_table(config: dict[str, Any]) -> str:
     same = {key: value for key, value in config.items() if key not in changed}
 
     def rows(values: dict[str, Any]) -> str:
+        texts = {key: cut(shown(value), MAX_VALUE_CHARS) for key, value in values.items()}
         cells = (
-            f"<tr><td>{html.escape(k)}</td><td>{html.escape(cut(shown(v), MAX_VALUE_CHARS))}</td></tr>"
-            for k, v in values.items()
+            f"<tr><td>{html.escape(key)}</td><td>{html.escape(text)}</td></tr>"
+            for key, text in texts.items()
         )
         return f"<table>{''.join(cells)}</table>"
 

@@ -18,8 +18,9 @@ def test_tasks_of_orbax_that_failed_too_are_not_reported(caplog, file, n_records
     exec(compile(FAILS, file, "exec"), names)
 
     async def start_and_forget() -> None:
-        asyncio.ensure_future(names["write"]())
+        task = asyncio.ensure_future(names["write"]())
         await asyncio.sleep(0.01)
+        del task
 
     orbax = OrbaxLogFilter()
     orbax.install()
