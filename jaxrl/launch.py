@@ -24,6 +24,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+if __name__ == "__main__":
+    from jaxrl.ending import end_on_signals
+
+    end_on_signals()
+
 from jaxrl.config.accelerators import resources
 from jaxrl.config.command_line import parse, read_args
 from jaxrl.runtime.ray_cluster import (

@@ -16,6 +16,7 @@ PHASES = {
     "time/update_actor_s": "update",
     "time/save_checkpoint_s": "save",
 }
+MAX_LINES = 40  # of a chart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +180,8 @@ def update_charts() -> list[Chart]:
 
 
 def legend(names: list[str], prefix: str, suffix: str = "") -> dict[str, str]:
-    return {name: name.removeprefix(prefix).removesuffix(suffix) for name in names}
+    """The first MAX_LINES metrics with their legends."""
+    return {name: name.removeprefix(prefix).removesuffix(suffix) for name in names[:MAX_LINES]}
 
 
 def unit_of(record: Record, metric: str) -> str:

@@ -10,7 +10,20 @@ from jaxrl.config.schema import to_dict
 from jaxrl.io.tracking.first_samples import Part
 from jaxrl.report.charts import chart_data
 from jaxrl.report.document import document, fill
-from jaxrl.report.record import MAX_SAMPLE_CHARS, Record, cut, flatten, read_record, thin_samples
+from jaxrl.report.record import (
+    MAX_SAMPLE_CHARS,
+    MAX_STEP,
+    Record,
+    as_float,
+    cut,
+    flatten,
+    read_record,
+    step_of,
+    thin_samples,
+)
+
+MAX_NAME_CHARS = 300
+MAX_VALUE_CHARS = 10_000  # of a config value
 
 FIELDS = (
     "step",
@@ -59,7 +72,7 @@ def page_data(record: Record, folder: str, *, live: bool = False) -> dict[str, A
     """What the page shows, except the configuration."""
     charts, empty = chart_data(record)
     return {
-        "title": str(record.config.get("name", folder)),
+        "title": cut(str(record.config.get("name", folder)), MAX_NAME_CHARS),
         "subtitle": subtitle(record),
         "cards": headlines(record),
         "notice": notice(record, empty, live=live),
@@ -75,11 +88,19 @@ def sample_rows(record: Record) -> list[list[Any]]:
     samples = thin_samples(record.samples)
     limit = max(MAX_SAMPLE_CHARS // max(2 * len(samples), 1), 500)
 
-    def field(sample: dict[str, Any], name: str) -> Any:
-        value = sample.get(name, "")
-        return cut(value, limit) if isinstance(value, str) else value
+    return [[sample_field(sample, name, limit) for name in FIELDS] for sample in samples]
 
-    return [[field(sample, name) for name in FIELDS] for sample in samples]
+
+def sample_field(sample: dict[str, Any], name: str, limit: int) -> str | int | float | None:
+    """A field of a sample as the script expects it: a number, or text of at most `limit`."""
+    value = sample.get(name, "")
+    if name == "step":
+        return step_of(sample)
+    if name == "reward":
+        return as_float(value)
+    if value is None or (name == "prompt_id" and type(value) is int and abs(value) <= MAX_STEP):
+        return value
+    return cut(value if isinstance(value, str) else json.dumps(value), limit)
 
 
 def first_samples(record: Record) -> str:
@@ -100,10 +121,13 @@ def first_samples(record: Record) -> str:
 def subtitle(record: Record) -> str:
     config = record.config
     model = str(config.get("model.path", "")).removeprefix("package:").rstrip("/").split("/")[-1]
-    tasks = ", ".join(short_source(source) for source in config.get("data.train", ()))
+    sources = config.get("data.train", ())
+    sources = sources if isinstance(sources, list) else [sources] if sources else []
+    tasks = ", ".join(map(short_source, sources))
     algorithm = str(config.get("algorithm.advantage", "")).upper()
     steps = f"{record.last_step} steps" if record.series else "no steps yet"
-    return " · ".join(part for part in (model, tasks, algorithm, steps) if part)
+    parts = (cut(part, MAX_NAME_CHARS) for part in (model, tasks, algorithm, steps) if part)
+    return " · ".join(parts)
 
 
 def short_source(source: Any) -> str:
@@ -204,9 +228,10 @@ def config_table(config: dict[str, Any]) -> str:
     same = {key: value for key, value in config.items() if key not in changed}
 
     def rows(values: dict[str, Any]) -> str:
+        texts = {key: cut(shown(value), MAX_VALUE_CHARS) for key, value in values.items()}
         cells = (
-            f"<tr><td>{html.escape(k)}</td><td>{html.escape(shown(v))}</td></tr>"
-            for k, v in values.items()
+            f"<tr><td>{html.escape(key)}</td><td>{html.escape(text)}</td></tr>"
+            for key, text in texts.items()
         )
         return f"<table>{''.join(cells)}</table>"
 

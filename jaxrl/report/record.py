@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import Any
 
 from jaxrl.io.tracking.first_samples import Part, read_first_samples
 from jaxrl.io.tracking.json_lines import read_lines
+from jaxrl.json_text import parse_json
 
 Points = list[tuple[int, float]]  # (step, value), ascending
 
 MAX_POINTS = 800  # per series
 MAX_SAMPLES = 3000
 MAX_SAMPLE_CHARS = 6_000_000  # of all samples together
+MAX_STEP = 2**53  # a larger integer is not exact in the page's script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +44,35 @@ class Record:
 
 
 def read_record(run_dir: Path) -> Record:
-    """Reads the files of a run folder. Raises ValueError if `run_dir` is not a folder."""
+    """Reads the files of a run folder. Raises ValueError if `run_dir` is not a folder.
+
+    Another program may have written them: lines without a valid step are left out.
+    """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a folder; pass a run folder, e.g. runs/quickstart")
-    try:
-        config = flatten(json.loads((run_dir / "config.json").read_text()))
-    except (OSError, ValueError):
-        config = {}
+    samples = read_lines(run_dir / "samples.jsonl")
     return Record(
-        config=config,
+        config=read_config(run_dir / "config.json"),
         series=read_series(read_lines(run_dir / "metrics.jsonl")),
-        samples=read_lines(run_dir / "samples.jsonl"),
+        samples=[sample for sample in samples if step_of(sample) is not None],
         first_samples=read_first_samples(run_dir),
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Dotted key -> value; {} for a file that is missing or no JSON object."""
+    try:
+        values = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return flatten(values) if isinstance(values, dict) else {}
+
+
+def step_of(line: dict[str, Any]) -> int | None:
+    """The step of a line, 0 if it has none; None if it is not a number of steps."""
+    step = line.get("step", 0)
+    return step if type(step) is int and 0 <= step <= MAX_STEP else None
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -72,9 +88,11 @@ def read_series(lines: list[dict[str, Any]]) -> dict[str, Points]:
     """Metric -> points; if a step was logged twice, the later line counts."""
     values: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for line in lines:
+        if (step := step_of(line)) is None:
+            continue
         for name, value in line.items():
             if name not in ("step", "time") and (number := as_float(value)) is not None:
-                values[name][int(line.get("step", 0))] = number
+                values[name][step] = number
     return {name: sorted(by_step.items()) for name, by_step in sorted(values.items())}
 
 
@@ -84,7 +102,7 @@ def as_float(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -116,7 +134,7 @@ def thin_samples(samples: list[dict[str, Any]], limit: int = MAX_SAMPLES) -> lis
         return samples
     steps: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
     for i, sample in enumerate(samples):
-        steps[str(sample.get("kind")), int(sample.get("step", 0))].append(i)
+        steps[str(sample.get("kind")), step_of(sample) or 0].append(i)
     kept: set[int] = set()
     for kind in {kind for kind, _ in steps}:
         of_kind = sorted(step for k, step in steps if k == kind)

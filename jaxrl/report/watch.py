@@ -1,16 +1,22 @@
 """A page that follows a run, served over HTTP on this machine."""
 
+import contextlib
 import hashlib
 import http.server
 import json
+import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from jaxrl.report.document import embedded
 from jaxrl.report.page import page_data, render
 from jaxrl.report.record import Record, read_record
 
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
+REQUEST_S = 10.0  # for a request and its answer
+MAX_CONNECTIONS = 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -20,17 +26,20 @@ class RunPage:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self._version, self._data = "", b""
+        self._lock = threading.Lock()  # one thread at a time reads the files
 
     def page(self) -> bytes:
-        return render(self._record(), self._name, live=True).encode()
+        with self._lock:
+            return render(self._record(), self._name, live=True).encode()
 
     def data(self) -> tuple[str, bytes]:
         """(version, the page's data as JSON)."""
-        version = self.version()
-        if version != self._version:
-            data = embedded(page_data(self._record(), self._name, live=True))
-            self._version, self._data = version, data.encode()
-        return version, self._data
+        with self._lock:
+            version = self.version()
+            if version != self._version:
+                data = embedded(page_data(self._record(), self._name, live=True))
+                self._version, self._data = version, data.encode()
+            return version, self._data
 
     def version(self) -> str:
         """Changes whenever a file of the run changes."""
@@ -53,6 +62,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers / with the page and /data with its data."""
 
     server: "WatchServer"
+
+    def setup(self) -> None:
+        super().setup()
+        self._timer = threading.Timer(REQUEST_S, self._hang_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def finish(self) -> None:
+        self._timer.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it has closed by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         if not self._is_for_this_server():
@@ -89,12 +112,35 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Silent: a page that is open makes a request every few seconds."""
 
 
-class WatchServer(http.server.HTTPServer):
-    """Serves the page of one run. Raises OSError if the port is in use."""
+class WatchServer(http.server.ThreadingHTTPServer):
+    """Serves the page of one run, each request in a thread. Raises OSError if the port is in use.
+
+    A connection that does not send its request is closed after REQUEST_S, and those beyond
+    MAX_CONNECTIONS at once.
+    """
 
     def __init__(self, run_dir: Path, host: str, port: int):
         self.run_page, self.host = RunPage(run_dir), host
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One line; nothing for a client that has gone."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            print(f"error: a request failed: {type(error).__name__}: {error}", file=sys.stderr)
 
     @property
     def address(self) -> str:

@@ -24,11 +24,13 @@ from pathlib import Path
 
 from jaxrl.ending import before_ending
 from jaxrl.io.tracking.progress import Progress
+from jaxrl.json_text import parse_json
 
 NAME = "run.lock"
 HEARTBEAT_S = 15.0  # between two heartbeats
 STALE_S = 90.0  # a lock of another machine without a heartbeat for so long is taken over
 FIRST_HEARTBEAT_S = 1.0  # notices early that two hosts took the lock at the same moment
+MAX_BYTES = 1 << 16  # of a lock file that is read
 POLL_S = 1.0  # between two looks at the lock of another machine
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -146,13 +148,14 @@ class Seen:
 
 def acquire(path: Path, progress: Progress) -> int:
     """The descriptor of the lock file, with the kernel's lock if the file system has locks."""
+    start = time.monotonic()
     fd, first = try_lock(path)
     if fd is None:
         text = f"{path} is of {first.holder}; waiting up to {STALE_S:.0f} s for its heartbeat"
         with progress.waiting(text):
             while fd is None:
                 time.sleep(POLL_S)
-                fd, now = try_lock(path)
+                fd, now = try_lock(path, silent_s=time.monotonic() - start)
                 if fd is None and now != first:
                     raise now.in_use(path)
     if first.holder is not None:
@@ -160,8 +163,11 @@ def acquire(path: Path, progress: Progress) -> int:
     return fd
 
 
-def try_lock(path: Path) -> tuple[int | None, Seen]:
+def try_lock(path: Path, *, silent_s: float = 0.0) -> tuple[int | None, Seen]:
     """(descriptor, what the file held), or None instead if another machine may hold the lock.
+
+    `silent_s` is how long the lock was watched without a heartbeat. It decides if the clocks of the
+    disk and of the other machine differ; a last heartbeat can be in the future.
 
     Raises FolderLockError if a process of this machine holds it, or one that does not respond.
     """
@@ -170,7 +176,7 @@ def try_lock(path: Path) -> tuple[int | None, Seen]:
     is_here = seen.holder is not None and seen.holder.machine == machine()
     if fd is not None and (seen.holder is None or (is_here and has_flock)):
         return fd, seen
-    is_stale = disk_time(path.parent) - seen.beat >= STALE_S
+    is_stale = max(silent_s, disk_time(path.parent) - seen.beat) >= STALE_S
     if fd is not None and is_stale:
         return fd, seen
     if fd is None and (is_here or is_stale or seen.holder is None):
@@ -217,13 +223,13 @@ def read_lock(path: Path) -> Seen:
     """Who holds the lock. Opening the file makes NFS ask the server for its current state."""
     try:
         with open(path, "rb") as file:
-            text, beat = file.read(), os.fstat(file.fileno()).st_mtime
+            text, beat = file.read(MAX_BYTES), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return Seen(None, 0.0)
     if not text:
         return Seen(None, beat)
     try:
-        return Seen(Holder(**json.loads(text)), beat)
+        return Seen(Holder(**parse_json(text)), beat)
     except (ValueError, TypeError):
         return Seen(UNKNOWN, beat)
 

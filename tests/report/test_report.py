@@ -18,8 +18,9 @@ from jaxrl.config.saved import to_json
 from jaxrl.io.tracking.first_samples import write_first_samples
 from jaxrl.report import write_report
 from jaxrl.report.__main__ import main
-from jaxrl.report.charts import chart_data
+from jaxrl.report.charts import MAX_LINES, chart_data
 from jaxrl.report.curve import write_curve_svg
+from jaxrl.report.page import FIELDS, page_data
 from jaxrl.report.record import cut, read_record, thin, thin_samples
 
 HOSTILE = "</script><script>alert(1)</script><b>\u2028 & 'quoted'"
@@ -287,3 +288,53 @@ def test_the_command_prints_the_files_it_writes(run, tmp_path, capsys):
 def test_the_command_rejects_a_missing_folder(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 1
     assert "is not a folder; pass a run folder" in capsys.readouterr().err
+
+
+DEEP = "[" * 5000 + "]" * 5000
+STEPS = ["-1", '"7"', "[1]", "1e999", "NaN", "null", "true", "1.5", "1" * 400, DEEP]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda text: text[:8])
+def test_lines_with_a_step_that_is_none_are_left_out(tmp_path, step):
+    run = write_run(tmp_path / "x", [{"step": 1, "reward/mean": 0.5}], [sample(1)])
+    for name, rest in (("metrics", '"reward/mean": 9.0'), ("samples", '"completion": "x"')):
+        with open(run / f"{name}.jsonl", "a") as file:
+            file.write(f'{{"step": {step}, {rest}}}\n')
+    record = read_record(run)
+    assert record.series["reward/mean"] == [(1, 0.5)]
+    assert [one["step"] for one in record.samples] == [1]
+    page_of(run)
+
+
+@pytest.mark.parametrize("value", ["1" * 400, "-" + "1" * 400, "1e999", DEEP, "[]", "true"])
+def test_metrics_that_are_no_number_are_left_out(tmp_path, value):
+    run = write_run(tmp_path / "x", [{"step": 1, "reward/mean": 0.5}])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 2, "reward/mean": {value}}}\n')
+    assert read_record(run).series["reward/mean"] == [(1, 0.5)]
+
+
+def test_fields_of_samples_are_text_or_numbers_of_bounded_size(tmp_path):
+    odd = {"prompt": {"a": [HOSTILE]}, "completion": ["x" * 10_000_000], "answer": 5, "kind": 7}
+    line = {"step": 1, "reward": "NaN", "prompt_id": 10**40} | odd
+    run = write_run(tmp_path / "x", [{"step": 1, "reward/mean": 0.5}], [line])
+    shown = dict(zip(FIELDS, page_data(read_record(run), "x")["samples"][0], strict=True))
+    assert shown["prompt"] == json.dumps(odd["prompt"]) and shown["answer"] == "5"
+    assert len(shown["completion"]) < 4_000_000 and math.isnan(shown["reward"])
+    assert shown["kind"] == "7" and shown["prompt_id"] == "1" + "0" * 40
+    assert HOSTILE not in page_of(run)[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "5", DEEP, '{"data": {"train": 5}, "name": [1]}', '{"a": 1e999}', "\xff"]
+)
+def test_a_config_that_is_none_does_not_stop_the_report(tmp_path, text):
+    run = write_run(tmp_path / "x", [{"step": 1, "reward/mean": 0.5}])
+    (run / "config.json").write_text(text, encoding="latin-1")
+    page_of(run)
+
+
+def test_a_run_with_many_rewards_draws_a_bounded_number_of_lines(tmp_path):
+    metrics = {"step": 1, "reward/mean": 0.5} | {f"reward/r{i}": 0.5 for i in range(5000)}
+    charts, _ = chart_data(read_record(write_run(tmp_path / "x", [metrics])))
+    assert len(charts[0]["lines"]) <= MAX_LINES + 1

@@ -1,11 +1,15 @@
 """Tests of jaxrl/report/watch.py: a page that follows a run."""
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
+import time
 
 import pytest
 
+from jaxrl.report import watch
 from jaxrl.report.__main__ import main
 from jaxrl.report.watch import WatchServer
 from tests.report.test_report import Page, sample, write_run
@@ -62,6 +66,41 @@ def test_requests_for_another_host_name_are_refused(server):
         assert get(server, "/data", Host=name)[0] == 403
     assert get(server, "/data", Host="localhost:8700")[0] == 200
     assert get(server, "/other")[0] == 404
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+def test_half_a_request_does_not_hold_up_others(server, sent):
+    with socket.create_connection(("127.0.0.1", server.server_port)) as half:
+        half.sendall(sent)
+        assert get(server, "/data")[0] == 200
+
+
+def test_half_a_request_is_closed_after_the_limit(server, monkeypatch):
+    monkeypatch.setattr(watch, "REQUEST_S", 0.1)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as half:
+        half.sendall(b"GET / HT")
+        assert half.recv(1) == b""
+
+
+def test_connections_beyond_the_limit_are_closed_and_free_places_return(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 2)
+    with WatchServer(tmp_path / "run", "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        address = ("127.0.0.1", server.server_port)
+        halves = [socket.create_connection(address, timeout=30) for _ in range(2)]
+        with socket.create_connection(address, timeout=30) as third:
+            assert third.recv(1) == b""
+        for half in halves:
+            half.close()
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                assert get(server, "/data")[0] == 200
+                break
+            assert time.monotonic() < deadline
+        server.shutdown()
+        thread.join()
 
 
 def test_a_port_in_use_and_a_file_are_refused(server, tmp_path, capsys):

@@ -73,7 +73,7 @@ def test_an_old_lock_of_another_machine_is_taken_over_at_once(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("content", ["", '{"host": 1}', "[]", "\0\xff", "x" * 5000])
+@pytest.mark.parametrize("content", ["", '{"host": 1}', "[]", "\0\xff", "x" * 5000, "[" * 5000])
 def test_a_damaged_lock_file_is_taken_over_when_it_is_old(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     os.utime(tmp_path / NAME, (1.0, 1.0))
@@ -86,6 +86,23 @@ def test_a_silent_lock_of_another_machine_is_taken_over_after_the_limit(tmp_path
     start = time.monotonic()
     with lock_folder(tmp_path, QUIET):
         assert time.monotonic() - start > 0.5
+
+
+@pytest.mark.parametrize("ahead_s", [100.0, 1e6])
+def test_a_heartbeat_in_the_future_is_taken_over_after_the_limit(tmp_path, fast, ahead_s):
+    write_lock(tmp_path, machine="other", age_s=-ahead_s)
+    start = time.monotonic()
+    with lock_folder(tmp_path, QUIET):
+        assert time.monotonic() - start > 0.5
+
+
+def test_a_heartbeat_in_the_future_that_moves_is_respected(tmp_path, fast):
+    write_lock(tmp_path, machine="other", host="far", pid=7, age_s=-1e6)
+    timer = threading.Timer(0.2, lambda: os.utime(tmp_path / NAME, (time.time() + 1e6 + 15,) * 2))
+    timer.start()
+    with pytest.raises(FolderLockError, match="process 7 on far"), lock_folder(tmp_path, QUIET):
+        pass
+    timer.join()
 
 
 def test_a_lock_of_another_machine_whose_heartbeat_moves_is_respected(tmp_path, fast):

@@ -32,11 +32,13 @@ class OrbaxLogFilter:
     Every failure reaches the caller as an exception, so the log lines only repeat it. When one
     array of a save fails, the event loop of its thread is closed while the other arrays are still
     being written. Each of them then reports "Event loop is closed" through sys.unraisablehook:
-    hundreds of tracebacks around the one message that matters.
+    hundreds of tracebacks around the one message that matters. Arrays whose write failed too are
+    reported by asyncio when their tasks are collected, which may be after `remove`.
     """
 
     def install(self) -> None:
         logging.getLogger("absl").addFilter(_not_from_orbax)
+        logging.getLogger("asyncio").addFilter(_not_of_orbax_tasks)
         self._previous = sys.unraisablehook
         sys.unraisablehook = self._hook
 
@@ -53,3 +55,8 @@ class OrbaxLogFilter:
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     return "/orbax/checkpoint/" not in record.pathname
+
+
+def _not_of_orbax_tasks(record: logging.LogRecord) -> bool:
+    """Whether a record of asyncio is about something else; it names the file of a coroutine."""
+    return "/orbax/checkpoint/" not in record.getMessage()

@@ -1,5 +1,6 @@
 """The loggers of a run, and a fan-out that tolerates failing loggers."""
 
+import errno
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,14 @@ from jaxrl.io.tracking.tensorboard import TensorBoardLogger
 from jaxrl.io.tracking.trackers import TRACKERS, TrackedRun
 from sharding.hosts import is_main_process
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Fanout:
-    """Passes everything to all loggers; a failing one is reported once and retried each time."""
+    """Passes everything to all loggers; a failing one is reported once and retried each time.
+
+    A full disk is reported once for all of them.
+    """
 
     def __init__(self, loggers: dict[str, Logger]):
         self.loggers = loggers
@@ -47,9 +53,15 @@ class Fanout:
                 self._warn(name, error)
 
     def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warn(f"the logger {name!r} fails; the run continues without it", error)
+        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
+        message = (
+            "the disk is full; the run continues, and its loggers try again at every step"
+            if is_full
+            else f"the logger {name!r} fails; the run continues without it"
+        )
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message, error)
 
 
 def check_loggers(cfg: LogConfig) -> None:

@@ -1,9 +1,11 @@
 """Tests of jaxrl/io/tracking: loggers.py, packages.py, tensorboard.py, trackers.py, json_lines.py
 and console.py."""
 
+import errno
 import io
 import json
 import math
+import os
 import resource
 import struct
 import sys
@@ -186,6 +188,46 @@ def test_tensorboard_hides_events_after_the_resumed_step(tmp_path):
     starts = [event.step for event in events if event.HasField("session_log")]
     assert starts == [3]  # TensorBoard drops what it read of steps >= 3 before this event
     assert [step for step, _, _ in scalars(events)] == [1, 2, 3, 3, 4]
+
+
+class FullDisk:
+    """A logger whose writes fail with an error number until `free` is set."""
+
+    def __init__(self, number):
+        self.number, self.free, self.n_calls = number, False, 0
+
+    def metrics(self, step, values):
+        self.n_calls += 1
+        if not self.free:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def samples(self, step, records):
+        self.metrics(step, {})
+
+    def text(self, text):
+        self.metrics(0, {})
+
+    def close(self):
+        self.metrics(0, {})
+
+
+@pytest.mark.parametrize("numbers", [(errno.ENOSPC,) * 3, (errno.EDQUOT,) * 3])
+def test_a_full_disk_is_one_message_for_all_loggers(capsys, numbers):
+    disks = {f"logger {i}": FullDisk(number) for i, number in enumerate(numbers)}
+    logger = Fanout(disks)
+    for step in range(3):
+        logger.metrics(step, {"a": 1.0})
+        logger.samples(step, [{"prompt": "x"}])
+    logger.close()
+    out = capsys.readouterr().out
+    assert out.count("warning") == 1 and "the disk is full; the run continues" in out
+    assert [disk.n_calls for disk in disks.values()] == [7] * 3
+
+
+def test_another_error_after_a_full_disk_is_still_reported(capsys):
+    logger = Fanout({"a": FullDisk(errno.ENOSPC), "b": FullDisk(errno.EIO)})
+    logger.metrics(1, {})
+    assert "the logger 'b' fails" in capsys.readouterr().out
 
 
 def test_tensorboard_continues_in_a_new_file_after_a_full_disk(tmp_path):
