@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl.io.tracking.progress import Progress
+from jaxrl.json_text import parse_json
 
 NAME = "run.lock"
 HEARTBEAT_S = 15.0  # between two heartbeats
@@ -217,7 +218,7 @@ def read_lock(path: Path) -> Seen:
     if not text:
         return Seen(None, beat)
     try:
-        return Seen(Holder(**json.loads(text)), beat)
+        return Seen(Holder(**parse_json(text)), beat)
     except (ValueError, TypeError):
         return Seen(UNKNOWN, beat)
 

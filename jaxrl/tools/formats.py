@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.tools.calls import parse_json, parse_json_prefix, shortened
+from jaxrl.tools.calls import parse_json, parse_json_values, shortened
 
 _SEP = "<｜tool▁sep｜>"
 _ARGUMENTS = {"parameters", "arguments"}
@@ -41,12 +41,7 @@ def read_hermes(text: str) -> list[Any]:
 
 def read_llama3(text: str) -> list[Any]:
     """Objects that are joined by ";" or blanks."""
-    values = []
-    while text := text.strip("; \n\t"):
-        value, end = parse_json_prefix(text)
-        values.append(value)
-        text = text[end:]
-    return values
+    return parse_json_values(text, separators="; \n\r\t")
 
 
 def read_mistral(text: str) -> list[Any]:
@@ -55,9 +50,9 @@ def read_mistral(text: str) -> list[Any]:
         return parse_json(text)
     head, brace, arguments = text.partition("{")
     name, _, call_id = head.replace("[ARGS]", "").partition("[CALL_ID]")
-    if not brace:
+    if not brace and "[ARGS]" not in head:
         raise ValueError("the name of the tool is not followed by arguments in braces")
-    call = {"name": name.strip(), "arguments": parse_json(brace + arguments)}
+    call = {"name": name.strip(), "arguments": brace + arguments}
     return [call | ({"id": call_id.strip()} if call_id else {})]
 
 
@@ -67,10 +62,10 @@ def read_deepseek(text: str) -> list[Any]:
     if not separator:
         raise ValueError(f"{_SEP} is missing")
     if rest.lstrip().startswith("{"):
-        return [{"name": first.strip(), "arguments": parse_json(rest)}]
+        return [{"name": first.strip(), "arguments": rest}]
     name, _, block = rest.partition("```")
     arguments = block.removeprefix("json").strip().removesuffix("```")
-    return [{"name": name.strip(), "arguments": parse_json(arguments)}]
+    return [{"name": name.strip(), "arguments": arguments}]
 
 
 FORMATS = {

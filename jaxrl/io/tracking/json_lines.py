@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxrl.json_text import parse_json
+
 
 def json_safe(value: Any) -> Any:
     """`value` with NaN and infinities as strings that float() reads: JSON has no such numbers."""
@@ -35,8 +37,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     `str.splitlines` also splits.
     """
     try:
-        value = json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        value = parse_json(line.decode(errors="replace"))
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
