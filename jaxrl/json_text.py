@@ -54,7 +54,7 @@ def parse_json_values(
         raise ValueError("it is nested too deeply") from error
 
 
-def check_json(value: Any, *, max_depth: int = MAX_DEPTH, max_size: float = math.inf) -> None:
+def check_json(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None = None) -> None:
     """Checks a value that did not come from `parse_json`: of a program, a table, another parser.
 
     Raises ValueError if it is nested beyond `max_depth`, larger than `max_size`, or has a number
@@ -74,7 +74,7 @@ def check_json(value: Any, *, max_depth: int = MAX_DEPTH, max_size: float = math
                 inner.extend(one.values())
             elif isinstance(one, list | tuple):
                 inner.extend(one)
-            if size + len(inner) > max_size:
+            if max_size is not None and size + len(inner) > max_size:
                 raise ValueError(f"it is larger than {max_size} characters")
         if not inner:
             return

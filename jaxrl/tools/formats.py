@@ -48,11 +48,14 @@ def read_mistral(text: str) -> list[Any]:
     """A list of calls, or a name, perhaps an id, and the arguments of one call."""
     if text.lstrip().startswith("["):
         return parse_json(text)
-    head, brace, arguments = text.partition("{")
-    name, _, call_id = head.replace("[ARGS]", "").partition("[CALL_ID]")
-    if not brace and "[ARGS]" not in head:
+    head, separator, arguments = text.partition("[ARGS]")
+    if not separator:
+        head, separator, arguments = text.partition("{")
+        arguments = separator + arguments
+    if not separator:
         raise ValueError("the name of the tool is not followed by arguments in braces")
-    call = {"name": name.strip(), "arguments": brace + arguments}
+    name, _, call_id = head.partition("[CALL_ID]")
+    call = {"name": name.strip(), "arguments": arguments}
     return [call | ({"id": call_id.strip()} if call_id else {})]
 
 
