@@ -54,14 +54,15 @@ def parse_json_values(
         raise ValueError("it is nested too deeply") from error
 
 
-def check_json(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None = None) -> None:
-    """Checks a value that did not come from `parse_json`: of a program, a table, another parser.
+def json_size(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None = None) -> int:
+    """About the length of a value as JSON: the characters of its strings, and one per value.
 
-    Raises ValueError if it is nested beyond `max_depth`, larger than `max_size`, or has a number
-    that JSON does not have. The size is about that of its text: the characters of its strings and
-    one per value. Only dicts, lists and tuples are opened. The time is bounded by `max_size`.
+    It also checks a value that did not come from `parse_json`, but from a program or a table:
+    raises ValueError if it is nested beyond `max_depth`, larger than `max_size`, or has a number
+    that JSON does not have. Only dicts, lists and tuples are opened. The time is bounded by
+    `max_size`.
     """
-    level, size = [value], 0
+    level, size = [value], 1
     for _ in range(max_depth + 1):
         inner: list[Any] = []
         for one in level:
@@ -77,7 +78,7 @@ def check_json(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None =
             if max_size is not None and size + len(inner) > max_size:
                 raise ValueError(f"it is larger than {max_size} characters")
         if not inner:
-            return
+            return size
         level, size = inner, size + len(inner)
     raise ValueError(f"it is nested more than {max_depth} deep")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl import json_text
-from jaxrl.json_text import check_json
+from jaxrl.json_text import json_size
 
 _MAX_SHOWN = 200  # characters of a malformed call in error messages
 
@@ -124,7 +124,7 @@ def read_arguments(value: Any) -> dict[str, Any]:
         value = parse_json(value) if value.strip() else {}
     if value is None:
         return {}
-    check_json(value)  # it may come from a program or a table instead of a text
+    json_size(value)  # checks it: it may come from a program or a table instead of a text
     if not isinstance(value, Mapping):
         raise ValueError(f"the arguments are not an object but {shortened(repr(value))}")
     return dict(value)

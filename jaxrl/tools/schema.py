@@ -15,7 +15,7 @@ from jsonschema.protocols import Validator
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from jaxrl.json_text import check_json, parse_json
+from jaxrl.json_text import json_size, parse_json
 from jaxrl.tools.calls import shortened
 
 MAX_TOOL_SIZE = 128 << 10  # characters of a tool; checking them takes up to half a second
@@ -40,7 +40,7 @@ def check_tool(tool: Any) -> dict[str, Any]:
     too large, or parameters that are no JSON schema of an object.
     """
     try:
-        check_json(tool, max_size=MAX_TOOL_SIZE)
+        json_size(tool, max_size=MAX_TOOL_SIZE)
     except ValueError as error:
         raise ValueError(f"a tool is not accepted: {error}; shorten its schema") from error
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None

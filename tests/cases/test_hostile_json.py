@@ -17,7 +17,7 @@ from jaxrl.environments.worker import checked_messages
 from jaxrl.http.body import parse_json as parse_body
 from jaxrl.http.errors import RequestError
 from jaxrl.io.tracking.json_lines import parse_line
-from jaxrl.json_text import MAX_DEPTH, check_json, parse_json, parse_json_values
+from jaxrl.json_text import MAX_DEPTH, json_size, parse_json, parse_json_values
 from jaxrl.runtime.folder_lock import UNKNOWN, read_lock
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import ToolUse
@@ -111,7 +111,7 @@ def test_deep_arguments_of_the_model_are_a_malformed_call(text):
 def test_values_that_were_not_json_have_the_same_limits():
     for deep in (nested(3000), [[[nested(3000)]]], ([nested(MAX_DEPTH)],)):
         with pytest.raises(ValueError, match="nested more than 64 deep"):
-            check_json(deep)
+            json_size(deep)
         with pytest.raises(ValueError, match=r"nested more than 64 deep; correct the row"):
             as_message(tool_message({"a": deep}))
     endless = {}
@@ -122,8 +122,8 @@ def test_values_that_were_not_json_have_the_same_limits():
     for _ in range(60):  # 2 ** 60 values
         shared = [shared, shared]
     with pytest.raises(ValueError, match="larger than 1000 characters"):
-        check_json(shared, max_size=1000)
-    check_json(nested(MAX_DEPTH))
+        json_size(shared, max_size=1000)
+    json_size(nested(MAX_DEPTH))
     assert as_message(tool_message(nested(MAX_DEPTH)))
 
 
