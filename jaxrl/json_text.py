@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # nested arrays and objects
@@ -10,31 +11,93 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKETS = re.compile(r"[\[{]+|[\]}]+")
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
-    """The value of a JSON text.
+def parse_json(
+    text: str | bytes,
+    *,
+    max_depth: int = MAX_DEPTH,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value of a JSON text; `object_pairs_hook` is that of the standard library.
 
     Raises ValueError, and nothing else, for malformed text, nesting beyond `max_depth`, and numbers
     that JSON does not have or a float cannot hold (NaN, Infinity, 1e400).
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        if _is_deeper(text, max_depth):
-            raise ValueError(f"it is nested more than {max_depth} deep")
-        return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+        _check_depth(text, max_depth)
+        return json.loads(
+            text,
+            parse_constant=_reject_constant,
+            parse_float=_finite,
+            object_pairs_hook=object_pairs_hook,
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def _is_deeper(text: str, max_depth: int) -> bool:
-    """Whether brackets outside of strings nest beyond `max_depth`; linear in the text."""
+def parse_json_values(
+    text: str, *, separators: str = " \n\r\t", max_depth: int = MAX_DEPTH
+) -> list[Any]:
+    """The JSON values in a text, between any number of `separators`.
+
+    Raises ValueError as `parse_json` does.
+    """
+    try:
+        _check_depth(text, max_depth)
+        values, start = [], _after(text, 0, separators)
+        while start < len(text):
+            value, end = _DECODER.raw_decode(text, start)
+            values.append(value)
+            start = _after(text, end, separators)
+        return values
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def json_size(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None = None) -> int:
+    """About the length of a value as JSON: the characters of its strings, and one per value.
+
+    It also checks a value that did not come from `parse_json`, but from a program or a table:
+    raises ValueError if it is nested beyond `max_depth`, larger than `max_size`, or has a number
+    that JSON does not have. Only dicts, lists and tuples are opened. The time is bounded by
+    `max_size`.
+    """
+    level, size = [value], 1
+    for _ in range(max_depth + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                size += len(one)
+            elif isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"{one} is no number of JSON")
+            elif isinstance(one, dict):
+                size += sum(len(key) for key in one if isinstance(key, str))
+                inner.extend(one.values())
+            elif isinstance(one, list | tuple):
+                inner.extend(one)
+            if max_size is not None and size + len(inner) > max_size:
+                raise ValueError(f"it is larger than {max_size} characters")
+        if not inner:
+            return size
+        level, size = inner, size + len(inner)
+    raise ValueError(f"it is nested more than {max_depth} deep")
+
+
+def _after(text: str, start: int, separators: str) -> int:
+    while start < len(text) and text[start] in separators:
+        start += 1
+    return start
+
+
+def _check_depth(text: str, max_depth: int) -> None:
+    """Raises ValueError if brackets outside of strings nest too deeply; linear in the text."""
     if text.count("[") + text.count("{") <= max_depth:
-        return False
+        return
     depth = 0
     for brackets in _BRACKETS.findall(_STRING.sub("", text)):
         depth += len(brackets) if brackets[0] in "[{" else -len(brackets)
         if depth > max_depth:
-            return True
-    return False
+            raise ValueError(f"it is nested more than {max_depth} deep")
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -46,3 +109,6 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)

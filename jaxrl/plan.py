@@ -49,6 +49,7 @@ from ml_collections import ConfigDict
 from jaxrl.config.command_line import read_args, read_options, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices, resolve
+from jaxrl.json_text import parse_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.compare import comparison_text
 from jaxrl.planner.compilation import ProgramTooLarge
@@ -159,8 +160,8 @@ def _show(plan: Plan | None, options: dict[str, str]) -> int:
 def _saved_plan(file: str, needed: str) -> dict[str, Any]:
     """The object in a file with --json output, which must have the key `needed`."""
     try:
-        plan = json.loads(pathlib.Path(file).read_text())
-    except json.JSONDecodeError as error:
+        plan = parse_json(pathlib.Path(file).read_text())
+    except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); write it with --json") from error
     if not isinstance(plan, dict) or needed not in plan:
         raise ValueError(f"{file} is not a plan with {needed}; write it again with --json")

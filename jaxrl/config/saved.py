@@ -44,8 +44,8 @@ def to_json(run: RunConfig) -> str:
 def from_json(text: str) -> RunConfig:
     """The run that `to_json` wrote. Raises ValueError if it is damaged or keys have changed."""
     try:
-        values = json.loads(text)
-    except ValueError as error:
+        values = json.loads(text)  # a config may hold infinite numbers
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"config.json of the run folder is not JSON ({error}); restore it, or remove it to "
             "resume without comparing the configs"

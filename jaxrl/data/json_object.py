@@ -1,8 +1,9 @@
 """JSON objects in files that others wrote: read with one clear error for every kind of damage."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from jaxrl.json_text import parse_json
 
 MAX_BYTES = 100_000_000  # the largest header that the safetensors format allows
 
@@ -23,9 +24,7 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
 def parse_object(data: bytes, name: str, advice: str) -> dict[str, Any]:
     """The JSON object in `data`. Raises ValueError with `name` and `advice`."""
     try:
-        value = json.loads(data)
-    except RecursionError as error:
-        raise ValueError(f"{name} is nested too deeply; {advice}") from error
+        value = parse_json(data.decode("utf-8-sig"))  # some editors write a byte order mark
     except ValueError as error:
         raise ValueError(f"{name} is not valid JSON ({error}); {advice}") from error
     if not isinstance(value, dict):

@@ -38,6 +38,9 @@ COUNTS = (
 )
 
 
+CHECK_CPU_S = 1.0  # CPU time of comparing the arguments of a call with the tool's schema
+
+
 class _NotRun(Exception):
     """A call without a result: the name in COUNTS, and the reason."""
 
@@ -119,7 +122,7 @@ def _run(
             "unknown_tools",
             f"there is no tool {attempt.name!r}; the tools are {', '.join(schemas)}",
         )
-    if reason := arguments_error(schemas[attempt.name], attempt.arguments):
+    if reason := _wrong_arguments(schemas[attempt.name], attempt.arguments):
         raise _NotRun("invalid_arguments", f"wrong arguments of {attempt.name}: {reason}")
     try:
         with _interrupt_after(timeout_s):
@@ -131,6 +134,15 @@ def _run(
     except BaseException as error:  # the user's code may raise anything, SystemExit too
         raise _NotRun("tool_errors", error_text(error)) from error
     return result if isinstance(result, ToolResult) else ToolResult(result)
+
+
+def _wrong_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
+    """Why the arguments do not fit the schema, or cannot be compared with it in time; "" if so."""
+    try:
+        with _interrupt_after_cpu(CHECK_CPU_S):
+            return arguments_error(schema, arguments)
+    except _CallTimeout:
+        return f"their comparison with the schema of the tool takes over {CHECK_CPU_S:g} s"
 
 
 def _call(tool: Tool, arguments: dict[str, Any]) -> Any:
@@ -174,6 +186,26 @@ def _as_tool(value: Any, environment: Environment) -> Tool:
             "that name to run it"
         )
     return Tool(schema, method)
+
+
+@contextlib.contextmanager
+def _interrupt_after_cpu(seconds: float) -> Iterator[None]:
+    """Raises _CallTimeout in the block after `seconds` of CPU time.
+
+    A timer thread cannot do this: a regular expression holds the interpreter's lock while it
+    matches, but handles signals of the kernel.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise _CallTimeout
+
+    signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from jaxrl import json_text
 from jaxrl.http.errors import RequestError
 
 SMALL_BYTES = 64 << 10  # bodies up to here do not count against the total
 MAX_DEPTH = 32  # of nested arrays and objects
-TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 class BodyReader:
@@ -76,27 +76,22 @@ def client_disconnected() -> RequestError:
 def parse_json(raw: bytes, *, max_values: int) -> Any:
     """The value of a JSON text in UTF-8.
 
-    Raises RequestError (400) for malformed text, text outside of Unicode, numbers that JSON does
-    not have, repeated names, more than `max_values` values, or deep nesting. Commas and brackets in
-    strings count as values too, so that the count takes no time.
+    Raises RequestError (400) for what `json_text.parse_json` does not accept, text outside of
+    Unicode, repeated names, and more than `max_values` values. Commas and brackets in strings count
+    as values too, so that the count takes no time.
     """
     try:
         text = raw.decode()
         if sum(map(text.count, ",[{")) > max_values:
             raise ValueError(f"more than {max_values} values; send several requests")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_reject_constant)
-        _check_depth(value)
+        value = json_text.parse_json(text, max_depth=MAX_DEPTH, object_pairs_hook=_unique)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-    except RecursionError:
-        raise _invalid(TOO_DEEP) from None
     except ValueError as error:
-        raise _invalid(error) from error
+        raise RequestError(
+            400, f"the body of the request is not accepted as JSON: {error}"
+        ) from error
     return value
-
-
-def _invalid(reason: object) -> RequestError:
-    return RequestError(400, f"the body of the request is not accepted as JSON: {reason}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -105,20 +100,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {name[:64]!a} is repeated in an object")
     return fields
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while parents := [inner for inner in level if isinstance(inner, dict | list)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(TOO_DEEP)
-        level = [
-            inner
-            for parent in parents
-            for inner in (parent.values() if isinstance(parent, dict) else parent)
-        ]

@@ -1,9 +1,13 @@
 """Tool calls of a model turn: what the parsers return, and the forms that others read."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from jaxrl import json_text
+from jaxrl.json_text import json_size
 
 _MAX_SHOWN = 200  # characters of a malformed call in error messages
 
@@ -21,7 +25,7 @@ class ToolCall:
 class MalformedCall:
     """Text that starts as a call and is none."""
 
-    text: str  # between the markers of the format
+    text: str  # between the markers of the format; the turn's content has it, with the markers
     reason: str
     id: str
 
@@ -30,7 +34,7 @@ class MalformedCall:
 class ParsedTurn:
     """A model turn, or the part of it that one piece of a stream completes."""
 
-    content: str = ""  # text and reasoning without the calls
+    content: str = ""  # text and reasoning without the calls that could be read
     attempts: tuple[ToolCall | MalformedCall, ...] = ()  # in the order of the text
 
     @property
@@ -70,58 +74,62 @@ def openai_form(call: ToolCall) -> dict[str, Any]:
 
 def parse_json(text: str) -> Any:
     """The JSON value in the text. Raises ValueError with the position of the error."""
-    value, end = parse_json_prefix(text)
-    if rest := text[end:].strip():
-        raise ValueError(f"text after the JSON value: {shortened(rest)}")
-    return value
+    with _explained():
+        return json_text.parse_json(text)
 
 
-def parse_json_prefix(text: str) -> tuple[Any, int]:
-    """The JSON value that the text starts with, and where it ends. Raises ValueError."""
-    start = len(text) - len(text.lstrip())
+def parse_json_values(text: str, separators: str) -> list[Any]:
+    """The JSON values in a text, between any number of `separators`. Raises ValueError."""
+    with _explained():
+        return json_text.parse_json_values(text, separators=separators)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raises the errors of the JSON reader with a message for the model."""
     try:
-        return _DECODER.raw_decode(text, start)
+        yield
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not valid JSON ({error.msg} at character {error.pos - start})"
-        ) from error
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deeply") from error
+        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos})") from error
+    except ValueError as error:
+        raise ValueError(f"not accepted as JSON: {error}") from error
 
 
 def read_call(value: Any) -> tuple[str, dict[str, Any], str]:
     """Name, arguments and id ("" if absent) of a call written as a JSON object.
 
-    The arguments are in "arguments" or "parameters", as an object or as its JSON text, and may be
-    absent. Raises ValueError for another form.
+    The arguments are in "arguments" or "parameters", as an object or as its JSON text. None are
+    absent, null, or text without characters. Raises ValueError for another form.
     """
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object but {shortened(json.dumps(value))}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError('the object has no "name" with the name of a tool')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments)
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments are not an object but {shortened(json.dumps(arguments))}")
+    arguments = read_arguments(value.get("arguments", value.get("parameters")))
     try:
         json.dumps([name, arguments], ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair
+    except ValueError as error:  # half of a surrogate pair
         raise ValueError(f"a string in the arguments is no text ({error})") from error
     call_id = value.get("id")
     return name, arguments, call_id if isinstance(call_id, str) else ""
 
 
+def read_arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a call: an object or its JSON text; {} for null and for blank text.
+
+    Raises ValueError for another form, and for what JSON cannot express.
+    """
+    if isinstance(value, str):
+        value = parse_json(value) if value.strip() else {}
+    if value is None:
+        return {}
+    json_size(value)  # checks it: it may come from a program or a table instead of a text
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the arguments are not an object but {shortened(repr(value))}")
+    return dict(value)
+
+
 def shortened(text: str) -> str:
     """The text for an error message."""
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-
-
-def _reject(constant: str) -> None:
-    raise ValueError(f"{constant} is not valid JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_reject)

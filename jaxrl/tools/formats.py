@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.tools.calls import parse_json, parse_json_prefix, shortened
+from jaxrl.tools.calls import parse_json, parse_json_values, shortened
 
 _SEP = "<｜tool▁sep｜>"
 _ARGUMENTS = {"parameters", "arguments"}
@@ -41,23 +41,21 @@ def read_hermes(text: str) -> list[Any]:
 
 def read_llama3(text: str) -> list[Any]:
     """Objects that are joined by ";" or blanks."""
-    values = []
-    while text := text.strip("; \n\t"):
-        value, end = parse_json_prefix(text)
-        values.append(value)
-        text = text[end:]
-    return values
+    return parse_json_values(text, separators="; \n\r\t")
 
 
 def read_mistral(text: str) -> list[Any]:
     """A list of calls, or a name, perhaps an id, and the arguments of one call."""
     if text.lstrip().startswith("["):
         return parse_json(text)
-    head, brace, arguments = text.partition("{")
-    name, _, call_id = head.replace("[ARGS]", "").partition("[CALL_ID]")
-    if not brace:
+    head, separator, arguments = text.partition("[ARGS]")
+    if not separator:
+        head, separator, arguments = text.partition("{")
+        arguments = separator + arguments
+    if not separator:
         raise ValueError("the name of the tool is not followed by arguments in braces")
-    call = {"name": name.strip(), "arguments": parse_json(brace + arguments)}
+    name, _, call_id = head.partition("[CALL_ID]")
+    call = {"name": name.strip(), "arguments": arguments}
     return [call | ({"id": call_id.strip()} if call_id else {})]
 
 
@@ -67,10 +65,10 @@ def read_deepseek(text: str) -> list[Any]:
     if not separator:
         raise ValueError(f"{_SEP} is missing")
     if rest.lstrip().startswith("{"):
-        return [{"name": first.strip(), "arguments": parse_json(rest)}]
+        return [{"name": first.strip(), "arguments": rest}]
     name, _, block = rest.partition("```")
     arguments = block.removeprefix("json").strip().removesuffix("```")
-    return [{"name": name.strip(), "arguments": parse_json(arguments)}]
+    return [{"name": name.strip(), "arguments": arguments}]
 
 
 FORMATS = {

@@ -4,9 +4,11 @@ Tool calls, {"type": "function", "function": {"name", "arguments"}}, are in the 
 assistant; results are messages of the role "tool". The chat template renders both.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from jaxrl.json_text import parse_json
+from jaxrl.tools.calls import read_arguments
 
 Message = dict[str, Any]  # as in jaxrl/types.py, which imports JAX
 
@@ -42,29 +44,28 @@ def as_message(value: Any) -> Message | None:
 def tool_call(call: Any) -> dict[str, Any]:
     """A call whose arguments are an object: chat templates write them as JSON.
 
-    OpenAI's API has the arguments as JSON text. Raises ValueError for another form.
+    OpenAI's API has the arguments as JSON text. No arguments may be absent, null or blank text.
+    Raises ValueError for another form.
     """
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    name, arguments = (
-        (function.get("name"), function.get("arguments"))
-        if isinstance(function, Mapping)
-        else (None, None)
-    )
-    if isinstance(arguments, str):
-        arguments = parse_or_none(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
         raise ValueError(
             f"the tool call {shown(call)} is not of the form "
             '{"function": {"name": ..., "arguments": {...}}}; correct the row'
         )
-    found = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    try:
+        arguments = read_arguments(function.get("arguments"))
+    except ValueError as error:
+        raise ValueError(f"the tool call {shown(call)}: {error}; correct the row") from error
+    found = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return found | ({"id": call["id"]} if call.get("id") else {})
 
 
 def parse_or_none(text: str) -> Any:
     """The JSON value in the text; None if it is no JSON."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 
@@ -83,5 +84,8 @@ def joined_text(parts: list[Any]) -> str | None:
 
 def shown(value: Any) -> str:
     """The value for an error message, in at most 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

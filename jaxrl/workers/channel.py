@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
+from jaxrl.json_text import MAX_DEPTH, parse_json
+
 MAX_ANSWER_BYTES = 16 << 20  # of one message to the trainer
 _HEADER = struct.Struct(">Q")
 _READ_BYTES = 1 << 16
@@ -86,9 +88,10 @@ class Channel:
                 raise EOFError
             self._received += data
         try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"{content[:40]!r} is not JSON") from error
+            # twice the depth: a message may hold values that were read with that limit
+            return parse_json(content, max_depth=2 * MAX_DEPTH)
+        except ValueError as error:
+            raise ProtocolError(f"{content[:40]!r} is not JSON ({error})") from error
 
     def _complete_message(self) -> bytes | None:
         """Removes and returns the first message if all of it has arrived."""

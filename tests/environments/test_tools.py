@@ -5,10 +5,12 @@ import time
 import pytest
 
 from jaxrl.config.keys import EnvConfig
+from jaxrl.environments import tools as tools_module
+from jaxrl.environments.api import StepLimits, Tool
 from jaxrl.environments.builtin.calculator import CalculatorTool
 from jaxrl.environments.builtin.functions import Functions
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.environments.tools import COUNTS
+from jaxrl.environments.tools import COUNTS, run_calls
 from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall
 
 SHOP = '''
@@ -300,3 +302,26 @@ def test_the_calculator_as_a_tool():
     with pytest.raises(ValueError):
         game.calculate("__import__('os')")
     assert game.step("It is 408.") == ("", 1.0, True) and game.step("409")[1] == 0.0
+
+
+BOMB = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)} | {"d30": {}}
+SLOW = {  # (schema of an argument, value): hours of matching
+    "pattern": ({"pattern": "^(a+)+$"}, "a" * 50 + "b"),
+    "name": ({"patternProperties": {"^(a+)+$": True}}, {"a" * 50 + "b": 1}),
+    "equal items": ({"uniqueItems": True}, [{"a": i} for i in range(20_000)]),
+    "references": ({"$ref": "#/$defs/d0"}, 1),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_schema_that_takes_too_long_is_a_wrong_argument(case, monkeypatch):
+    monkeypatch.setattr(tools_module, "CHECK_CPU_S", 0.2)
+    schema, value = SLOW[case]
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": BOMB}
+    function = {"name": "find", "parameters": parameters}
+    tool = Tool({"type": "function", "function": function}, lambda **_: "found")
+    limits = StepLimits(timeout_s=60.0, tool_timeout_s=60.0, calls_per_turn=4, result_chars=100)
+    turn = ParsedTurn(attempts=(ToolCall("find", {"a": value}, "c0"), ToolCall("find", {}, "c1")))
+    messages, _, _, counts = run_calls(turn, {"find": tool}, [tool.schema], limits)
+    assert "comparison with the schema of the tool takes over 0.2 s" in messages[0]["content"]
+    assert (messages[1]["content"], counts["invalid_arguments"]) == ("found", 1)

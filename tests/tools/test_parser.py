@@ -102,10 +102,10 @@ def test_text_without_a_call_is_content(name, text):
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "but [1]"),
         ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "text after the JSON"),
+        ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "Extra data at character 14"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}', "is no text"),
-        ("hermes", "<tool_call>" + "[" * 100_000, "nested too deeply"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "nested more than 64 deep"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "not valid JSON"),  # cut off
         ("llama3", '{"name": "f", "parameters": {"a": }}', "not valid JSON"),
         ("llama3", "<|python_tag|>print(5)", "not valid JSON"),

@@ -1,5 +1,7 @@
 """Tests of jaxrl/tools: schema.py and functions.py."""
 
+import time
+
 import pytest
 
 from jaxrl.tools.functions import function_schema
@@ -85,6 +87,90 @@ def test_a_reference_to_another_document_is_not_followed(tmp_path):
     other.write_text("{}")
     tool = changed(parameters={"type": "object", "properties": {"a": {"$ref": other.as_uri()}}})
     assert "cannot be followed" in arguments_error(tool, {"a": 1})
+
+
+OBJECTS = [{"a": i} for i in range(8000)]
+HOSTILE = {  # each took seconds to hours, or raised another error than ValueError
+    "old draft": (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "enum": OBJECTS},
+        "2020-12",
+    ),
+    "old draft inside": (
+        {"not": {"$schema": "http://json-schema.org/draft-03/schema"}},
+        "draft-03",
+    ),
+    "no draft": ({"$schema": 5}, r"the \$schema 5"),
+    "many types": ({"type": OBJECTS}, "8000 types in one place"),
+    "many types inside": ({"anyOf": [{"items": {"type": OBJECTS}}]}, "8000 types in one place"),
+    "many types of a content": ({"contentSchema": {"type": OBJECTS}}, "8000 types in one place"),
+    "many requirements": ({"required": OBJECTS}, "is not of type 'string'"),
+    "dependencies": ({"dependencies": {"b": OBJECTS}}, "use dependentRequired"),
+    "repetitions": ({"pattern": "a{99999999999}"}, "no regular expression"),
+    "name of repetitions": (
+        {"patternProperties": {"a{99999999999}": True}},
+        "no regular expression",
+    ),
+    "brackets": ({"pattern": "(" * 5000}, "nested too deeply"),
+    "no pattern": ({"pattern": "("}, "is not a 'regex'"),
+    "size": ({"enum": ["x" * 200_000]}, "larger than 131072 characters"),
+    "number of values": ({"enum": [0] * 200_000}, "larger than 131072 characters"),
+    "number": ({"maximum": float("inf")}, "inf is no number"),
+    "no JSON": ({"const": {1, 2}}, "are no JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_schema_is_refused_at_once(case):
+    schema, reason = HOSTILE[case]
+    start = time.process_time()
+    tool = changed(parameters={"type": "object", "properties": {"a": schema}})
+    with pytest.raises(ValueError, match=reason):
+        check_tool(tool)
+    assert time.process_time() - start < 2.0
+
+
+def test_a_deep_schema_is_refused():
+    schema = {}
+    for _ in range(3000):
+        schema = {"not": schema}
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        check_tool(changed(parameters=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": OBJECTS},
+        {"const": OBJECTS},
+        {"allOf": [{"$ref": "#/$defs/a"}] * 100},
+        {"enum": ["a", None, 1.5], "default": {"type": [{}] * 100, "dependencies": {}}},
+        {"properties": {"dependencies": {"type": ["string", "null"]}, "type": {"enum": ["x"]}}},
+    ],
+    ids=["enum", "const", "references", "values like schemas", "names like keywords"],
+)
+def test_a_large_or_unusual_schema_is_accepted(schema):
+    check_tool(changed(parameters={"type": "object", "properties": {"a": schema}}))
+
+
+@pytest.mark.parametrize("draft", ["draft-07/schema#", "draft-07/schema", "draft/2020-12/schema"])
+def test_schemas_of_drafts_that_servers_write_are_read(draft):
+    tool = changed(
+        parameters={
+            "$schema": f"http://json-schema.org/{draft}",
+            "type": "object",
+            "properties": {"a": {"$ref": "#/definitions/b"}},
+            "definitions": {"b": {"type": "integer"}},
+        }
+    )
+    assert check_tool(tool) == tool
+    assert arguments_error(tool, {"a": 1}) == ""
+    assert "not of type 'integer'" in arguments_error(tool, {"a": "1"})
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/a", "#/x/y", "http://[", "http://example.com/a"])
+def test_a_reference_that_leads_nowhere_is_an_error_of_the_call(reference):
+    loop = {"$ref": reference, "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    assert "cannot be followed" in arguments_error(changed(parameters=loop), {"a": 1})
 
 
 def test_a_function_is_described_by_its_signature_and_docstring():

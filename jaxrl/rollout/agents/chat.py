@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import json_size
 from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
 MODEL = "policy"  # the name in responses; requests may name any model
-MAX_VALUES = 1 << 20  # JSON values of a body
+MAX_VALUES = 1 << 18  # JSON values of a body
+MAX_TOOLS, MAX_TOOLS_SIZE = 512, 512 << 10  # tools of a request, and characters of all of them
 MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 # Fields that would change the meaning of a response, with the values that have no effect. All other
 # fields are ignored: the sampling settings are those of the run.
@@ -37,6 +40,7 @@ class ChatRequest:
 
     messages: tuple[Message, ...]
     tools: tuple[Json, ...] = ()
+    size: int = 0  # characters of the messages and tools with all of their fields, about
     may_call: bool = True  # False with tool_choice="none"
     max_tokens: int | None = None  # None: the rest of the context
     stop: tuple[str, ...] = ()
@@ -65,9 +69,11 @@ def parse_chat(raw: bytes) -> ChatRequest:
                 param=name,
             )
     options = body.get("stream_options") or {}
+    messages, tools = _messages(body.get("messages")), _tools(body)
     return ChatRequest(
-        messages=_messages(body.get("messages")),
-        tools=_tools(body),
+        messages=messages,
+        tools=tools,
+        size=json_size([messages, tools]),
         may_call=body.get("tool_choice") != "none",
         max_tokens=_max_tokens(body),
         stop=_stop_strings(body.get("stop")),
@@ -82,11 +88,13 @@ def parse_reward(raw: bytes) -> dict[str, float]:
     numbers = {
         name: float(value)
         for name, value in body.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
     }
     if "reward" not in body or len(numbers) < len(body):
         raise RequestError(
-            400, 'the body must be an object of numbers with the key "reward"', param="reward"
+            400, 'the body must be an object of floats with the key "reward"', param="reward"
         )
     return numbers
 
@@ -155,6 +163,10 @@ def _tools(body: Mapping[str, Any]) -> tuple[Json, ...]:
     try:
         if isinstance(tools, str):
             raise ValueError("tools is a string, not a list")
+        if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+            raise ValueError(f"there are {len(tools)} tools, and {MAX_TOOLS} are accepted")
+        if (size := json_size(tools)) > MAX_TOOLS_SIZE:
+            raise ValueError(f"the tools have {size} characters; {MAX_TOOLS_SIZE} are accepted")
         return tools_of(body, "the request")
     except ValueError as error:
         raise RequestError(400, str(error), param="tools") from error

@@ -39,7 +39,7 @@ from jaxrl.rollout.agents.chat import (
     parse_reward,
 )
 
-MAX_BODY_BYTES, MAX_BODIES_BYTES = 64 << 20, 256 << 20
+MAX_BODY_BYTES, MAX_BODIES_BYTES = 16 << 20, 256 << 20
 N_CONNECTIONS = 4096
 START_TIMEOUT_S = 30.0
 

@@ -22,7 +22,7 @@ from jaxrl.tools.messages import as_message
 from jaxrl.types import Episode, Message, Prompt, Rollout
 
 Messages = tuple[Message, ...]
-MAX_TOKEN_CHARS = 256  # longer text than this per token of the context is not tokenized
+MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
 CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
 
 
@@ -117,9 +117,8 @@ class AgentEpisode:
                 f"the episode has had its {self._limits.max_turns} turns (env.max_turns)",
                 code=TURNS_CODE,
             )
-        n_chars = sum(len(message["content"]) for message in request.messages)
-        if n_chars > MAX_TOKEN_CHARS * self._limits.context_len:
-            raise self._too_long(f"{n_chars} characters")
+        if request.size > MAX_TOKEN_CHARS * self._limits.context_len:
+            raise self._too_long(f"{request.size} characters")
         try:
             branch, before, observation = self._place(request, renderer, eos_ids)
         except ValueError as error:  # of the chat template
@@ -137,8 +136,9 @@ class AgentEpisode:
         self._finish = "length"
         return RequestError(
             400,
-            f"this conversation has {length} and the context is {self._limits.context_len} tokens "
-            "(data.max_prompt_len + data.max_response_len); shorten the messages",
+            f"this conversation, with its tools, has {length} and the context is "
+            f"{self._limits.context_len} tokens (data.max_prompt_len + data.max_response_len); "
+            "shorten the messages",
             param="messages",
             code=CONTEXT_CODE,
         )

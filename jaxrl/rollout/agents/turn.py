@@ -13,7 +13,6 @@ from jaxrl.rollout.generate import Response
 from jaxrl.tools.calls import openai_form
 from jaxrl.tools.formats import ToolFormat, tool_format
 from jaxrl.tools.parser import parse_turn
-from jaxrl.tools.schema import check_tool
 
 
 class TurnReader:
@@ -24,10 +23,8 @@ class TurnReader:
         self._format: ToolFormat | None = None
 
     def begin(self, episode: AgentEpisode, request: ChatRequest) -> PendingTurn:
-        """The turn that a request asks for. Raises RequestError."""
+        """The turn that a request with checked tools asks for. Raises RequestError."""
         try:
-            for tool in request.tools:
-                check_tool(tool)
             if request.tools and self._format is None:
                 self._format = tool_format(self.renderer.template)
         except ValueError as error:

@@ -1,13 +1,13 @@
 """Content and tool calls of a response, from its text as it grows."""
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl.json_text import parse_json
 from jaxrl.serve.structured.tools import ToolUse
-from jaxrl.tools.calls import MalformedCall, ToolCall, openai_form
+from jaxrl.tools.calls import ToolCall, openai_form
 from jaxrl.tools.parser import ToolParser
 
 
@@ -59,19 +59,14 @@ class ToolOutput:
         """Content, calls and the number of malformed calls that the text adds."""
         turns = [parser.add(text), *([parser.finish()] if ended else [])]
         attempts = [attempt for turn in turns for attempt in turn.attempts]
-        malformed = [self._written(a) for a in attempts if isinstance(a, MalformedCall)]
-        content = "".join(turn.content for turn in turns)
         calls = [a for a in attempts if isinstance(a, ToolCall)]
-        return content + "".join(malformed), calls, len(malformed)
-
-    def _written(self, call: MalformedCall) -> str:
-        assert self._use.format is not None
-        return f"{self._use.format.opening}{call.text}{self._use.format.closing}"
+        content = "".join(turn.content for turn in turns)
+        return content, calls, len(attempts) - len(calls)
 
     def _read_json(self) -> tuple[str, list[ToolCall]]:
         """The calls that a grammar demanded; the text as content if it ended too early."""
         try:
-            value = json.loads(self._json)
+            value = parse_json(self._json)
         except ValueError:
             return self._json, []
         calls = value
