@@ -41,7 +41,10 @@ from jaxrl.serve.options import KEY_VARIABLE, read
 from jaxrl.serve.requests.prompt import Limits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
+from jaxrl.serve.token_text import TokenTexts
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
+
+WRITERS = 2  # threads that detokenize and format responses
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,6 +132,8 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         metrics=metrics,
         bodies=BodyReader(options.max_body_mib << 20, options.max_bodies_mib << 20),
         parsers=ThreadPoolExecutor(options.max_parsing, "parser"),
+        writers=ThreadPoolExecutor(WRITERS, "writer"),
+        tokens=TokenTexts(model.renderer),
         api_key=options.api_key,
         timeout_s=options.timeout_s,
     )
@@ -157,7 +162,12 @@ def server(service: Service, options: argparse.Namespace) -> HttpServer:
     limits = ConnectionLimits(
         options.max_connections, read_s=options.read_timeout_s, write_s=options.write_timeout_s
     )
-    return HttpServer(service.app(), limits, end_responses=service.engine.request_stop)
+    return HttpServer(
+        service.app(),
+        limits,
+        end_responses=service.engine.request_stop,
+        begin_shutdown=service.begin_shutdown,
+    )
 
 
 if __name__ == "__main__":
