@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,14 +78,20 @@ def parse_json(raw: bytes, *, max_values: int) -> Any:
     """The value of a JSON text in UTF-8.
 
     Raises RequestError (400) for malformed text, text outside of Unicode, numbers that JSON does
-    not have, repeated names, more than `max_values` values, or deep nesting. Commas and brackets in
-    strings count as values too, so that the count takes no time.
+    not have or a float cannot hold, repeated names, more than `max_values` values, or deep nesting.
+    Commas and brackets in strings count as values too, so that the count takes no time.
     """
     try:
         text = raw.decode()
         if sum(map(text.count, ",[{")) > max_values:
             raise ValueError(f"more than {max_values} values; send several requests")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_reject_constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_reject_constant,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
         _check_depth(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
@@ -109,6 +116,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return value
+
+
+def _integer(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
 
 
 def _check_depth(value: Any) -> None:

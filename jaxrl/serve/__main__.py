@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 if __name__ == "__main__":
     from jaxrl.runtime.start import begin_loading
+    from jaxrl.serve.interrupt import begin_interrupts
 
+    begin_interrupts()
     begin_loading()
 
 try:
@@ -35,6 +37,7 @@ from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.interrupt import end_interrupts
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.options import KEY_VARIABLE, read
@@ -57,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             with explain_out_of_memory(None, None):
                 web = server(open_service(options, run), options)
             end_loading()
+            end_interrupts()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             names = ", ".join((options.name, *options.adapters))
             print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
