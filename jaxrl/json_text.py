@@ -16,8 +16,9 @@ def parse_json(
     *,
     max_depth: int = MAX_DEPTH,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    parse_int: Callable[[str], int] | None = None,
 ) -> Any:
-    """The value of a JSON text; `object_pairs_hook` is that of the standard library.
+    """The value of a JSON text; `object_pairs_hook` and `parse_int` are the standard library's.
 
     Raises ValueError, and nothing else, for malformed text, nesting beyond `max_depth`, and numbers
     that JSON does not have or a float cannot hold (NaN, Infinity, 1e400).
@@ -29,6 +30,7 @@ def parse_json(
             text,
             parse_constant=_reject_constant,
             parse_float=_finite,
+            parse_int=parse_int,
             object_pairs_hook=object_pairs_hook,
         )
     except RecursionError as error:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -84,7 +85,9 @@ def parse_json(raw: bytes, *, max_values: int) -> Any:
         text = raw.decode()
         if sum(map(text.count, ",[{")) > max_values:
             raise ValueError(f"more than {max_values} values; send several requests")
-        value = json_text.parse_json(text, max_depth=MAX_DEPTH, object_pairs_hook=_unique)
+        value = json_text.parse_json(
+            text, max_depth=MAX_DEPTH, object_pairs_hook=_unique, parse_int=_integer
+        )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
     except ValueError as error:
@@ -100,3 +103,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {name[:64]!a} is repeated in an object")
     return fields
+
+
+def _integer(digits: str) -> int:
+    """An integer that a float can hold: sampling and scores compute with floats."""
+    if not math.isfinite(float(digits)):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return int(digits)

@@ -137,8 +137,8 @@ class _Parser(h11.Connection):
 class HttpServer(uvicorn.Server):
     """uvicorn with bounded connections.
 
-    At shutdown, responses in progress have SHUTDOWN_TIMEOUT_S to end; then `end_responses` is
-    called, which must make the application end them with an error.
+    At shutdown `begin_shutdown` is called, and responses in progress have SHUTDOWN_TIMEOUT_S to
+    end; then `end_responses` is called, which must make the application end them with an error.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class HttpServer(uvicorn.Server):
         app: Callable[..., Any],
         limits: ConnectionLimits,
         end_responses: Callable[[], None],
+        begin_shutdown: Callable[[], None] = lambda: None,
     ):
         config = uvicorn.Config(
             app,
@@ -159,9 +160,10 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S + 2 * ABORT_AFTER_S,
         )
         super().__init__(config)
-        self._end_responses = end_responses
+        self._end_responses, self._begin_shutdown = end_responses, begin_shutdown
 
     async def shutdown(self, sockets=None) -> None:
+        self._begin_shutdown()
         loop = asyncio.get_running_loop()
         timers = [
             loop.call_later(SHUTDOWN_TIMEOUT_S, self._end_responses),

@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 if __name__ == "__main__":
     from jaxrl.runtime.start import begin_loading
+    from jaxrl.serve.interrupt import begin_interrupts
 
+    begin_interrupts()
     begin_loading()
 
 try:
@@ -35,13 +37,17 @@ from jaxrl.serve.app import Service
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.interrupt import end_interrupts
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.options import KEY_VARIABLE, read
 from jaxrl.serve.requests.prompt import Limits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
+from jaxrl.serve.token_text import TokenTexts
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
+
+WRITERS = 2  # threads that detokenize and format responses
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             with explain_out_of_memory(None, None):
                 web = server(open_service(options, run), options)
             end_loading()
+            end_interrupts()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             names = ", ".join((options.name, *options.adapters))
             print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
@@ -129,6 +136,8 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         metrics=metrics,
         bodies=BodyReader(options.max_body_mib << 20, options.max_bodies_mib << 20),
         parsers=ThreadPoolExecutor(options.max_parsing, "parser"),
+        writers=ThreadPoolExecutor(WRITERS, "writer"),
+        tokens=TokenTexts(model.renderer),
         api_key=options.api_key,
         timeout_s=options.timeout_s,
     )
@@ -157,7 +166,12 @@ def server(service: Service, options: argparse.Namespace) -> HttpServer:
     limits = ConnectionLimits(
         options.max_connections, read_s=options.read_timeout_s, write_s=options.write_timeout_s
     )
-    return HttpServer(service.app(), limits, end_responses=service.engine.request_stop)
+    return HttpServer(
+        service.app(),
+        limits,
+        end_responses=service.engine.request_stop,
+        begin_shutdown=service.begin_shutdown,
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from jaxrl.http.body import BodyReader
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
+from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -28,7 +29,9 @@ from jaxrl.serve.requests.prompt import Limits
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.responses.format import ResponsesFormatter
-from jaxrl.serve.responses.request import parse_responses
+from jaxrl.serve.responses.request import parse_responses, responses_names
+from jaxrl.serve.structured.grammar import JsonGrammar
+from jaxrl.serve.token_text import TokenTexts
 from jaxrl.serve.tokenize import detokenize, tokenize
 
 type Parse[T] = Callable[[bytes, ChatRenderer, Limits], T]
@@ -46,6 +49,8 @@ class Service:
     metrics: ServerMetrics
     bodies: BodyReader
     parsers: ThreadPoolExecutor  # parse, render and tokenize requests
+    writers: ThreadPoolExecutor  # detokenize and format responses
+    tokens: TokenTexts
     api_key: str  # "" = no key required
     timeout_s: float
     watcher: CheckpointWatcher | None = None  # with --follow
@@ -58,10 +63,14 @@ class Service:
             self.compiler.start()
             if self.watcher is not None:
                 self.watcher.start()
+            if self.limits.grammars is not None:
+                self.limits.grammars.start()
             yield
             if self.watcher is not None:
                 self.watcher.stop()
             self.compiler.stop()
+            if self.limits.grammars is not None:
+                await asyncio.to_thread(self.limits.grammars.close)
             await asyncio.to_thread(self.engine.stop)
 
         return Starlette(
@@ -79,6 +88,11 @@ class Service:
             exception_handlers=ERROR_HANDLERS,
             lifespan=lifespan,
         )
+
+    def begin_shutdown(self) -> None:
+        """Fails requests whose schemas are not compiled yet."""
+        if self.limits.grammars is not None:
+            self.limits.grammars.stop()
 
     def with_key(self, endpoint: Callable[[Request], Awaitable[Response]]):
         """The endpoint, restricted to clients that send the API key."""
@@ -102,14 +116,15 @@ class Service:
 
     async def complete(self, http_request: Request, parse: Parse[GenerationRequest]) -> Response:
         request = await self.parsed(http_request, parse)
-        response = self.start(request)
-        formatter = ResponseFormatter(response, self.renderer)
+        response = self.start(await self.with_grammar(http_request, request))
+        formatter = ResponseFormatter(response, self.renderer, self.tokens)
         return await self.respond(http_request, response, formatter)
 
     async def responses(self, http_request: Request) -> Response:
         request, repeated = await self.parsed(http_request, parse_responses)
-        response = self.start(request)
-        formatter = ResponsesFormatter(response, self.renderer, repeated)
+        with responses_names():
+            response = self.start(await self.with_grammar(http_request, request))
+        formatter = ResponsesFormatter(response, self.renderer, self.tokens, repeated)
         return await self.respond(http_request, response, formatter)
 
     async def tokenize(self, request: Request) -> Response:
@@ -124,9 +139,30 @@ class Service:
             work = functools.partial(parse, raw, self.renderer, self.limits)
             return await asyncio.get_running_loop().run_in_executor(self.parsers, work)
 
+    async def with_grammar(
+        self, http_request: Request, request: GenerationRequest
+    ) -> GenerationRequest:
+        """The request with its grammar built, which may have to wait for those of others.
+
+        Raises RequestError as GrammarCompiler.build does, and if the client disconnects.
+        """
+        adjustments, compiler = request.adjustments, self.limits.grammars
+        grammar = adjustments and adjustments.grammar
+        if compiler is None or adjustments is None or not isinstance(grammar, JsonGrammar):
+            return request
+        building = asyncio.wrap_future(compiler.build(grammar))
+        grammar = await while_connected(http_request, building)
+        adjustments = dataclasses.replace(adjustments, grammar=grammar)
+        return dataclasses.replace(request, adjustments=adjustments)
+
     def start(self, request: GenerationRequest) -> ActiveResponse:
         return ActiveResponse(
-            request, self.renderer, self.engine, self.metrics, timeout_s=self.timeout_s
+            request,
+            self.renderer,
+            self.engine,
+            self.metrics,
+            workers=self.writers,
+            timeout_s=self.timeout_s,
         )
 
     async def respond(
@@ -136,8 +172,8 @@ class Service:
         if response.request.stream:
             return EventStream(response, formatter)
         with contextlib.closing(response):
-            await while_connected(http_request, response.finish())
-            return JSONResponse(formatter.full())
+            body = await while_connected(http_request, full_body(response, formatter))
+            return Response(body, media_type="application/json")
 
     async def list_models(self, request: Request) -> Response:
         names = self.limits.model_names
@@ -182,18 +218,37 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+async def full_body(response: ActiveResponse, formatter: Formatter) -> bytes:
+    """The body of a response in full, after it has ended."""
+    await response.finish()
+    parts = formatter.full()
+    body = bytearray()
+    while part := await response.on_worker(_next_part, parts):
+        body += part
+    return bytes(body)
+
+
+def _next_part(parts: Iterator[str]) -> bytes:
+    """One part of a body, so that other responses get their turn before the next one."""
+    return next(parts, "").encode()
+
+
 async def stream_events(response: ActiveResponse, formatter: Formatter) -> AsyncIterator[str]:
     started = False
+
+    def events(choice: Choice, delta: Delta) -> list[str]:
+        nonlocal started
+        start = () if started else formatter.start_events()
+        started = True
+        return [*start, *formatter.delta_events(choice, delta)]
+
     try:
-        async for choice, delta in response.deltas():
-            for one in () if started else formatter.start_events():
-                yield one
-            started = True
-            for one in formatter.delta_events(choice, delta):
+        async for _, new in response.deltas(events):
+            for one in new:
                 yield one
     except RequestError as error:
         for one in formatter.error_events(error):
             yield one
         return
-    for one in formatter.end_events():
+    for one in await response.on_worker(list, formatter.end_events()):
         yield one

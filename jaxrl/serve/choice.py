@@ -8,6 +8,8 @@ from jaxrl.engine.api import Generated
 Decode = Callable[[Sequence[int]], str]
 TopLogprobs = list[tuple[int, float]]  # (token id, logprob)
 REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
+MAX_CHARACTER = 4  # bytes, and so tokens, of a character
+MAX_PENDING = 4 * MAX_CHARACTER  # tokens whose text is held back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +55,22 @@ class Choice:
             self.top += [list(zip(*row, strict=True)) for row in rows]
         tokens = generated.tokens.tolist()
         n_visible = len(tokens) - (generated.finish == "stop")  # the stop token has no text
-        step = 1 if self._by_token else max(n_visible, 1)
+        step, pieces = 1 if self._by_token else max(n_visible, 1), []
         for i in range(0, n_visible, step):
             part = slice(i, min(i + step, n_visible))
             self._append(tokens[part], generated.logp[part].tolist())
             piece = self._detokenizer.add(tokens[part])
             self._n_chars += len(piece)
             early = len(self.tokens) <= self._min_tokens
-            self.text += piece if early else self._stop.add(piece)
+            pieces.append(piece if early else self._stop.add(piece))
             if self._stop.found:
                 self.finish_reason = "stop"
                 break
         else:
             self._append(tokens[n_visible:], generated.logp[n_visible:].tolist())
             if generated.finish:
-                self._finish(generated.finish)
+                pieces.append(self._finish(generated.finish))
+        self.text += "".join(pieces)
         return Delta(self.text[n_text:], first_token)
 
     def _append(self, tokens: list[int], logp: list[float]) -> None:
@@ -75,13 +78,11 @@ class Choice:
         self.logp += logp
         self.offsets += [self._n_chars] * len(tokens)
 
-    def _finish(self, reason: str) -> None:
-        self.text += self._stop.add(self._detokenizer.flush())
-        if self._stop.found:
-            reason = "stop"
-        else:
-            self.text += self._stop.flush()
-        self.finish_reason = reason
+    def _finish(self, reason: str) -> str:
+        """Ends the choice; the text that was held back."""
+        held = self._stop.add(self._detokenizer.flush())
+        self.finish_reason = "stop" if self._stop.found else reason
+        return held if self._stop.found else held + self._stop.flush()
 
 
 class Detokenizer:
@@ -89,7 +90,8 @@ class Detokenizer:
 
     A character may span several tokens, so text that ends inside one is held back until the next
     token. Some tokenizers decode a token differently at the start of a text, so new tokens are
-    decoded together with those of the previous piece.
+    decoded together with those of the previous piece. At most MAX_PENDING tokens are pending, so
+    that every call takes the same time, also for bytes that never make a character.
     """
 
     def __init__(self, decode: Decode):
@@ -101,16 +103,40 @@ class Detokenizer:
         """The text that these tokens complete; "" inside a character."""
         self._tokens += tokens
         text = self._decode(self._tokens)
-        if len(text) <= len(self._previous) or text.endswith(REPLACEMENT):
-            return ""
-        piece = text[len(self._previous) :]
-        self._tokens = self._tokens[self._n_previous :]
-        self._n_previous, self._previous = len(self._tokens), self._decode(self._tokens)
-        return piece
+        n_pending = len(self._tokens) - self._n_previous
+        if self._is_complete(text):
+            return self._take(text, n_pending)
+        return self._take_part(text, n_pending) if n_pending > MAX_PENDING else ""
 
     def flush(self) -> str:
         """The pending text: the start of a character that was never completed."""
         return self._decode(self._tokens)[len(self._previous) :]
+
+    def _take(self, text: str, n_tokens: int) -> str:
+        """The new piece of `text`, that of all tokens up to the first `n_tokens` pending ones."""
+        piece, end = text[len(self._previous) :], self._n_previous + n_tokens
+        taken, pending = self._tokens[self._n_previous : end], self._tokens[end:]
+        self._n_previous, self._previous = n_tokens, self._decode(taken)
+        self._tokens = taken + pending
+        return piece
+
+    def _take_part(self, text: str, n_pending: int) -> str:
+        """A piece that leaves the tokens of at most one character pending."""
+        if len(text) <= len(self._previous):  # tokens without text
+            del self._tokens[self._n_previous : -MAX_CHARACTER]
+            return ""
+        heads = {n: self._decode(self._tokens[:-n]) for n in range(1, MAX_CHARACTER + 1)}
+        for n, head in heads.items():
+            if self._is_complete(head):
+                return self._take(head, n_pending - n)
+        for n, head in heads.items():
+            tail = self._decode(self._tokens[-n:])
+            if tail and len(head) + len(tail) == len(text):  # a character begins with the tail
+                return self._take(head, n_pending - n)
+        return self._take(text, n_pending)
+
+    def _is_complete(self, text: str) -> bool:
+        return len(text) > len(self._previous) and not text.endswith(REPLACEMENT)
 
 
 def text_offsets(decode: Decode, tokens: Sequence[int]) -> list[int]:
@@ -152,8 +178,13 @@ class StopStrings:
         return self._held
 
     def _n_held(self, text: str) -> int:
-        longest = max((len(s) for s in self._strings), default=1) - 1
-        for n in range(min(longest, len(text)), 0, -1):
-            if any(s.startswith(text[-n:]) for s in self._strings):
-                return n
-        return 0
+        """Characters at the end of the text that begin a stop string."""
+        return max((_n_begun(string, text) for string in self._strings), default=0)
+
+
+def _n_begun(string: str, text: str) -> int:
+    """The longest end of the text that is a proper beginning of the string."""
+    start = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while start >= 0 and not string.startswith(text[start:]):
+        start = text.find(string[0], start + 1)
+    return len(text) - start if start >= 0 else 0

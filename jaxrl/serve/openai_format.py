@@ -3,23 +3,23 @@
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import END_OF_EVENTS, event
-from jaxrl.serve.choice import REPLACEMENT, Choice, Delta, TopLogprobs, text_offsets
+from jaxrl.serve.choice import Choice, Delta, TopLogprobs, text_offsets
+from jaxrl.serve.json_pieces import Json, dump, json_pieces
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.structured.tool_output import ToolOutput
-
-Json = dict[str, Any]
+from jaxrl.serve.token_text import TokenTexts
 
 
 class ResponseFormatter:
     """Formats one response, in full or as chunks."""
 
-    def __init__(self, response: ActiveResponse, renderer: ChatRenderer):
+    def __init__(self, response: ActiveResponse, renderer: ChatRenderer, tokens: TokenTexts):
         self._response, self._request, self._renderer = response, response.request, renderer
+        self._tokens = tokens
         tools = self._request.tools
         self._outputs = [ToolOutput(tools) for _ in response.choices] if tools else []
         self._head = {
@@ -29,16 +29,21 @@ class ResponseFormatter:
             "model": self._request.model,
         }
 
-    def full(self) -> Json:
-        """The body of a response whose choices have all ended."""
-        choices = []
-        for choice in self._response.choices:
-            if self._request.chat:
-                text: Json = {"message": {"role": "assistant"} | self._message(choice)}
-            else:
-                text = {"text": self._echo(choice) + choice.text}
-            choices.append(text | self._details(choice, 0))
-        return self._body(choices) | {"usage": self.usage()}
+    def full(self) -> Iterator[str]:
+        """The body of a response whose choices have all ended, as JSON: a part per choice."""
+        fields = self._body([])
+        fields.pop("choices")
+        yield dump(fields)[:-1] + ',"choices":['
+        for i, choice in enumerate(self._response.choices):
+            yield ("," if i else "") + "".join(json_pieces(self._full_choice(choice)))
+        yield f'],"usage":{dump(self.usage())}}}'
+
+    def _full_choice(self, choice: Choice) -> Json:
+        if self._request.chat:
+            text: Json = {"message": {"role": "assistant"} | self._message(choice)}
+        else:
+            text = {"text": self._echo(choice) + choice.text}
+        return text | self._details(choice, 0)
 
     def content_and_calls(self, choice: Choice, text: str) -> tuple[str, list[Json]]:
         """What the next piece of a choice's text adds: content, and tool calls with their index."""
@@ -143,52 +148,50 @@ class ResponseFormatter:
 
     def _logprobs(self, choice: Choice, first_token: int) -> Json:
         """Logprobs of the tokens from `first_token` on, and of the prompt if it is echoed."""
-        prompt, echo = self._response.prompt_of(choice).tolist(), self._request.echo
         tokens, logp = choice.tokens[first_token:], [*choice.logp[first_token:]]
         found: list[TopLogprobs | None] = [*choice.top[first_token : len(choice.tokens)]]
         found = found or [None] * len(tokens)
-        if echo and (scores := self._response.scores.get(choice.index)) is not None:
-            logp, found = [None, *scores.logp.tolist(), *logp], [None, *scores.pairs(), *found]
-        if echo:
-            tokens = [*prompt, *tokens]
-        names = [self._token_text(token) for token in tokens]
-        tops = [None if top is None else self._top(top) for top in found]
+        offsets = choice.offsets[first_token:]
+        if self._request.echo:
+            prompt = self._response.prompt_of(choice).tolist()
+            if (scores := self._response.scores.get(choice.index)) is not None:
+                logp, found = [None, *scores.logp.tolist(), *logp], [None, *scores.pairs(), *found]
+            tokens, n_echo = [*prompt, *tokens], len(self._echo(choice))
+            offsets = [*text_offsets(self._renderer.decode, prompt), *(n_echo + n for n in offsets)]
+        n_top = self._request.n_top
+        rows = zip(tokens, logp, [top and top[:n_top] for top in found], strict=True)
         if self._request.chat:
             content = [
-                _chat_logprob(name, p)
-                | {"top_logprobs": [_chat_logprob(*other) for other in top or []]}
-                for name, p, top in zip(names, logp, tops, strict=True)
+                self._chat_logprob(token, p)
+                | {"top_logprobs": [self._chat_logprob(*other) for other in top or []]}
+                for token, p, top in rows
             ]
             return {"content": content, "refusal": None}
-        n_echo = len(self._echo(choice))
-        offsets = [n_echo + n for n in choice.offsets[first_token:]]
-        rows = zip(names, logp, tops, strict=True)
         return {
-            "tokens": names,
+            "tokens": [self._tokens[token].name for token in tokens],
             "token_logprobs": logp,
-            # Includes the token itself. Of two tokens with the same text the more likely one wins.
-            "top_logprobs": [top and {name: p} | dict(top[::-1]) for name, p, top in rows]
-            if self._request.n_top
+            "top_logprobs": [top and self._named(token, p, top) for token, p, top in rows]
+            if n_top
             else None,
-            "text_offset": (text_offsets(self._renderer.decode, prompt) if echo else []) + offsets,
+            "text_offset": offsets,
         }
 
-    def _top(self, top: TopLogprobs) -> list[tuple[str, float]]:
-        """(text, logprob) of the most likely tokens at a position."""
-        return [(self._token_text(token), p) for token, p in top[: self._request.n_top]]
+    def _chat_logprob(self, token: int, logp: float | None) -> Json:
+        found = self._tokens[token]
+        return {"token": found.text, "logprob": logp, "bytes": list(found.bytes)}
 
-    def _token_text(self, token: int) -> str:
-        return self._renderer.decode([token], skip_special=False)
+    def _named(self, token: int, logp: float | None, top: TopLogprobs) -> dict[str, float | None]:
+        """Logprobs by name: the token's own, then those of the most likely ones.
+
+        A token that has the name of another one is `token_id:ID`, as in vLLM.
+        """
+        named = {self._tokens[token].name: logp}
+        for other, p in top:
+            name = self._tokens[other].name
+            if other != token:
+                named[f"token_id:{other}" if name in named else name] = p
+        return named
 
     def _echo(self, choice: Choice) -> str:
         prompt = self._response.prompt_of(choice)
         return self._renderer.decode(prompt) if self._request.echo else ""
-
-
-def _chat_logprob(text: str, logp: float | None) -> Json:
-    # The bytes of a token that is part of a character are unknown.
-    return {
-        "token": text,
-        "logprob": logp,
-        "bytes": None if REPLACEMENT in text else list(text.encode()),
-    }

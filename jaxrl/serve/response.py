@@ -1,9 +1,11 @@
 """A response in progress: its choices grow with the results of the engine's thread."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +34,11 @@ class ActiveResponse:
         engine: EngineThread,
         metrics: ServerMetrics,
         *,
+        workers: Executor,
         timeout_s: float,
     ):
-        self.request = request
+        """`workers` detokenize and format, so that the event loop stays free for other clients."""
+        self.request, self._workers = request, workers
         self._engine, self._metrics = engine, metrics
         self._start = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + timeout_s
@@ -76,10 +80,13 @@ class ActiveResponse:
             engine_request, self._deliver_to(index), keep_weights=request.needs_scoring
         )
 
-    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """Deltas with their choices, until all choices have ended.
+    async def deltas[T](
+        self, write: Callable[[Choice, Delta], T]
+    ) -> AsyncIterator[tuple[Choice, T]]:
+        """What `write` makes of each delta, with its choice, until all choices have ended.
 
-        Raises RequestError (504) after the timeout, and errors of the engine.
+        `write` runs on a worker, one call at a time. Raises RequestError (504) after the timeout,
+        and errors of the engine.
         """
         n_unfinished = len(self.choices)
         while n_unfinished:
@@ -94,23 +101,28 @@ class ActiveResponse:
                 continue
             if not any(choice.tokens for choice in self.choices):
                 self._metrics.first_token_s.observe(time.monotonic() - self._start)
-            delta = choice.add(event)
+            written = await self.on_worker(_add, choice, event, write)
             if choice.finish_reason:
                 n_unfinished -= 1
                 if not event.finish and not self.request.needs_scoring:
                     self._engine.cancel(self._tasks[index])
             if not n_unfinished:
                 self._outcome = "done"
-            yield choice, delta
+            yield choice, written
 
     async def finish(self) -> None:
         """Waits until all choices have ended and, if required, are scored."""
         scoring = {}
-        async for choice, _ in self.deltas():
+        async for choice, _ in self.deltas(lambda choice, delta: None):
             if choice.finish_reason and self.request.needs_scoring:
                 scoring[choice.index] = self._score(choice)
         for index, scores in scoring.items():
             self.scores[index] = await self._before_deadline(asyncio.wrap_future(scores))
+
+    async def on_worker[T](self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of `work`, called on a worker."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, functools.partial(work, *arguments))
 
     def close(self) -> None:
         """Cancels unfinished choices and records the request's metrics. Call exactly once."""
@@ -169,6 +181,10 @@ class ActiveResponse:
             loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return deliver
+
+
+def _add[T](choice: Choice, generated: Generated, write: Callable[[Choice, Delta], T]) -> T:
+    return write(choice, choice.add(generated))
 
 
 def decoder(renderer: ChatRenderer, kept_ids: frozenset[int]) -> Decode:

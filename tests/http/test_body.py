@@ -25,6 +25,8 @@ MALFORMED = {
     "byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
     "null byte": b'{"prompt": "\x00"}',
     "digits": b'{"seed": ' + b"1" * 5000 + b"}",
+    "400 digits": b'{"reward": -' + b"1" * 400 + b"}",
+    "too large for a float": b'{"reward": -1e999}',
     "deep arrays": b"[" * 50_000 + b"]" * 50_000,
     "deep objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
     "one level too deep": b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),

@@ -1,27 +1,27 @@
 """Formats responses as OpenAI's Responses API does: the response object, and the typed events."""
 
-import json
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.choice import Choice, Delta
+from jaxrl.serve.json_pieces import Json, json_pieces
 from jaxrl.serve.openai_format import ResponseFormatter
 from jaxrl.serve.response import ActiveResponse
-
-Json = dict[str, Any]
+from jaxrl.serve.token_text import TokenTexts
 
 
 class ResponsesFormatter:
     """Formats one response, in full or as events."""
 
-    def __init__(self, response: ActiveResponse, renderer: ChatRenderer, repeated: Json):
+    def __init__(
+        self, response: ActiveResponse, renderer: ChatRenderer, tokens: TokenTexts, repeated: Json
+    ):
         """`repeated` are the fields of the response object that repeat the request."""
         self._response = response
-        self._chat = ResponseFormatter(response, renderer)
+        self._chat = ResponseFormatter(response, renderer, tokens)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -32,15 +32,15 @@ class ResponsesFormatter:
         self._open: Json | None = None  # the message whose text is being streamed
         self._n_events = 0
 
-    def full(self) -> Json:
-        """The response object, after the choice has ended."""
+    def full(self) -> Iterator[str]:
+        """The response object as JSON, after the choice has ended."""
         [choice] = self._response.choices
         content, calls = self._chat.content_and_calls(choice, choice.text)
         if content or not calls:
             part = _text_part(content) | {"logprobs": self._chat.token_logprobs(choice, 0)}
             self._output.append(_message("completed", [part]))
         self._output += [_call_item(call) for call in calls]
-        return self._object(choice)
+        yield "".join(json_pieces(self._object(choice)))
 
     def start_events(self) -> Iterator[str]:
         for kind in "response.created", "response.in_progress":
@@ -138,7 +138,7 @@ class ResponsesFormatter:
     def _event(self, kind: str, fields: Json) -> str:
         body = {"type": kind, "sequence_number": self._n_events} | fields
         self._n_events += 1
-        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\ndata: {''.join(json_pieces(body))}\n\n"
 
 
 def _message(status: str, content: list[Json]) -> Json:

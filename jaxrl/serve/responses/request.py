@@ -1,7 +1,8 @@
 """Request bodies of /v1/responses, as the chat requests that they are equivalent to."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.config.schema import nearest
@@ -63,12 +64,19 @@ def parse_responses(
         raise RequestError(400, "the body of the request must be a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
     _check_names(body)
-    try:
+    with responses_names():
         request = chat_request(_chat_body(body), renderer, limits)
+    return dataclasses.replace(request, endpoint="responses"), _repeated(body)
+
+
+@contextlib.contextmanager
+def responses_names() -> Iterator[None]:
+    """Names the field of an error as this endpoint does, if the chat endpoint's name differs."""
+    try:
+        yield
     except RequestError as error:
         error.param = RESPONSES_NAMES.get(error.param or "", error.param)
         raise
-    return dataclasses.replace(request, endpoint="responses"), _repeated(body)
 
 
 def _check_names(body: Json) -> None:

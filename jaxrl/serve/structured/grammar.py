@@ -2,13 +2,21 @@
 
 llguidance (https://github.com/guidance-ai/llguidance) follows the grammar on the host and gives one
 bit per token; the engine's sampler applies them on the device.
+
+Compiling a schema can take hours, and a thread cannot be ended. So a process with limits compiles
+it first, and the server only what has compiled there.
 """
 
+import collections
+import copy
 import dataclasses
 import importlib.util
 import json
 import logging
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,52 +25,129 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from jaxrl.data.support import n_words
 from jaxrl.engine.api import GrammarError, TokenMatcher
 from jaxrl.http.errors import RequestError
+from jaxrl.serve.structured.matcher import build_matcher, check, make_tokenizer
+from jaxrl.serve.structured.schema_checker import SchemaChecker
+from jaxrl.workers.process import WorkerFailed
 
 log = logging.getLogger(__name__)
 
 MAX_SCHEMA_BYTES = 64 << 10
-MAX_LEXER_STATES = 20_000  # of one response, about 2 kB each
-NO_VALUE = "no value matches it"
-# Up to 16 blanks between two parts of a value: a model could write blanks forever otherwise.
-BLANKS = r"[ \n\r\t]{1,16}"
+MAX_QUEUED = 16  # schemas that wait to be compiled
+MAX_CACHED = 16  # compiled schemas that are kept, at most 64 MiB each
+MAX_REFUSED = 256  # refused schemas that are kept
+# CPU time of a response's grammar: the engine's thread computes what may follow, for all responses.
+MATCHER_START_S, MATCHER_TOKEN_S = 0.2, 0.002  # at first, and per token
 
 
 class GrammarCompiler:
-    """Compiles JSON schemas for one tokenizer. Thread-safe."""
+    """Compiles JSON schemas for one tokenizer, one at a time. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_vocab: int, stop_ids: Sequence[int]):
         """Converts the tokenizer, about a second for 150,000 tokens. Any of `stop_ids` may end."""
-        from llguidance import hf
-
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer")
+        backend = copy.copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
         self._n_vocab = n_vocab
-        self._tokenizer = hf.from_tokenizer(tokenizer, n_vocab=n_vocab, eos_token=list(stop_ids))
+        self._tokenizer = make_tokenizer(backend.to_str(), n_vocab, list(stop_ids))
+        self._checker = SchemaChecker(backend.to_str(), n_vocab, stop_ids)
+        self._executor = ThreadPoolExecutor(1, "grammar")
+        self._lock = threading.Lock()  # of the fields below
+        self._n_queued = 0
+        # By schema, the last used at the end: its matcher, and the reason why it is refused.
+        self._compiled: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        self._refused: collections.OrderedDict[str, str] = collections.OrderedDict()
+
+    def start(self) -> None:
+        """Starts the process that compiles, in the background."""
+        self._executor.submit(self._checker.start)
+
+    def stop(self) -> None:
+        """Fails the schemas that wait, and all others until `close`."""
+        self._checker.stop()
+
+    def close(self) -> None:
+        """Ends the process. The next schema starts another one."""
+        self._checker.stop()
+        executor, self._executor = self._executor, ThreadPoolExecutor(1, "grammar")
+        executor.shutdown()
+        self._checker.close()
 
     def compile(self, schema: dict[str, Any], *, param: str) -> "JsonGrammar":
-        """The grammar of a JSON schema.
+        """The grammar of a JSON schema, to be built by `build`.
 
-        Raises RequestError (400), with the field `param`, if the schema is too large, invalid, or
-        has keywords that the grammar cannot express.
+        Raises RequestError (400), with the field `param`, if the schema is too large.
         """
-        from llguidance import LLMatcher, LLParserLimits
-
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA_BYTES:
             raise _invalid(f"has {len(text)} bytes, at most {MAX_SCHEMA_BYTES} are accepted", param)
+        return JsonGrammar(text, param, self._n_vocab)
+
+    def build(self, grammar: "JsonGrammar") -> "Future[JsonGrammar]":
+        """The grammar with a matcher; it can be cancelled.
+
+        Raises RequestError, or the future does: 400 if the schema is invalid, has keywords that a
+        grammar cannot express, or takes too much time or memory, 429 if too many schemas wait, 503
+        if the process that compiles has failed.
+        """
+        with self._lock:
+            known = self._known(grammar)
+            if not known:
+                if self._n_queued >= MAX_QUEUED:
+                    raise RequestError(
+                        429,
+                        f"{self._n_queued} JSON schemas wait to be compiled; try again later",
+                        param=grammar.param,
+                        code="overloaded",
+                    )
+                self._n_queued += 1
+        if known:
+            future: Future[JsonGrammar] = Future()
+            future.set_result(known)
+            return future
+        future = self._executor.submit(self._build, grammar)
+        future.add_done_callback(self._dequeue)
+        return future
+
+    def _dequeue(self, _: Future) -> None:
+        with self._lock:
+            self._n_queued -= 1
+
+    def _known(self, grammar: "JsonGrammar") -> "JsonGrammar | None":
+        """The grammar if it was built before. Raises RequestError (400) if it was refused."""
+        schema = grammar.schema
+        if schema in self._refused:
+            self._refused.move_to_end(schema)
+            raise _invalid(self._refused[schema], grammar.param)
+        if schema not in self._compiled:
+            return None
+        self._compiled.move_to_end(schema)
+        return dataclasses.replace(grammar, start=self._compiled[schema])
+
+    def _build(self, grammar: "JsonGrammar") -> "JsonGrammar":
+        with self._lock:
+            if known := self._known(grammar):
+                return known
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_pattern": BLANKS, "lenient": False}
-            )
-            limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-            compiled = JsonGrammar(matcher, self._n_vocab)
-            compiled.matcher().allowed()
-            if matcher.is_accepting():
-                raise GrammarError(NO_VALUE)
-        except ValueError as error:
-            raise _invalid(f"is not supported: {error}", param) from error
-        return compiled
+            refusal = self._checker.check(grammar.schema)
+        except WorkerFailed as error:
+            raise RequestError(
+                503, f"JSON schemas cannot be compiled now ({error}); try again later"
+            ) from error
+        start = None if refusal else build_matcher(self._tokenizer, grammar.schema)
+        with self._lock:
+            if refusal:
+                _keep(self._refused, grammar.schema, refusal, MAX_REFUSED)
+                raise _invalid(refusal, grammar.param)
+            _keep(self._compiled, grammar.schema, start, MAX_CACHED)
+        return dataclasses.replace(grammar, start=start)
+
+
+def _keep(cache: collections.OrderedDict[str, Any], schema: str, value: Any, most: int) -> None:
+    cache[schema] = value
+    if len(cache) > most:
+        cache.popitem(last=False)
 
 
 def grammar_compiler(
@@ -92,40 +177,56 @@ def missing_compiler(param: str) -> RequestError:
 
 @dataclasses.dataclass(frozen=True)
 class JsonGrammar:
-    """A compiled grammar, which the choices of a request share."""
+    """The grammar of a JSON schema, which the choices of a request share."""
 
-    start: Any  # llguidance.LLMatcher, of an extra
+    schema: str  # JSON
+    param: str  # the field of the request that has it
     n_vocab: int
+    start: Any = None  # llguidance.LLMatcher, of an extra; None until GrammarCompiler builds it
 
     def matcher(self) -> TokenMatcher:
         return JsonMatcher(self.start.deep_copy(), self.n_vocab)
 
 
 class JsonMatcher:
-    """Follows one response."""
+    """Follows one response, for a limited CPU time."""
 
     def __init__(self, matcher: Any, n_vocab: int):
         self._matcher, self._n_words = matcher, n_words(n_vocab)
+        self._left_s = MATCHER_START_S
 
     def allowed(self) -> np.ndarray:
         from llguidance.numpy import fill_next_token_bitmask
 
-        mask = np.zeros((1, self._n_words), np.int32)
+        mask, start = np.zeros((1, self._n_words), np.int32), time.thread_time()
         self._check()
         fill_next_token_bitmask(self._matcher, mask)
         self._check()
+        self._spend(time.thread_time() - start)
         if not mask.any():
             raise GrammarError("no token of the model's vocabulary can follow")
         return mask[0].view(np.uint32)
 
     def accept(self, tokens: Sequence[int]) -> None:
+        start = time.thread_time()
         self._matcher.consume_tokens(list(tokens))
         self._check()
+        self._spend(time.thread_time() - start - MATCHER_TOKEN_S * len(tokens))
+
+    def _spend(self, seconds: float) -> None:
+        """Counts CPU time beyond that of the tokens."""
+        self._left_s = min(self._left_s - seconds, MATCHER_START_S)
+        if self._left_s < 0:
+            raise GrammarError(
+                f"the schema takes more than {MATCHER_TOKEN_S * 1e3:g} ms per token; use fewer and "
+                "simpler patterns"
+            )
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            error = self._matcher.get_error().partition("\n")[0]
-            raise GrammarError(NO_VALUE if "NoExtension" in error else error)
+        try:
+            check(self._matcher)
+        except ValueError as error:
+            raise GrammarError(str(error)) from error
 
 
 def _invalid(reason: str, param: str) -> RequestError:

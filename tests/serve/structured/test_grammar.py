@@ -21,7 +21,14 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer):
-    return GrammarCompiler(tokenizer, V, [STOP])
+    compiler = GrammarCompiler(tokenizer, V, [STOP])
+    yield compiler
+    compiler.close()
+
+
+def compiled(compiler, schema, *, param="x"):
+    """The grammar of a schema, built."""
+    return compiler.build(compiler.compile(schema, param=param)).result()
 
 
 def allowed_ids(matcher) -> set[int]:
@@ -41,7 +48,7 @@ def accepts(grammar, tokenizer, text: str) -> bool:
 
 def test_texts_of_the_schema_are_allowed_and_others_are_not(compiler, tokenizer):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = compiler.compile(schema | {"additionalProperties": False}, param="x")
+    grammar = compiled(compiler, schema | {"additionalProperties": False})
     for text in ('{"a":1}', '{ "a":  -12 }', '{\n  "a": 0\n}'):
         assert accepts(grammar, tokenizer, text)
     for text in ("", "[]", '{"a":1', '{"b":1}', '{"a":1.5}', '{"a":' + " " * 40 + "1}"):
@@ -59,7 +66,7 @@ def test_random_tokens_that_are_allowed_make_json_of_the_schema(compiler, tokeni
         "required": ["word", "kind", "more"],
         "additionalProperties": False,
     }
-    grammar, rng = compiler.compile(schema, param="x"), np.random.default_rng(0)
+    grammar, rng = compiled(compiler, schema), np.random.default_rng(0)
     for _ in range(20):
         matcher, tokens = grammar.matcher(), []
         while True:
@@ -72,7 +79,7 @@ def test_random_tokens_that_are_allowed_make_json_of_the_schema(compiler, tokeni
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler):
-    matcher = compiler.compile({"type": "object"}, param="x").matcher()
+    matcher = compiled(compiler, {"type": "object"}).matcher()
     with pytest.raises(GrammarError):
         matcher.accept([STOP])
 
@@ -97,6 +104,6 @@ def test_a_schema_that_a_grammar_cannot_express_is_refused_with_the_reason(
     compiler, schema, reason
 ):
     with pytest.raises(RequestError) as refused:
-        compiler.compile(schema, param="response_format")
+        compiled(compiler, schema, param="response_format")
     assert refused.value.status == 400 and refused.value.param == "response_format"
     assert reason in refused.value.message

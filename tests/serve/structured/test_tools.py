@@ -89,7 +89,7 @@ def test_the_grammar_of_a_demanded_call_allows_valid_calls_only(tokenizer):
 
     def allows(text, choice, *, parallel=True):
         use = read(tools=tools, tool_choice=choice, parallel=parallel)
-        return accepts(use.grammar(compiler), tokenizer, text)
+        return accepts(compiler.build(use.grammar(compiler)).result(), tokenizer, text)
 
     assert allows('{"x": 2}', named("g")) and not allows('{"x": 1}', named("g"))
     assert not allows('{"x": 2, "y": 1}', named("g"))
@@ -97,6 +97,7 @@ def test_the_grammar_of_a_demanded_call_allows_valid_calls_only(tokenizer):
     assert allows(f"[{one}]", "required") and allows(f"[{one}, {two}]", "required")
     assert not allows(f"[{one}, {two}]", "required", parallel=False)
     assert not allows(one.replace("1", "2"), "required") and not allows("[]", "required")
+    compiler.close()
 
 
 def output(use, text, size):
