@@ -14,6 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl.models.files.gguf.cache as cache_module
 from jaxrl import convert
+from jaxrl.models.files import peft_config
+from jaxrl.models.files.adapter import (
+    adapter_config,
+    open_adapter,
+    warn_of_other_base,
+    warn_of_unused_head,
+)
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.files.source import resolve_model
@@ -374,3 +381,181 @@ def test_f4_quantized_tensors_are_refused_by_name(dtype, tmp_path):
     folder = write_model(tmp_path / "m", LLAMA | {NORM: codes}, tied=False)
     with pytest.raises(ValueError, match=r"stores model\.norm\.weight as .* not quantized"):
         find_tensors(folder)
+
+
+ADAPTERS = GOLDEN.parent / "golden_adapters"
+PEFT_FIELDS = (  # of LoraConfig in PEFT 0.21.2, with a value that is on
+    ("alora_invocation_tokens", [1, 2]),
+    ("alpha_pattern", {"q_proj": 2}),
+    ("arrow_config", {"top_k": 2}),
+    ("ensure_weight_tying", True),
+    ("fan_in_fan_out", True),
+    ("kasa_config", {"beta": 0.1}),
+    ("layer_replication", [[0, 1], [0, 2]]),
+    ("layers_to_transform", [0]),
+    ("layers_to_transform", 0),
+    ("lora_bias", True),
+    ("megatron_config", {"hidden_size": 8}),
+    ("monteclora_config", {"num_samples": 2}),
+    ("rank_pattern", {"q_proj": 2}),
+    ("target_parameters", ["mlp.experts.gate_up_proj"]),
+    ("trainable_token_indices", [3]),
+    ("use_bdlora", {"nblocks": 2}),
+    ("use_qalora", True),
+    ("velora_config", {"num_groups": 2}),
+    ("bias", "all"),
+    ("bias", "lora_only"),
+    ("modules_to_save", ["lm_head"]),
+    ("modules_to_save", ["score", "embed_tokens"]),
+    ("modules_to_save", "lm_head"),
+    ("init_lora_weights", "pissa"),
+    ("init_lora_weights", "olora"),
+    ("init_lora_weights", "corda"),
+    ("init_lora_weights", "loftq"),
+    ("init_lora_weights", "lora_ga"),
+    ("init_lora_weights", "a_new_start"),
+    ("use_rslora", "false"),
+    ("use_dora", 1),
+    ("r", True),
+    ("r", 0),
+    ("r", 4.0),
+    ("lora_alpha", "6"),
+    ("target_modules", None),
+    ("target_modules", []),
+    ("target_modules", [1]),
+    ("peft_type", "ADALORA"),
+    ("a_field_of_tomorrow", 0.5),
+    ("a_field_of_tomorrow", [0]),
+)
+HARMLESS = (
+    ("lora_dropout", 0.1),
+    ("inference_mode", False),
+    ("peft_version", "0.99.0"),
+    ("auto_mapping", {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}),
+    ("revision", "main"),
+    ("runtime_config", {"ephemeral_gpu_offload": True}),
+    ("megatron_core", "megatron.core"),
+    ("layers_pattern", "layers"),
+    ("qalora_group_size", 32),
+    ("eva_config", {"rho": 2.0}),
+    ("loftq_config", {"loftq_bits": 4}),
+    ("corda_config", {"corda_method": "ipm"}),
+    ("lora_ga_config", {"direction": "ArB2r"}),
+    ("init_lora_weights", "gaussian"),
+    ("init_lora_weights", "eva"),
+    ("init_lora_weights", "orthogonal"),
+    ("init_lora_weights", "mica"),
+    ("init_lora_weights", False),
+    ("modules_to_save", ["classifier", "score"]),
+    ("task_type", None),
+    ("exclude_modules", ["lm_head"]),
+    ("a_field_of_tomorrow", None),
+    ("a_field_of_tomorrow", False),
+    ("a_field_of_tomorrow", {}),
+    ("enable_lora", None),
+    ("merge_weights", False),
+)
+
+
+def copy_adapter(name: str, target: Path, **changes) -> Path:
+    """A golden adapter with changes of its adapter_config.json."""
+    shutil.copytree(ADAPTERS / name, target)
+    path = target / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return target
+
+
+@pytest.mark.parametrize(("field", "value"), PEFT_FIELDS)
+def test_f2_a_field_that_changes_an_adapter_is_refused_by_name(field, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json has .*{field}"):
+        adapter_config(copy_adapter("llama", tmp_path / "a", **{field: value}))
+
+
+@pytest.mark.parametrize(("field", "value"), HARMLESS)
+def test_f2_a_field_that_changes_nothing_is_accepted(field, value, tmp_path):
+    found = adapter_config(copy_adapter("llama", tmp_path / "a", **{field: value}))
+    assert found == adapter_config(ADAPTERS / "llama")
+
+
+def test_f2_every_field_that_peft_writes_is_in_the_tables():
+    written = json.loads((ADAPTERS / "llama" / "adapter_config.json").read_text()).keys()
+    tables = {*peft_config.READ, *peft_config.NEUTRAL, *peft_config.REFUSED}
+    assert len(written) == 41 and written <= tables
+
+
+def test_f2_another_revision_of_the_base_is_named(tmp_path):
+    folder = copy_adapter("llama", tmp_path / "a", revision="v2")
+    with pytest.warns(UserWarning, match=r"trained on the revision 'v2' of .*golden/llama: check"):
+        warn_of_other_base(folder, "tests/models/golden/llama")
+
+
+EVERY_LAYER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"},
+        {"target_modules": [f"self_attn.{name}" for name in EVERY_LAYER]},
+        {"target_modules": [*EVERY_LAYER, "lm_head"], "exclude_modules": ["lm_head"]},
+    ],
+    ids=["all-linear", "regular expression", "longer names", "excluded"],
+)
+def test_f5_target_modules_in_every_form_are_read(changes, tmp_path):
+    folder = copy_adapter("llama", tmp_path / "a", **changes)
+    assert adapter_config(folder) == adapter_config(ADAPTERS / "llama")
+    open_adapter(folder, model_config(GOLDEN / "llama"))
+
+
+def keep_tensors(folder: Path, keep) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({name: w for name, w in load_file(path).items() if keep(name)}, path)
+
+
+def test_f5_an_expression_for_some_layers_is_refused_with_their_names(tmp_path):
+    folder = copy_adapter("llama", tmp_path / "a", target_modules=r".*layers\.0\..*_proj")
+    keep_tensors(folder, lambda name: ".layers.0." in name)
+    with pytest.raises(
+        ValueError, match=r"only some of its layers: 14 tensors are missing: .*rs\.1"
+    ):
+        open_adapter(folder, model_config(GOLDEN / "llama"))
+
+
+def test_f5_an_expression_for_some_modules_gives_these(tmp_path):
+    folder = copy_adapter("llama", tmp_path / "a", target_modules=r".*\.self_attn\.(q|v)_proj")
+    keep_tensors(folder, lambda name: ".q_proj." in name or ".v_proj." in name)
+    assert open_adapter(folder, model_config(GOLDEN / "llama")).lora.targets == ("q_proj", "v_proj")
+
+
+def add_to_adapter(folder: Path, **tensors) -> Path:
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | tensors, path)
+    return folder
+
+
+def test_f5_a_trained_copy_that_the_config_does_not_name_is_refused(tmp_path):
+    copy = {"base_model.model.lm_head.weight": LLAMA[HEAD]}
+    folder = add_to_adapter(copy_adapter("llama", tmp_path / "a"), **copy)
+    with pytest.raises(ValueError, match=r"1 tensors are unknown: lm_head\.weight"):
+        open_adapter(folder, model_config(GOLDEN / "llama"))
+
+
+def test_f5_a_head_of_several_labels_and_codes_are_refused(tmp_path):
+    decoder = model_config(GOLDEN / "llama")
+    head = {"base_model.model.score.weight": np.zeros((3, decoder.D), "f4")}
+    folder = add_to_adapter(copy_adapter("llama", tmp_path / "a"), **head)
+    with pytest.raises(ValueError, match=r"of another shape: score\.weight"):
+        open_adapter(folder, decoder)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    codes = {name: np.zeros((4, decoder.D), np.uint8)}
+    folder = add_to_adapter(copy_adapter("llama", tmp_path / "b"), **codes)
+    with pytest.raises(ValueError, match=r"not floating-point numbers: .*q_proj\.lora_A"):
+        open_adapter(folder, decoder)
+
+
+def test_f5_a_score_head_that_the_model_does_not_have_is_named(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"has a score head \(score\.weight\), which is not loaded"
+    ):
+        warn_of_unused_head(tmp_path, ["score.weight"], model_config(GOLDEN / "llama"))
