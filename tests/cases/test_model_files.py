@@ -10,10 +10,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 import jaxrl.models.files.gguf.cache as cache_module
 from jaxrl import convert
+from jaxrl.data import tokenizer_trial
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer_trial import try_tokenizer
 from jaxrl.models.files import peft_config
 from jaxrl.models.files.adapter import (
     adapter_config,
@@ -559,3 +563,70 @@ def test_f5_a_score_head_that_the_model_does_not_have_is_named(tmp_path):
         UserWarning, match=r"has a score head \(score\.weight\), which is not loaded"
     ):
         warn_of_unused_head(tmp_path, ["score.weight"], model_config(GOLDEN / "llama"))
+
+
+def explode(data: dict) -> None:
+    pattern = {"Regex": "(a+)+b"}
+    data["pre_tokenizer"] = {"type": "Split", "pattern": pattern} | {
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def normalize_nothing(data: dict) -> None:
+    data["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}
+
+
+def pad_without_end(data: dict) -> None:
+    data["padding"] = {
+        "strategy": {"Fixed": 10**12},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+
+
+def write_tokenizer(folder: Path, change=None) -> Path:
+    """A byte-level tokenizer.json, with a change of its content."""
+    vocab = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    data = json.loads(tokenizer.to_str())
+    if change:
+        change(data)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (explode, "retry-limit"),
+        (normalize_nothing, "index out of bounds"),
+        (pad_without_end, "memory allocation of"),
+    ],
+    ids=["regular expression", "normalizer", "padding"],
+)
+def test_a_tokenizer_that_panics_or_aborts_is_refused(change, words, cache, tmp_path):
+    with pytest.raises(ValueError, match=rf"cannot be loaded \(it ends its process: .*{words}"):
+        load_tokenizer(write_tokenizer(tmp_path / "model", change))
+    assert not list(tokenizer_trial.cache_dir().glob("*"))  # tried again the next time
+
+
+def test_a_tokenizer_that_hangs_is_refused(cache, tmp_path):
+    file = write_tokenizer(tmp_path / "model") / "tokenizer.json"
+    with pytest.raises(ValueError, match=r"did not finish a short text within 0\.001 s"):
+        try_tokenizer(file, "1", timeout_s=0.001)  # no process starts in a millisecond
+
+
+def test_a_good_tokenizer_is_tried_once_per_content(cache, tmp_path, monkeypatch):
+    folder = write_tokenizer(tmp_path / "model")
+    assert load_tokenizer(folder).decode(load_tokenizer(folder)("a b")["input_ids"])
+    monkeypatch.setattr("subprocess.run", None)  # calling it again would raise
+    load_tokenizer(shutil.copytree(folder, tmp_path / "copy"))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_tokenizer(write_tokenizer(tmp_path / "other", normalize_nothing))
