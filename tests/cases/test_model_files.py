@@ -25,6 +25,7 @@ from jaxrl.models.files.adapter import (
     warn_of_other_base,
     warn_of_unused_head,
 )
+from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.models.files.source import resolve_model
@@ -207,6 +208,15 @@ def test_f1_a_head_that_differs_from_a_tied_embedding_is_loaded_and_exported(tmp
     np.testing.assert_array_equal(
         load_file(tmp_path / "export" / "model.safetensors")[HEAD], LLAMA[HEAD]
     )
+
+
+def test_an_export_replaces_a_link_and_leaves_what_it_names(tmp_path):
+    outside = write_model(tmp_path / "outside", LLAMA, tied=False)
+    (tmp_path / "hf").symlink_to(outside)
+    with atomic_folder(tmp_path / "hf") as folder:
+        (folder / "config.json").write_text("{}")
+    assert not (tmp_path / "hf").is_symlink() and (outside / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "outside"]
 
 
 def test_f1_jaxrl_convert_keeps_the_head(tmp_path):

@@ -28,6 +28,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(old)
         folder.rename(target)
+        if old.is_symlink():  # the folder that it names stays
+            old.unlink()
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
