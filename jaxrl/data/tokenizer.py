@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxrl.data.json_object import read_object
@@ -33,7 +32,7 @@ def load_tokenizer(
         )
     try:
         if (file := folder / "tokenizer.json").is_file():
-            try_tokenizer(file, tokenizers.__version__)
+            try_tokenizer(file)
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )

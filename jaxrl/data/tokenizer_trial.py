@@ -13,20 +13,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tokenizers
+
 TEXT = "The 12 cafés don't wait:\n\n   <|end|> 你好 🙂\t" + "a" * 48 + " " * 24 + "x = [1, 2];\r\n"
 TIMEOUT_S = 60.0  # the largest published files take 2 s
 MAX_BYTES = 8 * 2**30  # address space of the child
 PASSED, PANICKED = "passed", 3
 
 
-def try_tokenizer(file: Path, version: str, *, timeout_s: float = TIMEOUT_S) -> None:
+def try_tokenizer(file: Path, *, timeout_s: float = TIMEOUT_S) -> None:
     """Raises ValueError if loading the file or using it panics, ends the process or hangs.
 
-    `version` is that of the tokenizers library. Other errors are left to the one who loads it.
+    Other errors are left to the one who loads it.
     """
     with file.open("rb") as data:
         digest = hashlib.file_digest(data, "sha256").hexdigest()
-    mark = cache_dir() / f"{digest}-{version}"
+    mark = cache_dir() / f"{digest}-{tokenizers.__version__}"
     if mark.exists():
         return
     program = [sys.executable, "-P", __file__, str(file)]
@@ -55,9 +57,7 @@ def main(file: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        from tokenizers import Tokenizer  # only the child needs it
-
-        tokenizer = Tokenizer.from_file(file)
+        tokenizer = tokenizers.Tokenizer.from_file(file)
         tokenizer.decode(tokenizer.encode(TEXT).ids)
         print(PASSED)
     except Exception:  # the caller's own load reports it

@@ -630,7 +630,7 @@ def test_a_tokenizer_that_panics_or_aborts_is_refused(change, words, cache, tmp_
 def test_a_tokenizer_that_hangs_is_refused(cache, tmp_path):
     file = write_tokenizer(tmp_path / "model") / "tokenizer.json"
     with pytest.raises(ValueError, match=r"did not finish a short text within 0\.001 s"):
-        try_tokenizer(file, "1", timeout_s=0.001)  # no process starts in a millisecond
+        try_tokenizer(file, timeout_s=0.001)  # no process starts in a millisecond
 
 
 def test_a_good_tokenizer_is_tried_once_per_content(cache, tmp_path, monkeypatch):
