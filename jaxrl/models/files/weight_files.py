@@ -8,7 +8,9 @@ of the model.
 import functools
 import re
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +37,12 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     Raises ValueError, with the names, for missing files or shards, for an index that differs from
     its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
     """
+    headers = {file: read_header(file) for file in weight_files(folder)}
+    if (index := folder / INDEX).exists():
+        check_index(index, headers)
     tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
-        for stored, info in read_header(file).items():
+    for file, header in headers.items():
+        for stored, info in header.items():
             name = language_name(stored)
             if is_skipped(name):
                 continue
@@ -75,13 +80,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, which have exactly the tensors that it says.
+    """The files that an index names.
 
-    Raises ValueError for names outside its folder, and where index and files differ.
+    Raises ValueError for names outside its folder, missing files and shards without a name in it.
     """
-    weight_map = read_object(index, ADVICE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no object weight_map; {ADVICE}")
+    weight_map = read_weight_map(index)
     names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
     if outside := sorted(name for name in names if not re.fullmatch(FILE_NAME, name)):
         raise ValueError(
@@ -96,10 +99,23 @@ def indexed_files(index: Path) -> list[Path]:
             f"{folder} has {shown(extra)}, which its {INDEX} does not name; remove the files of "
             f"another model, or {ADVICE}"
         )
-    stored = {(tensor, name) for name in names for tensor in read_header(folder / name)}
+    return sorted(folder / name for name in names)
+
+
+def read_weight_map(index: Path) -> dict[str, Any]:
+    """Tensor -> file name, of an index."""
+    weight_map = read_object(index, ADVICE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no object weight_map; {ADVICE}")
+    return weight_map
+
+
+def check_index(index: Path, headers: Mapping[Path, Collection[str]]) -> None:
+    """Raises ValueError if the files do not have exactly the tensors that the index says."""
+    stored = {(tensor, file.name) for file, header in headers.items() for tensor in header}
     differ = sorted(
         f"{tensor} ({name})"
-        for tensor, name in stored ^ {(tensor, name) for tensor, name in weight_map.items()}
+        for tensor, name in stored ^ set(read_weight_map(index).items())
         if not is_skipped(language_name(tensor))
     )
     if differ:
@@ -107,7 +123,6 @@ def indexed_files(index: Path) -> list[Path]:
             f"{index} and its files differ in {shown(differ)}: each of these is only in the index "
             f"or only in the file; {ADVICE}"
         )
-    return sorted(folder / name for name in names)
 
 
 def complete_shards(folder: Path) -> list[Path]:
