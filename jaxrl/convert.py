@@ -26,9 +26,9 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base
 from jaxrl.models.files.hf_config import folder_config
-from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.hf_save import SHARD_BYTES, convert_model
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import split
 from jaxrl.models.spec import count_params
 from jaxrl.trainer.export import PARTS, export_checkpoint

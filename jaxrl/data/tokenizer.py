@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxrl.data.json_object import read_object
+from jaxrl.data.tokenizer_trial import try_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -15,8 +16,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint folder. Reads only that folder, never a hub.
 
-    Python code in the folder runs only with `trust_remote_code`. Raises FileNotFoundError if the
-    folder or its tokenizer is missing, ValueError if it is broken or needs such code.
+    Its tokenizer.json is tried in a child process first. Python code in the folder runs only with
+    `trust_remote_code`. Raises FileNotFoundError if the folder or its tokenizer is missing,
+    ValueError if it is broken or needs such code.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -29,10 +31,14 @@ def load_tokenizer(
             "tokenizer.json and tokenizer_config.json of the model into it"
         )
     try:
+        if (file := folder / "tokenizer.json").is_file():
+            try_tokenizer(file)
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers raises many types
+    except BaseException as error:  # transformers raises many types, and tokenizers panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"the tokenizer in {folder} is Python code (auto_map in tokenizer_config.json), "

@@ -20,8 +20,9 @@ from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.learner.critic import ValueScorer, reward_model_scorer
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.files.hf_load import find_tensors, load_params, model_config
+from jaxrl.models.files.hf_load import load_params, model_config
 from jaxrl.models.files.tensor_shapes import SCORE
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.types import Reward, Rollout, TrainingSample
 from sharding import to_device, to_host
 

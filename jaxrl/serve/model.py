@@ -21,8 +21,9 @@ from jaxrl.models.files.adapter import (
     warn_of_other_base,
 )
 from jaxrl.models.files.adapter_stack import stack_adapters
-from jaxrl.models.files.hf_load import find_tensors, model_config
+from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory

@@ -16,8 +16,8 @@ from jaxrl.config.saved import to_json
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.state import OptState
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import map_tensor
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.spec import hf_names, is_spec, map_specs
 from jaxrl.train import train
 from jaxrl.types import TrainState

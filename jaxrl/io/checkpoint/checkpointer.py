@@ -15,8 +15,9 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.io.checkpoint.checksums import verify_checksums, write_checksums
+from jaxrl.io.checkpoint.checksums import RECORD, verify_checksums, write_checksums
 from jaxrl.io.checkpoint.errors import CheckpointError, DamageError, OrbaxLogFilter, one_line
+from jaxrl.io.checkpoint.links import is_link, refuse_links
 from jaxrl.io.checkpoint.state_handler import StateHandler, StateRestore, StateSave
 from jaxrl.io.checkpoint.state_tree import Reader, StructureError, by_path, nested
 from jaxrl.types import TrainState
@@ -80,6 +81,7 @@ class Checkpointer:
                 step,
                 args=args,
                 metrics={self.cfg.best_metric: value} if math.isfinite(value) else None,
+                custom_metadata=RECORD,
                 force=True,
             )
         except CheckpointError:
@@ -165,6 +167,12 @@ class Checkpointer:
         return self._manager
 
     def _open(self) -> ocp.CheckpointManager:
+        for folder in [self.directory / str(step) for step in self.all_steps()]:
+            if is_link(folder):  # orbax would fail at its removal
+                raise CheckpointError(
+                    f"the checkpoint {folder} is a link; replace it by a copy of the folder, or "
+                    f"remove the link"
+                )
         options = manager_options(self.cfg, before_commit=self._write_checksums)
         handlers = {"state": StateHandler(), "host": ocp.JsonCheckpointHandler()}
         try:
@@ -225,7 +233,7 @@ class Checkpointer:
         for path in self.directory.iterdir():
             if UNFINISHED in path.name:
                 with contextlib.suppress(OSError):
-                    path.rmtree()
+                    path.unlink() if is_link(path) else path.rmtree()
         self._cleaned = True
 
     def _check_space(self, state: TrainState) -> None:
@@ -298,12 +306,16 @@ def steps_with_damaged_metrics(directory: epath.Path) -> Iterator[int]:
 
 
 def verify(directory: Path | epath.Path, step: int) -> None:
-    """Raises DamageError if a file of the checkpoint does not have the bytes that were saved."""
+    """Raises DamageError if a file of the checkpoint does not have the bytes that were saved.
+
+    Also for links, and for a checkpoint that was saved with checksums and has lost them.
+    """
     folder = directory / str(step)
+    refuse_links(folder)
     if not verify_checksums(folder, step) and folder.exists():  # a server's may be removed
         warnings.warn(
-            f"the checkpoint {folder} has no checksums, so damage to its data goes "
-            f"unnoticed; checkpoints that this version saves have them",
+            f"the checkpoint {folder} is of a version without checksums, so damage to its data "
+            f"goes unnoticed; checkpoints that this version saves have them",
             stacklevel=2,
         )
 

@@ -2,6 +2,7 @@
 
 `checksums.json` in a folder lists the files below it. Every process of a save lists the arrays that
 it wrote. The main process then lists all other files, including those lists, in the step's folder.
+Orbax's metadata of the step records that there are checksums, so that lost ones are noticed.
 """
 
 import json
@@ -13,11 +14,14 @@ from pathlib import Path
 from etils import epath
 
 from jaxrl.io.checkpoint.errors import DamageError
+from jaxrl.json_text import parse_json
 from sharding import hosts
 
 FILE = "checksums.json"
 ALGORITHM = "crc32"
-AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the checksums
+RECORD = {"checksums": ALGORITHM}  # in the custom_metadata of a step
+METADATA = "_CHECKPOINT_METADATA"
+AT_COMMIT = (METADATA, "commit_success.txt")  # written after the checksums
 N_THREADS = 4  # zlib releases the GIL
 CHUNK_BYTES = 1 << 20
 MAX_SHOWN = 3  # damaged files in one error message
@@ -39,9 +43,12 @@ def write_checksums(folder: AnyPath, *, step: int | None = None) -> None:
 def verify_checksums(folder: AnyPath, step: int) -> bool:
     """Reads this process's share of the files of `step` and compares them with their checksums.
 
-    Returns False if the checkpoint has no checksums. Raises DamageError with the damaged files.
+    Returns False if the checkpoint was saved without checksums. Raises DamageError with the damaged
+    files.
     """
     if not (folder / FILE).exists():
+        if folder.exists() and must_have_checksums(folder):
+            raise DamageError(f"{FILE} is missing, so damage to the other files would go unnoticed")
         return False
     expected = read_list(folder, step=step)
     for name in [name for name in expected if name.endswith(f"/{FILE}")]:
@@ -53,6 +60,20 @@ def verify_checksums(folder: AnyPath, step: int) -> bool:
     with ThreadPoolExecutor(N_THREADS) as pool:
         raise_damage(list(pool.map(lambda name: problem(folder, name, expected[name]), share)))
     return True
+
+
+def must_have_checksums(folder: AnyPath) -> bool:
+    """Whether a step was saved with checksums, by its metadata or by the lists of its arrays.
+
+    True if the metadata, which every save writes, is missing or damaged too.
+    """
+    if any(name.endswith(f"/{FILE}") for name in uncovered_files(folder)):
+        return True
+    try:
+        recorded = parse_json((folder / METADATA).read_text())["custom_metadata"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return True
+    return recorded not in ({}, None)
 
 
 def uncovered_files(folder: AnyPath, prefix: str = "") -> Iterator[str]:
@@ -70,7 +91,7 @@ def uncovered_files(folder: AnyPath, prefix: str = "") -> Iterator[str]:
 def read_list(folder: AnyPath, *, step: int | None = None) -> dict[str, Checksum]:
     """File name -> checksum, from `checksums.json`. Raises DamageError if it is damaged."""
     try:
-        content = json.loads((folder / FILE).read_text())
+        content = parse_json((folder / FILE).read_text())
         saved_step, files = content["step"], content[ALGORITHM]
         found = {str(name): (int(n), str(crc)) for name, (n, crc) in files.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +24,16 @@ from jaxrl.models.files.hf_save import (
     stored_tensor,
     stored_tensors,
 )
-from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header, write_tensors
+from jaxrl.models.files.peft_config import REMEDY, peft_config, read_peft_config
+from jaxrl.models.files.safetensors import (
+    FLOATS,
+    TensorInfo,
+    map_tensor,
+    read_header,
+    write_tensors,
+)
+from jaxrl.models.files.tensor_shapes import SCORE
+from jaxrl.models.files.weight_files import shown
 from jaxrl.models.lora import add_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules, hosts
@@ -33,27 +41,11 @@ from sharding import Rules, hosts
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor name in PEFT's files
 ADVICE = "give the folder of an adapter that PEFT or jaxrl wrote"
-TASKS = {"vocab": "CAUSAL_LM", "score": "SEQ_CLS"}
-# Settings of PEFT that change what an adapter computes, with the only value that is read.
-UNSUPPORTED = {
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layers_to_transform": None,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_qalora": False,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-}
-
 # Copies of base weights that PEFT puts next to the adapters of these tables.
 BASE_COPIES = {
     f"{module}.base_layer.weight": f"{module}.weight"
     for module in ("model.embed_tokens", "lm_head")
 }
-# Starts of training of PEFT that subtract from the weights of the base model.
-CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 
 
 def load_with_adapters(
@@ -109,15 +101,22 @@ def open_adapter(folder: Path, decoder: DecoderConfig) -> StoredAdapter:
 
 
 def warn_of_other_base(folder: Path, base: str) -> None:
-    """Warns if the adapter in `folder` names a base model that is not part of the path `base`.
+    """Warns if the adapter in `folder` names a base model or a revision that `base` does not.
 
-    Tensors of another model may have the same shapes.
+    `base` is a path. Tensors of another model may have the same shapes.
     """
-    named = read_object(folder / CONFIG, ADVICE).get("base_model_name_or_path") or ""
-    if Path(named).name not in base:
+    config = read_object(folder / CONFIG, ADVICE)
+    named, revision = (config.get(key) or "" for key in ("base_model_name_or_path", "revision"))
+    if Path(str(named)).name not in base:
         warnings.warn(
             f"the adapter in {folder} was trained on {named}, but the model is {base}: its changes "
             "are only valid for weights of that model",
+            stacklevel=2,
+        )
+    if revision not in ("", "main") and str(revision) not in base:
+        warnings.warn(
+            f"the adapter in {folder} was trained on the revision {revision!r} of {named}: check "
+            f"that {base} is that revision",
             stacklevel=2,
         )
 
@@ -127,58 +126,17 @@ def write_weights(path: Path, tensors: list[Tensor]) -> None:
     write_tensors(path, layout, (tensor.read() for tensor in tensors))
 
 
-def peft_config(lora: LoRA, heads: tuple[str, ...], base: str) -> dict[str, Any]:
-    """The adapter_config.json of the adapters."""
-    return {
-        "peft_type": "LORA",
-        "task_type": TASKS["vocab" if "vocab" in heads else "score"],
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
-        "use_dora": lora.dora,
-        "target_modules": sorted(lora.targets),
-        "modules_to_save": ["score"] if "score" in heads else None,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
-
 def adapter_config(folder: Path) -> LoRA:
     """The adapters that a folder holds. Raises ValueError for those that cannot be read."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"there is no {CONFIG} in {folder}; {ADVICE}")
     config = read_object(path, ADVICE)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{path} has peft_type={config.get('peft_type')!r}; only LORA is supported"
-        )
-    for name, value in UNSUPPORTED.items():
-        if config.get(name, value) not in (value, None, [], {}):
-            raise ValueError(
-                f"{path} has {name}={config[name]!r}, which is not supported; train the adapter "
-                f"with {name}={value!r}, or merge it into its base model with PEFT"
-            )
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(CHANGED_BASES):
-        raise ValueError(
-            f"{path} has init_lora_weights={config['init_lora_weights']!r}: PEFT has subtracted "
-            "the start of this adapter from its base model; save it again with PEFT's "
-            "path_initial_model_for_weight_conversion, for the unchanged base model"
-        )
-    found = [config.get(name) for name in ("r", "lora_alpha", "target_modules")]
-    match found:
-        case [int(rank), int() | float() as alpha, [_, *_] as targets] if rank > 0:
-            names = sorted({str(name).rpartition(".")[2] for name in targets})
-            rslora, dora = (bool(config.get(name)) for name in ("use_rslora", "use_dora"))
-            return LoRA(rank, float(alpha), rslora, dora, tuple(names))
-    raise ValueError(
-        f"{path} has r, lora_alpha and target_modules {found}; expected two numbers and a list of "
-        f"names; {ADVICE}"
-    )
+    modules = {name.partition(".lora_")[0] for name in adapter_tensors(folder) if is_adapter(name)}
+    try:
+        return read_peft_config(config, modules)
+    except ValueError as error:
+        raise ValueError(f"{path} has {error}") from error
 
 
 def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -> Decoder:
@@ -188,6 +146,7 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
     """
     check_adapter(folder, model.cfg)
     tensors, specs = adapter_tensors(folder), decoder_specs(model.cfg)
+    warn_of_unused_head(folder, tensors, model.cfg)
     mesh = jax.sharding.get_mesh()
 
     def leaf(spec: ParamSpec, old: jax.Array) -> jax.Array:
@@ -198,6 +157,16 @@ def read_adapter(folder: Path, model: Decoder, rules: Rules, dtype: DTypeLike) -
         return read_param(spec, [tensors[name] for name in names], sharding, dtype)
 
     return jax.tree.map(leaf, specs, model, is_leaf=is_spec)
+
+
+def warn_of_unused_head(folder: Path, tensors: Collection[str], decoder: DecoderConfig) -> None:
+    """Warns if the adapter in `folder` has a score head that the model does not have."""
+    if SCORE in tensors and "score" not in decoder.heads:
+        warnings.warn(
+            f"the adapter in {folder} has a score head ({SCORE}), which is not loaded: this model "
+            "computes logits only",
+            stacklevel=2,
+        )
 
 
 def check_adapter(folder: Path, decoder: DecoderConfig) -> None:
@@ -249,15 +218,28 @@ def _all_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def check_tensors(specs: Decoder, tensors: dict[str, TensorInfo], folder: Path) -> None:
-    """Raises ValueError, listing the names, unless the tensors are those of the adapters."""
+    """Raises ValueError, listing the names, unless the tensors are those of the adapters.
+
+    A trained score head may be there too.
+    """
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     shapes = {name: spec.hf_shape for spec in leaves for name in hf_names(spec)}
-    wanted = {name for name in shapes if is_adapter(name)}
-    wrong = sorted(wanted ^ (tensors.keys() - {"score.weight"}))
-    wrong += [name for name in wanted & tensors.keys() if tensors[name].shape != shapes[name]]
-    if wrong:
+    wanted = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    allowed = wanted | {SCORE: (1, specs.cfg.D)}
+    known = sorted(tensors.keys() & allowed.keys())
+    errors = {
+        "missing": sorted(wanted.keys() - tensors.keys()),
+        "unknown": sorted(tensors.keys() - allowed.keys()),
+        "of another shape": [name for name in known if tensors[name].shape != allowed[name]],
+        "not floating-point numbers": [name for name in known if tensors[name].dtype not in FLOATS],
+    }
+    lines = [
+        f"{len(names)} tensors are {kind}: {shown(names)}"
+        for kind, names in errors.items()
+        if names
+    ]
+    if lines:
         raise ValueError(
-            f"the adapter in {folder} is of another model: {len(wrong)} tensors are missing, "
-            f"unknown or of another shape: {', '.join(wrong[:8])}; use it with its "
-            "base model"
+            f"the adapter in {folder} is of another model, or changes only some of its layers: "
+            f"{'; '.join(lines)}; use it with its base model, or {REMEDY}"
         )

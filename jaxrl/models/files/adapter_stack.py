@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.adapter_stack import with_gains
 from jaxrl.models.config import LoRA
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.adapter import open_adapter
+from jaxrl.models.files.adapter import open_adapter, warn_of_unused_head
 from jaxrl.models.files.hf_save import StoredAdapter
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from sharding import Rules
@@ -31,6 +31,8 @@ def stack_adapters(
     a folder that has no adapter of this model.
     """
     stored = [open_adapter(folder, base.cfg) for folder in folders]
+    for folder, one in zip(folders, stored, strict=True):
+        warn_of_unused_head(folder, one.tensors, base.cfg)
     rank = max(one.lora.rank for one in stored)
     targets = tuple(sorted({target for one in stored for target in one.lora.targets}))
     dora = any(one.lora.dora for one in stored)

@@ -40,6 +40,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             undo()
             raise
+    if old.is_symlink():  # the folder that it names stays
+        old.unlink()
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ from jaxrl.models.families import (
     qwen3_moe,
 )
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
+from jaxrl.models.files.weight_files import has_separate_head
 
 # A new family is a file in families/ and an entry here. Keys are `DecoderConfig.family`.
 FAMILIES = {
@@ -51,12 +52,16 @@ def config_path(folder: str | Path) -> Path:
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
-    """The decoder that the config.json at `path` describes. Raises ValueError with its name."""
+    """The decoder of the config.json at `path`, untied if the weights next to it are.
+
+    Raises ValueError with the file's name.
+    """
     config = read_object(path, ADVICE)
     try:
-        return config_from_hf(config)
+        cfg = config_from_hf(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    return dataclasses.replace(cfg, tied=cfg.tied and not has_separate_head(path.parent))
 
 
 def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:

@@ -1,7 +1,6 @@
 """Loading a Hugging Face folder: each tensor goes from the file directly to its devices."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Decoder, decoder_specs, restrict
 from jaxrl.models.files.hf_config import folder_config
-from jaxrl.models.files.safetensors import TensorInfo, map_tensor, read_header
+from jaxrl.models.files.safetensors import TensorInfo, map_tensor
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.layers.stored import Stored, shard_stored
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.quantize import matrix_inputs, quantize_matrix
 from jaxrl.models.spec import ParamSpec, hf_names, init_params, map_specs
 from sharding import Rules
-
-# Image-and-text checkpoints store the language model under a prefix, next to unused parts.
-PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
-SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.")
-FILE_NAME = r"[\w.,=+-]+\.safetensors"
 
 
 def model_config(path: str | Path) -> DecoderConfig:
@@ -107,52 +101,6 @@ def load_params(folder: Path, rules: Rules, decoder: DecoderConfig, dtype: DType
         grouped_matmul=decoder.grouped_matmul,
         base_dtype=decoder.base_dtype,
     )[1]
-
-
-def find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """The language model's tensors in a folder's safetensors files, by name."""
-    index = folder / "model.safetensors.index.json"
-    files = indexed_files(index) if index.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{folder} has no *.safetensors file; save the model in safetensors format "
-            f"(save_pretrained of a recent transformers does) or download it again"
-        )
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; download or export it again")
-    tensors = {}
-    for file in files:
-        for name, info in read_header(file).items():
-            tensors[language_name(name)] = info
-    return {
-        name: info
-        for name, info in tensors.items()
-        if not name.removeprefix("model.").startswith(SKIPPED_PARTS)
-        and not name.endswith("rotary_emb.inv_freq")
-    }
-
-
-def indexed_files(index: Path) -> list[Path]:
-    """The weight files that an index names. Raises ValueError for names outside its folder."""
-    advice = "download or export the model again"
-    weight_map = read_object(index, advice).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no object weight_map; {advice}")
-    names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
-    if outside := sorted(name for name in names if not re.fullmatch(FILE_NAME, name)):
-        raise ValueError(
-            f"{index} names {outside[0][:80]!r}, which is not a *.safetensors file of its folder; "
-            f"{advice}"
-        )
-    return sorted(index.parent / name for name in names)
-
-
-def language_name(name: str) -> str:
-    """A tensor's name in a text-only checkpoint."""
-    for prefix, instead in PREFIXES:
-        if name.startswith(prefix):
-            return instead + name.removeprefix(prefix)
-    return name
 
 
 def read_param(

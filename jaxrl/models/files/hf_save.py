@@ -17,14 +17,15 @@ from jaxrl.models.files.atomic_folder import atomic_folder, write_json
 from jaxrl.models.files.hf_config import (
     ADVICE,
     classifier_json,
+    config_from_hf,
     config_path,
     config_to_hf,
     folder_config,
     same_model,
 )
-from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import Layout, TensorInfo, map_tensor, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
 from jaxrl.models.spec import hf_names, is_spec
 from sharding import hosts
@@ -280,11 +281,11 @@ def config_json(cfg: DecoderConfig, source: Path | None) -> dict[str, Any]:
     source_config = read_object(config_path(source), ADVICE)
     source_config.pop("dtype", None)  # transformers 5's name of torch_dtype
     ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config}
-    return (
-        config_to_hf(cfg) | ids
-        if "text_config" in source_config
-        else source_config | classifier_json(cfg)
-    )
+    if "text_config" in source_config:
+        return config_to_hf(cfg) | ids
+    if config_from_hf(source_config).tied and not cfg.tied:  # as the weights say
+        source_config["tie_word_embeddings"] = False
+    return source_config | classifier_json(cfg)
 
 
 def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int) -> None:

@@ -23,6 +23,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "U8": np.dtype(np.uint8),
 }
+FLOATS = [DTYPES[code] for code in ("F64", "F32", "F16", "BF16")]
 MAX_DIMS = 8
 ADVICE = "download or export it again"
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # name -> dtype, shape

@@ -1,14 +1,12 @@
 """Model sources: a local folder, a GGUF file, a model in a Python package, or the hub."""
 
 import importlib.metadata
-import os
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from jaxrl.models.files.atomic_folder import atomic_folder
-from jaxrl.models.files.gguf.folder import convert_gguf
+from jaxrl.models.files.gguf.cache import cached_conversion
 
 PACKAGE = "package:"
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")
@@ -19,8 +17,8 @@ def resolve_model(path: str | Path, *, key: str = "config.model.path") -> Path:
     """The local Hugging Face folder of the model at `path`, the value of the config key `key`.
 
     `path` is one of: a model folder; a run folder, for its export; 'package:NAME', for the GGUF
-    file in an installed Python package; a GGUF file; a hub id. GGUF files are converted once into
-    the cache folder.
+    file in an installed Python package; a GGUF file; a hub id. GGUF files are converted once per
+    content into the cache folder.
 
     Raises ValueError, naming what was searched and what to set, if there is no such model, and for
     a folder whose configuration or tokenizer is a link to a file elsewhere.
@@ -82,12 +80,6 @@ def check_links(folder: Path) -> None:
             )
 
 
-def cache_dir() -> Path:
-    """~/.cache/jaxrl/models, or its equivalent under XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxrl" / "models"
-
-
 def package_gguf(package: str, key: str) -> Path:
     """The single GGUF file of an installed Python distribution."""
     try:
@@ -101,16 +93,6 @@ def package_gguf(package: str, key: str) -> Path:
     if len(found) != 1:
         raise ValueError(f"the package {package} contains {len(found)} GGUF files, expected one")
     return found[0]
-
-
-def cached_conversion(gguf: Path) -> Path:
-    """The folder converted from a GGUF file; the conversion is cached."""
-    stat = gguf.stat()
-    target = cache_dir() / f"{gguf.stem}-{stat.st_size:x}"
-    if not (target / "config.json").exists():
-        with atomic_folder(target) as folder:
-            convert_gguf(gguf, folder)
-    return target
 
 
 def from_hub(name: str, key: str) -> Path:

@@ -19,8 +19,9 @@ from jaxrl.models.files.adapter import (
     check_base_copies,
     warn_of_other_base,
 )
-from jaxrl.models.files.hf_load import find_tensors, model_config
+from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
+from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import adapters
 from jaxrl.trainer.setup.data import make_renderer
 from sharding import hosts

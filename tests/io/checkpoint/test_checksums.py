@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config.keys import CheckpointConfig
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
-from jaxrl.io.checkpoint.checksums import FILE, write_checksums
+from jaxrl.io.checkpoint.checksums import FILE, METADATA, write_checksums
 from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.io.checkpoint.weights import read_weights
 from tests.io.checkpoint.test_checkpointer import assert_bitwise_equal, numbers
@@ -176,14 +176,101 @@ def test_damaged_metrics_name_the_checkpoint_to_remove(saved, tmp_path):
         restore_2(folder)
 
 
-def test_a_checkpoint_without_checksums_is_restored_with_a_warning(saved, tmp_path):
+def forget_checksums(folder: Path, *, names: tuple[str, ...], metadata: dict | None) -> None:
+    """Removes lists of checksums of step 2, and sets or removes what its metadata says of them."""
+    for name in names:
+        (folder / "2" / name).unlink()
+    path = folder / "2" / METADATA
+    if metadata is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | metadata))
+
+
+EVERY_LIST = (FILE, f"state/ocdbt.process_0/{FILE}")
+
+
+def test_a_checkpoint_of_a_version_without_checksums_is_restored_with_a_warning(saved, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
-    for path in folder.rglob(FILE):
-        path.unlink()
-    with pytest.warns(UserWarning, match="no checksums") as found:
+    forget_checksums(folder, names=EVERY_LIST, metadata={"custom_metadata": {}})
+    with pytest.warns(UserWarning, match="of a version without checksums") as found:
         state, _ = restore_2(folder)
     assert len([w for w in found if w.category is UserWarning]) == 1
+    assert_bitwise_equal(state, numbers(2, shape=SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata"),
+    [
+        ((FILE,), {}),
+        ((FILE,), {"custom_metadata": {}}),  # the lists of the arrays are there
+        (EVERY_LIST, {}),
+        (EVERY_LIST, {"custom_metadata": {"checksums": "of another version"}}),
+        (EVERY_LIST, None),
+    ],
+    ids=["main list", "main list and its record", "every list", "another record", "no record"],
+)
+def test_lost_checksums_are_damage(saved, tmp_path, names, metadata):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    forget_checksums(folder, names=names, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"json is missing.*remove that .* from step 1"):
+        restore_2(folder)
+    with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
+        read_weights(folder, 2, numbers(2, shape=SHAPE).params)
+
+
+def test_a_lost_list_of_the_arrays_is_damage(saved, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    (folder / "2" / EVERY_LIST[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"ocdbt\.process_0/checksums\.json is missing"):
+        restore_2(folder)
+
+
+def move_and_link(path: Path, outside: Path) -> None:
+    shutil.move(path, outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+@pytest.mark.parametrize("name", ["state/_METADATA", "state/ocdbt.process_0", "checksums.json"])
+def test_a_link_in_a_checkpoint_is_refused(saved, tmp_path, name):
+    shutil.copytree(saved, tmp_path / "copy")
+    (tmp_path / "outside").mkdir()
+    move_and_link(tmp_path / "copy" / "2" / name, tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*outside.*by a copy"):
+        restore_2(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link"):
+        read_weights(tmp_path / "copy", 2, numbers(2, shape=SHAPE).params)
+
+
+def test_a_checkpoint_that_is_a_link_is_refused_before_the_first_step(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    (tmp_path / "outside").mkdir()
+    move_and_link(tmp_path / "copy" / "1", tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"copy/1 is a link; replace it by a copy"):
+        restore_2(tmp_path / "copy")
+    assert (tmp_path / "outside" / "1" / FILE).exists()
+
+
+def test_a_save_does_not_write_through_a_link_of_its_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").touch()
+    (tmp_path / "run" / "1.orbax-checkpoint-tmp").symlink_to(tmp_path / "outside")
+    checkpointer = Checkpointer(tmp_path / "run", CFG)
+    checkpointer.save(1, numbers(1, shape=SHAPE), {})
+    checkpointer.close()
+    assert checkpointer.all_steps() == [1]
+    assert [path.name for path in (tmp_path / "outside").iterdir()] == ["file"]
+
+
+def test_the_folder_of_all_checkpoints_may_be_a_link(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "disk")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    state, host = restore_2(tmp_path / "checkpoints")
+    assert host == {"step": 2}
     assert_bitwise_equal(state, numbers(2, shape=SHAPE))
 
 

@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.decoder import init_model
-from jaxrl.models.files.hf_load import find_tensors, load_model, model_config
+from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.files.hf_save import save_model
+from jaxrl.models.files.weight_files import find_tensors
 from sharding import TRAIN, bytes_per_device, make_mesh
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -164,7 +165,7 @@ def test_an_unused_lm_head_next_to_tied_embeddings_is_ignored(one_device, tmp_pa
     tensors = weights(GOLDEN / "gemma2")
     save_file(
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]},
-        tmp_path / "m.safetensors",
+        tmp_path / "model.safetensors",
     )
     shutil.copy(GOLDEN / "gemma2" / "config.json", tmp_path)
     _, model = load_model(tmp_path, rules=TRAIN)
@@ -212,7 +213,7 @@ def test_a_truncated_file_is_named(one_device, tmp_path):
 def test_an_index_names_only_files_of_its_folder(content, message, tmp_path, monkeypatch):
     (tmp_path / "outside.safetensors").write_bytes(b"secret")
     opened = []
-    monkeypatch.setattr("jaxrl.models.files.hf_load.read_header", opened.append)
+    monkeypatch.setattr("jaxrl.models.files.weight_files.read_header", opened.append)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
@@ -260,7 +261,9 @@ def test_folders_without_weights_or_config_are_named(one_device, tmp_path):
         model_config(tmp_path)
     shutil.copy(GOLDEN / "llama" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"no \*\.safetensors file; save the model in safetensors"):
+    with pytest.raises(
+        ValueError, match=r"neither .*pytorch_model\.bin is not read.*save the model"
+    ):
         load_model(tmp_path, rules=TRAIN)
 
 

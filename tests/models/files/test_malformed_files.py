@@ -14,9 +14,9 @@ from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.gguf.folder import convert_gguf
 from jaxrl.models.files.hf_config import FAMILIES, folder_config
-from jaxrl.models.files.hf_load import find_tensors
 from jaxrl.models.files.safetensors import map_tensor, read_header
 from jaxrl.models.files.tensor_shapes import expected_shapes
+from jaxrl.models.files.weight_files import find_tensors
 from tests.file_damage import assert_named_or_valid, damage, fuzz, names, replaced, values
 from tests.models.files.tiny_gguf import write_gguf
 

@@ -13,6 +13,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
+import jaxrl.models.files.gguf.cache as cache_module
 import jaxrl.models.files.source as source
 from jaxrl import convert
 from jaxrl.models.decoder import Decoder
@@ -59,7 +60,7 @@ def test_a_gguf_file_gives_its_tokenizer_and_chat_template(cache, tmp_path):
 def test_a_conversion_is_reused(cache, tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
     first = resolve_model(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(source, "convert_gguf", None)  # calling it again would raise
+    monkeypatch.setattr(cache_module, "convert_gguf", None)  # calling it again would raise
     assert resolve_model(tmp_path / "tiny.gguf") == first
 
 

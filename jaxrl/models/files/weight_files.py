@@ -1,0 +1,211 @@
+"""The safetensors files of a model folder, and the tensors of the language model in them.
+
+As transformers does, a folder's weights are those in model.safetensors, or those that its index
+names. Other weight files in the folder, such as adapters or the state of an optimizer, are not part
+of the model.
+"""
+
+import functools
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.json_object import read_object
+from jaxrl.models.files.safetensors import FLOATS, TensorInfo, map_tensor, read_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_NAME = r"[\w.,=+-]+\.safetensors"
+SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz")
+ADVICE = "download or export the model again"
+
+# Image-and-text checkpoints store the language model under a prefix, next to unused parts.
+PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+SKIPPED_PARTS = ("vision_tower.", "multi_modal_projector.")
+COMPUTED = ("rotary_emb.inv_freq",)  # buffers that follow from config.json
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096  # of two tables at a time
+
+
+def find_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """The language model's tensors in a folder's weight files, by name.
+
+    Raises ValueError, with the names, for missing files or shards, for an index that differs from
+    its files, for a tensor that occurs twice, and for tensors that are not floating-point numbers.
+    """
+    headers = {file: read_header(file) for file in weight_files(folder)}
+    if (index := folder / INDEX).exists():
+        check_index(index, headers)
+    tensors: dict[str, TensorInfo] = {}
+    for file, header in headers.items():
+        for stored, info in header.items():
+            name = language_name(stored)
+            if is_skipped(name):
+                continue
+            if name in tensors:
+                raise ValueError(
+                    f"{folder} has {name} twice, in {tensors[name].path.name} and in {file.name}; "
+                    f"remove the files that are not part of this model, or {ADVICE}"
+                )
+            if info.dtype not in FLOATS:
+                raise ValueError(
+                    f"{file} stores {stored} as {info.dtype}, which are not weights but the codes "
+                    "of a quantization; use a checkpoint that is not quantized"
+                )
+            tensors[name] = info
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of the model in `folder`. Raises ValueError if they are unclear.
+
+    model.safetensors; the files of its index; or all of its numbered shards.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if index.exists():
+        files = indexed_files(index)
+        if single.exists() and files != [single]:
+            raise ValueError(
+                f"{folder} has {SINGLE} and also {INDEX}, which names {len(files)} other files; "
+                "remove the one that is not part of this model"
+            )
+        return files
+    if single.exists():
+        return [single]
+    return complete_shards(folder)
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index names.
+
+    Raises ValueError for names outside its folder, missing files and shards without a name in it.
+    """
+    weight_map = read_weight_map(index)
+    names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+    if outside := sorted(name for name in names if not re.fullmatch(FILE_NAME, name)):
+        raise ValueError(
+            f"{index} names {outside[0][:80]!r}, which is not a *.safetensors file of its folder; "
+            f"{ADVICE}"
+        )
+    folder = index.parent
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise ValueError(f"{folder} lacks {shown(missing)}, which its {INDEX} names; {ADVICE}")
+    if extra := sorted({file.name for file in shards(folder)} - names):
+        raise ValueError(
+            f"{folder} has {shown(extra)}, which its {INDEX} does not name; remove the files of "
+            f"another model, or {ADVICE}"
+        )
+    return sorted(folder / name for name in names)
+
+
+def read_weight_map(index: Path) -> dict[str, Any]:
+    """Tensor -> file name, of an index."""
+    weight_map = read_object(index, ADVICE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no object weight_map; {ADVICE}")
+    return weight_map
+
+
+def check_index(index: Path, headers: Mapping[Path, Collection[str]]) -> None:
+    """Raises ValueError if the files do not have exactly the tensors that the index says."""
+    stored = {(tensor, file.name) for file, header in headers.items() for tensor in header}
+    differ = sorted(
+        f"{tensor} ({name})"
+        for tensor, name in stored ^ set(read_weight_map(index).items())
+        if not is_skipped(language_name(tensor))
+    )
+    if differ:
+        raise ValueError(
+            f"{index} and its files differ in {shown(differ)}: each of these is only in the index "
+            f"or only in the file; {ADVICE}"
+        )
+
+
+def complete_shards(folder: Path) -> list[Path]:
+    """All numbered shards of a folder without an index. Raises ValueError if there are none."""
+    files = shards(folder)
+    total = len(files)
+    wanted = [folder / f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    if files and files == wanted:
+        return files
+    if files:
+        raise ValueError(
+            f"{folder} has {shown([file.name for file in files])} and no {INDEX}: these are not "
+            f"all of the shards of one model; {ADVICE}"
+        )
+    found = [path.name for kind in ("*.safetensors", *OTHER_FORMATS) for path in folder.glob(kind)]
+    others = f" ({shown(sorted(found))} is not read)" if found else ""
+    raise ValueError(
+        f"{folder} has neither {SINGLE} nor {INDEX}{others}; save the model in safetensors "
+        f"format (save_pretrained of a recent transformers does), rename the file of a variant to "
+        f"{SINGLE}, or {ADVICE}"
+    )
+
+
+def shards(folder: Path) -> list[Path]:
+    """The numbered weight files, with or without an index that names them."""
+    return sorted(f for f in folder.glob("model-*.safetensors") if re.fullmatch(SHARD, f.name))
+
+
+def shown(names: list[str], limit: int = 8) -> str:
+    """The first names in one line."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def language_name(name: str) -> str:
+    """A tensor's name in a text-only checkpoint."""
+    for prefix, instead in PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor is not a parameter of the language model."""
+    return name.removeprefix("model.").startswith(SKIPPED_PARTS) or name.endswith(COMPUTED)
+
+
+def has_separate_head(folder: Path) -> bool:
+    """Whether the files have an unembedding that differs from the embedding.
+
+    Then a model is not tied, whatever its config.json says; transformers 5 does the same. Warns
+    once. False for folders without readable weights, which have their own errors.
+    """
+    try:
+        files = weight_files(folder)
+        stamps = [file.stat() for file in files]
+    except (OSError, ValueError):
+        return False
+    return _has_separate_head(folder, *((s.st_ino, s.st_size, s.st_mtime_ns) for s in stamps))
+
+
+@functools.lru_cache(maxsize=64)
+def _has_separate_head(folder: Path, *_: tuple[int, int, int]) -> bool:
+    try:
+        tensors = find_tensors(folder)
+    except ValueError:
+        return False
+    if HEAD not in tensors or EMBEDDING not in tensors:
+        return False
+    head, embedding = map_tensor(tensors[HEAD]), map_tensor(tensors[EMBEDDING])
+    if have_equal_rows(head, embedding):
+        return False
+    warnings.warn(
+        f"config.json in {folder} has tie_word_embeddings=true, but its {HEAD} differs from its "
+        f"{EMBEDDING}: the model is loaded and exported with two separate tables",
+        stacklevel=3,
+    )
+    return True
+
+
+def have_equal_rows(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two tables are equal; reads a part of them at a time, up to the first difference."""
+    return a.shape == b.shape and all(
+        np.array_equal(a[i : i + COMPARED_ROWS], b[i : i + COMPARED_ROWS], equal_nan=True)
+        for i in range(0, len(a), COMPARED_ROWS)
+    )
