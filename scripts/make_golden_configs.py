@@ -107,9 +107,7 @@ GEMMA3_ROPES: list[Json] = [
         rope_parameters=by_type(DEFAULT | dict(rope_theta=200.0), DEFAULT),
         rope_scaling=dict(rope_type="linear", factor=3.0),
     ),
-    dict(
-        rope_parameters=by_type(yarn(rope_theta=200.0), DEFAULT), rope_scaling=dict(factor=2.0)
-    ),
+    dict(rope_parameters=by_type(yarn(rope_theta=200.0), DEFAULT), rope_scaling=dict(factor=2.0)),
     May(rope_scaling=dict(type="linear", factor=3.0)),
     May(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
     May(rope_parameters=by_type(yarn(truncate=False, rope_theta=90.0), DEFAULT)),
@@ -257,26 +255,37 @@ FAMILIES: dict[str, tuple[Json, Sequence[Sequence[Json]]]] = {
 }
 
 
-def draws(seed: int, options: Sequence[Sequence[Json]]) -> Iterator[tuple[Json, list[str]]]:
+def draws(seed: int, fields: Sequence[Sequence[Json]]) -> Iterator[tuple[Json, list[str]]]:
     """(entries, those that may be refused), until every option of every field is drawn.
 
-    At most one field of a draw has a value that may be refused.
+    The first draws have only options that jaxrl supports, each further one has one that it need
+    not support.
     """
     rng = np.random.default_rng(seed)
-    n = max(map(len, options))
-    orders = [rng.permutation(len(field)) for field in options]
-    starts = [rng.integers(0, len(field)) for field in options]
+    supported = [[option for option in field if not isinstance(option, May)] for field in fields]
+    orders = [rng.permutation(len(options)) for options in supported]
+    starts = [int(rng.integers(len(options))) for options in supported]
+
+    def draw(i: int) -> list[Json]:
+        chosen = zip(supported, orders, starts, strict=True)
+        return [options[order[(i + start) % len(options)]] for options, order, start in chosen]
+
+    n = max(map(len, supported))
     for i in range(n):
-        chosen, refusable = {}, []
-        for field, order, start in zip(options, orders, starts, strict=True):
-            option = field[order[(i + start) % len(field)]]
-            if isinstance(option, May):
-                if refusable:
-                    option = field[0]
-                else:
-                    refusable = list(option)
-            chosen |= option
-        yield chosen, refusable
+        yield merged(draw(i)), []
+    others = [
+        (at, option)
+        for at, field in enumerate(fields)
+        for option in field
+        if isinstance(option, May)
+    ]
+    for i, (at, option) in enumerate(others):
+        drawn = draw(n + i)
+        yield merged(drawn[:at] + drawn[at + 1 :] + [option]), list(option)
+
+
+def merged(parts: Sequence[Json]) -> Json:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def logits(config: Json, seed: int) -> np.ndarray:

@@ -21,7 +21,11 @@ SIZES = frozenset(
     }
 )
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
-READ = SIZES | ROPE | {"model_type", "architectures", "rms_norm_eps", "tie_word_embeddings"}
+READ = (
+    SIZES
+    | ROPE
+    | {"model_type", "architectures", "auto_map", "rms_norm_eps", "tie_word_embeddings"}
+)
 LATER_LEN = frozenset({"original_max_position_embeddings"})  # top level: of yarn and llama3
 WINDOWS = frozenset({"sliding_window", "layer_types"})
 QWEN_WINDOWS = WINDOWS | {"use_sliding_window", "max_window_layers"}
@@ -160,7 +164,7 @@ def check_known(config: Mapping[str, Any], entries: Entries, model_type: str) ->
             values = " or ".join(str(known) for known in neutral_at[name])
             raise ValueError(
                 f"{name} is {shown(value)}, and for {model_type} models only {values} is "
-                "supported; use a model without it"
+                "supported; set it in config.json if the weights may be used so"
             )
         if not is_off(value):
             raise ValueError(

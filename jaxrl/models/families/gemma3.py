@@ -18,7 +18,9 @@ ENTRIES = entries.Entries(
 # The top level of an image-and-text model; its language model is in text_config.
 IMAGE_ENTRIES = entries.Entries(
     classes=("Gemma3",),
-    read=frozenset({"model_type", "architectures", "text_config", "tie_word_embeddings"}),
+    read=frozenset(
+        {"model_type", "architectures", "auto_map", "text_config", "tie_word_embeddings"}
+    ),
     neutral=frozenset(
         {
             "vision_config",

@@ -71,6 +71,15 @@ def read_layer_ropes(c: Json, *, theta: float, local_theta: float) -> tuple[Rope
     rope_scaling changes the entries of the global layers, as in transformers.
     """
     new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+    check_layer_ropes(new, old)
+    full = top_entries(c, theta) | (new.get(GLOBAL) or {}) | old
+    local = {"rope_theta": c.get("rope_local_base_freq", local_theta)} | (new.get(LOCAL) or {})
+    max_len = c["max_position_embeddings"]
+    return parse_rope(full, max_len=max_len), parse_rope(local, max_len=max_len)
+
+
+def check_layer_ropes(new: Json, old: Json) -> None:
+    """Raises ValueError for rope_parameters or a rope_scaling that transformers would ignore."""
     if extra := sorted(new.keys() - {LOCAL, GLOBAL}):
         raise ValueError(
             f"rope_parameters of gemma3 models has {GLOBAL} and {LOCAL}, and transformers ignores "
@@ -81,43 +90,39 @@ def read_layer_ropes(c: Json, *, theta: float, local_theta: float) -> tuple[Rope
             f"rope_scaling of gemma3 models has type={old['type']!r}, which transformers ignores; "
             "write rope_type instead"
         )
-    local = {"rope_theta": c.get("rope_local_base_freq", local_theta)} | (new.get(LOCAL) or {})
-    for entries in (old, new.get(LOCAL) or {}, new.get(GLOBAL) or {}):
-        if not entries.get("truncate", True):
-            raise ValueError(
-                "truncate=false of gemma3 models is ignored by transformers; remove it"
-            )
-    full = top_entries(c, theta) | (new.get(GLOBAL) or {}) | old
-    max_len = c["max_position_embeddings"]
-    return parse_rope(full, max_len=max_len), parse_rope(local, max_len=max_len)
+    if not all((entries or {}).get("truncate", True) for entries in (old, *new.values())):
+        raise ValueError(
+            "truncate=false in rope_parameters or rope_scaling of gemma3 models is ignored by "
+            "transformers; remove it"
+        )
 
 
 def parse_rope(entries: Json, *, max_len: int) -> Rope:
     """The rotary embedding that one object of rope entries describes."""
+    kind = entries.get("rope_type") or entries.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}. Without "
+            "scaling the model is correct only up to its original length; to use it there, remove "
+            "the scaling from rope_scaling or rope_parameters in config.json"
+        )
     for name in entries.keys() - KNOWN:
         if not is_off(entries[name]):
             raise ValueError(
-                f"rotary embedding with {name}={shown(entries[name])} is not supported; "
-                f"known entries: {', '.join(sorted(KNOWN))}"
+                f"{name} of the rotary embedding is {shown(entries[name])}, which is not known; "
+                f"known: {', '.join(sorted(KNOWN))}"
             )
     if entries.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     theta = float(entries["rope_theta"])
-    match entries.get("rope_type") or entries.get("type") or "default":
-        case "default":
-            return Rope(theta=theta)
-        case ("linear" | "dynamic") as kind:
+    match kind:
+        case "linear" | "dynamic":
             return Rope(theta=theta, kind=kind, factor=float(entries["factor"]))
         case "llama3":
             return _parse_llama3(entries, theta=theta, max_len=max_len)
         case "yarn":
             return _parse_yarn(entries, theta=theta, max_len=max_len)
-        case other:
-            raise ValueError(
-                f"rope scaling {other!r} is not supported; supported: {', '.join(ROPE_KINDS)}. "
-                "Without scaling the model is correct only up to its original length; to use it "
-                "there, remove rope_scaling from config.json"
-            )
+    return Rope(theta=theta)
 
 
 def _parse_llama3(entries: Json, *, theta: float, max_len: int) -> Rope:
