@@ -91,6 +91,8 @@ class DecoderConfig:
     @property
     def context_len(self) -> int:
         """Tokens of the longest sequence that the model supports."""
+        if "dynamic" in (self.rope.kind, (self.local_rope or self.rope).kind):
+            return self.max_len  # longer ones change the frequencies
         extended = self.rope.original_len * self.rope.factor if self.rope.kind == "yarn" else 0
         return max(self.max_len, int(extended))
 

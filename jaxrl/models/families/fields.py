@@ -1,30 +1,36 @@
-"""Shared fields of the families' config.json files: sizes, rotary embedding, layer types.
+"""Shared fields of the families' config.json files: sizes, activation, windows of layers.
 
-transformers 5 writes `rope_parameters` (per layer type if they differ) and `layer_types`; older
-files have `rope_theta`, `rope_scaling` and `sliding_window_pattern`. Both are read. The older names
-are written, because every version understands them.
+transformers 5 writes `layer_types`; older files have `sliding_window_pattern` or
+`max_window_layers`. Both are read.
 """
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.models.config import ROPE_KINDS, DecoderConfig, Rope
+from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.families.rotary import GLOBAL, LOCAL, Json, read_rope, scaling_json
 
-Json = Mapping[str, Any]
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Name of an activation in config.json -> ours. The first name of each of ours is written.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
-def base_config(c: Json, family: str, *, theta: float = 10_000.0) -> DecoderConfig:
+def base_config(
+    c: Json, family: str, *, rope: Rope | None = None, act: str = "hidden_act"
+) -> DecoderConfig:
     """The fields that every family has; absent keys get transformers' defaults.
 
-    `theta` is the family's default rotary base.
+    `rope` None: read from `c`, with the default base of most families. `act` is the entry of the
+    activation.
     """
     N, D = c["num_attention_heads"], c["hidden_size"]
-    act = c.get("hidden_activation") or c.get("hidden_act") or "silu"
-    if act not in ACTIVATIONS:
-        raise ValueError(f"activation {act!r} is not known; known: {', '.join(ACTIVATIONS)}")
+    activation = c.get(act) or "silu"
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{act} is {activation!r}, which is not known; known: {known}")
     return DecoderConfig(
         family=family,
         L=c["num_hidden_layers"],
@@ -36,15 +42,15 @@ def base_config(c: Json, family: str, *, theta: float = 10_000.0) -> DecoderConf
         V=c["vocab_size"],
         norm_eps=float(c.get("rms_norm_eps", 1e-6)),
         tied=c.get("tie_word_embeddings", False),
-        act=ACTIVATIONS[act],
+        act=ACTIVATIONS[activation],
         max_len=c["max_position_embeddings"],
-        rope=read_rope(c, theta=theta),
+        rope=rope or read_rope(c),
     )
 
 
 def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `base_config`, with the keys that select transformers' model class."""
-    act = {ours: theirs for theirs, ours in ACTIVATIONS.items()}[cfg.act]
+    act = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.act)
     return dict(
         architectures=[architecture],
         model_type=model_type,
@@ -64,96 +70,45 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
     )
 
 
-def read_rope(c: Json, *, theta: float = 10_000.0, kind: str = GLOBAL) -> Rope:
-    """Rotary embedding of one kind of layer; `theta` is the family's default base.
+def read_windows(c: Json, window: int | None, default_types: list[str]) -> tuple[int, ...]:
+    """Window of each layer by its type, 0 for global layers; () if no layer has a window.
 
-    Raises ValueError for scalings that are not in `ROPE_KINDS`.
+    Raises ValueError for unknown types, and for local layers without a window.
     """
-    parameters = c.get("rope_parameters") or {}
-    parameters = (parameters.get(kind) or {}) if {LOCAL, GLOBAL} & parameters.keys() else parameters
-    theta = parameters.get("rope_theta", c.get("rope_theta", theta))
-    scaling = parameters or c.get("rope_scaling") or {}
-    if scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    match scaling.get("rope_type") or scaling.get("type") or "default":
-        case "default":
-            return Rope(theta=float(theta))
-        case ("linear" | "dynamic") as kind:
-            return Rope(theta=float(theta), kind=kind, factor=float(scaling["factor"]))
-        case "llama3":
-            return Rope(
-                theta=float(theta),
-                kind="llama3",
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_len=int(scaling["original_max_position_embeddings"]),
-            )
-        case "yarn":
-            return _read_yarn(scaling, theta=float(theta), max_len=c["max_position_embeddings"])
-        case other:
-            raise ValueError(
-                f"rope scaling {other!r} is not supported; supported: {', '.join(ROPE_KINDS)}. "
-                "Without scaling the model is correct only up to its original length; to use it "
-                "there, remove rope_scaling from config.json"
-            )
-
-
-def _read_yarn(scaling: Json, *, theta: float, max_len: int) -> Rope:
-    original_len = int(scaling.get("original_max_position_embeddings") or max_len)
-    factor = float(scaling.get("factor") or max_len / original_len)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        one, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if not one or not all_dims:
-            one, all_dims = 1.0, 0.0
-        attention_factor = yarn_amplitude(factor, one) / yarn_amplitude(factor, all_dims)
-    return Rope(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_len=original_len,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        truncate=scaling.get("truncate", True),
-        attention_factor=float(attention_factor),
-    )
-
-
-def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
-    """sqrt(1 / t) = 0.1 ln(factor) + 1 (https://arxiv.org/abs/2309.00071, equation 22)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def scaling_json(rope: Rope) -> dict[str, Any] | None:
-    """`rope_scaling` of a config file; None without scaling."""
-    if rope.kind == "default":
-        return None
-    if rope.kind in ("linear", "dynamic"):
-        return dict(rope_type=rope.kind, factor=rope.factor)
-    if rope.kind == "yarn":
-        usual = Rope(attention_factor=yarn_amplitude(rope.factor))
-        names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-        changed = {n: getattr(rope, n) for n in names if getattr(rope, n) != getattr(usual, n)}
-        original = dict(original_max_position_embeddings=rope.original_len)
-        return dict(rope_type="yarn", factor=rope.factor) | original | changed
-    return dict(
-        rope_type="llama3",
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_max_position_embeddings=rope.original_len,
-    )
-
-
-def read_windows(c: Json, default_types: list[str]) -> tuple[int, ...]:
-    """Window of each layer by its type, 0 for global layers; () if no layer has a window."""
-    types, window = c.get("layer_types") or default_types, c.get("sliding_window")
+    types = c.get("layer_types") or default_types
     if unknown := set(types) - {LOCAL, GLOBAL}:
         raise ValueError(f"layer_types {sorted(unknown)} are not known; known: {LOCAL}, {GLOBAL}")
-    if not window or LOCAL not in types:
+    if LOCAL not in types:
         return ()
+    if not window:
+        raise ValueError(
+            f"layers have the type {LOCAL} and sliding_window is {window}; set sliding_window, or "
+            f"layer_types to {GLOBAL} for every layer"
+        )
     return tuple(window if kind == LOCAL else 0 for kind in types)
+
+
+def uniform_windows(c: Json, window: int | None) -> tuple[int, ...]:
+    """Windows of a family whose layers all have the same one; transformers ignores layer_types."""
+    types = uniform_types(c, window)
+    if (found := c.get("layer_types") or types) != types:
+        raise ValueError(
+            f"layer_types {sorted(set(found))} contradict sliding_window={window}: every layer is "
+            f"{types[0]} in transformers; remove layer_types"
+        )
+    return read_windows(c, window, types)
+
+
+def uniform_types(c: Json, window: int | None) -> list[str]:
+    return [GLOBAL if window is None else LOCAL] * c["num_hidden_layers"]
+
+
+def n_experts(c: Json) -> int:
+    """Experts of a layer; transformers takes num_experts and num_local_experts as one entry."""
+    found = {c[name] for name in ("num_experts", "num_local_experts") if name in c}
+    if len(found) > 1:
+        raise ValueError(f"num_experts and num_local_experts differ: {sorted(found)}; keep one")
+    return found.pop() if found else c["num_experts"]
 
 
 def layer_types(cfg: DecoderConfig) -> list[str]:

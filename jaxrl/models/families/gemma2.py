@@ -7,9 +7,28 @@ before and after.
 import dataclasses
 from typing import Any
 
-from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields
+from jaxrl.models.config import DecoderConfig, Rope
+from jaxrl.models.families import entries, fields
 
+READ = (
+    entries.READ
+    | entries.WINDOWS
+    | {
+        "hidden_activation",
+        "attention_bias",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    }
+)
+ENTRIES = entries.Entries(
+    classes=("Gemma2",),
+    read=READ | entries.LATER_LEN,
+    # transformers reads hidden_activation; the second name of the window is of the first release
+    neutral=frozenset({"hidden_act", "sliding_window_size"}),
+    neutral_at={"sliding_window_pattern": (2,)},
+)
 # transformers' defaults for keys absent from config.json.
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=256_000,
@@ -30,16 +49,18 @@ DEFAULTS: dict[str, Any] = dict(
 
 
 def gemma_config(
-    c: fields.Json, family: str, *, period: int, theta: float = 10_000.0
+    c: fields.Json, family: str, *, period: int, rope: Rope | None = None
 ) -> DecoderConfig:
     """The config fields that Gemma 2 and 3 share; every `period`-th layer is global."""
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported; use a causal checkpoint")
     bias = c.get("attention_bias", False)
+    act = "hidden_activation"
+    c = {**c, act: c[act] or DEFAULTS[act]}
     types = fields.local_global_pattern(c["num_hidden_layers"], period)
     return dataclasses.replace(
-        fields.base_config(c, family, theta=theta),
-        windows=fields.read_windows(c, types),
+        fields.base_config(c, family, rope=rope, act=act),
+        windows=fields.read_windows(c, c["sliding_window"], types),
         qkv_bias=bias,
         o_bias=bias,
         post_norms=True,
@@ -58,8 +79,9 @@ def softcap(value: float | int | None) -> float | None:
 def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The inverse of `gemma_config`."""
     scalar = cfg.scale**-2
-    return fields.base_json(cfg, model_type, architecture) | dict(
-        hidden_activation="gelu_pytorch_tanh",
+    base = fields.base_json(cfg, model_type, architecture)
+    return base | dict(
+        hidden_activation=base["hidden_act"],
         attention_bias=cfg.qkv_bias,
         query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
         attn_logit_softcapping=cfg.attn_softcap,

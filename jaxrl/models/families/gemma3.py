@@ -8,12 +8,29 @@ import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields
-from jaxrl.models.families.gemma2 import DEFAULTS as GEMMA2_DEFAULTS
-from jaxrl.models.families.gemma2 import gemma_config, gemma_json
+from jaxrl.models.families import entries, fields, gemma2, rotary
 
+ENTRIES = entries.Entries(
+    classes=("Gemma3", "Gemma3Text"),
+    read=gemma2.READ | {"rope_local_base_freq", "sliding_window_pattern"},
+    neutral=frozenset({"hidden_act", "_sliding_window_pattern"}),
+)
+# The top level of an image-and-text model; its language model is in text_config.
+IMAGE_ENTRIES = entries.Entries(
+    classes=("Gemma3",),
+    read=frozenset(
+        {"model_type", "architectures", "auto_map", "text_config", "tie_word_embeddings"}
+    ),
+    neutral=frozenset(
+        {
+            "vision_config",
+            "mm_tokens_per_image",
+            *(f"{name}_token_{end}" for name in ("boi", "eoi", "image") for end in ("index", "id")),
+        }
+    ),
+)
 # transformers' defaults for keys absent from config.json.
-DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | dict(
+DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | dict(
     vocab_size=262_208,
     max_position_embeddings=131_072,
     attn_logit_softcapping=None,
@@ -21,24 +38,55 @@ DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | dict(
 )
 
 
-def local_rope_json(c: fields.Json) -> fields.Json:
-    """The config as its local layers read it: their own base and no scaling."""
-    if c.get("rope_parameters"):
-        return c
-    return dict(rope_theta=c.get("rope_local_base_freq", 10_000.0))
-
-
 def from_hf(c: fields.Json) -> DecoderConfig:
+    """Raises ValueError for capped scores, which transformers does not compute."""
     c = DEFAULTS | dict(c)
+    if (cap := c["attn_logit_softcapping"]) is not None:
+        raise ValueError(
+            f"attn_logit_softcapping is {cap}, which transformers ignores in gemma3 models; "
+            "remove it from config.json"
+        )
+    rope, local = rotary.read_layer_ropes(c, theta=1_000_000.0, local_theta=10_000.0)
     period = c.get("sliding_window_pattern") or 6
     return dataclasses.replace(
-        gemma_config(c, "gemma3", period=period, theta=1_000_000.0),
-        local_rope=fields.read_rope(local_rope_json(c), kind=fields.LOCAL),
+        gemma2.gemma_config(c, "gemma3", period=period, rope=rope),
+        local_rope=local,
         qk_norm=True,
     )
 
 
+def text_part(config: fields.Json) -> fields.Json:
+    """The language model of an image-and-text model (its `text_config`) as a text model's config.
+
+    The embedding is tied by the entry of the top level, as in transformers. Raises ValueError for
+    entries that an image-and-text model reads otherwise.
+    """
+    entries.check_known(config, IMAGE_ENTRIES, "gemma3")
+    text = config.get("text_config")
+    if not text:
+        raise ValueError("text_config is missing; the model_type of a text model is gemma3_text")
+    if (found := text.get("model_type", "gemma3_text")) != "gemma3_text":
+        raise ValueError(f"model_type of text_config is {found!r}; gemma3_text is supported")
+    tied = config.get("tie_word_embeddings", True)
+    if (found := text.get("tie_word_embeddings", tied)) != tied:
+        raise ValueError(
+            f"tie_word_embeddings is {tied} and {found} in text_config; set both to the same"
+        )
+    if (cap := text.get("final_logit_softcapping")) is not None:
+        raise ValueError(
+            f"final_logit_softcapping is {cap}, which transformers ignores in image-and-text "
+            "models; remove it from text_config"
+        )
+    return {**text, "tie_word_embeddings": tied}
+
+
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     local = cfg.local_rope or cfg.rope
-    base = gemma_json(cfg, "gemma3_text", "Gemma3ForCausalLM")
-    return base | dict(rope_local_base_freq=local.theta)
+    base = gemma2.gemma_json(cfg, "gemma3_text", "Gemma3ForCausalLM")
+    base |= dict(rope_local_base_freq=local.theta)
+    if local.kind == "default":
+        return base
+    # Only the newer entry has a scaling of the local layers.
+    by_type = {rotary.GLOBAL: cfg.rope, rotary.LOCAL: local}
+    parameters = {name: rotary.parameters_json(rope) for name, rope in by_type.items()}
+    return base | dict(rope_parameters=parameters)

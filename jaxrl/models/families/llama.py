@@ -4,13 +4,21 @@ import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields
+from jaxrl.models.families import entries, fields
+
+ENTRIES = entries.Entries(
+    classes=("Llama",),
+    read=entries.READ
+    | entries.LATER_LEN
+    | {"hidden_act", "attention_bias", "mlp_bias", "layer_types"},
+)
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     return dataclasses.replace(
         fields.base_config(c, "llama"),
+        windows=fields.uniform_windows(c, None),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=c.get("mlp_bias", False),

@@ -4,17 +4,28 @@ import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields
+from jaxrl.models.families import entries, fields
+
+ENTRIES = entries.Entries(
+    classes=("Qwen2",),
+    read=entries.READ | entries.LATER_LEN | entries.QWEN_WINDOWS | {"hidden_act"},
+    neutral=frozenset({"attention_bias"}),  # the class has its biases in any case
+)
+DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32)  # of transformers
+
+
+def used_window(c: fields.Json) -> int | None:
+    """`sliding_window` if `use_sliding_window` is set."""
+    return c.get("sliding_window", 4096) if c.get("use_sliding_window", False) else None
 
 
 def windows(c: fields.Json) -> tuple[int, ...]:
-    """Windows of the layers from `max_window_layers` on; () unless `use_sliding_window` is set."""
-    if not c.get("use_sliding_window", False):
-        return ()
-    first = c.get("max_window_layers", 28)
+    """Windows of the layers from `max_window_layers` on, or by `layer_types`."""
+    window, first = used_window(c), c.get("max_window_layers", 28)
     n_layers = c["num_hidden_layers"]
-    types = [fields.LOCAL if i >= first else fields.GLOBAL for i in range(n_layers)]
-    return fields.read_windows({"sliding_window": 4096} | dict(c), types)
+    local = [window is not None and i >= first for i in range(n_layers)]
+    types = [fields.LOCAL if is_local else fields.GLOBAL for is_local in local]
+    return fields.read_windows(c, window, types)
 
 
 def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
@@ -30,7 +41,7 @@ def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
 
 def from_hf(c: fields.Json) -> DecoderConfig:
     return dataclasses.replace(
-        fields.base_config(c, "qwen2"),
+        fields.base_config(DEFAULTS | dict(c), "qwen2"),
         windows=windows(c),
         qkv_bias=True,
     )

@@ -4,13 +4,19 @@ import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields, qwen2
+from jaxrl.models.families import entries, fields, qwen2
+
+ENTRIES = entries.Entries(
+    classes=("Qwen3",),
+    read=entries.READ | entries.LATER_LEN | entries.QWEN_WINDOWS | {"hidden_act", "attention_bias"},
+)
+DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32, head_dim=128)  # of transformers
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     return dataclasses.replace(
-        fields.base_config({"head_dim": 128} | dict(c), "qwen3"),
+        fields.base_config(DEFAULTS | dict(c), "qwen3"),
         windows=qwen2.windows(c),
         qkv_bias=bias,
         o_bias=bias,

@@ -4,7 +4,28 @@ import dataclasses
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import fields, qwen2
+from jaxrl.models.families import entries, fields, qwen2
+
+ENTRIES = entries.Entries(
+    classes=("Qwen3Moe",),
+    read=entries.READ
+    | entries.LATER_LEN
+    | entries.WINDOWS
+    | {
+        "hidden_act",
+        "attention_bias",
+        "use_sliding_window",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    },
+    neutral=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
+)
+DEFAULTS: dict[str, Any] = dict(num_key_value_heads=4)  # of transformers
 
 
 def from_hf(c: fields.Json) -> DecoderConfig:
@@ -18,12 +39,12 @@ def from_hf(c: fields.Json) -> DecoderConfig:
         )
     bias = c.get("attention_bias", False)
     return dataclasses.replace(
-        fields.base_config(c, "qwen3_moe"),
-        windows=qwen2.windows(c),
+        fields.base_config(DEFAULTS | dict(c), "qwen3_moe"),
+        windows=fields.uniform_windows(c, qwen2.used_window(c)),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
-        E=c["num_experts"] if "num_experts" in c else c["num_local_experts"],
+        E=fields.n_experts(c),
         top_k=c["num_experts_per_tok"],
         F_expert=c["moe_intermediate_size"],
         norm_topk=c.get("norm_topk_prob", False),
@@ -31,17 +52,14 @@ def from_hf(c: fields.Json) -> DecoderConfig:
 
 
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
-    base = fields.base_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM")
-    return (
-        base
-        | qwen2.windows_json(cfg)
-        | dict(
-            attention_bias=cfg.qkv_bias,
-            num_experts=cfg.E,
-            num_experts_per_tok=cfg.top_k,
-            moe_intermediate_size=cfg.F_expert,
-            norm_topk_prob=cfg.norm_topk,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
+    return fields.base_json(cfg, "qwen3_moe", "Qwen3MoeForCausalLM") | dict(
+        use_sliding_window=bool(cfg.window(0)),
+        sliding_window=cfg.window(0) or None,
+        attention_bias=cfg.qkv_bias,
+        num_experts=cfg.E,
+        num_experts_per_tok=cfg.top_k,
+        moe_intermediate_size=cfg.F_expert,
+        norm_topk_prob=cfg.norm_topk,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
     )

@@ -17,6 +17,7 @@ from jaxrl.models.families import (
     qwen3,
     qwen3_moe,
 )
+from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
 from jaxrl.models.files.weight_files import has_separate_head
 
@@ -67,24 +68,20 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 def config_from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes; for an image-and-text model, its text part.
 
-    Raises ValueError for unknown model types, activations and rope scalings, and for entries of
-    another type or of implausible size.
+    Raises ValueError for unknown model types, activations and rope scalings, for entries of
+    another type or of implausible size, and for those that may change the numbers and are not read.
     """
-    check_entries(config)
     model_type = config.get("model_type")
     family = MODEL_TYPES.get(str(model_type))
     if family is None:
         raise ValueError(
             f"model_type {model_type!r} is not known; known: {', '.join(sorted(MODEL_TYPES))}"
         )
-    if config.get("quantization_config"):
-        raise ValueError(
-            "the checkpoint is quantized (quantization_config in config.json); "
-            "use its unquantized version"
-        )
-    text = config.get("text_config")
+    check_entries(config)
+    text = gemma3.text_part(config) if model_type == "gemma3" else config
+    check_known(text, FAMILIES[family].ENTRIES, str(model_type))
     try:
-        cfg = FAMILIES[family].from_hf(config if text is None else text)
+        cfg = FAMILIES[family].from_hf(text)
     except KeyError as error:
         raise ValueError(f"config.json of a {model_type} model lacks {error}") from error
     check_decoder(cfg)

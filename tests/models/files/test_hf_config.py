@@ -97,7 +97,8 @@ def test_gemma3_with_images_gives_its_text_model():
 
 
 def test_qwen_windows_are_used_only_if_enabled():
-    qwen = LLAMA | dict(model_type="qwen2", sliding_window=32, max_window_layers=4)
+    windows = dict(sliding_window=32, max_window_layers=4)
+    qwen = LLAMA | dict(model_type="qwen2", num_key_value_heads=2) | windows
     assert config_from_hf(qwen).windows == ()
     assert config_from_hf(qwen | dict(use_sliding_window=True)).windows == (0, 0, 0, 0, 32, 32)
 
@@ -108,7 +109,7 @@ def test_qwen_windows_are_used_only_if_enabled():
         (dict(model_type="gpt2"), r"'gpt2' is not known; known: gemma2, .*qwen3"),
         (dict(rope_scaling=dict(rope_type="longrope")), r"'longrope' is not supported.*llama3"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=0.0)), r"factor is 0.0, expected a num"),
-        (dict(hidden_act="relu"), r"'relu' is not known"),
+        (dict(hidden_act="relu"), r"hidden_act is 'relu', which is not known"),
         (dict(quantization_config=dict(bits=4)), r"quantized"),
         (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.config import Rope
-from jaxrl.models.families.fields import read_rope, scaling_json
+from jaxrl.models.families.rotary import read_rope, scaling_json
 from jaxrl.models.layers.rope import inverse_frequencies, rotate, rotations
 
 CASES = json.loads((Path(__file__).parent / "golden_rope.json").read_text())
