@@ -10,16 +10,19 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKETS = re.compile(r"[\[{]+|[\]}]+")
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
     """The value of a JSON text.
 
     Raises ValueError, and nothing else, for malformed text, nesting beyond `max_depth`, and numbers
-    that JSON does not have or a float cannot hold (NaN, Infinity, 1e400).
+    that JSON does not have or a float cannot hold (NaN, Infinity, 1e400). With finite=False these
+    are floats that are not finite, for callers that judge each number.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
         if _is_deeper(text, max_depth):
             raise ValueError(f"it is nested more than {max_depth} deep")
+        if not finite:
+            return json.loads(text)
         return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.rewards.messages import MAX_SCORE
 from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
@@ -80,7 +81,7 @@ def parse_reward(raw: bytes) -> dict[str, float]:
     """The numbers of a body of /reward: "reward" and counts. Raises RequestError (400)."""
     body = _object(raw)
     numbers = {
-        name: float(value)
+        name: value
         for name, value in body.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
@@ -88,7 +89,10 @@ def parse_reward(raw: bytes) -> dict[str, float]:
         raise RequestError(
             400, 'the body must be an object of numbers with the key "reward"', param="reward"
         )
-    return numbers
+    for name, value in numbers.items():
+        if not abs(value) <= MAX_SCORE:
+            raise RequestError(400, f"{name} must be a number within float32's range", param=name)
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def chat_completion(reply: Reply) -> Json:
