@@ -77,10 +77,12 @@ def report_truths(
         tried = f"; {len(scored) - len(low)} of {len(scored)} score 1 as the answer"
         progress.status(f"ground truths of {name}: {takes(spec)}{tried if scored else ''}")
         if low:
-            rows = [f"row {p.id + 1} ({p.answer_text:.60}): {score:g}" for p, score in low[:_SHOWN]]
+            rows = [
+                f"{p.answer_text[:60]!r} (row {p.id + 1}): {score:g}" for p, score in low[:_SHOWN]
+            ]
             logger.warning(
-                "reward %s gives less than 1 to %d of %d ground truths as the answer, counted over "
-                "the rows of the dataset: %s; look whether its options fit the data",
+                "reward %s gives less than 1 to %d of %d ground truths as the answer: %s; check "
+                "that its options fit the data",
                 *(name, len(low), len(scored), "; ".join(rows)),
             )
 
