@@ -17,19 +17,21 @@ def parse_json(
     max_depth: int = MAX_DEPTH,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     parse_int: Callable[[str], int] | None = None,
+    finite: bool = True,
 ) -> Any:
     """The value of a JSON text; `object_pairs_hook` and `parse_int` are the standard library's.
 
     Raises ValueError, and nothing else, for malformed text, nesting beyond `max_depth`, and numbers
-    that JSON does not have or a float cannot hold (NaN, Infinity, 1e400).
+    that JSON does not have or a float cannot hold (NaN, Infinity, 1e400). With finite=False these
+    are floats that are not finite, for callers that judge each number.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
         _check_depth(text, max_depth)
         return json.loads(
             text,
-            parse_constant=_reject_constant,
-            parse_float=_finite,
+            parse_constant=_reject_constant if finite else None,
+            parse_float=_finite if finite else None,
             parse_int=parse_int,
             object_pairs_hook=object_pairs_hook,
         )

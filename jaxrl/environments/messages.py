@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from jaxrl.environments.api import Message, Turn
+from jaxrl.rewards.messages import MAX_SCORE
 from jaxrl.tools.messages import as_message
 from jaxrl.workers.channel import ProtocolError, is_text
 
@@ -27,7 +28,7 @@ def read_turn(value: Any) -> Turn:
             "rewarded": bool(rewarded),
             "tools": [*tools],
         } if (
-            math.isfinite(reward)
+            abs(reward) <= MAX_SCORE
             and all(map(_is_finite, counts.values()))
             and all(map(is_text, [error, *counts]))
             and all(map(_is_tool, tools))

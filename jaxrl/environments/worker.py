@@ -28,6 +28,7 @@ from jaxrl.environments.api import (
 )
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
+from jaxrl.rewards.messages import MAX_SCORE
 from jaxrl.tools.calls import ParsedTurn
 from jaxrl.tools.messages import as_message
 from jaxrl.workers.channel import WorkerChannel
@@ -208,6 +209,8 @@ def checked_step(value: Any) -> Turn:
     observation, reward, done, counts = (*value, {})[:4]
     if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
         raise ValueError(f"step returned the reward {reward!r}; return a finite number")
+    if abs(float(reward)) > MAX_SCORE:
+        raise ValueError(f"step returned the reward {reward!r}, which is beyond float32")
     if not isinstance(done, bool):
         raise TypeError(f"step returned done={done!r}; return True or False")
     numbers = {str(k): float(v) for k, v in dict(counts).items()}

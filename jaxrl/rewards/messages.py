@@ -25,6 +25,19 @@ class Result(NamedTuple):
     error: str  # why there is no score; "" if there is one
 
 
+MAX_SCORE = 3.4028234663852886e38  # the largest float32: advantages and losses have that type
+
+
+def check_score(score: float) -> None:
+    """Raises ValueError unless a score, or the weighted sum of several, is a finite float32."""
+    if not math.isfinite(score):
+        raise ValueError(f"the function returned {score}; return a finite number")
+    if abs(score) > MAX_SCORE:
+        raise ValueError(
+            f"the score {score:g} is beyond the range of float32; return a smaller one"
+        )
+
+
 def late(limit_s: float) -> str:
     """The error of a response that has no score within its time limit."""
     return f"no answer within {limit_s:g} s (reward.timeout_s or the option timeout_s)"
@@ -56,7 +69,7 @@ def _signature(value: Any) -> CallSignature:
 def _result(value: Any) -> Result:
     match value:
         case [float() | None as score, dict(parts), error] if (
-            (score is None or math.isfinite(score))
+            (score is None or abs(score) <= MAX_SCORE)
             and all(isinstance(part, float) and math.isfinite(part) for part in parts.values())
             and all(map(is_text, [error, *parts]))
         ):

@@ -15,7 +15,7 @@ from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
 from jaxrl.rewards.call_runner import Call, CallRunner, Key
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
-from jaxrl.rewards.messages import Result
+from jaxrl.rewards.messages import MAX_SCORE, Result
 from jaxrl.rewards.signatures import CallSignature
 from jaxrl.types import Prompt, Reward, Rollout
 from jaxrl.workers.output import OutputLog, print_line
@@ -112,6 +112,17 @@ class RewardPool:
         functions = range(len(self.names))
         return [self._combine([results[item, f] for f in functions]) for item in items]
 
+    def score_with(self, name: str, rollouts: Sequence[Rollout]) -> list[Result]:
+        """The results of one function alone, by its name in `names`."""
+        items = range(self._n_items, self._n_items + len(rollouts))
+        self._n_items = items.stop
+        function = self.names.index(name)
+        calls = [c for c in self._calls(rollouts, items.start) if c.function == function]
+        keys = self._runner.submit(calls)
+        while (results := self._runner.take(keys)) is None:
+            self._runner.advance(wait=True)
+        return [results[item, function] for item in items]
+
     def check_columns(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError if a function of TRL's form requires a column that no row has."""
         for name, signature in zip(self.names, self._runner.signatures, strict=True):
@@ -170,4 +181,7 @@ class RewardPool:
         if not errors:
             weighted = zip(self._weights, results, strict=True)
             reward = sum(w * r.score for w, r in weighted if r.score is not None)
+        if abs(reward) > MAX_SCORE:  # the scores are not, but their weighted sum is
+            errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
+            reward = self._cfg.error_value
         return Reward(float(reward), parts, "; ".join(errors))

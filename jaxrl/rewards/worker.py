@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.rewards.functions import load_reward, pool_option
-from jaxrl.rewards.messages import Result, late
+from jaxrl.rewards.messages import Result, check_score, late
 from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
 from jaxrl.workers.channel import WorkerChannel
 from jaxrl.workers.process import connect, error_text, time_limit
@@ -144,13 +144,20 @@ def _result(value: Any) -> Result:
         raise TypeError(
             f"the function returned a dict with the keys {list(parts)}; add the key 'score'"
         )
-    numbers = {str(k): float(v) for k, v in parts.items() if isinstance(v, SupportsFloat)}
+    numbers = {str(k): _float(v) for k, v in parts.items() if isinstance(v, SupportsFloat)}
     if "score" not in numbers:
         raise TypeError(f"the function returned {value!r}; return a number or a dict with 'score'")
     score = numbers.pop("score")
-    if not math.isfinite(score):
-        raise ValueError(f"the function returned {score}; return a finite number")
+    check_score(score)
     return Result(score, {k: v for k, v in numbers.items() if math.isfinite(v)}, "")
+
+
+def _float(value: SupportsFloat) -> float:
+    """The value as a float; infinity if it is an integer that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _failed(error: BaseException) -> Result:

@@ -2,14 +2,13 @@
 
 import ast
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxrl.environments.api import Message, StepResult, ToolResult
+from jaxrl.rewards.verifiers.extraction import last_between
 from jaxrl.rewards.verifiers.last_number import last_number
 
-_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -70,11 +69,11 @@ class Calculator:
         return [system, *self.examples, *prompt["messages"]]
 
     def step(self, completion: str) -> StepResult:
-        calls = _CALL.findall(completion)
-        if not calls:
+        call = last_between(completion, "<calc>", "</calc>")
+        if call is None:
             return "", last_number("", completion, self.answer), True
         try:
-            result, reward = evaluate(calls[-1]), self.call_reward
+            result, reward = evaluate(call), self.call_reward
             self.call_reward = 0.0
         except (ValueError, ArithmeticError, SyntaxError, RecursionError) as error:
             result, reward = f"error: {error}", 0.0

@@ -3,11 +3,11 @@
 import re
 from typing import Any
 
-from jaxrl.rewards.verifiers.ground_truth import as_text
-from jaxrl.rewards.verifiers.numbers import last_number_of, same_number
+from jaxrl.rewards.verifiers.ground_truth import read_number
+from jaxrl.rewards.verifiers.numbers import last_number_after, last_number_of, same_number
 
-_MARKED = re.compile(r"#### *(-?\$?[0-9.,]+)")
-_TAIL = 300  # characters, as in verl: the answer is at the end, and long responses stay cheap
+# What may be between the mark and the number: #### +7, #### $7, #### **7**, #### \boxed{7}
+_MARKED = re.compile(r"####(?:\\boxed\{|\\[$(]|[ *$+(])*+")
 
 
 def gsm8k(
@@ -21,20 +21,15 @@ def gsm8k(
 ) -> float:
     """1 for the right number, `format_score` for a wrong number in the right form, else 0.
 
-    method "strict" reads the last "#### number", "flexible" the last number of any kind, both in
-    the last 300 characters, as in verl's reward_score/gsm8k. Numbers are compared as numbers, so
-    "1,234" and "72." are accepted. The ground truth is a number or GSM8K's full solution text.
+    method "strict" reads the last "#### number", "flexible" the last number of any kind. Numbers
+    are compared as numbers, so "1,234" and "72." are accepted. The ground truth is a number, also
+    with words and units, or GSM8K's full solution text. Raises ValueError for another one.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k has no method {method!r}; use 'strict' or 'flexible'")
-    expected = last_number_of(as_text(ground_truth).rpartition("####")[2])
-    if expected is None:
-        raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
-    answer = solution_str[-_TAIL:]
-    if method == "strict":
-        marked = _MARKED.findall(answer)
-        answer = marked[-1] if marked else ""
-    found = last_number_of(answer)
+    expected = read_number(ground_truth)
+    strict = method == "strict"
+    found = last_number_after(_MARKED, solution_str) if strict else last_number_of(solution_str)
     if found is None:
         return 0.0
     return 1.0 if same_number(found, expected) else format_score

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl.rewards.verifiers.ground_truth import as_text
+from jaxrl.rewards.verifiers.ground_truth import read_number
 from jaxrl.rewards.verifiers.numbers import last_number_of, same_number
 
 
@@ -14,14 +14,13 @@ def last_number(
     *,
     require_stop: bool = True,
 ) -> float:
-    """1 if the response's last number equals the ground truth's, else 0.
+    """1 if the response's last number equals the ground truth, else 0.
 
     `require_stop` scores 0 for a response cut off at the length limit: extra_info["finish"] is
-    "stop" or "length", and a missing entry counts as "stop".
+    "stop" or "length", and a missing entry counts as "stop". Raises ValueError for a ground truth
+    that is not one number.
     """
-    expected = last_number_of(as_text(ground_truth))
-    if expected is None:
-        raise ValueError(f"the ground truth {ground_truth!r} has no number; use another reward")
+    expected = read_number(ground_truth)
     if require_stop and (extra_info or {}).get("finish", "stop") != "stop":
         return 0.0
     found = last_number_of(solution_str)

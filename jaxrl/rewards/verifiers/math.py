@@ -1,21 +1,24 @@
-r"""Mathematical equality through math-verify: fractions, sets, intervals, expressions in LaTeX.
+r"""Mathematical equality: numbers as numbers, everything else through math-verify.
 
-math-verify's time limits use SIGALRM, which cannot interrupt inputs that hang in C (9^{9^{9}}).
-They are off here; the reward pool kills the worker process instead (rewards/pool.py).
+math-verify reads fractions, sets, intervals and expressions in LaTeX. Its time limits use SIGALRM,
+which cannot interrupt inputs that hang in C (9^{9^{9}}). They are off here; the reward pool kills
+the worker process instead (rewards/pool.py).
 """
 
 import logging
-import re
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from jaxrl.rewards.verifiers.ground_truth import as_text
+from jaxrl.rewards.verifiers.answer_text import number_in_words, undecorated
+from jaxrl.rewards.verifiers.extraction import last_boxed, last_tagged
+from jaxrl.rewards.verifiers.ground_truth import MAX_ANSWER, read_expression, read_text
+from jaxrl.rewards.verifiers.numbers import same_number, write_exponents_out
 
 _MAX_RESPONSE = 100_000  # characters: only the end of a longer response is looked at
 _TAIL = 2000  # characters: the search for an unboxed answer is slow on long texts
-_MAX_ANSWER = 2000  # characters: a longer boxed answer is wrong unless it is the ground truth
-_BRACE = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
+_MAX_DIGITS = 400  # of a number that is written out for math-verify
+_DECIMALS = 6  # of expressions that are compared as numbers
 
 
 def math(
@@ -28,42 +31,55 @@ def math(
 ) -> float:
     r"""1 if the answer equals the ground truth mathematically, else 0.
 
-    The answer is the last \boxed{...} after the last </think>. Without one it is the last
-    expression that math-verify finds, or nothing with `boxed_only`. Earlier boxes do not count, so
-    that listing guesses does not pay. Of a long response only the last 100,000 characters count; a
-    boxed answer over 2,000 characters is wrong unless it is the ground truth itself.
+    After the last </think>, the answer is the last <answer>...</answer> (in it, the last \boxed),
+    else the last \boxed{...}, else the last expression that math-verify finds. With `boxed_only`
+    it is the last \boxed or nothing. Earlier boxes do not count, so that listing guesses does not
+    pay. Of a long response only the last 100,000 characters count; an answer over 2,000 characters
+    is wrong unless it is the ground truth itself. Raises ValueError for a truth that is no answer.
     """
-    truth = as_text(ground_truth)
-    if not truth.strip():
-        raise ValueError("the ground truth is empty; set an answer for every prompt")
+    raw = read_text(ground_truth)
+    response = solution_str[-_MAX_RESPONSE:].rpartition("</think>")[2]
+    marked = _marked_answer(response, boxed_only)
+    if marked is not None and marked.strip() == raw:
+        return 1.0
+    truth = read_expression(ground_truth)
+    if marked is None:
+        if boxed_only:
+            return 0.0
+        return _same_expression(truth, write_exponents_out(response[-_TAIL:]))
+    if len(marked) > MAX_ANSWER:
+        return 0.0
+    answer = undecorated(marked)
+    if answer == truth:
+        return 1.0
+    expected, given = number_in_words(truth), number_in_words(answer)
+    if expected is not None and given is not None:
+        return float(same_number(given, expected))
+    return _same_expression(truth, answer if "$" in answer else _in_box(answer))
+
+
+def _marked_answer(response: str, boxed_only: bool) -> str | None:
+    """The answer in tags or in a box, None if there is neither."""
+    tagged = None if boxed_only else last_tagged(response)
+    if tagged is None or not tagged.strip():
+        return last_boxed(response)
+    boxed = last_boxed(tagged)
+    return tagged if boxed is None else boxed
+
+
+def _same_expression(truth: str, answer: str) -> float:
+    """Whether math-verify finds the truth in a text with a box, or in one without."""
     # math-verify warns that its time limits are off
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    response = solution_str[-_MAX_RESPONSE:].rpartition("</think>")[2]
-    boxed = last_boxed(response)
-    if boxed is None and boxed_only:
-        return 0.0
-    if boxed is not None and boxed.strip() == truth.strip():
-        return 1.0
-    if boxed is not None and len(boxed) > _MAX_ANSWER:
-        return 0.0
+    number = number_in_words(truth)
+    decimals = _DECIMALS
+    if number is not None and abs(number.adjusted()) < _MAX_DIGITS:
+        truth = format(number, "f")
+        if number:  # small numbers have as many digits as those near 1
+            decimals = max(_DECIMALS, _DECIMALS - number.adjusted())
     gold = _parse(_in_box(truth), latex_only=True)
-    answer = _parse(response[-_TAIL:] if boxed is None else _in_box(boxed), latex_only=False)
-    return float(verify(gold, answer, timeout_seconds=None))
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...} or \fbox{...}, with balanced braces.
-
-    Reads the text once: of the boxes that are closed, the one that starts last.
-    """
-    open_braces: list[int] = []  # start of the content if it is a box, else -1
-    start, end = -1, -1
-    for brace in _BRACE.finditer(text):
-        if brace[0] != "}":
-            open_braces.append(brace.end() if len(brace[0]) > 1 else -1)
-        elif open_braces and (first := open_braces.pop()) > start:
-            start, end = first, brace.start()
-    return None if start < 0 else text[start:end]
+    found = _parse(answer, latex_only=False)
+    return float(verify(gold, found, float_rounding=decimals, timeout_seconds=None))
 
 
 def _in_box(answer: str) -> str:

@@ -4,11 +4,9 @@ import importlib
 import re
 from typing import Any
 
+from jaxrl.rewards.verifiers.extraction import last_boxed, last_tagged
 from jaxrl.rewards.verifiers.ground_truth import as_text
-from jaxrl.rewards.verifiers.math import last_boxed
-from jaxrl.rewards.verifiers.numbers import find_numbers
-
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from jaxrl.rewards.verifiers.numbers import last_number_of
 
 
 def reasoning_gym(
@@ -45,12 +43,12 @@ def reasoning_gym(
 def extract(response: str, ground_truth: str) -> str:
     """The answer in a response."""
     response = response.rpartition("</think>")[2]
-    if tagged := _TAG.findall(response):
-        return tagged[-1].strip()
+    if (tagged := last_tagged(response)) is not None:
+        return tagged.strip()
     if (boxed := last_boxed(response)) is not None:
         return boxed.strip()
     if re.fullmatch(r"-?[0-9.,]+", ground_truth.strip()):
-        numbers = find_numbers(response)
-        return str(numbers[-1]) if numbers else ""
+        number = last_number_of(response)
+        return "" if number is None else format(number, "f")
     lines = response.strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.json_text import parse_json
+
 _MARGIN_S = 1.0  # reserved within the time limit to return the result
 _MAX_SHOWN = 200  # characters of a response in an error message
 _TRANSIENT = (408, 425, 429)  # HTTP statuses below 500 that are worth a retry
@@ -70,13 +72,17 @@ def post(url: str, body: dict[str, Any], *, timeout_s: float) -> bytes:
 def read_scores(body: bytes, n: int, url: str) -> list[dict[str, Any]]:
     """For each of `n` queries, its reward as "score" and the values to log."""
     try:
-        found = json.loads(body)
+        found = parse_json(body, finite=False)  # a NaN is an error of its response only
     except ValueError as error:
-        raise ValueError(f"{url} returned {body[:_MAX_SHOWN]!r}, which is not JSON") from error
+        raise ValueError(
+            f"{url} returned {body[:_MAX_SHOWN]!r}, which is not JSON ({error})"
+        ) from error
     if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
         shown = list(found) if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{url} returned no list of 'rewards' but {shown}")
     logs = found.get("extra_logs") or {}
+    if not isinstance(logs, dict):
+        raise ValueError(f"{url} returned extra_logs of type {type(logs).__name__}, not an object")
     columns = {"scores": found.get("scores")} | logs | {"score": found["rewards"]}
     lists = {name: values for name, values in columns.items() if isinstance(values, list)}
     for name, values in lists.items():

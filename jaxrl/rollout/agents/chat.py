@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import json_size
+from jaxrl.rewards.messages import MAX_SCORE
 from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
@@ -86,17 +86,18 @@ def parse_reward(raw: bytes) -> dict[str, float]:
     """The numbers of a body of /reward: "reward" and counts. Raises RequestError (400)."""
     body = _object(raw)
     numbers = {
-        name: float(value)
+        name: value
         for name, value in body.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
     if "reward" not in body or len(numbers) < len(body):
         raise RequestError(
-            400, 'the body must be an object of floats with the key "reward"', param="reward"
+            400, 'the body must be an object of numbers with the key "reward"', param="reward"
         )
-    return numbers
+    for name, value in numbers.items():
+        if not abs(value) <= MAX_SCORE:
+            raise RequestError(400, f"{name} must be a number within float32's range", param=name)
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def chat_completion(reply: Reply) -> Json:

@@ -17,6 +17,7 @@ from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
+from jaxrl.trainer.setup.truths import with_checked_truths
 from jaxrl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,10 @@ def warn_of_endless_turns(
 
 
 def make_prompt_maker(cfg: RunConfig, renderer: ChatRenderer) -> ItemMaker[Prompt]:
-    """Makes prompts with the answers that the reward functions need."""
+    """Makes prompts with the answers that the reward functions need and can match."""
     answer_for = ", ".join(need_answer(cfg.reward.functions))
-    return prompt_maker(renderer, cfg.data, answer_for=answer_for)
+    maker = prompt_maker(renderer, cfg.data, answer_for=answer_for)
+    return with_checked_truths(maker, cfg.reward.functions)
 
 
 def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:

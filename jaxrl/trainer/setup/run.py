@@ -48,6 +48,7 @@ from jaxrl.trainer.setup.folder import open_folder
 from jaxrl.trainer.setup.learner import build_learner, n_steps
 from jaxrl.trainer.setup.models import open_models
 from jaxrl.trainer.setup.source import check_processes, make_source
+from jaxrl.trainer.setup.truths import report_truths
 from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
 from jaxrl.trainer.setup.workers import connect_to_workers, make_workers
 from sharding import hosts
@@ -73,6 +74,7 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
             iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(iterator.items)
+            report_truths(cfg, rewards, [*iterator.items, *val], session.progress)
             environments = open_environments(cfg, stack)
         report_data(cfg, session.progress, iterator, val)
         check_same_data(iterator.items, val)
@@ -133,6 +135,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
             prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
             rewards = stack.enter_context(reward_pool(cfg, models.renderer))
             rewards.check_columns(prompts)
+            report_truths(cfg, rewards, prompts, session.progress)
             environments = open_environments(cfg, stack)
         stack.enter_context(explain_out_of_memory(cfg.run_path, None))
         session.progress.status(f"data: {len(prompts)} prompts")
