@@ -46,6 +46,7 @@ def test_folders_that_a_program_nests_are_removed(memory, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(memory))
     nest_here = "import os\nfor _ in range(1200): os.mkdir('d'); os.mkdir('e', 0); os.chdir('d')"
     assert run(nest_here, limits=Limits(wall_s=10.0)).end == "ok"
+    folder.wait_for_removals(limit_s=30.0)
     assert not list(memory.iterdir())
 
 
@@ -67,6 +68,7 @@ def test_a_folder_that_cannot_be_removed_is_logged_and_does_not_raise(monkeypatc
     monkeypatch.setattr(os, "rmdir", _fail)
     with folder.temporary_folder("work") as path:
         pass
+    folder.wait_for_removals(limit_s=30.0)
     assert str(path) in caplog.text
     monkeypatch.undo()
     folder.remove(path)
@@ -79,4 +81,5 @@ def _fail(*_, **__):
 def test_an_error_in_the_block_is_raised_and_the_folder_removed():
     with pytest.raises(KeyError), folder.temporary_folder("work") as path:
         raise KeyError
+    folder.wait_for_removals(limit_s=30.0)
     assert not path.exists()

@@ -6,9 +6,12 @@ import time
 
 import pytest
 
+from jaxrl.rewards.judge.blocks import last_program
+from jaxrl.rewards.judge.comparison import same_output
+from jaxrl.rewards.judge.tests import read_tests
 from jaxrl.rewards.sandbox import jail
+from jaxrl.rewards.sandbox.folder import wait_for_removals
 from jaxrl.rewards.verifiers.code import code as code_reward
-from jaxrl.rewards.verifiers.code import last_block, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(
     bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
@@ -90,9 +93,10 @@ def test_fraction_runs_every_test_and_without_it_the_first_failure_stops():
 
 
 def test_the_last_block_after_think_is_the_program():
-    assert last_block("```python\na\n```\n</think>x\n```py\nb\n```\ny\n```\nc\n```") == "c\n"
-    assert last_block("```python\na\n```\n</think>no block") is None
-    assert last_block("```python\ncut off") is None
+    text = "```python\na()\n```\n</think>x\n```py\nb()\n```\ny\n```\nc()\n```"
+    assert last_program(text) == "c()\n"
+    assert last_program("```python\na\n```\n</think>no block") is None
+    assert last_program("```python\ncut off") is None
     assert failures(code("def add(a, b): return a + b", json.dumps(ADD))) == {"no_code"}
 
 
@@ -109,7 +113,7 @@ def test_the_last_block_after_think_is_the_program():
     ],
 )
 def test_outputs_are_compared_by_lines_words_and_numbers(output, expected, same):
-    assert same_output(output, expected) == same
+    assert same_output(output, expected, 1e-6) == same
 
 
 HOSTILE = {
@@ -196,4 +200,5 @@ def test_a_ground_truth_without_tests_is_an_error(truth):
 def test_temporary_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code(block("open('x', 'w').write('a')\nimport time; time.sleep(100)"), json.dumps(ADD))
+    wait_for_removals(limit_s=10.0)
     assert not list(tmp_path.iterdir())
