@@ -9,7 +9,7 @@ import pytest
 from jaxrl.rewards.judge.blocks import last_program
 from jaxrl.rewards.judge.comparison import same_output
 from jaxrl.rewards.judge.tests import read_tests
-from jaxrl.rewards.sandbox import jail
+from jaxrl.rewards.sandbox import jail, runner
 from jaxrl.rewards.sandbox.folder import wait_for_removals
 from jaxrl.rewards.verifiers.code import code as code_reward
 
@@ -189,6 +189,45 @@ def test_all_tests_together_respect_the_time_limit_of_the_call():
     found = code(block("import time; time.sleep(100)"), tests, timeout_s=3.0, fraction=True)
     assert (found["score"], failures(found)) == (0.0, {"timeout"})
     assert time.monotonic() - start < 6  # 50 tests without the limit take 75 s
+
+
+def test_tests_that_hang_leave_the_credit_of_the_others():
+    tests = json.dumps({"inputs": ["1", "2", "hang", "3"], "outputs": ["1", "2", "hang", "3"]})
+    program = "x = input()\nif x == 'hang': import time; time.sleep(600)\nprint(x)"
+    assert code(block(program), tests, fraction=True)["score"] == 0.75
+    found = code(block(program), tests, timeout_s=4.0, test_s=600.0, fraction=True)
+    assert (found["score"], failures(found)) == (0.5, {"timeout"})
+
+
+@pytest.mark.parametrize("timeout_s", [10.0, 0.5])
+def test_no_program_may_take_the_time_to_return_the_result(monkeypatch, timeout_s):
+    ends = []
+
+    def run(*_, limits, **__):
+        ends.append(limits.end)
+        return runner.Outcome("ok", "7")
+
+    monkeypatch.setattr(runner, "run", run)
+    start = time.monotonic()
+    assert code(block(SUM), {"inputs": [""] * 2, "outputs": ["7"] * 2}, timeout_s=timeout_s)[
+        "score"
+    ]
+    assert all(start < end < start + timeout_s * 0.95 for end in ends)
+
+
+def test_a_machine_too_slow_to_start_a_program_is_an_error_only_for_the_first_test(monkeypatch):
+    outcomes = iter(["7", None, None])
+
+    def run(*_, **__):
+        if (output := next(outcomes)) is None:
+            raise runner.NotStarted
+        return runner.Outcome("ok", output)
+
+    monkeypatch.setattr(runner, "run", run)
+    tests = {"inputs": ["", ""], "outputs": ["7", "7"]}
+    assert failures(code(block(SUM), tests)) == {"timeout"}
+    with pytest.raises(runner.NotStarted):
+        code(block(SUM), tests)
 
 
 @pytest.mark.parametrize("truth", ["not JSON", "{}", "[]", "3", '{"inputs": [1], "outputs": []}'])
