@@ -17,7 +17,7 @@ from jaxrl.rewards.functions import load_reward, pool_option
 from jaxrl.rewards.messages import Result, late
 from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
 from jaxrl.workers.channel import WorkerChannel
-from jaxrl.workers.descendants import adopt_orphans, end_descendants
+from jaxrl.workers.descendants import adopt_orphans, end_descendants, reap_orphans
 from jaxrl.workers.process import connect, error_text, time_limit
 
 
@@ -54,6 +54,7 @@ def main(fd: int) -> None:
                     with time_limit(limit_s):
                         results = call(rewards[index], arguments, n, loop)
                     answer(channel, number, results)
+                reap_orphans()
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+MAX_ENDED = 256  # children that have ended and wait for their status to be taken
 _LIMIT_S = 2.0  # to end processes that start others meanwhile
 _POLL_S = 0.005
 
@@ -65,6 +66,18 @@ def end_descendants(pid: int, mark: str = "") -> None:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(_POLL_S)
+
+
+def reap_orphans() -> None:
+    """Takes the statuses of children that have ended, once there are very many of them.
+
+    A process that adopts orphans must, or they fill the system's table. There is no sign by which
+    they differ from its own children, whose statuses belong to the code that started them.
+    """
+    ended = [pid for pid in _children(os.getpid()) if _is_zombie(pid)]
+    for pid in ended if len(ended) > MAX_ENDED else ():
+        with contextlib.suppress(ChildProcessError):  # just taken
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _children(pid: int) -> list[int]:

@@ -293,6 +293,7 @@ REFUSED = {
         {"test_list": ["assert f()"], "test_setup_code": "class:"},
         "not Python",
     ),
+    "empty outputs": ({"inputs": ["1"], "outputs": ["\n"]}, "all expected outputs .* are empty"),
     "unknown keys": ({"tests": ["1"]}, r"no tests but \['tests'\]"),
     "a number": (3, "no tests but int"),
     "text": ("three", "not JSON"),

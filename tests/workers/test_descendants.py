@@ -11,7 +11,11 @@ import pytest
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.workers.descendants import adopting_orphans, descendants, end_descendants
+from jaxrl.workers.descendants import (
+    adopting_orphans,
+    descendants,
+    end_descendants,
+)
 from tests.rewards.test_pool import is_alive, rollout
 
 # A reward that starts a process in another session, which its parent does not wait for.
@@ -99,3 +103,22 @@ def test_descendants_are_found_until_they_have_ended():
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-child.pid, 0):
                 pass
+
+
+REAPS = """
+import os
+from jaxrl.workers import descendants
+descendants.MAX_ENDED = 2
+for n, left in ((2, 2), (3, 0)):
+    children = [os.posix_spawn("/bin/true", ["true"], {}) for _ in range(n)]
+    for pid in children:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    descendants.reap_orphans()
+    assert sum(os.path.exists(f"/proc/{pid}") for pid in children) == left
+    for pid in children[:left]:
+        os.waitpid(pid, 0)
+"""
+
+
+def test_ended_orphans_are_reaped_once_there_are_many():
+    subprocess.run([sys.executable, "-c", REAPS], check=True)

@@ -108,9 +108,11 @@ def _reject(value: object) -> Json:
 
 def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
     """Starts process.py with a descriptor for each text and waits for the end of its processes."""
-    files = [_memory_file(text) for text in (stdin, *texts)]
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     start_by = min(time.monotonic() + _START_S, limits.end)
+    if time.monotonic() >= limits.end:
+        raise NotStarted("no time is left for a program")
+    files = [_memory_file(text) for text in (stdin, *texts)]
     has_test = len(texts) > 1
     with adopting_orphans():
         try:
@@ -134,6 +136,9 @@ def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
             if outcome.end == "ok" and not has_test:  # after a test, the program has nothing to do
                 outcome = _wait(child, watch) or outcome
         finally:
+            for pipe in (child.stdout, child.stderr):
+                assert pipe is not None
+                pipe.close()
             statuses = _end(child)
     if outcome.end == "ok" and -signal.SIGXCPU in statuses:
         return Outcome("timeout")
@@ -146,16 +151,15 @@ def _wait_for_jail(child: subprocess.Popen, n: int, end: float) -> None:
     """Waits until `n` processes are confined. Raises OSError if they are not."""
     text = b""
     assert child.stderr is not None
-    with child.stderr:
-        while text.count(process.CONFINED) < n:
-            part = _read_part(child.stderr, end)
-            if part is None:
-                raise NotStarted("a program could not be started in time; use fewer workers")
-            if not part:
-                lines = text.replace(process.CONFINED, b"").decode(errors="replace").split("\n")
-                reason = next((line for line in reversed(lines) if line.strip()), "no message")
-                raise OSError(f"the jail of a program cannot be set up: {reason[-300:]}")
-            text += part
+    while text.count(process.CONFINED) < n:
+        part = _read_part(child.stderr, end)
+        if part is None:
+            raise NotStarted("a program could not be started in time; use fewer workers")
+        if not part:
+            lines = text.replace(process.CONFINED, b"").decode(errors="replace").split("\n")
+            reason = next((line for line in reversed(lines) if line.strip()), "no message")
+            raise OSError(f"the jail of a program cannot be set up: {reason[-300:]}")
+        text += part
 
 
 class _Watch:
@@ -221,19 +225,16 @@ def _read(child: subprocess.Popen, watch: _Watch) -> Outcome:
     assert child.stdout is not None
     parts: list[bytes] = []
     left = watch.output_bytes
-    with child.stdout:
-        while True:
-            part = _read_part(child.stdout, watch.next)
-            if failure := watch.failure():
-                return Outcome(failure)
-            if part is None:
-                continue
-            if not part:
-                return Outcome("ok", b"".join(parts).decode(errors="replace"))
+    while left >= 0:
+        part = _read_part(child.stdout, watch.next)
+        if failure := watch.failure():
+            return Outcome(failure)
+        if part == b"":
+            return Outcome("ok", b"".join(parts).decode(errors="replace"))
+        if part is not None:
             parts.append(part)
             left -= len(part)
-            if left < 0:
-                return Outcome("output")
+    return Outcome("output")
 
 
 def _read_part(file: IO[bytes], end: float) -> bytes | None:
