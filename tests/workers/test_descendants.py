@@ -71,20 +71,15 @@ def test_processes_in_other_sessions_end_with_their_worker(function, tmp_path):
     assert not any(map(is_alive, pids))
 
 
-def test_processes_in_other_sessions_end_when_the_trainer_is_killed(function, tmp_path):
+def test_processes_in_other_sessions_end_when_the_trainer_does(function, tmp_path):
     path = tmp_path / "pid"
-    script = (
-        "import sys, time; sys.path.insert(0, '.')\n"
-        "from tests.workers.test_descendants import *\n"
-        f"pool = RewardPool(RewardConfig(functions=({function!r},), workers=1))\n"
-        f"pool.score([rollout('ends', answer={str(path)!r})])\ntime.sleep(600)"
-    )
-    trainer = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-    pid = read_pid(path)
-    assert is_alive(pid)
-    trainer.kill()
-    trainer.wait()
-    assert has_ended(pid)
+    with RewardPool(RewardConfig(functions=(function,), workers=1)) as pool:
+        pool.score([rollout("ends", answer=str(path))])
+        pid = read_pid(path)
+        assert is_alive(pid)
+        for worker in pool._runner._workers:
+            worker.process.channel.close()  # as the end of the trainer does
+        assert has_ended(pid)
 
 
 def test_descendants_are_found_until_they_have_ended():
