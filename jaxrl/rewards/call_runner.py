@@ -157,7 +157,9 @@ class CallRunner:
             self._n_started += 1
             name = f"reward worker {self._n_started}"
             try:
-                process = WorkerProcess("jaxrl.rewards.worker", name, self._output)
+                process = WorkerProcess(
+                    "jaxrl.rewards.worker", name, self._output, ends_descendants=True
+                )
             except WorkerFailed as error:
                 self._lost(str(error))
                 return

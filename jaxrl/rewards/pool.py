@@ -2,8 +2,8 @@
 
 A worker is a fresh Python process (not a fork: the parent has JAX's threads) without JAX. It leads
 a separate session, so Ctrl-C reaches the parent only. If an answer exceeds the time limit, the
-worker and all its children are killed and the call becomes an error. Workers that died, in a call
-or idle, are replaced (rewards/call_runner.py).
+worker and all that it has started are killed and the call becomes an error. Workers that died, in a
+call or idle, are replaced (rewards/call_runner.py).
 """
 
 import itertools
@@ -16,10 +16,12 @@ from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, s
 from jaxrl.rewards.call_runner import Call, CallRunner, Key
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.messages import MAX_SCORE, Result
+from jaxrl.rewards.sandbox.folder import remove_left
 from jaxrl.rewards.signatures import CallSignature
 from jaxrl.types import Prompt, Reward, Rollout
 from jaxrl.workers.output import OutputLog, print_line
 
+_REMOVAL_S = 10.0  # for folders that programs of killed workers left
 _GRACE_S = 2.0  # in which a worker reports responses of an async function that are late
 
 
@@ -66,8 +68,9 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Kills all workers and waits for them."""
+        """Kills all workers, waits for them, and removes the folders of their programs."""
         self._runner.close()
+        remove_left(_REMOVAL_S)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Reward]:
         """One reward per rollout, in order.

@@ -1,14 +1,14 @@
 """The ground truths that built-in rewards take, and responses that must score 1 with them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.rewards.functions import KEY
 from jaxrl.rewards.sources import reward_of
 from jaxrl.rewards.verifiers.ground_truth import read_expression, read_number, read_text
 from jaxrl.types import Prompt
-from jaxrl.workers.plugins import load_plugin
+from jaxrl.config.plugins import load_plugin
 
 TAGS, BOX, MARK, ALONE = "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", "{}"
 
@@ -18,20 +18,25 @@ class TruthKind:
     """What a reward takes as ground truth."""
 
     takes: str  # for messages
-    read: Callable[[Any], Any]  # raises ValueError for a truth that no response can match
+    read: Callable[..., Any]  # of the truth; raises ValueError if no response can match it
     forms: tuple[str, ...]  # of responses with the answer; the best of them must score 1
+    reads_columns: bool = False  # `read` also takes the other columns of the row
 
 
-def _read_tests(ground_truth: Any) -> Any:
-    """The tests of a program; the module that runs them is imported only if it is used."""
-    return load_plugin("jaxrl.rewards.verifiers.code:read_tests", built_in={}, key=KEY)(
-        ground_truth
-    )
+def _check_tests(ground_truth: Any, extra_info: Mapping[str, Any]) -> None:
+    """Checks the tests of a program; the module that runs them is imported only if it is used."""
+    check = load_plugin("jaxrl.rewards.verifiers.code:check_truth", built_in={}, key=KEY)
+    check(ground_truth, extra_info)
 
 
 _NUMBER = "a number, alone, with words and units, or after ####"
 _KINDS = {
-    "code": TruthKind("tests in one of the forms of docs/how_to/rewards.md", _read_tests, ()),
+    "code": TruthKind(
+        "tests in one of the forms of docs/how_to/code_rewards.md",
+        _check_tests,
+        (),
+        reads_columns=True,
+    ),
     "exact": TruthKind("text or a number", read_text, (ALONE, TAGS, BOX, MARK)),
     "gsm8k": TruthKind(_NUMBER, read_number, (MARK,)),
     "last_number": TruthKind(_NUMBER, read_number, (ALONE,)),
@@ -60,7 +65,7 @@ def check_truth(spec: str, prompt: Prompt) -> None:
     if kind is None:
         return
     try:
-        kind.read(prompt.answer)
+        kind.read(prompt.answer, *([prompt.extra] if kind.reads_columns else ()))
     except Exception as error:  # of a malformed structure: a KeyError, for example
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(text) from error

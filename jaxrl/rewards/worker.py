@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
+import os
 import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
@@ -16,6 +17,7 @@ from jaxrl.rewards.functions import load_reward, pool_option
 from jaxrl.rewards.messages import Result, check_score, late
 from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
 from jaxrl.workers.channel import WorkerChannel
+from jaxrl.workers.descendants import adopt_orphans, end_descendants, reap_orphans
 from jaxrl.workers.process import connect, error_text, time_limit
 
 
@@ -35,6 +37,7 @@ def main(fd: int) -> None:
     Returns when the parent closes the socket. rewards/messages.py has the messages.
     """
     channel = connect(fd)
+    adopt_orphans()
     try:
         specs, limits_s = channel.receive()
         try:
@@ -51,8 +54,11 @@ def main(fd: int) -> None:
                     with time_limit(limit_s):
                         results = call(rewards[index], arguments, n, loop)
                     answer(channel, number, results)
+                reap_orphans()
     except (EOFError, OSError):  # the parent closed the socket or is gone
         return
+    finally:
+        end_descendants(os.getpid())
 
 
 def load(spec: str, limit_s: float) -> LoadedReward:

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 
 from jaxrl.workers.channel import Channel, WorkerChannel
+from jaxrl.workers.descendants import end_descendants
 from jaxrl.workers.output import OutputLog
 
 START_TIMEOUT_S = 120.0  # covers the imports of the user's code
@@ -20,6 +22,7 @@ MAX_START_FAILURES = 3  # in a row
 _REAP_S = 1.0  # a process that closed its socket usually ends within this time
 _GRACE_S = 5.0  # added in the worker: the parent's limit fires first, unless the parent is gone
 _MAX_ERROR_CHARS = 500
+_MARK = "JAXRL_WORKER"  # in the environment of a worker and of what it starts
 _ENV = {
     # user code must not take the accelerator or the cores that the run uses
     "JAX_PLATFORMS": "cpu",
@@ -36,19 +39,24 @@ class WorkerProcess:
     """A process that runs `python -m module FD`, and the trainer's end of its socket FD.
 
     It leads its own session, so Ctrl-C reaches the parent only and it has no terminal. `output`
-    shows what it prints. The constructor raises WorkerFailed if the system starts no process.
+    shows what it prints. With `ends_descendants`, all that it starts ends with it, in other
+    sessions too; the module has to adopt orphans (workers/descendants.py). The constructor raises
+    WorkerFailed if the system starts no process.
     """
 
-    def __init__(self, module: str, name: str, output: OutputLog):
+    def __init__(
+        self, module: str, name: str, output: OutputLog, *, ends_descendants: bool = False
+    ):
         ours, theirs = socket.socketpair()
         # -P: the worker sees exactly the parent's import path, with no entry for its working folder
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.channel = Channel(ours)
+        self._mark, self._ends_descendants = uuid.uuid4().hex, ends_descendants
         with theirs:
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                    env=os.environ | _ENV | {"PYTHONPATH": path},
+                    env=os.environ | _ENV | {"PYTHONPATH": path, _MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -82,8 +90,18 @@ class WorkerProcess:
         """Kills the process and its children; returns its exit status."""
         if self.process.returncode is None:
             self.channel.close()
+            if self._ends_descendants:
+                self._end_descendants()
             os.killpg(self.process.pid, signal.SIGKILL)  # it leads a process group
         return self.process.wait()
+
+    def _end_descendants(self) -> None:
+        """Kills what the process has started."""
+        if self.ended:  # they have other parents now, but the environment of the process
+            end_descendants(self.process.pid, f"{_MARK}={self._mark}")
+            return
+        os.kill(self.process.pid, signal.SIGSTOP)  # it starts no more, and keeps adopting orphans
+        end_descendants(self.process.pid)
 
     def reap(self) -> int:
         """kill() for a process that closed its socket: waits briefly for its real exit status."""

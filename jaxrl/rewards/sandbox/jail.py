@@ -23,7 +23,7 @@ _FIRST_USER = 1 << 30  # plus the process id: a user id that no account and no o
 _MAX_THREADS = 64
 _MAX_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAP_DAC_READ_SEARCH = 1 << 2
 
@@ -48,11 +48,6 @@ def weakness() -> str:
         "and 'landlock' in the boot parameter lsm=), so programs of the code reward could read "
         "files of this user and memory of its processes"
     )
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of processes that its children leave, so that it can wait."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def confine(

@@ -1,40 +1,60 @@
 """The process that runs an untrusted program; runner.py starts it as main(JOB, TEST).
 
 JOB and TEST are file descriptors of JSON and text. The process confines itself before the program
-runs. With a test it is two processes: the program is in one, the test in the other, and neither
-can reach the other except through two pipes of data (rewards/sandbox/remote.py).
+runs, and writes CONFINED to its standard error; what is written there before is why it could not.
+With a test it is two processes: the program is in one, the test in the other, and neither can reach
+the other except through two pipes of data (rewards/sandbox/remote.py).
 """
 
 import json
 import os
 import sys
 import types
+import warnings
 
+from jaxrl.rewards.sandbox.given_imports import give_imports
 from jaxrl.rewards.sandbox.jail import confine
+from jaxrl.rewards.sandbox.plain_data import Json, decode, encode
 from jaxrl.rewards.sandbox.remote import NotPlainData, RemoteProgram, serve
+
+CONFINED = b"jaxrl: confined\n"
 
 
 def main(job_fd: int, test_fd: int | None = None) -> None:
     """Runs the job; the standard output is then the program's, or the result as JSON.
 
-    For a call it is what the function returned; for a test {"end", "reason"}.
+    For a call it is what the function returned, as plain_data.py encodes it; for a test {"end",
+    "reason"}.
     """
     sys.argv = ["program.py"]
+    sys.set_int_max_str_digits(0)  # the CPU time is limited
     if test_fd is not None:
         return _fork(job_fd, test_fd)
     job = _read(job_fd)
     if job["call"] is None:
-        confine(**job["limits"], parent=job["parent"])
-        _run(job["program"], "__main__")
+        _confine(job, parent=job["parent"])
+        _run(job, "__main__")
         return None
     result = os.fdopen(_take_output(), "w")
-    confine(**job["limits"], parent=job["parent"])
-    module = _run(job["program"], "program")
+    _confine(job, parent=job["parent"])
+    name, *arguments = job["call"]
+    module = _run(job, "program")
     owner = module.Solution() if hasattr(module, "Solution") else module
-    answer = getattr(owner, job["call"]["name"])(*job["call"]["arguments"])
-    result.write(json.dumps(answer))
+    answer = getattr(owner, name)(*(decode(item, _reject) for item in arguments))
+    result.write(json.dumps(encode(answer, _as_data)))
     result.flush()
     os._exit(0)  # without the program's exit handlers
+
+
+def _as_data(value: object) -> Json:
+    """Scalars and arrays of numpy as data. Raises TypeError for other objects."""
+    if hasattr(type(value), "tolist"):
+        return encode(value.tolist(), _as_data)  # pyright: ignore[reportAttributeAccessIssue]
+    raise TypeError(f"the function returned a {type(value).__name__}, which is no data")
+
+
+def _reject(data: dict[str, object]) -> object:
+    raise ValueError(f"{data!r:.80} is no argument of a call")
 
 
 def _fork(job_fd: int, test_fd: int) -> None:
@@ -53,8 +73,8 @@ def _fork(job_fd: int, test_fd: int) -> None:
         os._exit(0)
     for fd in (test_fd, output, ask, answer):
         os.close(fd)
-    confine(**job["limits"], parent=job["parent"])
-    serve(_run(job["program"], "program"), os.fdopen(request), os.fdopen(reply, "w"))
+    _confine(job, parent=job["parent"])
+    serve(_run(job, "program"), os.fdopen(request), os.fdopen(reply, "w"))
     os._exit(0)
 
 
@@ -64,13 +84,15 @@ def _report(job: dict, test_fd: int, program: RemoteProgram, output: int) -> Non
         test = file.read()
     os.chdir(job["test_folder"])
     os.environ |= {"HOME": job["test_folder"], "TMPDIR": job["test_folder"]}
-    confine(**job["limits"], parent=None)
+    _confine(job, parent=None)
     with os.fdopen(output, "w") as report:
         json.dump(_run_test(test, program), report)
 
 
 def _run_test(test: str, program: RemoteProgram) -> dict[str, str]:
     """How the test ended: "ok", "wrong" (an assert failed), "error" or "unsupported"."""
+    # `assert f(3).__eq__(9)` for None: Python 3.14 raises a TypeError here
+    warnings.filterwarnings("error", "NotImplemented should not be used", DeprecationWarning)
     try:
         exec(compile(test, "test.py", "exec"), program.namespace(test))
     except AssertionError:
@@ -82,11 +104,22 @@ def _run_test(test: str, program: RemoteProgram) -> dict[str, str]:
     return {"end": "ok"}
 
 
-def _run(program: str, name: str) -> types.ModuleType:
+def _confine(job: dict, *, parent: int | None) -> None:
+    """Confines this process and reports it. From then on the standard error is the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    confine(**job["limits"], parent=parent)
+    os.write(2, CONFINED)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def _run(job: dict, name: str) -> types.ModuleType:
     """Runs the program as a module of this name."""
+    if job["imports"]:
+        give_imports()
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(program, "program.py", "exec"), module.__dict__)
+    exec(compile(job["program"], "program.py", "exec"), module.__dict__)
     return module
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl.rewards.sandbox import jail, landlock, runner
 from jaxrl.rewards.sandbox.runner import Limits, run
+from jaxrl.rewards.verifiers.code import check_machine
 
 pytestmark = pytest.mark.skipif(
     bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
@@ -121,6 +122,117 @@ def test_without_landlock_no_program_runs_unless_it_is_marked_unsafe(monkeypatch
     with pytest.raises(OSError, match="has no Landlock"):
         run("print(1)", limits=Limits())
     assert run("print(1)", limits=Limits(), unsafe=True).output == "1\n"
+
+
+@pytest.fixture
+def slow_start(tmp_path, monkeypatch):
+    """A Python that needs LD_LIBRARY_PATH, as some installations do."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\nif [ -z "$LD_LIBRARY_PATH" ]; then\n'
+        'echo "error while loading shared libraries: libpython3.so" >&2; exit 127; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(runner.sys, "executable", str(python))
+
+
+def test_a_python_that_does_not_start_is_an_error_and_no_outcome(slow_start, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    for options in ({}, {"call": ("f",)}, {"test": "assert f()"}):
+        with pytest.raises(OSError, match=r"cannot be set up: .* libpython3\.so"):
+            run("def f(): return 1", limits=Limits(), **options)
+    with pytest.raises(ValueError, match=r"cannot run programs on this machine: .* libpython3\.so"):
+        check_machine()
+
+
+def test_a_python_that_needs_a_library_path_gets_it(slow_start, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
+    check_machine()
+    assert output("print(1)") == "1"
+
+
+# System calls without which programs cannot be confined, or not be judged, on x86-64 and aarch64
+NEEDED = {
+    "seccomp": ((157, 167), 22),
+    "landlock_create_ruleset": ((444, 444), None),
+    "landlock_restrict_self": ((446, 446), None),
+    "capset": ((126, 91), None),
+    "memfd_create": ((319, 279), None),
+    "prlimit64": ((302, 261), 0),
+}
+# Those that the jail can do without
+OPTIONAL = {"unshare": ((272, 97), None), "setresuid": ((117, 147), None)}
+DENY = """
+import ctypes, os, struct, sys
+from jaxrl.rewards.sandbox import check, jail, runner
+from jaxrl.rewards.verifiers.code import check_machine
+
+def deny(number, first):
+    "Denies a system call, or those with this first argument, to this process and its children."
+    lines = [(0x20, 0, 0, 0), (0x15, 0, 3, number), (0x20, 0, 0, 16), (0x15, 0, 1, first or 0)]
+    lines = lines if first is not None else [(0x20, 0, 0, 0), (0x15, 0, 1, number)]
+    lines += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, header, 0, 0) == 0
+
+for name, (numbers, first) in CALLS.items():
+    sys.stdout.flush()
+    if os.fork() == 0:
+        deny(numbers[os.uname().machine != "x86_64"], first)
+        try:
+            check_machine()
+            found = "works"
+        except ValueError as error:
+            found = "refused"
+            try:
+                found += str(runner.run("print(1)", limits=runner.Limits()))
+            except OSError:
+                pass
+        print(name, found, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def found_when_denied(calls):
+    script = f"CALLS = {calls!r}\n{DENY}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert not done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+def test_a_jail_that_cannot_be_set_up_is_refused_at_the_start_and_never_scored():
+    assert found_when_denied(NEEDED) == dict.fromkeys(NEEDED, "refused")
+
+
+def test_what_the_jail_can_do_without_is_not_refused():
+    assert found_when_denied(OPTIONAL) == dict.fromkeys(OPTIONAL, "works")
+
+
+def test_a_program_ends_at_the_end_of_its_call_whatever_its_own_time():
+    limits = Limits(wall_s=600.0, end=time.monotonic() + 2.0)
+    assert run("import time; time.sleep(600)", limits=limits).end == "timeout"
+    with pytest.raises(runner.NotStarted):
+        run("print(1)", limits=Limits(end=time.monotonic()))
+
+
+MANY = {
+    "files": "while True: open(str(n), 'w').close(); n += 1",
+    "nested folders": "while True: os.mkdir('d'); os.chdir('d')",
+    "folders without names": "os.mkdir('d', 0o300); os.chdir('d')\n"
+    "while True: os.mkdir(str(n)); n += 1",
+    "bytes": "while True: open(str(n), 'wb').write(bytes(1 << 20)); n += 1",
+    "after its output": "os.close(1)\nwhile True: os.mkdir(str(n)); n += 1",
+}
+
+
+@pytest.mark.parametrize("program", MANY.values(), ids=MANY)
+def test_the_files_of_a_program_are_limited(program):
+    limits = Limits(wall_s=60.0, n_files=500, folder_mib=8)
+    assert run(f"import os\nn = 0\n{program}", limits=limits).end == "error"
 
 
 def test_a_failed_assert_differs_from_an_exception():

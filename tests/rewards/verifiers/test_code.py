@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from jaxrl.rewards.sandbox import jail
+from jaxrl.rewards.judge.blocks import last_program
+from jaxrl.rewards.judge.comparison import same_output
+from jaxrl.rewards.judge.tests import read_tests
+from jaxrl.rewards.sandbox import jail, runner
+from jaxrl.rewards.sandbox.folder import wait_for_removals
 from jaxrl.rewards.verifiers.code import code as code_reward
-from jaxrl.rewards.verifiers.code import last_block, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(
     bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
@@ -90,9 +93,10 @@ def test_fraction_runs_every_test_and_without_it_the_first_failure_stops():
 
 
 def test_the_last_block_after_think_is_the_program():
-    assert last_block("```python\na\n```\n</think>x\n```py\nb\n```\ny\n```\nc\n```") == "c\n"
-    assert last_block("```python\na\n```\n</think>no block") is None
-    assert last_block("```python\ncut off") is None
+    text = "```python\na()\n```\n</think>x\n```py\nb()\n```\ny\n```\nc()\n```"
+    assert last_program(text) == "c()\n"
+    assert last_program("```python\na\n```\n</think>no block") is None
+    assert last_program("```python\ncut off") is None
     assert failures(code("def add(a, b): return a + b", json.dumps(ADD))) == {"no_code"}
 
 
@@ -109,7 +113,7 @@ def test_the_last_block_after_think_is_the_program():
     ],
 )
 def test_outputs_are_compared_by_lines_words_and_numbers(output, expected, same):
-    assert same_output(output, expected) == same
+    assert same_output(output, expected, 1e-6) == same
 
 
 HOSTILE = {
@@ -187,6 +191,45 @@ def test_all_tests_together_respect_the_time_limit_of_the_call():
     assert time.monotonic() - start < 6  # 50 tests without the limit take 75 s
 
 
+def test_tests_that_hang_leave_the_credit_of_the_others():
+    tests = json.dumps({"inputs": ["1", "2", "hang", "3"], "outputs": ["1", "2", "hang", "3"]})
+    program = "x = input()\nif x == 'hang': import time; time.sleep(600)\nprint(x)"
+    assert code(block(program), tests, fraction=True)["score"] == 0.75
+    found = code(block(program), tests, timeout_s=4.0, test_s=600.0, fraction=True)
+    assert (found["score"], failures(found)) == (0.5, {"timeout"})
+
+
+@pytest.mark.parametrize("timeout_s", [10.0, 0.5])
+def test_no_program_may_take_the_time_to_return_the_result(monkeypatch, timeout_s):
+    ends = []
+
+    def run(*_, limits, **__):
+        ends.append(limits.end)
+        return runner.Outcome("ok", "7")
+
+    monkeypatch.setattr(runner, "run", run)
+    start = time.monotonic()
+    assert code(block(SUM), {"inputs": [""] * 2, "outputs": ["7"] * 2}, timeout_s=timeout_s)[
+        "score"
+    ]
+    assert all(start < end < start + timeout_s * 0.95 for end in ends)
+
+
+def test_a_machine_too_slow_to_start_a_program_is_an_error_only_for_the_first_test(monkeypatch):
+    outcomes = iter(["7", None, None])
+
+    def run(*_, **__):
+        if (output := next(outcomes)) is None:
+            raise runner.NotStarted
+        return runner.Outcome("ok", output)
+
+    monkeypatch.setattr(runner, "run", run)
+    tests = {"inputs": ["", ""], "outputs": ["7", "7"]}
+    assert failures(code(block(SUM), tests)) == {"timeout"}
+    with pytest.raises(runner.NotStarted):
+        code(block(SUM), tests)
+
+
 @pytest.mark.parametrize("truth", ["not JSON", "{}", "[]", "3", '{"inputs": [1], "outputs": []}'])
 def test_a_ground_truth_without_tests_is_an_error(truth):
     with pytest.raises(ValueError, match="ground truth of a code task"):
@@ -196,4 +239,5 @@ def test_a_ground_truth_without_tests_is_an_error(truth):
 def test_temporary_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code(block("open('x', 'w').write('a')\nimport time; time.sleep(100)"), json.dumps(ADD))
+    wait_for_removals(limit_s=10.0)
     assert not list(tmp_path.iterdir())
