@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import socket
 
+import numpy as np
 import pytest
 
 from jaxrl.config.saved import from_json
@@ -18,12 +19,15 @@ from jaxrl.http.body import parse_json as parse_body
 from jaxrl.http.errors import RequestError
 from jaxrl.io.tracking.json_lines import parse_line
 from jaxrl.json_text import MAX_DEPTH, json_size, parse_json, parse_json_values
+from jaxrl.rollout.agents.chat import parse_chat, parse_reward
+from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits
 from jaxrl.runtime.folder_lock import UNKNOWN, read_lock
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import ToolUse
 from jaxrl.tools.formats import FORMATS
 from jaxrl.tools.messages import as_message, parse_or_none
 from jaxrl.tools.parser import parse_turn
+from jaxrl.types import Prompt
 from jaxrl.workers.channel import Channel, ProtocolError, WorkerChannel
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -167,3 +171,40 @@ def test_the_deepest_arguments_of_an_environment_reach_the_trainer():
 def test_a_file_with_a_byte_order_mark_is_read():
     assert parse_object(b'\xef\xbb\xbf{"a": 1}', "config.json", "") == {"a": 1}
     assert parse_json("[1e308, -1e-400]") == [1e308, 0.0]
+
+
+ARGUMENTS = json.dumps({"a": ["x" * 1000] * 1000})
+LARGE = {  # large requests of an agent without any text
+    "arguments": {"messages": [tool_message(ARGUMENTS)]},
+    "names": {"messages": [{"role": "user", "content": "", "name": "x" * 1_000_000}]},
+    "reasoning": {"messages": [{"role": "user", "content": "", "reasoning": "x" * 1_000_000}]},
+    "many messages": {"messages": [{"role": "user", "content": ""}] * 15_000},
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_the_size_of_an_agents_request_counts_all_of_its_fields(case):
+    request = parse_chat(json.dumps(LARGE[case]).encode())
+    assert request.size > 90_000
+    limits = AgentLimits(context_len=1000, max_turns=3, timeout_s=0.0, needs_reward=False)
+    prompt = Prompt(0, request.messages[:1], np.zeros(1, np.int32), "")
+    episode = AgentEpisode(prompt, 0, seed=0, limits=limits)
+    with pytest.raises(RequestError, match=r"characters and the context is 1000 tokens"):
+        episode.place_turn(request)
+
+
+@pytest.mark.parametrize(
+    "tools", [[{"name": "f", "description": "x" * 200_000}], [{"name": "f"}] * 600]
+)
+def test_the_tools_of_an_agent_are_bounded(tools):
+    with pytest.raises(RequestError) as rejected:
+        parse_chat(json.dumps({"messages": [tool_message("")], "tools": tools}).encode())
+    assert rejected.value.body()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 400, "-" + "9" * 400, "NaN", "true"])
+def test_a_reward_that_is_no_float_is_an_error_of_the_request(number):
+    with pytest.raises(RequestError) as rejected:
+        parse_reward(f'{{"reward": {number}}}'.encode())
+    assert rejected.value.status == 400
+    assert parse_reward(b'{"reward": 10000000000000000000000}') == {"reward": 1e22}

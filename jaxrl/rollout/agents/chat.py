@@ -16,7 +16,7 @@ from jaxrl.tools.messages import as_message
 from jaxrl.types import Message
 
 MODEL = "policy"  # the name in responses; requests may name any model
-MAX_VALUES = 1 << 18  # JSON values of a body
+MAX_VALUES = 1 << 20  # JSON values of a body
 MAX_TOOLS, MAX_TOOLS_SIZE = 512, 512 << 10  # tools of a request, and characters of all of them
 MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 # Fields that would change the meaning of a response, with the values that have no effect. All other

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -38,6 +39,7 @@ from jaxrl.rollout.agents.chat import (
     parse_chat,
     parse_reward,
 )
+from jaxrl.rollout.agents.episode import PlacedTurn
 
 MAX_BODY_BYTES, MAX_BODIES_BYTES = 16 << 20, 256 << 20
 N_CONNECTIONS = 4096
@@ -62,7 +64,17 @@ class RewardCall:
     future: Future[None]
 
 
-Call = TurnCall | RewardCall | str  # str: the episode of a request that was rejected
+@dataclasses.dataclass(frozen=True, eq=False)
+class RenderedTurn:
+    """A turn whose messages a thread of the run has rendered, or failed to."""
+
+    number: int  # the episode's, in the pool
+    call: TurnCall
+    placed: PlacedTurn
+    tokens: Future[np.ndarray]
+
+
+Call = TurnCall | RewardCall | RenderedTurn | str  # str: the episode of a rejected request
 
 
 class AgentEndpoint:

@@ -76,6 +76,31 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class PlacedTurn:
+    """A turn whose place in the conversations is known; its new messages are not rendered yet."""
+
+    request: ChatRequest
+    branch: Branch | None  # that it continues; None: it begins one
+    kept: np.ndarray  # int32, tokens before the new messages
+    n_kept: int  # messages that are not new
+
+    def render(self, renderer: ChatRenderer, eos_ids: Sequence[int]) -> np.ndarray:
+        """int32, the tokens of the new messages; on any thread.
+
+        Raises ValueError if the chat template rejects them.
+        """
+        messages = self.request.messages
+        if not self.n_kept:
+            return renderer.render_all([messages], [self.request.tools])[0]
+        return renderer.render_reply(
+            messages[self.n_kept :],
+            stop=eos_ids,
+            ended=self.kept[-1] in eos_ids,
+            calls=calls_of(messages[self.n_kept - 1]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class PendingTurn:
     """A turn that the model writes next. Nothing of it is kept before it has ended."""
 
@@ -102,13 +127,11 @@ class AgentEpisode:
         self._finish = "stop"
         self._n_seen: dict[int, int] = {}  # requests by the hash of their tokens
 
-    def begin_turn(
-        self, request: ChatRequest, renderer: ChatRenderer, eos_ids: Sequence[int]
-    ) -> PendingTurn:
-        """The turn that a request asks for.
+    def place_turn(self, request: ChatRequest) -> PlacedTurn:
+        """Where the turn that a request asks for belongs; `begin_turn` or `withdraw` must follow.
 
-        Raises RequestError if the context or the number of turns is exceeded, or if the chat
-        template rejects the messages.
+        Raises RequestError if the number of turns is exceeded, or the request is too large to be
+        rendered.
         """
         if self._n_started == self._limits.max_turns:
             self._finish = "turns"
@@ -119,18 +142,33 @@ class AgentEpisode:
             )
         if request.size > MAX_TOKEN_CHARS * self._limits.context_len:
             raise self._too_long(f"{request.size} characters")
-        try:
-            branch, before, observation = self._place(request, renderer, eos_ids)
-        except ValueError as error:  # of the chat template
-            raise RequestError(400, str(error), param="messages") from error
-        tokens = np.concatenate([before, observation])
+        placed = self._place(request)
+        if placed.branch is not None:
+            placed.branch.busy = True
+        self._n_started += 1
+        return placed
+
+    def begin_turn(self, placed: PlacedTurn, new: np.ndarray) -> PendingTurn:
+        """The turn, after the rendered tokens of its new messages.
+
+        Raises RequestError if the context is exceeded.
+        """
+        request, tokens = placed.request, np.concatenate([placed.kept, new])
         room = self._limits.context_len - len(tokens)
         if room < 1:
             raise self._too_long(f"{len(tokens)} tokens")
-        branch.busy = True
-        self._n_started += 1
+        branch, observation = placed.branch, new
+        if branch is None:
+            branch, observation = self._new_branch(request, tokens), np.zeros(0, np.int32)
+            branch.busy = True
         seed, n = self._turn_seed(tokens), min(request.max_tokens or room, room)
         return PendingTurn(branch, request, tokens, observation, n, seed)
+
+    def withdraw(self, placed: PlacedTurn) -> None:
+        """Forgets a placed turn that cannot begin."""
+        if placed.branch is not None:
+            placed.branch.busy = False
+        self._n_started -= 1
 
     def _too_long(self, length: str) -> RequestError:
         self._finish = "length"
@@ -143,33 +181,22 @@ class AgentEpisode:
             code=CONTEXT_CODE,
         )
 
-    def _place(
-        self, request: ChatRequest, renderer: ChatRenderer, eos_ids: Sequence[int]
-    ) -> tuple[Branch, np.ndarray, np.ndarray]:
-        """(branch, its tokens before the new messages, tokens of the new messages).
+    def _place(self, request: ChatRequest) -> PlacedTurn:
+        """The turn continues the branch that shares most messages with its request.
 
-        The branch is the one that shares most messages with the request if that ends with its last
-        turn, else a new one.
+        If that is at an earlier turn of the branch, or the model writes its next one, it begins a
+        branch with the same tokens.
         """
         pairs = [(b, end) for b in self.branches if (end := b.continued_by(request)) is not None]
         if not pairs:
-            (tokens,) = renderer.render_all([request.messages], [request.tools])
-            return self._new_branch(request, tokens), tokens, np.zeros(0, np.int32)
+            return PlacedTurn(request, None, np.zeros(0, np.int32), 0)
 
-        def preference(pair: tuple[Branch, TurnEnd]) -> tuple[int, bool]:
-            branch, end = pair
-            return end.n_messages, end is branch.ends[-1] and not branch.busy
+        def is_next(branch: Branch, end: TurnEnd) -> bool:
+            return end is branch.ends[-1] and not branch.busy
 
-        branch, end = max(pairs, key=preference)
-        kept = branch.tokens(end)
-        turn, reply = request.messages[end.n_messages - 1], request.messages[end.n_messages :]
-        observation = renderer.render_reply(
-            reply, stop=eos_ids, ended=kept[-1] in eos_ids, calls=calls_of(turn)
-        )
-        if end is not branch.ends[-1] or branch.busy:
-            kept, observation = np.concatenate([kept, observation]), np.zeros(0, np.int32)
-            branch = self._new_branch(request, kept)
-        return branch, kept, observation
+        branch, end = max(pairs, key=lambda pair: (pair[1].n_messages, is_next(*pair)))
+        continued = branch if is_next(branch, end) else None
+        return PlacedTurn(request, continued, branch.tokens(end), end.n_messages)
 
     def _new_branch(self, request: ChatRequest, tokens: np.ndarray) -> Branch:
         prompt = dataclasses.replace(self.prompt, tokens=tokens)

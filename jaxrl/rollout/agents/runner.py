@@ -8,19 +8,27 @@ import contextlib
 import dataclasses
 import queue
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import Reply
-from jaxrl.rollout.agents.endpoint import AgentEndpoint, Call, RewardCall, TurnCall
+from jaxrl.rollout.agents.endpoint import (
+    AgentEndpoint,
+    Call,
+    RenderedTurn,
+    RewardCall,
+    TurnCall,
+)
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
 from jaxrl.rollout.agents.turn import TurnReader
 from jaxrl.rollout.episodes import episode_task
 from jaxrl.rollout.generate import Response, append_generated, continued
 from jaxrl.types import Prompt, Tree
 
+N_RENDER_THREADS = 2
 IDLE_S = 0.02  # wait for requests when idle, between two looks at the agents' processes
 
 
@@ -65,6 +73,8 @@ class AgentRunner:
         self.started: dict[int, AgentEpisode] = {}  # by number in the pool
         self.in_engine: dict[int, ActiveTurn] = {}  # by slot
         self._paused: list[ActiveTurn] = []
+        self._threads = ThreadPoolExecutor(N_RENDER_THREADS, "render")
+        self._rendering: dict[TurnCall, int] = {}  # number of the episode
         self._numbers: dict[str, int] = {}  # by id of the endpoint
         self._ids: dict[int, str] = {}
         self._deadlines: dict[int, float] = {}
@@ -158,11 +168,14 @@ class AgentRunner:
                 self._resume(active.number)
 
     def _handle(self, call: Call) -> None:
+        if isinstance(call, RenderedTurn):
+            self._begin(call)
+            return
         number = self._numbers.get(call if isinstance(call, str) else call.episode)
         if isinstance(call, str):  # a request that was answered with an error
             if number is not None:
                 self.started[number].reject()
-        elif not call.future.cancelled():
+        elif not call.future.cancelled():  # else its client has disconnected
             if number is None:
                 self._fail(call, RequestError(404, "this episode has ended", code="episode_ended"))
             elif isinstance(call, RewardCall):
@@ -173,15 +186,34 @@ class AgentRunner:
                 self._submit(number, call)
 
     def _submit(self, number: int, call: TurnCall) -> None:
-        """Queues a turn of the model, or answers with the reason why it cannot."""
-        episode = self.started[number]
+        """Renders the messages of a turn on a thread, or answers with the reason why not."""
+        episode, calls = self.started[number], self.agents.endpoint.calls
         try:
-            turn = self.reader.begin(episode, call.request)
+            placed = self.reader.place(episode, call.request)
         except RequestError as error:
             episode.reject()
             return self._fail(call, error)
-        response = Response(episode.prompt, episode.sample)
-        self._queue(ActiveTurn(number, call, turn, response))
+        self._rendering[call] = number
+        tokens = self._threads.submit(self.reader.render, placed)
+        return tokens.add_done_callback(
+            lambda done: calls.put(RenderedTurn(number, call, placed, done))
+        )
+
+    def _begin(self, rendered: RenderedTurn) -> None:
+        """Queues a turn of the model, or answers with the reason why it cannot."""
+        call, number = rendered.call, rendered.number
+        if self._rendering.pop(call, None) is None:  # its episode has ended
+            return None
+        episode = self.started[number]
+        if call.future.cancelled():
+            return episode.withdraw(rendered.placed)
+        try:
+            turn = episode.begin_turn(rendered.placed, rendered.tokens.result())
+        except RequestError as error:
+            episode.withdraw(rendered.placed)
+            episode.reject()
+            return self._fail(call, error)
+        self._queue(ActiveTurn(number, call, turn, Response(episode.prompt, episode.sample)))
         return self.agents.pool.pause(number)
 
     def _queue(self, active: ActiveTurn) -> None:
@@ -229,8 +261,10 @@ class AgentRunner:
         slots = [slot for slot, active in self.in_engine.items() if active.number == number]
         paused = [active for active in self._paused if active.number == number]
         self._paused = [active for active in self._paused if active.number != number]
-        for active in [*paused, *map(self._drop, slots)]:
-            self._fail(active.call, RequestError(503, "this episode has ended"))
+        rendering = [call for call, owner in self._rendering.items() if owner == number]
+        for call in [active.call for active in (*paused, *map(self._drop, slots))] + rendering:
+            self._rendering.pop(call, None)
+            self._fail(call, RequestError(503, "this episode has ended"))
         name = self._ids.pop(number)
         del self._numbers[name]
         self._deadlines.pop(number, None)

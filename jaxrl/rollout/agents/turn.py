@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
-from jaxrl.rollout.agents.episode import AgentEpisode, PendingTurn
+from jaxrl.rollout.agents.episode import AgentEpisode, PendingTurn, PlacedTurn
 from jaxrl.rollout.generate import Response
 from jaxrl.tools.calls import openai_form
 from jaxrl.tools.formats import ToolFormat, tool_format
@@ -22,14 +22,21 @@ class TurnReader:
         self.renderer, self.eos_ids = renderer, eos_ids
         self._format: ToolFormat | None = None
 
-    def begin(self, episode: AgentEpisode, request: ChatRequest) -> PendingTurn:
+    def place(self, episode: AgentEpisode, request: ChatRequest) -> PlacedTurn:
         """The turn that a request with checked tools asks for. Raises RequestError."""
         try:
             if request.tools and self._format is None:
                 self._format = tool_format(self.renderer.template)
         except ValueError as error:
             raise RequestError(400, str(error), param="tools") from error
-        return episode.begin_turn(request, self.renderer, self.eos_ids)
+        return episode.place_turn(request)
+
+    def render(self, placed: PlacedTurn) -> np.ndarray:
+        """int32, the tokens of a turn's new messages; on any thread. Raises RequestError."""
+        try:
+            return placed.render(self.renderer, self.eos_ids)
+        except ValueError as error:  # of the chat template
+            raise RequestError(400, str(error), param="messages") from error
 
     def message(
         self, turn: PendingTurn, response: Response, stop: Sequence[str]
@@ -39,7 +46,7 @@ class TurnReader:
         message = {"role": "assistant", "content": plain}
         if not turn.request.tools or not turn.request.may_call:
             return message, response.finish, 0
-        assert self._format is not None  # of `begin`
+        assert self._format is not None  # of `place`
         parsed = parse_turn(
             self._text(response, stop, skip_special=False),
             self._format,

@@ -150,6 +150,11 @@ WRONG = [
     ({"n": 2}, 400), ({"logprobs": True}, 400), ({"max_tokens": 0}, 400), ({"stop": [""]}, 400),
     ({"tools": "x"}, 400), ({"tools": [{"function": {"name": "f"}, "type": "function"}]}, 400),
     ({"response_format": {"type": "json_object"}}, 400),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "[" * 3000}}]}]}, 400),
+    ({"tools": [TOOL] * 600}, 400),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": json.dumps({"a": "x" * 20000})}}]}]}, 400),
     ({"messages": [{"role": "user", "content": "x" * 400}]}, 400),
 ]
 
@@ -373,8 +378,8 @@ def test_tool_calls_go_through_the_chat_template(agents, renderer, tmp_path):
 def test_nonsense_is_answered_and_counted(agents, renderer):
     ((rollout,), _) = play(agents, renderer, ["nonsense"], ["ab<|im_end|>"] * 3)
     assert rollout.episode.error == "" and rollout.finish == "turns"
-    # 15 bodies, the reward without a number, and the fourth turn
-    assert rollout.episode.counts["rejected"] == 17
+    # 18 bodies, the reward without a number, and the fourth turn
+    assert rollout.episode.counts["rejected"] == 20
     assert rollout.episode.n_turns == 3 and len(rollout.branches) == 2
 
 
