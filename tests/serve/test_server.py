@@ -25,6 +25,7 @@ from jaxrl.serve.engine_thread import EngineThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
 from jaxrl.serve.requests.request import parse_completion
+from jaxrl.serve.structured.grammar import MAX_QUEUED
 from tests.serve.serve_cases import KEY, arguments, direct, metric, running, serving, wait_until
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -242,6 +243,27 @@ def json_format(schema):
 def ask(served, **fields):
     body = dict(model="tiny", messages=HI, max_tokens=380, temperature=1.5, seed=1) | fields
     return served.client.chat.completions.create(**body)
+
+
+@pytest.mark.thorough
+def test_schemas_that_never_compile_leave_other_requests_alone(served):
+    def hostile(n):
+        schema = {"type": "integer", "multipleOf": 1299709 + n}
+        chosen = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.APIStatusError) as error:
+            served.client.chat.completions.create(model="tiny", messages=HI, response_format=chosen)
+        return error.value.status_code
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        statuses = [pool.submit(hostile, n) for n in range(24)]
+        wait_until(lambda: served.service.limits.grammars._n_queued == MAX_QUEUED)
+        for _ in range(3):  # while all of the queue waits
+            body = dict(model="tiny", messages=HI, max_tokens=8)
+            assert served.client.chat.completions.create(**body).choices
+            assert httpx.get(f"{served.base}/health").status_code == 200
+    statuses = [status.result() for status in statuses]
+    assert set(statuses) == {400, 429} and statuses.count(400) >= MAX_QUEUED
+    wait_until(lambda: idle(served))
 
 
 def test_a_random_model_writes_json_of_the_schema_next_to_plain_requests(served):
