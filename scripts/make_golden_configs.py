@@ -263,24 +263,28 @@ def draws(seed: int, fields: Sequence[Sequence[Json]]) -> Iterator[tuple[Json, l
     """
     rng = np.random.default_rng(seed)
     supported = [[option for option in field if not isinstance(option, May)] for field in fields]
-    orders = [rng.permutation(len(options)) for options in supported]
-    starts = [int(rng.integers(len(options))) for options in supported]
 
-    def draw(i: int) -> list[Json]:
-        chosen = zip(supported, orders, starts, strict=True)
-        return [options[order[(i + start) % len(options)]] for options, order, start in chosen]
+    def order(n_options: int) -> Iterator[int]:
+        """Each option once, in a random order, again and again."""
+        while True:
+            yield from rng.permutation(n_options)
+
+    orders = [order(len(options)) for options in supported]
+
+    def draw() -> list[Json]:
+        return [options[next(turn)] for options, turn in zip(supported, orders, strict=True)]
 
     n = max(map(len, supported))
-    for i in range(n):
-        yield merged(draw(i)), []
+    for _ in range(n):
+        yield merged(draw()), []
     others = [
         (at, option)
         for at, field in enumerate(fields)
         for option in field
         if isinstance(option, May)
     ]
-    for i, (at, option) in enumerate(others):
-        drawn = draw(n + i)
+    for at, option in others:
+        drawn = draw()
         yield merged(drawn[:at] + drawn[at + 1 :] + [option]), list(option)
 
 

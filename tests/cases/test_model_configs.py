@@ -110,7 +110,7 @@ def test_every_config_is_read_or_refused_with_the_field(model_type, golden_logit
 
 
 @pytest.mark.parametrize(
-    "name", graded(SUPPORTED, default=["llama_12", "qwen3_moe_4", "gemma3_text_4"])
+    "name", graded(SUPPORTED, default=["llama_3", "qwen3_moe_14", "gemma3_text_4"])
 )
 def test_the_logits_of_a_config_are_those_of_transformers(
     name, golden_logits, tmp_path, one_device
@@ -258,6 +258,7 @@ def test_an_unknown_field_is_refused_unless_it_is_off(model_type):
         ("mixtral", dict(num_experts=8), "num_experts and num_local_experts differ"),
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise is 0.1"),
         ("qwen2", dict(layer_types=MIXED, sliding_window=8), "sliding_window is None"),
+        ("qwen3", dict(layer_types=["full_attention"]), "layer_types has 1 entries for 3 layers"),
         ("qwen3_moe", dict(shared_expert_intermediate_size=20), "shared_expert_intermediate_size"),
         ("qwen3_moe", dict(mlp_only_layers=[0]), "mlp_only_layers"),
         ("gemma2", dict(sliding_window=None), "sliding_window is None"),
@@ -404,6 +405,16 @@ PUBLISHED = {  # entries other than sizes, as published models have them
         sliding_window=None,
         use_sliding_window=False,
     ),
+    "qwen3 coder": config(
+        "qwen3_moe",
+        qkv_bias=False,
+        use_qk_norm=True,
+        shared_expert_intermediate_size=0,
+        router_aux_loss_coef=0.0,
+    ),
+    "qwen2.5 1m": config("qwen2", dual_chunk_attention_config=dict(chunk_size=262144)),
+    "falcon 3": config("llama", activation="swiglu", architectures=["LlamaForCausalLM"]),
+    "saved by fsdp": config("qwen2", architectures=["FSDPQwen2ForCausalLM"]),
     "classifier": config(
         "qwen3",
         architectures=["Qwen3ForSequenceClassification"],
@@ -437,6 +448,15 @@ PUBLISHED = {  # entries other than sizes, as published models have them
         torch_dtype="bfloat16",
     ),
 }
+
+
+SHAPES = {path.stem: json.loads(path.read_text()) for path in (ROOT / "configs/shapes").iterdir()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_reads_the_shipped_shapes_with_the_same_meaning(name, tmp_path):
+    cfg = config_from_hf(SHAPES[name])
+    assert config_from_hf(through_transformers(SHAPES[name], tmp_path)) == cfg
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -122,6 +122,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
 WITHOUT_EFFECT = frozenset(name for names in NEUTRAL.values() for name in names)
 # Neutral at these values only; null is neutral too.
 NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",),
     "attention_bias": (False,),
     "attention_dropout": (0,),
     "causal": (True,),
@@ -131,7 +132,7 @@ NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_rope": (True,),
 }
-QUANTIZATION = ("quantization_config", "compression_config")
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,7 @@ def check_architectures(
     heads = ("ForCausalLM", "ForSequenceClassification", "ForConditionalGeneration", "Model")
     known = {name + head for name in classes for head in heads}
     found = config.get("architectures") or []
-    if not isinstance(found, list) or not all(name in known for name in found):
+    if not isinstance(found, list) or {str(name).removeprefix("FSDP") for name in found} - known:
         raise ValueError(
             f"architectures is {shown(found)}, and of {model_type} models "
             f"{classes[0]}ForCausalLM and {classes[-1]}ForSequenceClassification are supported; "

@@ -78,6 +78,9 @@ def read_windows(c: Json, window: int | None, default_types: list[str]) -> tuple
     types = c.get("layer_types") or default_types
     if unknown := set(types) - {LOCAL, GLOBAL}:
         raise ValueError(f"layer_types {sorted(unknown)} are not known; known: {LOCAL}, {GLOBAL}")
+    if len(types) != c["num_hidden_layers"]:
+        n_layers = c["num_hidden_layers"]
+        raise ValueError(f"layer_types has {len(types)} entries for {n_layers} layers")
     if LOCAL not in types:
         return ()
     if not window:

@@ -9,7 +9,8 @@ from jaxrl.models.families import entries, fields
 ENTRIES = entries.Entries(
     classes=("Qwen2",),
     read=entries.READ | entries.LATER_LEN | entries.QWEN_WINDOWS | {"hidden_act"},
-    neutral=frozenset({"attention_bias"}),  # the class has its biases in any case
+    # the class has its biases in any case; transformers computes no dual chunks
+    neutral=frozenset({"attention_bias", "dual_chunk_attention_config"}),
 )
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32)  # of transformers
 

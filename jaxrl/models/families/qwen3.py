@@ -9,6 +9,8 @@ from jaxrl.models.families import entries, fields, qwen2
 ENTRIES = entries.Entries(
     classes=("Qwen3",),
     read=entries.READ | entries.LATER_LEN | entries.QWEN_WINDOWS | {"hidden_act", "attention_bias"},
+    neutral=frozenset({"dual_chunk_attention_config"}),
+    neutral_at={"use_qk_norm": (True,)},
 )
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32, head_dim=128)  # of transformers
 

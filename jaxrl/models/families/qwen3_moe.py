@@ -23,7 +23,15 @@ ENTRIES = entries.Entries(
         "decoder_sparse_step",
         "mlp_only_layers",
     },
-    neutral=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
+    neutral=frozenset(
+        {
+            "dual_chunk_attention_config",
+            "max_window_layers",
+            "output_router_logits",
+            "router_aux_loss_coef",
+        }
+    ),
+    neutral_at={"use_qk_norm": (True,)},
 )
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=4)  # of transformers
 
