@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM before there is state to save: one line, and the process ends at once.
 
-Python runs signal handlers in the main thread between two of its own instructions, so not while XLA
+Python runs signal handlers in the main thread between two bytecode instructions, so not while XLA
 compiles or a library loads. Its wakeup descriptor gets the number of a signal at once, and a
 thread that waits for it ends the process. Imports nothing heavy itself.
 """

@@ -29,7 +29,7 @@ with before_ending(lock.unlink):
         while True:
             pass
     finally:
-        print("the main thread goes on")
+        print("the main thread continues")
 """
 
 

@@ -28,6 +28,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             end_interrupts()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             names = ", ".join((options.name, *options.adapters))
+            default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
             print(f"serving {names} on {url(listening)}/v1; stop with Ctrl-C", flush=True)
             web.run(sockets=[listening])
     except (ValueError, OSError, CheckpointError, OutOfMemoryError) as error:

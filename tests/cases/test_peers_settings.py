@@ -194,7 +194,7 @@ def test_the_table_names_these_settings(name):
 @pytest.mark.parametrize(
     "theirs, ours, least",
     [
-        # what the table said before, or what a user would guess
+        # settings of an earlier table, or what a user would guess
         (dict(loss_type="sapo"), dict(policy_loss="sapo", aggregation="token_mean"), 0.3),
         (dict(beta=0.3), dict(kl_coef=0.3, kl="k3"), 0.02),
         (dict(loss_type="cispo", epsilon_high=1.1), dict(policy_loss="cispo", clip_high=1.1), 0.01),
