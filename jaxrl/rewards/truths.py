@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl.config.plugins import load_plugin
 from jaxrl.rewards.functions import KEY
 from jaxrl.rewards.sources import reward_of
 from jaxrl.rewards.verifiers.ground_truth import read_expression, read_number, read_text
 from jaxrl.types import Prompt
-from jaxrl.config.plugins import load_plugin
 
 TAGS, BOX, MARK, ALONE = "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", "{}"
 

@@ -37,10 +37,8 @@ PLAIN_READERS = {
     "jaxrl/config/saved.py": "a config may hold infinite numbers; its own check of the depth",
     "jaxrl/data/sources/files.py": "rows of a dataset, with its own errors",
     "jaxrl/io/checkpoint": "files that a run wrote, with its own errors",
-    "jaxrl/report": "files that a run wrote",
+    "jaxrl/report/page.py": "its own values",
     "jaxrl/rewards/sandbox": "a protocol between two of our own processes",
-    "jaxrl/rewards/verifiers/code.py": "tests of a row, in the worker of a reward",
-    "jaxrl/rewards/verifiers/remote.py": "the reply of a reward server, in the worker of a reward",
 }
 DEEP = {
     "open arrays": "[" * 3000,

@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+from jaxrl.json_text import parse_json
+
 MAX_LEXER_STATES = 20_000  # of one response, about 2 kB each
 NO_VALUE = "no value matches it"
 # Up to 16 blanks between two parts of a value: a model could write blanks forever otherwise.
@@ -33,7 +35,7 @@ def build_matcher(tokenizer: Any, schema: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     options = {"whitespace_pattern": BLANKS, "lenient": False}
-    value = json.dumps(json.loads(schema) | {"x-guidance": options})
+    value = json.dumps(parse_json(schema) | {"x-guidance": options})
     grammar = {"grammars": [{"lark_grammar": f"{NO_FORCING}\nstart: %json {value}"}]}
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, json.dumps(grammar), log_level=0, limits=limits)
