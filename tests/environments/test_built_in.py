@@ -156,3 +156,10 @@ def test_a_gymnasium_game(tmp_path, monkeypatch):
     assert game.step("1") == ("3", 1.0, True)
     with pytest.raises(ValueError, match="which text cannot express"):
         TextGame("Pendulum-v1")
+
+
+def test_a_number_of_thousands_of_digits_is_no_guess():
+    game = GuessNumber()
+    game.reset({"seed": 1, "answer": "3"})
+    assert game.step("9" * 5000) == ("That is no number. Your next guess?", 0.0, False)
+    assert game.step("It is 3.")[1:3] == (0.9, True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.environments.api import Message, StepResult
 
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?(?<!\d)\d{1,18}(?!\d)")  # int() takes quadratic time
 
 
 class GuessNumber:
