@@ -77,8 +77,9 @@ def _read_block(lines: list[str], later: list[int], first: int) -> tuple[Block |
     rest = lines[first][opening.end() :].rstrip()
     label, code = _split_label(rest.partition(fence)[0])
     if fence in rest:  # all in one line
-        is_label = label in _PYTHON
-        return Block(label * is_label, code if is_label else rest.partition(fence)[0]), first + 1
+        is_labelled = label in _PYTHON
+        block = Block(label, code) if is_labelled else Block("", rest.partition(fence)[0])
+        return block, first + 1
     indent = len(before) if _LIST_ITEM.match(before) else len(before) - len(before.lstrip())
     last = next((i for i in later if _ends(lines[i], fence, indent)), None)
     inside = itertools.takewhile(lambda i: last is None or i < last, later)
