@@ -59,11 +59,11 @@ def plain_readers(path):
     """Lines with json.load, json.loads or a decoder of the standard library."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)) if "json" in source else ():
-        is_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if is_module and node.value.id == "json" and node.attr in ("load", "loads", "JSONDecoder"):
-            yield node.lineno
-        if isinstance(node, ast.ImportFrom) and node.module == "json":
-            yield node.lineno
+        match node:
+            case ast.Attribute(ast.Name("json"), "load" | "loads" | "JSONDecoder"):
+                yield node.lineno
+            case ast.ImportFrom(module="json"):
+                yield node.lineno
 
 
 def test_json_is_read_by_the_one_reader():

@@ -104,7 +104,7 @@ FAILURES = {
     "write text": "user code wrote to the environment's socket: b'hello, trainer",
     "write a pickle": "is not JSON",
     "write a list": "[1] is no turn",
-    "write a reward": "is no turn",
+    "write a reward": "Infinity is no number of JSON",
     "write messages": "'text' is no message",
 }
 
