@@ -129,3 +129,22 @@ with stop_on_signals(stop), before_ending(lock.unlink):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors.startswith("SIGINT: stopped at once")
     assert not (tmp_path / "lock").exists()
+
+
+def test_an_unfinished_folder_is_removed_and_the_model_in_its_place_stays(start, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    program = """
+from jaxrl.models.files.atomic_folder import atomic_folder
+with atomic_folder(lock.parent / "model") as folder:
+    (folder / "config.json").write_text("half")
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+    process = start(program)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert (target / "config.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "model"]
