@@ -116,7 +116,7 @@ def test_a_template_without_tool_calls_and_malformed_ones_are_errors(renderer, t
     bad = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "text"}}}}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* 'add' are no valid JSON schema: prop"):
         load(tmp_path, renderer, TOOL_ROW | {"tools": json.dumps([bad])})
-    bad = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    bad = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {}}}]}
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the tool call .* is not of the form"):
         load(tmp_path, renderer, {"messages": [QUESTION, bad]})
 

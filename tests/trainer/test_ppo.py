@@ -4,7 +4,6 @@ tiny runs (jaxrl/trainer/phases/experience.py, update.py), resuming, and rejecte
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -13,9 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl.config import resolve
+from jaxrl.config.command_line import parse
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.models.files.hf_load import load_model
-from jaxrl.train import main, train
+from jaxrl.train import train
+from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.trainer.phases.mini_batches import value_metrics
 from jaxrl.trainer.setup.run import open_run
@@ -117,7 +118,7 @@ def assert_same_weights(a: dict, b: dict):
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def run_main(config, tmp_path, monkeypatch) -> int:
+def run_main(config, tmp_path) -> int:
     """Exit status of a run of this config through the command line."""
     path = tmp_path / "ppo.py"
     path.write_text(
@@ -128,20 +129,17 @@ def run_main(config, tmp_path, monkeypatch) -> int:
         "    config.update(VALUES)\n"
         "    return config\n"
     )
-    monkeypatch.setattr(sys, "argv", ["jaxrl.train", f"--config={path}"])
-    return main()
+    return exit_status(train, parse([f"--config={path}"]))
 
 
 CRITIC = ("loss", "value_mean", "clip_fraction", "return_mean", "explained_variance")
 
 
 @pytest.mark.thorough
-def test_a_critic_learns_with_the_policy_and_resumes_bitwise(
-    ppo_config, tiny_model, tmp_path, monkeypatch
-):
+def test_a_critic_learns_with_the_policy_and_resumes_bitwise(ppo_config, tiny_model, tmp_path):
     ppo_config.critic.lr, ppo_config.critic.warmup_steps = 1e-2, 1
     ppo_config.critic.token_budget, ppo_config.critic.epochs = 512, 2
-    assert run_main(ppo_config, tmp_path, monkeypatch) == 0
+    assert run_main(ppo_config, tmp_path) == 0
     first, *rest = lines = lines_of(ppo_config)
     for line in lines:
         assert all(f"critic/{name}" in line for name in (*CRITIC, "grad_norm"))
