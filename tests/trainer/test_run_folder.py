@@ -162,3 +162,16 @@ def test_a_run_whose_disk_has_no_inodes_left_ends_with_one_message(tiny_config, 
     saved = max(int(name) for name in names if name.isdigit())
     tiny_config.total_steps = saved + 1
     finish_process(tiny_config, tmp_path, "--config.resume=True")
+
+
+@pytest.mark.parametrize("target", ["mine.jsonl", "nothing"])
+def test_links_to_files_in_a_run_folder_are_refused(target, tmp_path):
+    (tmp_path / "mine.jsonl").write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")  # on a larger disk
+    make_folder(run)
+    (run / "metrics.jsonl").symlink_to(tmp_path / target)
+    with pytest.raises(ValueError, match=r"has links: metrics\.jsonl; a run would write"):
+        make_folder(run)

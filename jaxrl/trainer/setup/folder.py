@@ -56,7 +56,10 @@ def hold_folder(cfg: RunConfig, progress: Progress) -> Iterator[FolderLock | Non
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder. Raises ValueError if that is not possible."""
+    """Creates the folder. Raises ValueError if that is not possible, or if files in it are links.
+
+    A run would write through a link to the file that it names.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -69,6 +72,16 @@ def make_folder(folder: Path) -> None:
             f"the run folder {folder} cannot be created: {error.strerror}; set config.run_dir to a "
             "folder you can write to"
         ) from error
+    if links := sorted(path.name for path in folder.iterdir() if _is_link_to_file(path)):
+        raise ValueError(
+            f"the run folder {folder} has links: {', '.join(links)}; a run would write to files "
+            "elsewhere. Remove them, or set config.run_dir to another folder"
+        )
+
+
+def _is_link_to_file(path: Path) -> bool:
+    """Whether a path is a link to a file or to nothing. Folders may be links."""
+    return path.is_symlink() and not path.is_dir()
 
 
 def open_folder(cfg: RunConfig) -> RunConfig:
