@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from ml_collections import ConfigDict
 
-from jaxrl.config.command_line import override, read_args, read_options, stop
+from jaxrl.config.command_line import override, print_help, read_args, read_options, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
@@ -67,8 +67,7 @@ def main() -> int:
 def read(argv: Sequence[str]) -> RunConfig:
     """The configuration of the evaluation. Exits with a message if the arguments are invalid."""
     if "-h" in argv or "--help" in argv:
-        print(__doc__)
-        raise SystemExit(0)
+        print_help(__doc__ or "")
     short = [arg for arg in argv if not arg.lstrip("-").startswith("config")]
     options = read_options(short, tuple(OPTION_KEYS))
     try:

@@ -39,9 +39,12 @@ if __name__ == "__main__":  # before jax is imported: does not open attached dev
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+    from jaxrl.config.command_line import print_help
     from jaxrl.ending import end_on_signals
 
     end_on_signals()
+    if {"-h", "--help"} & set(sys.argv[1:]):  # --config.help lists the keys of a run
+        print_help(__doc__ or "")
 
 import jax
 from ml_collections import ConfigDict

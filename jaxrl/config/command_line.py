@@ -7,8 +7,10 @@
 
 import ast
 import importlib.util
+import os
 import pathlib
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -80,6 +82,15 @@ def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, st
     return options
 
 
+def print_help(text: str) -> NoReturn:
+    """Prints a help text and ends the program, also if the reader of a pipe has ended."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
 def stop(message: str) -> NoReturn:
     """Ends the program with a message instead of a traceback."""
     raise SystemExit(f"error: {message}")
@@ -138,8 +149,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list
     while queue:
         arg = queue.pop(0)
         if arg in ("--help", "-h", "--config.help"):
-            print(help_text())
-            raise SystemExit(0)
+            print_help(help_text())
         if match := CONFIG.fullmatch(arg):
             path = match[1] if match[1] is not None else (queue.pop(0) if queue else None)
         elif match := OVERRIDE.fullmatch(arg):

@@ -168,6 +168,21 @@ def test_the_command_line_of_training_programs_is_answered_before_jax_is_importe
     assert done.returncode == 0, done.stderr
 
 
+def test_the_help_of_the_planner_has_its_options_and_no_keys():
+    command = [sys.executable, "-m", "jaxrl.plan", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--topology=NAME" in done.stdout
+    assert "algorithm.advantage" not in done.stdout
+
+
+def test_help_ends_quietly_if_its_reader_has_ended():
+    command = [sys.executable, "-m", "jaxrl.train", "--config.help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
 def test_a_missing_config_file_is_one_message():
     assert "no config file configs/nowhere.py" in stopped("configs/nowhere.py")
     with pytest.raises(SystemExit, match="no config file is given"):

@@ -24,7 +24,7 @@ class SavedArrays:
     """
 
     def __init__(self, directory: Path, step: int):
-        self.folder = directory / str(step)
+        self.folder = directory.absolute() / str(step)  # orbax reads no relative paths
         steps = complete_steps(directory)
         if step not in steps:
             raise CheckpointError(f"step {step} is not in {directory}; it has {_listed(steps)}")
@@ -63,7 +63,7 @@ class SavedArrays:
         return values
 
     def _open(self, name: str) -> ts.TensorStore:
-        base = (self.folder / "state").absolute().as_uri()
+        base = (self.folder / "state").as_uri()
         path = name.replace("/", ".") + "/"
         store = {"driver": "ocdbt", "base": base + "/", "path": path}
         return ts.open({"driver": self._driver, "kvstore": store}, read=True, open=True).result()

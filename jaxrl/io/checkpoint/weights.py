@@ -31,6 +31,7 @@ def read_weights(directory: Path, step: int, wanted: Tree) -> Tree:
     CheckpointError if the checkpoint is missing, was removed in the meantime, is damaged or has
     another architecture.
     """
+    directory = directory.absolute()  # orbax reads no relative paths
     path, leaves = directory / str(step), by_path({PARAMS: wanted})
     try:
         verify(directory, step)

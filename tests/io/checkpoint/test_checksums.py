@@ -23,6 +23,7 @@ from jaxrl.config.keys import CheckpointConfig
 from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.io.checkpoint.checksums import FILE, METADATA, write_checksums
 from jaxrl.io.checkpoint.errors import CheckpointError
+from jaxrl.io.checkpoint.saved_arrays import SavedArrays
 from jaxrl.io.checkpoint.weights import read_weights
 from tests.io.checkpoint.test_checkpointer import assert_bitwise_equal, numbers
 from tests.runtime.hosts.process_group import free_port
@@ -219,6 +220,16 @@ def test_lost_checksums_are_damage(saved, tmp_path, names, metadata):
         restore_2(folder)
     with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
         read_weights(folder, 2, numbers(2, shape=SHAPE).params)
+
+
+def test_a_checkpoint_is_read_by_a_relative_path(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    wanted = numbers(2, shape=SHAPE).params
+    weights = read_weights(Path(saved.name), 2, wanted)
+    jax.tree.map(np.testing.assert_array_equal, weights, wanted)
+    arrays = SavedArrays(Path(saved.name), 2)
+    name = next(iter(arrays.shapes))
+    np.testing.assert_array_equal(arrays.read(name), SavedArrays(saved, 2).read(name))
 
 
 def test_a_lost_list_of_the_arrays_is_damage(saved, tmp_path):
