@@ -13,6 +13,7 @@ from jaxrl import dpo, sft, train
 from jaxrl.config import resolve
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.trainer.offline.sft import SFT
+from tests.trainer.conftest import LLAMA, write_model
 from tests.trainer.offline.test_offline import metrics, offline, weights
 
 pytestmark = pytest.mark.thorough
@@ -100,6 +101,9 @@ TOOL_TEMPLATE = """
 
 
 def test_trls_conversations_with_tool_calls_train(tiny_config, tmp_path):
+    tiny_config.model.path = str(
+        write_model(tmp_path / "model", dataclasses.replace(LLAMA, max_len=512))
+    )
     rows = []
     for i, (question, answer) in enumerate(SUMS):
         arguments = {"a": i} if i % 2 else {"a": i, "b": 2}
