@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import ml_dtypes
 import numpy as np
 
-from jaxrl.io.checkpoint.errors import CheckpointError
+from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import check_base_copies, open_adapter, warn_of_other_base

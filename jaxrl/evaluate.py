@@ -34,9 +34,9 @@ from jaxrl.config.command_line import override, print_help, read_args, read_opti
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve_evaluation
 from jaxrl.config.schema import to_dict
-from jaxrl.io.tracking.json_lines import JsonLines, json_safe
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.runtime.start import end_loading
+from jaxrl.tracking.json_lines import JsonLines, json_safe
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records

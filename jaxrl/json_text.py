@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+Json = dict[str, Any]
+Message = Json  # role, content; tool_calls, name, tool_call_id as in OpenAI's API
+
 MAX_DEPTH = 64  # nested arrays and objects
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _BRACKETS = re.compile(r"[\[{]+|[\]}]+")

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from flax import struct
 
+from jaxrl.json_text import Message
+
 Tree = Any  # a pytree of arrays, specs, shardings, ...
 Array = Any  # in a pytree dataclass: jax.Array, np.ndarray on the host, or a result of tree_map
-
-Message = dict[str, Any]  # role, content; tool_calls, name, tool_call_id as in OpenAI's API
 
 
 @dataclasses.dataclass(frozen=True)

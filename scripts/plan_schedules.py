@@ -21,7 +21,7 @@ from plan_golden import FOLDER, LENGTHS, config_of
 
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.schedules.command import Simulation, simulate_text
-from jaxrl.planner.schedules.simulation import Schedule
+from jaxrl.planner.schedules.simulation import SimulatedSchedule
 
 OTHER_NAMES = {"boba_7b.v5p-4x4x4": " (v5p-128)"}
 SPEC = "lognormal?mean=14000&sigma=1"
@@ -38,7 +38,7 @@ def section(name: str) -> str:
     """The simulated schedules of one of PLANS."""
     cfg = config_of(name)
     plan = json.loads((FOLDER / f"{name}.json").read_text())
-    simulation = Simulation(Schedule("async", 1), SPEC, rollout_devices=0, search=True)
+    simulation = Simulation(SimulatedSchedule("async", 1), SPEC, rollout_devices=0, search=True)
     text = simulate_text(simulation, cfg, model_shape(cfg.model.path), plan)
     return f"## {name}{OTHER_NAMES.get(name, '')}\n\n{text}"
 

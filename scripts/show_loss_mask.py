@@ -17,7 +17,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import demonstration_maker
 from jaxrl.data.items import load_items
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
-from jaxrl.io.tracking.first_samples import with_brackets
+from jaxrl.tracking.first_samples import with_brackets
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-Tree = Any
+PyTree = Any
+
 HOST_MEMORY_KIND = "pinned_host"
 
 
@@ -20,7 +21,7 @@ def check_host_memory(keys: str) -> None:
         )
 
 
-def to_host(tree: Tree) -> Tree:
+def to_host(tree: PyTree) -> PyTree:
     """The tree in host memory; scalars stay. Leaves are arrays, or shapes with shardings."""
 
     def move(leaf: Any) -> Any:
@@ -38,14 +39,14 @@ def to_host(tree: Tree) -> Tree:
     return jax.tree.map(move, tree)
 
 
-def to_device(tree: Tree) -> Tree:
+def to_device(tree: PyTree) -> PyTree:
     """The tree in device memory. Leaves that are there already are passed through."""
     return jax.tree.map(
         lambda a: jax.device_put(a, jax.memory.Space.Device) if is_on_host(a) else a, tree
     )
 
 
-def restore_memory_space(tree: Tree, like: Tree) -> Tree:
+def restore_memory_space(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, from device memory, with each leaf in the memory space of the leaf of `like`."""
     return jax.tree.map(
         lambda a, b: jax.device_put(a, jax.memory.Space.Host) if is_on_host(b) else a, tree, like

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from sharding.mesh import MESH_AXES, axis_sizes
-from sharding.tree import Tree
+from sharding.tree import PyTree
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
 GROUP_BYTES = 512 * 2**20  # resharded at a time, on a device of the destination
@@ -44,7 +44,7 @@ class Resharding:
             return False
         return self._source(leaf).is_equivalent_to(self._target(spec), len(leaf.shape))
 
-    def reshard(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> Tree:
+    def reshard(self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         """The tree on `mesh`, sharded by its PartitionSpecs, with floating-point leaves in `dtype`.
 
         Leaves that match already share their buffers; one program computes all others.
@@ -67,7 +67,9 @@ class Resharding:
             [with_sharding(a, NamedSharding(self.mesh, spec)) for a, spec in pairs]
         )
 
-    def lower(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> jax.stages.Lowered:
+    def lower(
+        self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None
+    ) -> jax.stages.Lowered:
         """The program of `reshard` for an abstract tree. At least one leaf must move."""
         leaves, form = jax.tree.flatten(tree)
         wanted = form.flatten_up_to(specs)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from sharding.mesh import make_mesh
 from sharding.resharding import Leaf, Resharding, process_mesh_sizes, reshape_mesh
-from sharding.tree import Tree
+from sharding.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +38,21 @@ class Transfer:
         """False: nothing on `mesh` is in a buffer of the source."""
         return False
 
-    def reshard(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> Tree:
+    def reshard(self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         """A copy of the tree on `mesh`, sharded as `Resharding.reshard` does."""
         leaves, form = jax.tree.flatten(self.source.reshard(tree, specs, dtype))
         targets = [NamedSharding(self.copied, spec) for spec in form.flatten_up_to(specs)]
         return self.target.reshard(form.unflatten(copy_shards(leaves, targets)), specs)
 
-    def reshards(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> bool:
+    def reshards(self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None) -> bool:
         """Whether the source devices run a program before the copy."""
         leaves, form = jax.tree.flatten(tree)
         pairs = zip(leaves, form.flatten_up_to(specs), strict=True)
         return not all(self.source.shares_buffers(leaf, spec, dtype) for leaf, spec in pairs)
 
-    def lower(self, tree: Tree, specs: Tree, dtype: DTypeLike | None = None) -> jax.stages.Lowered:
+    def lower(
+        self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None
+    ) -> jax.stages.Lowered:
         """The program of the source devices, for an abstract tree that `reshards`."""
         return self.source.lower(tree, specs, dtype)
 

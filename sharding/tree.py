@@ -9,23 +9,22 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding import memory
+from sharding.memory import PyTree
 
-Tree = Any
 
-
-def shardings(tree: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Tree:
+def shardings(tree: PyTree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> PyTree:
     """NamedShardings on `mesh` of a tree of PartitionSpecs."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda leaf: isinstance(leaf, jax.P)
     )
 
 
-def copy_tree(tree: Tree) -> Tree:
+def copy_tree(tree: PyTree) -> PyTree:
     """A copy with the same values and shardings in new buffers, which survive a donation."""
     return jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(tree)
 
 
-def put_batch(batch: Tree, spec: jax.P) -> Tree:
+def put_batch(batch: PyTree, spec: jax.P) -> PyTree:
     """Puts a tree of host arrays onto the current mesh, each array sharded by `spec`.
 
     Every process passes the whole batch, and each device takes its slice of it.
@@ -39,7 +38,7 @@ def put_batch(batch: Tree, spec: jax.P) -> Tree:
     return jax.tree.map(put, batch)
 
 
-def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
+def on_mesh(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     """A result of `jax.eval_shape` with its abstract mesh replaced by the device mesh `mesh`.
 
     Only a program that is lowered with the device mesh accepts the arrays themselves. Of arrays on
@@ -54,7 +53,7 @@ def on_mesh(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
     return jax.tree.map(leaf, tree)
 
 
-def bytes_per_device(tree: Tree) -> int:
+def bytes_per_device(tree: PyTree) -> int:
     """Bytes of device memory that one device needs for a tree of (abstract) arrays with shardings.
 
     Arrays in host memory count nothing.
@@ -62,12 +61,12 @@ def bytes_per_device(tree: Tree) -> int:
     return _bytes(tree, on_host=False)
 
 
-def host_bytes_per_device(tree: Tree) -> int:
+def host_bytes_per_device(tree: PyTree) -> int:
     """Bytes of host memory that the tree's arrays there take for one device."""
     return _bytes(tree, on_host=True)
 
 
-def _bytes(tree: Tree, *, on_host: bool) -> int:
+def _bytes(tree: PyTree, *, on_host: bool) -> int:
     def leaf_bytes(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)
         kind = None if sharding is None else sharding.memory_kind

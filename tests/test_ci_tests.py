@@ -41,7 +41,7 @@ def test_changed_packages_are_found_with_what_imports_them(monkeypatch):
     assert any(
         name.startswith("tests/trainer/") for name in files
     )  # the trainer imports the planner
-    assert "tests/tools/test_parser.py" not in files  # nothing there imports the planner
+    assert "tests/tool_calls/test_parser.py" not in files  # nothing there imports the planner
 
 
 SOMETIMES = """

@@ -10,9 +10,18 @@ import sys
 import pytest
 
 LAYERS = [  # lowest first; packages of one layer do not import each other
-    {"sharding", "jaxrl.types", "jaxrl.json_text", "jaxrl.ending"},
-    {"jaxrl.config", "jaxrl.tools"},
-    {"jaxrl.kernels", "jaxrl.algorithms", "jaxrl.data", "jaxrl.workers", "jaxrl.io", "jaxrl.http"},
+    {"jaxrl.json_text", "jaxrl.ending"},
+    {"sharding", "jaxrl.types"},
+    {"jaxrl.config", "jaxrl.tool_calls"},
+    {
+        "jaxrl.kernels",
+        "jaxrl.algorithms",
+        "jaxrl.data",
+        "jaxrl.subprocesses",
+        "jaxrl.checkpoint",
+        "jaxrl.tracking",
+        "jaxrl.http",
+    },
     {"jaxrl.models", "jaxrl.rewards", "jaxrl.report", "jaxrl.runtime"},
     {"jaxrl.layout", "jaxrl.environments"},
     {"jaxrl.engine", "jaxrl.learner"},
@@ -32,7 +41,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
 ]
 LAYER = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 WITHOUT_JAX = (
-    "jaxrl/tools/",
+    "jaxrl/tool_calls/",
     "jaxrl/data/",
     "jaxrl/rewards/",
     "jaxrl/environments/",

@@ -6,7 +6,7 @@ python -m jaxrl.config.keys_page > docs/reference/keys.md
 import itertools
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.other_frameworks import Row, table
+from jaxrl.config.other_frameworks import Counterpart, table
 from jaxrl.config.schema import keys
 
 INTRODUCTION = """\
@@ -69,7 +69,7 @@ def without_counterpart() -> list[str]:
     return [name for name in keys(RunConfig) if name not in led_to]
 
 
-def _line(row: Row) -> str:
+def _line(row: Counterpart) -> str:
     theirs, ours = (", ".join(f"`{name}`" for name in names) for names in (row.names, row.ours))
     return f"| {theirs} | {ours} | {row.remark} |\n"
 

@@ -23,7 +23,7 @@ _SECTIONS = {  # sections of other frameworks' configs whose keys are not all in
 _MAX_ANSWERS = 3
 
 
-class Row(NamedTuple):
+class Counterpart(NamedTuple):
     """Names of one framework that have the same answer."""
 
     framework: str  # for example "OpenRLHF, SFT, DPO and reward models"
@@ -33,12 +33,12 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[Counterpart, ...]:
     """All rows, in the order of the page."""
     text = importlib.resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
     lines = csv.reader(text.splitlines()[1:], delimiter="\t", quoting=csv.QUOTE_NONE)
     return tuple(
-        Row(framework, tuple(names.split()), tuple(ours.split()), remark)
+        Counterpart(framework, tuple(names.split()), tuple(ours.split()), remark)
         for framework, names, ours, remark in lines
     )
 
@@ -81,7 +81,7 @@ def _rows(matches: Callable[[str], bool]) -> list[str]:
     return list(found.values())
 
 
-def _sentence(row: Row, theirs: str) -> str:
+def _sentence(row: Counterpart, theirs: str) -> str:
     named, remark = f"{row.framework.partition(',')[0]}'s {theirs}", _plain(row.remark)
     if row.ours:
         return f"{named} is {' and '.join(row.ours)} here" + (f" ({remark})" if remark else "")

@@ -38,13 +38,14 @@ from jaxrl.data.chat.turns import MaskedTokens, render_turns
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.usage import Reading, Usage
-from jaxrl.types import Demonstration, Message, TrainingSample
+from jaxrl.json_text import Message
+from jaxrl.types import Demonstration, TrainingSample
 
 GIVEN_COLUMNS = tuple(name for name in PROMPT_COLUMNS if name not in CONVERSATION_COLUMNS)
 
-Messages = tuple[Message, ...]
+Conversation = tuple[Message, ...]
 
 
 def demonstration_maker(
@@ -75,7 +76,7 @@ def max_len_text(data: DataConfig) -> str:
 
 
 def make_demonstrations(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     dropped: list[int],
     *,
     renderer: ChatRenderer,
@@ -100,7 +101,7 @@ def make_demonstrations(
 
 
 def rendered_turns(
-    messages: Messages,
+    messages: Conversation,
     renderer: ChatRenderer,
     stop: Sequence[int],
     tools: Tools,
@@ -143,7 +144,7 @@ def to_sample(demonstration: Demonstration, advantage: float | None = None) -> T
     )
 
 
-def conversation(row: dict[str, Any], place: str) -> tuple[Messages, Collection[int]]:
+def conversation(row: dict[str, Any], place: str) -> tuple[Conversation, Collection[int]]:
     """(messages of a row, indices of those that are given and not learned).
 
     Raises ValueError with the place if the columns or the assistant turns are missing.
@@ -179,14 +180,16 @@ def completion_column(row: Mapping[str, Any]) -> str:
     return next(names, "")
 
 
-def completion_of(value: Any, column: str, place: str) -> Messages:
+def completion_of(value: Any, column: str, place: str) -> Conversation:
     """The messages of a completion; text is one assistant turn."""
     if isinstance(value, str):
         return ({"role": "assistant", "content": value},)
     return as_messages(value, column, place)
 
 
-def check_turn_order(prompt: Messages, completion: Messages, column: str, place: str) -> None:
+def check_turn_order(
+    prompt: Conversation, completion: Conversation, column: str, place: str
+) -> None:
     """Raises ValueError if an assistant turn would follow another one, or a question a question."""
     last, first = prompt[-1]["role"], completion[0]["role"]
     if last == first and first in ("assistant", "user"):
@@ -196,7 +199,9 @@ def check_turn_order(prompt: Messages, completion: Messages, column: str, place:
         )
 
 
-def _check_learned(messages: Messages, excluded: Collection[int], column: str, place: str) -> None:
+def _check_learned(
+    messages: Conversation, excluded: Collection[int], column: str, place: str
+) -> None:
     if not any(m["role"] == "assistant" and i not in excluded for i, m in enumerate(messages)):
         which = "no assistant turn whose weight is not 0" if excluded else "no assistant turn"
         raise ValueError(f"{place}: {column} has {which} to learn; add one or remove the row")

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxrl.data.sources.rows import Row, number_rows
+from jaxrl.data.sources.rows import SourceRow, number_rows
 from jaxrl.data.usage import Usage
 
 _CHUNK = 1024  # rows rendered together
@@ -20,7 +20,7 @@ class ItemMaker[T]:
     kind: str  # "prompts", for messages
     max_len: str  # the limit of the length with its keys, for messages
     columns: tuple[str, ...]  # data.columns
-    make: Callable[[Sequence[Row], list[int]], list[T]]  # adds the lengths of what it drops
+    make: Callable[[Sequence[SourceRow], list[int]], list[T]]  # adds the lengths of what it drops
     usage: Usage = dataclasses.field(default_factory=Usage)  # of the columns of all rows
 
 
@@ -47,7 +47,9 @@ def load_sources[T](sources: Sequence[str], maker: ItemMaker[T]) -> list[list[T]
     return list(found.values())
 
 
-def _make_items[T](rows: Iterable[Row], maker: ItemMaker[T], sources: Sequence[str]) -> list[T]:
+def _make_items[T](
+    rows: Iterable[SourceRow], maker: ItemMaker[T], sources: Sequence[str]
+) -> list[T]:
     items: list[T] = []
     dropped: list[int] = []  # lengths
     for chunk in itertools.batched(rows, _CHUNK):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxrl.data.rows.placement import Plan, Shape, balance, best_plan
+from jaxrl.data.rows.placement import Placement, RowShape, balance, best_plan
 from jaxrl.data.rows.prefixes import (
     Chain,
     chain_sums,
@@ -76,7 +76,7 @@ def shared_lens(batch: Batch) -> Int[np.ndarray, "S"]:
 def pack(
     samples: Sequence[TrainingSample],
     *,
-    shapes: Sequence[Shape],
+    shapes: Sequence[RowShape],
     align: int,
     n_ranks: int,
     linear_cost: int = 24576,
@@ -173,7 +173,7 @@ def empty_batch(n_rows: int, row_len: int) -> Batch:
     )
 
 
-def _check_shapes(shapes: Sequence[Shape], *, align: int) -> None:
+def _check_shapes(shapes: Sequence[RowShape], *, align: int) -> None:
     if not shapes:
         raise ValueError("no shapes given; set learner.buckets or learner.token_budget")
     for rows, row_len in shapes:
@@ -231,7 +231,7 @@ def _locate(placed: Sequence[Chain], micro_of, row_of, first, lens, size) -> _Lo
     return _Located(micro, row, start, skipped, until, copies)
 
 
-def _fill(samples, plan: Plan, at: _Located, prompt_len, response_len, n_ranks: int):
+def _fill(samples, plan: Placement, at: _Located, prompt_len, response_len, n_ranks: int):
     """Writes all micro-batches to one flat buffer per field and returns [B, T] views of it."""
     T_of = np.array([T for _, T in plan.shape])
     area = np.array([n_ranks * rows * T for rows, T in plan.shape])

@@ -30,7 +30,7 @@ from jaxrl.data.chat.messages import (
 )
 from jaxrl.data.demonstrations import (
     GIVEN_COLUMNS,
-    Messages,
+    Conversation,
     check_turn_order,
     completion_of,
     demonstration,
@@ -40,9 +40,10 @@ from jaxrl.data.demonstrations import (
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.prompts import source_of
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.usage import Reading, Usage
-from jaxrl.types import Demonstration, Message
+from jaxrl.json_text import Message
+from jaxrl.types import Demonstration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _reading(row: Mapping[str, Any]) -> Reading:
 
 
 def make_pairs(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     dropped: list[int],
     *,
     renderer: ChatRenderer,
@@ -102,7 +103,7 @@ def make_pairs(
     return pairs
 
 
-def conversations(row: dict[str, Any], place: str) -> tuple[Messages, Messages]:
+def conversations(row: dict[str, Any], place: str) -> tuple[Conversation, Conversation]:
     """(chosen, rejected), each including the prompt.
 
     Raises ValueError with the place if the columns are missing, an answer is not an assistant turn,
@@ -136,7 +137,7 @@ def margin_of(row: dict[str, Any], place: str) -> float:
     return float(margin)
 
 
-def _conversation(prompt: Messages, row: dict[str, Any], side: str, place: str) -> Messages:
+def _conversation(prompt: Conversation, row: dict[str, Any], side: str, place: str) -> Conversation:
     """The conversation of a side: its own one, or the prompt with its completion."""
     answer = completion_of(row[side], side, place)
     is_whole = any(m["role"] == "user" for m in answer)
@@ -159,7 +160,7 @@ def _conversation(prompt: Messages, row: dict[str, Any], side: str, place: str) 
     return (*prompt, *answer)
 
 
-def _repeats(answer: Messages, prompt: Messages) -> bool:
+def _repeats(answer: Conversation, prompt: Conversation) -> bool:
     """Whether the turns of the prompt begin the conversation, or are those before its answer."""
     given = [m for m in prompt if m["role"] != "system"]
     turns = [m for m in answer if m["role"] != "system"]
@@ -174,7 +175,9 @@ def _are_equal(a: Sequence[Message], b: Sequence[Message]) -> bool:
     return first == second
 
 
-def _with_system_of(prompt: Messages, answer: Messages, side: str, place: str) -> Messages:
+def _with_system_of(
+    prompt: Conversation, answer: Conversation, side: str, place: str
+) -> Conversation:
     """The conversation with the system message of the prompt that it repeats."""
     systems, own = ([m for m in part if m["role"] == "system"] for part in (prompt, answer))
     if systems and own and not _are_equal(systems, own):
@@ -185,7 +188,11 @@ def _with_system_of(prompt: Messages, answer: Messages, side: str, place: str) -
 
 
 def _answer(
-    row: Row, messages: Messages, renderer: ChatRenderer, stop: Sequence[int], tools: Tools
+    row: SourceRow,
+    messages: Conversation,
+    renderer: ChatRenderer,
+    stop: Sequence[int],
+    tools: Tools,
 ) -> Demonstration:
     """A conversation whose last turn is learned."""
     given = range(len(messages) - 1)

@@ -34,9 +34,10 @@ from jaxrl.data.chat.messages import (
 )
 from jaxrl.data.items import ItemMaker, load_items
 from jaxrl.data.sources import columns
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.usage import Reading, Usage
-from jaxrl.types import Message, Prompt
+from jaxrl.json_text import Message
+from jaxrl.types import Prompt
 
 _NOT_EXTRA = ("data_source", "extra_info", "tools")
 _IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
@@ -94,7 +95,7 @@ def _prompt_column(row: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def make_prompts(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     dropped: list[int],
     *,
     renderer: ChatRenderer,
@@ -160,7 +161,7 @@ def question_of(row: dict[str, Any], place: str) -> tuple[str, tuple[Message, ..
 
 
 def _tokens(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     asked: Sequence[tuple[str, tuple[Message, ...]]],
     offered: Sequence[Tools],
     renderer: ChatRenderer,
@@ -179,7 +180,7 @@ def _tokens(
     return renderer.render_all([messages for _, messages in asked], offered)
 
 
-def _rendered(column: str, messages: Sequence[Message], row: Row) -> str:
+def _rendered(column: str, messages: Sequence[Message], row: SourceRow) -> str:
     """The text of a prompt that is already rendered."""
     if len(messages) > 1 or not isinstance(row.columns[column], str) or row.columns.get("tools"):
         raise ValueError(
@@ -190,7 +191,7 @@ def _rendered(column: str, messages: Sequence[Message], row: Row) -> str:
     return messages[0]["content"]
 
 
-def _truth_column(row: Row, answer_for: str) -> str:
+def _truth_column(row: SourceRow, answer_for: str) -> str:
     """The column of the answer, or "". Raises ValueError if there is none and the rewards need it.
 
     verl's reward_model counts if it has a ground_truth.
@@ -207,7 +208,7 @@ def _truth_column(row: Row, answer_for: str) -> str:
     return column
 
 
-def _answer(row: Row, column: str) -> Any:
+def _answer(row: SourceRow, column: str) -> Any:
     """verl's ground truth or the answer: any value that JSON can express; "" without a column."""
     if not column:
         return ""

@@ -14,7 +14,7 @@ import grain
 from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuffleIterDataset
 
 from jaxrl.data.items import ItemMaker, no_items
-from jaxrl.data.sources.blocks import Block, LazyRow, fingerprints, index_blocks
+from jaxrl.data.sources.blocks import LazyRow, RowBlock, fingerprints, index_blocks
 
 
 class ItemStream[T]:
@@ -78,7 +78,7 @@ class ItemStream[T]:
         self._iterator.set_state(state["position"])
 
 
-def first_items[T](blocks: Sequence[Block], maker: ItemMaker[T]) -> list[T]:
+def first_items[T](blocks: Sequence[RowBlock], maker: ItemMaker[T]) -> list[T]:
     """The items of the first row of each source, which show its columns and the chat template."""
     firsts = {block.source: block for block in reversed(blocks)}
     rows = [firsts[source].rows()[0].read(maker.columns) for source in sorted(firsts)]
@@ -91,7 +91,7 @@ def first_items[T](blocks: Sequence[Block], maker: ItemMaker[T]) -> list[T]:
 class _Rows(FlatMapTransform):
     """The rows of a block, not decoded yet."""
 
-    def __init__(self, blocks: Sequence[Block]):
+    def __init__(self, blocks: Sequence[RowBlock]):
         self._blocks = blocks
 
     def flat_map(self, element: int) -> Sequence[LazyRow]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.chat.dialects import unread_fields
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 
 # Names, counts and labels of rows, which change nothing of what is learned
 _NEUTRAL = {
@@ -40,7 +40,7 @@ class Usage:
     _found: dict[str, str] = dataclasses.field(default_factory=dict)  # sentence -> first place
     _logged: set[str] = dataclasses.field(default_factory=set)
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[SourceRow]) -> None:
         """Notes the columns and message fields of the rows."""
         if self.reading is None:
             return

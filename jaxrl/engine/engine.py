@@ -19,7 +19,7 @@ from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRunner
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
-from jaxrl.engine.scheduler import PageCopy, Plan, PrefillChunk, Scheduler, Sequence
+from jaxrl.engine.scheduler import DeviceWork, PageCopy, PrefillChunk, Scheduler, Sequence
 from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
@@ -250,7 +250,7 @@ class PagedEngine:
 
     # Dispatches
 
-    def _prefill(self, params: Tree, plans: list[Plan]) -> None:
+    def _prefill(self, params: Tree, plans: list[DeviceWork]) -> None:
         """Runs the copies and the prefill of the plans."""
         self._copy([plan.copies for plan in plans])
         rows = self._prefill_rows(plans)
@@ -261,7 +261,7 @@ class PagedEngine:
             rows = [own[bucket:] for own in rows]
         self._copy([plan.post_prefill_copies for plan in plans])
 
-    def _mixed(self, params: Tree, plans: list[Plan]) -> DecodeOutput:
+    def _mixed(self, params: Tree, plans: list[DeviceWork]) -> DecodeOutput:
         """`_prefill` and one decode step of the previously running sequences, in one dispatch."""
         seqs = [plan.previously_running for plan in plans]
         adjusted = _adjusted(seqs)
@@ -274,7 +274,7 @@ class PagedEngine:
         self._copy([plan.post_prefill_copies for plan in plans])
         return output
 
-    def _prefill_rows(self, plans: list[Plan]) -> list[list[PrefillChunk]]:
+    def _prefill_rows(self, plans: list[DeviceWork]) -> list[list[PrefillChunk]]:
         """The prefill rows of each replica."""
         rows = [split_rows(plan.prefill, self.shapes.prefill_row_len) for plan in plans]
         self._stats.n_prefill_tokens += sum(len(row.tokens) for own in rows for row in own)

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.engine.api import Prefix, Request
-from jaxrl.engine.scheduler import Plan, Scheduler, Sequence
+from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
 
 
 class ReplicaScheduler:
@@ -61,13 +61,13 @@ class ReplicaScheduler:
         for scheduler in self.schedulers:
             scheduler.set_version(version)
 
-    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, list[Plan]]:
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, list[DeviceWork]]:
         """`Scheduler.prefill` on the replica with the most free pages; one plan per replica."""
         r = max(range(len(self.schedulers)), key=lambda r: self.schedulers[r].pool.n_free)
         prefix, plan = self.schedulers[r].prefill(tokens, adapter)
         return dataclasses.replace(prefix, replica=r), self._plans(r, plan)
 
-    def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[Plan]]:
+    def insert(self, prefix: Prefix, request: Request) -> tuple[int, list[DeviceWork]]:
         local, plan = self.schedulers[prefix.replica].insert(prefix, request)
         slot = self._new_slot()
         self._slots[prefix.replica, local] = slot
@@ -76,7 +76,7 @@ class ReplicaScheduler:
     def release_prefix(self, prefix: Prefix) -> None:
         self.schedulers[prefix.replica].release_prefix(prefix)
 
-    def plan(self) -> list[Plan]:
+    def plan(self) -> list[DeviceWork]:
         """The next plan of each replica.
 
         All replicas run the smallest `n_steps` of them, or one step if any plan is full.
@@ -125,6 +125,6 @@ class ReplicaScheduler:
         self._next_slot += 1
         return self._next_slot - 1
 
-    def _plans(self, replica: int, plan: Plan) -> list[Plan]:
+    def _plans(self, replica: int, plan: DeviceWork) -> list[DeviceWork]:
         """`plan` for one replica and empty plans for the others."""
-        return [plan if r == replica else Plan() for r in range(len(self.schedulers))]
+        return [plan if r == replica else DeviceWork() for r in range(len(self.schedulers))]

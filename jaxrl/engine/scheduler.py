@@ -81,7 +81,7 @@ UNLIMITED = 1 << 40  # rows
 
 
 @dataclasses.dataclass
-class Plan:
+class DeviceWork:
     """Work for the device, executed in the order of the fields."""
 
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
@@ -159,7 +159,7 @@ class Scheduler:
             for seq in self.running:
                 seq.mixed_versions = True
 
-    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, Plan]:
+    def prefill(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix, DeviceWork]:
         """Allocates the pages of a prompt and plans its prefill with an adapter.
 
         Raises OutOfPages, or ValueError if the prompt leaves no room for a response.
@@ -170,13 +170,13 @@ class Scheduler:
                 f"a prompt of {len(tokens)} tokens leaves no room for a response in the engine's "
                 f"{self.max_len} tokens; raise config.data.max_prompt_len or shorten the prompt"
             )
-        plan, cached = Plan(), tokens[:-1]
+        plan, cached = DeviceWork(), tokens[:-1]
         pages, n_found = self._allocate(cached, adapter, n_tokens=len(cached), plan=plan)
         self.n_cached_tokens += n_found
         self._prefill(cached, n_found, pages, plan, adapter)
         return Prefix(tokens, tuple(pages), self.version, adapter=adapter), plan
 
-    def insert(self, prefix: Prefix, request: Request) -> tuple[int, Plan]:
+    def insert(self, prefix: Prefix, request: Request) -> tuple[int, DeviceWork]:
         """Starts a sequence from `prefix`. Returns its slot and a plan with the page copy it needs.
 
         Raises OutOfPages, or ValueError if all slots are taken, the prompts differ, or the policy
@@ -203,9 +203,9 @@ class Scheduler:
         tail = self.pool.allocate(1 if rest else 0)
         seq.pages = self.pool.share(prefix.pages[:n_full]) + tail
         self.running.append(seq)
-        return seq.slot, Plan(copies=[(prefix.pages[n_full], tail[0])] if rest else [])
+        return seq.slot, DeviceWork(copies=[(prefix.pages[n_full], tail[0])] if rest else [])
 
-    def plan(self, *, limit_prefill: bool = False) -> Plan:
+    def plan(self, *, limit_prefill: bool = False) -> DeviceWork:
         """Allocates pages for the next steps of running sequences, then starts waiting ones.
 
         With `limit_prefill`, prefill is limited to the token budget of one dispatch. Raises
@@ -213,7 +213,7 @@ class Scheduler:
         """
         n_steps = self._reserve()
         running = sorted(self.running, key=lambda seq: seq.slot)
-        plan = Plan(n_steps=n_steps, previously_running=running)
+        plan = DeviceWork(n_steps=n_steps, previously_running=running)
         if limit_prefill and self.pool.keep:
             plan.row_budget = self.rows_per_dispatch
         # If pages are so scarce that steps were reduced, a new sequence would soon be preempted.
@@ -227,7 +227,7 @@ class Scheduler:
         plan.decode = list(self.running)
         return plan
 
-    def _start_with_one_step(self, plan: Plan) -> None:
+    def _start_with_one_step(self, plan: DeviceWork) -> None:
         """Starts the first waiting sequence for one step.
 
         Used when idle and too few pages are free for a full dispatch.
@@ -318,7 +318,7 @@ class Scheduler:
         self.waiting.insert(bisect.bisect(self.waiting, seq.slot, key=lambda s: s.slot), seq)
         self.n_preempted += 1
 
-    def _start(self, seq: Sequence, plan: Plan) -> bool:
+    def _start(self, seq: Sequence, plan: DeviceWork) -> bool:
         """Starts the first waiting sequence, or prefills a chunk of it if the budget is too small.
 
         Returns False if its pages are not free.
@@ -339,7 +339,9 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         return True
 
-    def _prefill_chunk(self, seq: Sequence, n_found: int, pages: list[int], plan: Plan) -> None:
+    def _prefill_chunk(
+        self, seq: Sequence, n_found: int, pages: list[int], plan: DeviceWork
+    ) -> None:
         """Prefills as many tokens as the budget allows, in full pages, which stay in the tree."""
         n = (n_found + plan.row_budget * self.row_len) // self.pool.page_len  # more than found
         self.pool.release(pages[n:])
@@ -349,7 +351,7 @@ class Scheduler:
         seq.n_chunk_tokens += len(chunk) - n_found
 
     def _allocate(
-        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, plan: Plan
+        self, tokens: np.ndarray, adapter: int, *, n_tokens: int, plan: DeviceWork
     ) -> tuple[list[int], int]:
         """Pages for `n_tokens` tokens that start with `tokens`, and how many are already cached.
 
@@ -379,7 +381,7 @@ class Scheduler:
         return pages, n_cached
 
     def _prefill(
-        self, tokens: np.ndarray, start: int, pages: list[int], plan: Plan, adapter: int
+        self, tokens: np.ndarray, start: int, pages: list[int], plan: DeviceWork, adapter: int
     ) -> None:
         """Adds the prefill of the tokens from `start` on to the plan."""
         if start < len(tokens):

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl.tools.calls import ParsedTurn
-from jaxrl.tools.messages import Message
+from jaxrl.json_text import Message
+from jaxrl.tool_calls.calls import ParsedTurn
 
 Observation = str | list[Message]
 Number = float | int

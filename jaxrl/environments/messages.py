@@ -5,10 +5,11 @@ import json
 import math
 from typing import Any
 
-from jaxrl.environments.api import Message, Turn
+from jaxrl.environments.api import Turn
+from jaxrl.json_text import Message
 from jaxrl.rewards.messages import MAX_SCORE
-from jaxrl.tools.messages import as_message
-from jaxrl.workers.channel import ProtocolError, is_text
+from jaxrl.subprocesses.channel import ProtocolError, is_text
+from jaxrl.tool_calls.messages import as_message
 
 
 def write_turn(turn: Turn) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from typing import Any
 from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import AGENT_KEY, KEY, StepLimits, Turn
 from jaxrl.environments.messages import read_turn
-from jaxrl.tools.calls import ParsedTurn
-from jaxrl.workers.channel import Channel, ProtocolError, wait
-from jaxrl.workers.output import OutputLog, print_line
-from jaxrl.workers.process import (
+from jaxrl.subprocesses.channel import Channel, ProtocolError, wait
+from jaxrl.subprocesses.output import OutputLog, print_line
+from jaxrl.subprocesses.process import (
     MAX_START_FAILURES,
     START_TIMEOUT_S,
     WorkerFailed,
     WorkerProcess,
 )
+from jaxrl.tool_calls.calls import ParsedTurn
 
 _FORK_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0

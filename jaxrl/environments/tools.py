@@ -15,17 +15,17 @@ from typing import Any
 
 from jaxrl.environments.api import (
     Environment,
-    Message,
     StepLimits,
     StepResult,
     Tool,
     ToolEnvironment,
     ToolResult,
 )
-from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall
-from jaxrl.tools.functions import function_schema
-from jaxrl.tools.schema import arguments_error, check_tool
-from jaxrl.workers.process import error_text
+from jaxrl.json_text import Message
+from jaxrl.subprocesses.process import error_text
+from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall
+from jaxrl.tool_calls.functions import function_schema
+from jaxrl.tool_calls.schema import arguments_error, check_tool
 
 COUNTS = (
     "calls",  # all, with those that are not run

@@ -22,17 +22,17 @@ from jaxrl.environments.api import (
     KEY,
     Environment,
     EnvironmentFactory,
-    Message,
     StepLimits,
     Turn,
 )
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
+from jaxrl.json_text import Message
 from jaxrl.rewards.messages import MAX_SCORE
-from jaxrl.tools.calls import ParsedTurn
-from jaxrl.tools.messages import as_message
-from jaxrl.workers.channel import WorkerChannel
-from jaxrl.workers.process import connect, error_text, time_limit
+from jaxrl.subprocesses.channel import WorkerChannel
+from jaxrl.subprocesses.process import connect, error_text, time_limit
+from jaxrl.tool_calls.calls import ParsedTurn
+from jaxrl.tool_calls.messages import as_message
 
 RunProgram = Callable[[WorkerChannel], NoReturn]
 

@@ -23,7 +23,7 @@ State = TypeVar("State")
 
 
 @struct.dataclass
-class Tree:
+class KeyTree:
     """State from which the ranges of the next level are computed."""
 
     until: Any  # int32 [B, T], last place that sees the token; -1 at padding
@@ -40,7 +40,7 @@ class KeyRanges:
 
     first: Any  # int32 [B, T]
     last: Any  # int32 [B, T]; no key if smaller than `first`
-    tree: Tree | None  # None: there is one level
+    tree: KeyTree | None  # None: there is one level
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class KeyRanges:
         until = jnp.where(live, jnp.pad(visibility.until, widths), -1)
         oldest, here = oldest_position(positions, window), _places(until)
         begin, offset = _runs(live, until, here - positions)
-        tree = Tree(until, here - positions, oldest, live, begin, offset)
+        tree = KeyTree(until, here - positions, oldest, live, begin, offset)
         ranges = cls(here, here, tree).next_level()
         padded = (jnp.where(live, a, here) for a in (ranges.first, ranges.last))
         return cls(*padded, tree=ranges.tree)
@@ -78,7 +78,7 @@ class KeyRanges:
         last = jnp.where(deep, begin - offset + tree.offset - 1, here)
         first = jnp.maximum(tree.begin, tree.oldest + tree.offset)
         last = jnp.where(tree.deep, last, first - 1)
-        tree = Tree(tree.until, tree.shift, tree.oldest, deep, begin, offset)
+        tree = KeyTree(tree.until, tree.shift, tree.oldest, deep, begin, offset)
         return KeyRanges(first, last, tree)
 
     def fold(self, add: Callable[["KeyRanges", State], State], state: State) -> State:

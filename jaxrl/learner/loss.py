@@ -31,7 +31,7 @@ from sharding import Rules, target_platform, unshuffle
 
 Reference = tuple[jax.Array, jax.Array]  # hidden states and unembedding of the reference model
 # (params, ref, hidden, batch, coefs, cfg=, rules=) -> (loss, LossSums): what follows the layers
-Objective = Callable[..., tuple[jax.Array, LossSums]]
+MicroBatchLoss = Callable[..., tuple[jax.Array, LossSums]]
 
 DEFAULT_CHUNK = {"cpu": 256}  # larger chunks exceed the CPU cache: updates take a third longer
 
@@ -132,7 +132,7 @@ def policy_objective(
 
 
 def loss_sums(
-    objective: Objective,
+    objective: MicroBatchLoss,
     params: Decoder,
     ref_params: Decoder | None,
     batch: Batch,
@@ -156,7 +156,7 @@ def loss_sums(
 
 
 def loss_gradients(
-    objective: Objective,
+    objective: MicroBatchLoss,
     params: Decoder,
     ref_params: Decoder | None,
     batch: Batch,
@@ -182,7 +182,15 @@ def loss_gradients(
 
 
 def _gradients_1f1b(
-    objective: Objective, params, ref_params, batch: Batch, balance, coefs, *, cfg, rules: Rules
+    objective: MicroBatchLoss,
+    params,
+    ref_params,
+    batch: Batch,
+    balance,
+    coefs,
+    *,
+    cfg,
+    rules: Rules,
 ) -> tuple[Tree, LossSums]:
     """`loss_gradients` row by row. The hidden states of a reference are those of all rows."""
     ref = _reference(ref_params, batch, cfg=cfg, rules=rules)

@@ -18,7 +18,7 @@ from jaxrl.data.support import join_packed, to_bits
 from jaxrl.layout import Layout, training_rules
 from jaxrl.learner.host_gradients import add_gradients
 from jaxrl.learner.loss import (
-    Objective,
+    MicroBatchLoss,
     count_tokens,
     loss_gradients,
     policy_objective,
@@ -216,7 +216,9 @@ class Update:
     optim/nonfinite to 1.
     """
 
-    def __init__(self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, objective: Objective):
+    def __init__(
+        self, cfg: RunConfig, optimizer: Optimizer, rules: Rules, objective: MicroBatchLoss
+    ):
         self._gradients = functools.partial(loss_gradients, objective, cfg=cfg, rules=rules)
         self._optimizer = optimizer
         self._balances = cfg.learner.router_aux_coef != 0

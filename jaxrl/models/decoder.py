@@ -16,16 +16,16 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
-from jaxrl.kernels.cpu.skinny_matmul import matmul
+from jaxrl.kernels.matmul import matmul
 from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
-from jaxrl.models.layers.moe import MoE, RouterLoad, keeps_stack
+from jaxrl.models.layers.moe import Live, MoE, RouterLoad, keeps_stack
 from jaxrl.models.layers.norms import RMSNorm
 from jaxrl.models.layers.rope import Rotation, rotate, rotations
 from jaxrl.models.layers.tables import table_adapters
@@ -33,7 +33,6 @@ from jaxrl.models.remat import layer_input, loop_remat, recompute, scan_remat
 from jaxrl.models.spec import init_params, is_spec
 from sharding import Rules, gather_matrix, target_platform
 
-Live = Bool[Array, "B T"] | Int[Array, "B T"]
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], window, layer_index, state) -> (out [B,T,N,H], state)
 Attend = Callable[..., tuple[jax.Array, Any]]
 

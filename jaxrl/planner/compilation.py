@@ -15,7 +15,7 @@ from jaxrl.learner.loss import logprob_chunk
 from jaxrl.learner.xla import SPARSE_CORES, WITH_SPARSE_CORES, compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.planner.compiled.cost import Cost, TripCounts, program_cost
-from jaxrl.planner.compiled.hlo import Shape
+from jaxrl.planner.compiled.hlo import HloShape
 from jaxrl.planner.compiled.kernels import (
     KernelCosts,
     KernelWork,
@@ -167,7 +167,7 @@ def kernel_costs(
     n_places = _ring_size(program, programs)
 
     def work(
-        op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
+        op_name: str, operands: Sequence[HloShape], results: Sequence[HloShape]
     ) -> KernelWork | None:
         paged = paged_work(op_name, operands, results, keys=_paged_keys(program, op_name, lengths))
         keys = _segment_len(program, programs, lengths) / 2

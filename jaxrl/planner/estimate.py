@@ -11,7 +11,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig
-from jaxrl.planner.sizes import Job, Settings, Sizes, model_sizes
+from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
 from jaxrl.planner.topology import CHIPS, DEVICE_KINDS, Chip
 
 # Of the products of a forward pass, in backward; other policies recompute whole layers.
@@ -35,7 +35,7 @@ class MemoryEstimate:
         return max(self.update, self.rollout)
 
 
-def estimate_memory(job: Job, settings: Settings) -> MemoryEstimate:
+def estimate_memory(job: Job, settings: CandidateSettings) -> MemoryEstimate:
     """Memory of training and of the rollout.
 
     Weights, optimizer state, master weights and gradients, all sharded; activations that backward
@@ -68,7 +68,7 @@ def estimate_memory(job: Job, settings: Settings) -> MemoryEstimate:
     return MemoryEstimate(state + work, state + made)
 
 
-def step_seconds(job: Job, settings: Settings, memory: MemoryEstimate) -> float:
+def step_seconds(job: Job, settings: CandidateSettings, memory: MemoryEstimate) -> float:
     """Time of a training step.
 
     Compute of each pass over the weights, or all-gathers of the weights if these take longer, and
@@ -110,7 +110,7 @@ def step_seconds(job: Job, settings: Settings, memory: MemoryEstimate) -> float:
     return seconds
 
 
-def _work_bytes(sizes: Sizes, settings: Settings) -> float:
+def _work_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     """Gradients, temporaries and offloaded optimizer state on the device during an update.
 
     The larger of a micro-batch's and of the optimizer step's, which has one part of the offloaded
@@ -126,7 +126,7 @@ def _work_bytes(sizes: Sizes, settings: Settings) -> float:
     return max(accumulate, sums + state)
 
 
-def _update_bytes(sizes: Sizes, settings: Settings) -> float:
+def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     """Activations and other temporaries of an update."""
     d, tp, wide, local = sizes.decoder, sizes.tensor, sizes.item_bytes, sizes.call_tokens
     stream = d.D / sizes.residual
@@ -235,7 +235,9 @@ def _recompute_seconds(
     return total
 
 
-def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epochs: int) -> float:
+def _passes_seconds(
+    job: Job, sizes: Sizes, settings: CandidateSettings, scored: int, epochs: int
+) -> float:
     """Time of `scored` forward passes over all tokens of a step, and of `epochs` updates.
 
     In a pipeline every stage computes in every tick, its layers for one row, and sends the row on.
@@ -304,7 +306,7 @@ def _passes_seconds(job: Job, sizes: Sizes, settings: Settings, scored: int, epo
     return micro_batches * (scored * forward + epochs * (forward + backward))
 
 
-def _gathered_params(sizes: Sizes, settings: Settings) -> float:
+def _gathered_params(sizes: Sizes, settings: CandidateSettings) -> float:
     """Parameters of a device that a forward pass gathers: layers in every tick of a pipeline.
 
     With 1F1B the unembedding is gathered in every tick, too.
@@ -326,7 +328,7 @@ def _covers_reductions(job: Job) -> bool:
     return job.machine.chip.name in SPARSE_CORE_CHIPS and "overlap" in job.cfg.learner.xla
 
 
-def free_bytes(job: Job, settings: Settings, memory: MemoryEstimate) -> float:
+def free_bytes(job: Job, settings: CandidateSettings, memory: MemoryEstimate) -> float:
     """Memory of a device that the run leaves to KV pages."""
     released = job.cfg.rollout.release_kv or settings.release_kv
     usable = job.cfg.rollout.memory_utilization * job.machine.chip.memory_bytes

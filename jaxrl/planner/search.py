@@ -29,7 +29,7 @@ from jaxrl.planner.estimate import (
     step_seconds,
 )
 from jaxrl.planner.plan import Plan, make_plan
-from jaxrl.planner.sizes import Job, Settings, model_sizes
+from jaxrl.planner.sizes import CandidateSettings, Job, model_sizes
 from sharding import REPLICAS, abstract_mesh
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
@@ -196,7 +196,9 @@ def candidates(job: Job) -> Iterator[Candidate]:
             for remat, offload, zero, chunk, (schedule, n_chunks) in every:
                 if schedule == "gpipe" or remat in REMATS_OF_1F1B:
                     chosen = remat, offload, zero, chunk, schedule, n_chunks
-                    yield estimate(job, Settings(mesh, tokens, *chosen, rollout_tensor=tensor))
+                    yield estimate(
+                        job, CandidateSettings(mesh, tokens, *chosen, rollout_tensor=tensor)
+                    )
 
 
 def meshes(job: Job) -> Iterator[dict[str, int]]:
@@ -279,7 +281,7 @@ def best_rollout_tensor(job: Job, mesh: dict[str, int], tensors: tuple[int, ...]
     n, row = len(job.machine.devices), max(job.cfg.learner.row_lens)
 
     def cost(tensor: int) -> tuple[float, int]:
-        settings = Settings(mesh, row, "full", rollout_tensor=tensor)
+        settings = CandidateSettings(mesh, row, "full", rollout_tensor=tensor)
         free = free_bytes(job, settings, estimate_memory(job, settings))
         if free < 0:
             offload = ("optimizer", "gradients", *job.idle_roles)
@@ -320,7 +322,7 @@ def _check_opt_state(job: Job, mesh: dict[str, int], zero: int) -> None:
         check_opt_state(learner, split(specs)[0], training_rules(cfg))
 
 
-def estimate(job: Job, settings: Settings) -> Candidate:
+def estimate(job: Job, settings: CandidateSettings) -> Candidate:
     """Memory and step time by formula (jaxrl/planner/estimate.py).
 
     KV pages are released during updates if more sequences then fit, and with an idle policy, whose
@@ -344,7 +346,7 @@ def estimate(job: Job, settings: Settings) -> Candidate:
     )
 
 
-def _gains_pages(job: Job, settings: Settings, memory: MemoryEstimate) -> bool:
+def _gains_pages(job: Job, settings: CandidateSettings, memory: MemoryEstimate) -> bool:
     """Whether rollouts are faster with the KV pages released during updates."""
     if job.workload or job.cfg.schedule.mode != "sync":
         return False

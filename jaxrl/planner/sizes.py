@@ -141,7 +141,7 @@ class ModelFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class CandidateSettings:
     """What a candidate chooses."""
 
     mesh: Mapping[str, int]
@@ -253,7 +253,7 @@ def _model_facts(job: Job, role: str) -> ModelFacts:
     )
 
 
-def model_sizes(job: Job, role: str, settings: Settings) -> Sizes:
+def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     """The sizes of the model of a role. Critic and reward model may have their own token budget."""
     budgets = {
         "critic": job.cfg.critic.token_budget,

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import to_dict
-from jaxrl.io.tracking.first_samples import Part
 from jaxrl.report.charts import chart_data
 from jaxrl.report.document import document, fill
 from jaxrl.report.record import (
@@ -21,6 +20,7 @@ from jaxrl.report.record import (
     step_of,
     thin_samples,
 )
+from jaxrl.tracking.first_samples import MarkedText
 
 MAX_NAME_CHARS = 300
 MAX_VALUE_CHARS = 10_000  # of a config value
@@ -108,7 +108,7 @@ def first_samples(record: Record) -> str:
     if not record.first_samples:
         return ""
 
-    def block(prompt_id: int, parts: list[Part]) -> str:
+    def block(prompt_id: int, parts: list[MarkedText]) -> str:
         texts = ((html.escape(cut(text, MAX_PART_CHARS)), learned) for text, learned in parts)
         marked = "".join(f"<mark>{text}</mark>" if learned else text for text, learned in texts)
         title = html.escape(f"Row {prompt_id}")

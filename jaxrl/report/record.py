@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.io.tracking.first_samples import Part, read_first_samples
-from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.json_text import parse_json
+from jaxrl.tracking.first_samples import MarkedText, read_first_samples
+from jaxrl.tracking.json_lines import read_lines
 
 Points = list[tuple[int, float]]  # (step, value), ascending
 
@@ -26,7 +26,7 @@ class Record:
     config: dict[str, Any]  # dotted key -> value; {} if there is no config.json
     series: dict[str, Points]  # metric -> all points
     samples: list[dict[str, Any]]
-    first_samples: list[tuple[int, list[Part]]] = dataclasses.field(default_factory=list)
+    first_samples: list[tuple[int, list[MarkedText]]] = dataclasses.field(default_factory=list)
 
     @property
     def last_step(self) -> int:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.messages import Result, late, read_results, read_signatures
+from jaxrl.rewards.messages import RewardResult, late, read_results, read_signatures
 from jaxrl.rewards.signatures import CallSignature
-from jaxrl.workers.channel import ProtocolError, wait
-from jaxrl.workers.output import OutputLog
-from jaxrl.workers.process import (
+from jaxrl.subprocesses.channel import ProtocolError, wait
+from jaxrl.subprocesses.output import OutputLog
+from jaxrl.subprocesses.process import (
     MAX_START_FAILURES,
     START_TIMEOUT_S,
     WorkerFailed,
@@ -31,11 +31,11 @@ _POLL_S = 1.0  # between checks for processes that ended while their children ho
 _RETRY_S = 10.0  # pause before further starts if workers fail to start but others still run
 
 
-Key = tuple[int, int]  # response, function
+CallKey = tuple[int, int]  # response, function
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of one function, for one response or a batch."""
 
     items: tuple[int, ...]  # indices of the responses
@@ -54,7 +54,7 @@ class _Worker:
     late_at: float = 0.0  # when the first call has taken half its time
     ready: bool = False
     running: bool = False  # it has begun the first call
-    calls: collections.deque[tuple[int, Call]] = dataclasses.field(
+    calls: collections.deque[tuple[int, FunctionCall]] = dataclasses.field(
         default_factory=collections.deque
     )
 
@@ -75,8 +75,8 @@ class CallRunner:
         self.signatures: list[CallSignature] = []  # of the functions
         self._cfg, self._limits_s, self._output = cfg, limits_s, output
         self._workers: list[_Worker] = []
-        self._queue: collections.deque[Call] = collections.deque()
-        self._results: dict[Key, Result] = {}  # not taken yet
+        self._queue: collections.deque[FunctionCall] = collections.deque()
+        self._results: dict[CallKey, RewardResult] = {}  # not taken yet
         self._n_calls = 1  # per message
         self._numbers = itertools.count()  # of calls
         self._n_started = 0
@@ -101,7 +101,7 @@ class CallRunner:
         while self._workers:
             self._workers.pop().process.kill()
 
-    def submit(self, calls: Sequence[Call]) -> list[Key]:
+    def submit(self, calls: Sequence[FunctionCall]) -> list[CallKey]:
         """Queues calls, each with other responses than all before. Returns the keys of results.
 
         Raises ChildProcessError if no worker is left and none can be started.
@@ -128,7 +128,7 @@ class CallRunner:
             self.close()
             raise
 
-    def take(self, keys: Sequence[Key]) -> dict[Key, Result] | None:
+    def take(self, keys: Sequence[CallKey]) -> dict[CallKey, RewardResult] | None:
         """The results of calls: a score, or why there is none. None until all of them are known."""
         if any(key not in self._results for key in keys):
             return None
@@ -277,7 +277,7 @@ class CallRunner:
         if worker.running:
             _, call = worker.calls.popleft()
             for item in call.items:
-                self._results[item, call.function] = Result(0.0, {}, error)
+                self._results[item, call.function] = RewardResult(0.0, {}, error)
         elif worker.calls or not worker.ready:
             self._lost(error)
         self._queue.extendleft(call for _, call in reversed(worker.calls))

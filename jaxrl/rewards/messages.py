@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.rewards.signatures import FORMS, CallSignature
-from jaxrl.workers.channel import ProtocolError, is_text
+from jaxrl.subprocesses.channel import ProtocolError, is_text
 
 
-class Result(NamedTuple):
+class RewardResult(NamedTuple):
     """The result of a function for one response: a finite score, or an error.
 
     The score is None if the function has none for this response (TRL's form only).
@@ -50,7 +50,7 @@ def read_signatures(values: Sequence[Any], n: int) -> list[CallSignature]:
     return [_signature(value) for value in values]
 
 
-def read_results(values: Sequence[Any], n: int) -> list[Result]:
+def read_results(values: Sequence[Any], n: int) -> list[RewardResult]:
     """The results of a call for `n` responses. Raises ProtocolError."""
     if len(values) != n:
         raise ProtocolError(f"{len(values)} results for {n} responses")
@@ -66,12 +66,12 @@ def _signature(value: Any) -> CallSignature:
     raise ProtocolError(f"{value!r:.80} is no signature")
 
 
-def _result(value: Any) -> Result:
+def _result(value: Any) -> RewardResult:
     match value:
         case [float() | None as score, dict(parts), error] if (
             (score is None or abs(score) <= MAX_SCORE)
             and all(isinstance(part, float) and math.isfinite(part) for part in parts.values())
             and all(map(is_text, [error, *parts]))
         ):
-            return Result(score, parts, error)
+            return RewardResult(score, parts, error)
     raise ProtocolError(f"{value!r:.80} is no result")

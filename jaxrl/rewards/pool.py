@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
-from jaxrl.rewards.call_runner import Call, CallRunner, Key
+from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
-from jaxrl.rewards.messages import MAX_SCORE, Result
+from jaxrl.rewards.messages import MAX_SCORE, RewardResult
 from jaxrl.rewards.sandbox.folder import remove_left
 from jaxrl.rewards.signatures import CallSignature
+from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Prompt, Reward, Rollout
-from jaxrl.workers.output import OutputLog, print_line
 
 _REMOVAL_S = 10.0  # for folders that programs of killed workers left
 _GRACE_S = 2.0  # in which a worker reports responses of an async function that are late
@@ -58,7 +58,7 @@ class RewardPool:
         self._batch_sizes = [int(pool_option(f, "batch_size")) for f in cfg.functions]
         self._runner = CallRunner(cfg, self._limits_s, OutputLog(write))
         self._n_items = 0  # responses so far
-        self._submitted: dict[int, tuple[range, list[Key]]] = {}  # by ticket
+        self._submitted: dict[int, tuple[range, list[CallKey]]] = {}  # by ticket
         self._tickets = itertools.count()
 
     def __enter__(self) -> "RewardPool":
@@ -115,7 +115,7 @@ class RewardPool:
         functions = range(len(self.names))
         return [self._combine([results[item, f] for f in functions]) for item in items]
 
-    def score_with(self, name: str, rollouts: Sequence[Rollout]) -> list[Result]:
+    def score_with(self, name: str, rollouts: Sequence[Rollout]) -> list[RewardResult]:
         """The results of one function alone, by its name in `names`."""
         items = range(self._n_items, self._n_items + len(rollouts))
         self._n_items = items.stop
@@ -138,7 +138,7 @@ class RewardPool:
                     "or give the parameter a default"
                 )
 
-    def _calls(self, rollouts: Sequence[Rollout], first: int) -> list[Call]:
+    def _calls(self, rollouts: Sequence[Rollout], first: int) -> list[FunctionCall]:
         """All calls of all functions; batches come first because they take longest.
 
         `first` is the number of the first response.
@@ -158,7 +158,7 @@ class RewardPool:
                 if signature.is_async and not signature.batched:  # each response has the limit
                     limit_s = limit_s * -(-len(items) // self._concurrency[function]) + _GRACE_S
                 numbers = tuple(first + item for item in items)
-                calls.append(Call(numbers, function, n, arguments, limit_s))
+                calls.append(FunctionCall(numbers, function, n, arguments, limit_s))
         return sorted(calls, key=lambda call: call.n is None)
 
     def _call_size(self, function: int, signature: CallSignature, n: int) -> int:
@@ -169,7 +169,7 @@ class RewardPool:
         # so many that a slow response rarely leaves the worker idle
         return min(4 * self._concurrency[function], per_worker) if signature.is_async else 1
 
-    def _combine(self, results: list[Result]) -> Reward:
+    def _combine(self, results: list[RewardResult]) -> Reward:
         """The reward from the results of all functions for one rollout."""
         parts: dict[str, float] = {}
         errors: list[str] = []

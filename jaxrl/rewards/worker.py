@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
 
 from jaxrl.rewards.functions import load_reward, pool_option
-from jaxrl.rewards.messages import Result, check_score, late
+from jaxrl.rewards.messages import RewardResult, check_score, late
 from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
-from jaxrl.workers.channel import WorkerChannel
-from jaxrl.workers.descendants import adopt_orphans, end_descendants, reap_orphans
-from jaxrl.workers.process import connect, error_text, time_limit
+from jaxrl.subprocesses.channel import WorkerChannel
+from jaxrl.subprocesses.descendants import adopt_orphans, end_descendants, reap_orphans
+from jaxrl.subprocesses.process import connect, error_text, time_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def load(spec: str, limit_s: float) -> LoadedReward:
     return LoadedReward(function, signature, limit_s, int(pool_option(spec, "concurrency")))
 
 
-def answer(channel: WorkerChannel, number: int, results: Sequence[Result]) -> None:
+def answer(channel: WorkerChannel, number: int, results: Sequence[RewardResult]) -> None:
     """Sends the results of a call; an error for each if together they are too long."""
     try:
         channel.send({"end": number, "results": results})
@@ -81,7 +81,7 @@ def answer(channel: WorkerChannel, number: int, results: Sequence[Result]) -> No
 
 def call(
     reward: LoadedReward, arguments: dict[str, Any], n: int | None, loop: asyncio.Runner
-) -> list[Result]:
+) -> list[RewardResult]:
     """Results of a call for a batch of `n` responses, or for one response if `n` is None.
 
     Exceptions and scores that are not finite numbers become errors.
@@ -100,18 +100,22 @@ def call(
     return [_checked(value, reward.signature) for value in values]
 
 
-async def _call_each(reward: LoadedReward, each: list[dict[str, Any]]) -> list[Result]:
+async def _call_each(reward: LoadedReward, each: list[dict[str, Any]]) -> list[RewardResult]:
     """Calls an async function for every response, `concurrency` of them at a time."""
     free = asyncio.Semaphore(reward.concurrency)
 
-    async def call_one(arguments: dict[str, Any]) -> Result:
+    async def call_one(arguments: dict[str, Any]) -> RewardResult:
         async with free:
             limit = asyncio.timeout(reward.limit_s)
             try:
                 async with limit:
                     return _checked(await reward.function(**arguments), reward.signature)
             except BaseException as error:  # SystemExit would end the loop
-                return Result(0.0, {}, late(reward.limit_s)) if limit.expired() else _failed(error)
+                return (
+                    RewardResult(0.0, {}, late(reward.limit_s))
+                    if limit.expired()
+                    else _failed(error)
+                )
 
     return await asyncio.gather(*map(call_one, each))
 
@@ -135,16 +139,16 @@ def _batch_values(values: Any, n: int) -> list[Any]:
     return list(values)
 
 
-def _checked(value: Any, signature: CallSignature) -> Result:
+def _checked(value: Any, signature: CallSignature) -> RewardResult:
     if value is None and signature.form == "trl":  # as in TRL: no score for this response
-        return Result(None, {}, "")
+        return RewardResult(None, {}, "")
     try:
         return _result(value)
     except Exception as error:  # float() of the user's object may raise anything
         return _failed(error)
 
 
-def _result(value: Any) -> Result:
+def _result(value: Any) -> RewardResult:
     parts = dict(value) if isinstance(value, dict) else {"score": value}
     if "score" not in parts:
         raise TypeError(
@@ -155,7 +159,7 @@ def _result(value: Any) -> Result:
         raise TypeError(f"the function returned {value!r}; return a number or a dict with 'score'")
     score = numbers.pop("score")
     check_score(score)
-    return Result(score, {k: v for k, v in numbers.items() if math.isfinite(v)}, "")
+    return RewardResult(score, {k: v for k, v in numbers.items() if math.isfinite(v)}, "")
 
 
 def _float(value: SupportsFloat) -> float:
@@ -166,8 +170,8 @@ def _float(value: SupportsFloat) -> float:
         return math.inf
 
 
-def _failed(error: BaseException) -> Result:
-    return Result(0.0, {}, error_text(error))
+def _failed(error: BaseException) -> RewardResult:
+    return RewardResult(0.0, {}, error_text(error))
 
 
 if __name__ == "__main__":

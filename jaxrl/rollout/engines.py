@@ -19,7 +19,6 @@ from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
@@ -30,7 +29,8 @@ from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.signals import Interrupted, StopFlag
-from jaxrl.tools.formats import ToolFormat
+from jaxrl.tool_calls.formats import ToolFormat
+from jaxrl.tracking.progress import Progress
 from jaxrl.types import Prompt, Rollout, Tree
 from sharding import hosts
 

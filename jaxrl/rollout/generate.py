@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.support import join
 from jaxrl.engine.api import EngineStats, Generated, Request, RequestEngine
+from jaxrl.rewards.arguments import Decode
 from jaxrl.types import Prompt, Rollout, TokenSets, Tree
 
-Decode = Callable[[np.ndarray], str]  # int32 tokens -> text
 # (tokens generated, responses finished, responses in total)
 OnProgress = Callable[[int, int, int], None]
 

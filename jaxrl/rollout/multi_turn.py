@@ -20,12 +20,13 @@ from jaxrl.data.support import join, unrestricted
 from jaxrl.engine.api import Request, RequestEngine
 from jaxrl.environments.api import Turn
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.json_text import Message
 from jaxrl.rollout.episodes import episode_task
 from jaxrl.rollout.generate import Response, append_generated, continued
-from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
-from jaxrl.tools.formats import ToolFormat
-from jaxrl.tools.parser import parse_turn
-from jaxrl.types import Episode, Message, Prompt, Rollout, TokenSets, Tree
+from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall, call_ids, template_form
+from jaxrl.tool_calls.formats import ToolFormat
+from jaxrl.tool_calls.parser import parse_turn
+from jaxrl.types import Episode, Prompt, Rollout, TokenSets, Tree
 
 POLL_TIMEOUT_S = 0.2  # wait for environments when idle, between two reports of progress
 

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl.ending import before_ending
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.json_text import parse_json
+from jaxrl.tracking.progress import Progress
 
 NAME = "run.lock"
 HEARTBEAT_S = 15.0  # between two heartbeats

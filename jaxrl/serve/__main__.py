@@ -27,22 +27,22 @@ except ModuleNotFoundError as missing:
         f"error: there is no {missing.name}; pip install 'jaxrl[serve]', or uv sync --extra serve"
     ) from missing
 
+from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.config.keys import RunConfig
 from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
-from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.start import end_loading
-from jaxrl.serve.app import Service
+from jaxrl.serve.app import ServerState
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
-from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.interrupt import end_interrupts
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
 from jaxrl.serve.options import KEY_VARIABLE, read
-from jaxrl.serve.requests.prompt import Limits, longest_token
+from jaxrl.serve.requests.prompt import ServerLimits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
 from jaxrl.serve.token_text import TokenTexts
@@ -106,11 +106,11 @@ def url(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
+def open_service(options: argparse.Namespace, run: RunConfig) -> ServerState:
     """Loads the model, compiles its first programs, and creates the service for it."""
     model, metrics = load_first_model(options, run), ServerMetrics()
     max_tasks = run.rollout.max_num_seqs + options.max_waiting
-    limits = Limits(
+    limits = ServerLimits(
         model_name=options.name,
         max_model_len=model.max_model_len,
         vocab=model.engine.cfg.V,
@@ -123,13 +123,13 @@ def open_service(options: argparse.Namespace, run: RunConfig) -> Service:
         tool_format=known_format(model.renderer.template, options.tool_format),
         adapters=tuple(options.adapters),
     )
-    engine = EngineThread(
+    engine = ServingThread(
         model.engine, model.params, model.mesh, metrics, max_tasks=max_tasks, step=model.step
     )
     watcher = None
     if options.follow and model.checkpoints is not None:
         watcher = CheckpointWatcher(model.checkpoints, engine, metrics)
-    return Service(
+    return ServerState(
         limits=limits,
         renderer=model.renderer,
         engine=engine,
@@ -164,7 +164,7 @@ def load_first_model(options: argparse.Namespace, run: RunConfig) -> Model:
                 raise
 
 
-def server(service: Service, options: argparse.Namespace) -> HttpServer:
+def server(service: ServerState, options: argparse.Namespace) -> HttpServer:
     limits = ConnectionLimits(
         options.max_connections, read_s=options.read_timeout_s, write_s=options.write_timeout_s
     )

@@ -18,14 +18,15 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import BodyReader
 from jaxrl.http.errors import RequestError
 from jaxrl.http.replies import ERROR_HANDLERS, has_key, while_connected
+from jaxrl.json_text import Json
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher
 from jaxrl.serve.choice import Choice, Delta
 from jaxrl.serve.compilation import BackgroundCompiler
-from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
-from jaxrl.serve.openai_format import Json, ResponseFormatter
+from jaxrl.serve.openai_format import ResponseFormatter
 from jaxrl.serve.requests.fields import unknown_model
-from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.prompt import ServerLimits
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.responses.format import ResponsesFormatter
@@ -34,17 +35,17 @@ from jaxrl.serve.structured.grammar import JsonGrammar
 from jaxrl.serve.token_text import TokenTexts
 from jaxrl.serve.tokenize import detokenize, tokenize
 
-type Parse[T] = Callable[[bytes, ChatRenderer, Limits], T]
+type Parse[T] = Callable[[bytes, ChatRenderer, ServerLimits], T]
 Formatter = ResponseFormatter | ResponsesFormatter
 
 
 @dataclasses.dataclass(frozen=True)
-class Service:
+class ServerState:
     """The state shared by all routes."""
 
-    limits: Limits
+    limits: ServerLimits
     renderer: ChatRenderer
-    engine: EngineThread
+    engine: ServingThread
     compiler: BackgroundCompiler
     metrics: ServerMetrics
     bodies: BodyReader

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import jax
 
-from jaxrl.io.checkpoint.checkpointer import complete_steps
-from jaxrl.io.checkpoint.errors import CheckpointError, OrbaxLogFilter
-from jaxrl.io.checkpoint.weights import read_weights
+from jaxrl.checkpoint.checkpointer import complete_steps
+from jaxrl.checkpoint.errors import CheckpointError, OrbaxLogFilter
+from jaxrl.checkpoint.weights import read_weights
 from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.layers.linear import Linear
 from jaxrl.models.layers.moe import MoE
 from jaxrl.models.lora import checkpoint_part
-from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.types import Tree
 
@@ -118,7 +118,7 @@ class CheckpointWatcher:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        engine: EngineThread,
+        engine: ServingThread,
         metrics: ServerMetrics,
         *,
         poll_s: float = POLL_S,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl.engine.api import Generated
 
-Decode = Callable[[Sequence[int]], str]
+Detokenize = Callable[[Sequence[int]], str]
 TopLogprobs = list[tuple[int, float]]  # (token id, logprob)
 REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
 MAX_CHARACTER = 4  # bytes, and so tokens, of a character
@@ -30,7 +30,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        decode: Decode,
+        decode: Detokenize,
         stop: Sequence[str],
         *,
         by_token: bool,
@@ -94,7 +94,7 @@ class Detokenizer:
     that every call takes the same time, also for bytes that never make a character.
     """
 
-    def __init__(self, decode: Decode):
+    def __init__(self, decode: Detokenize):
         self._decode = decode
         self._tokens: list[int] = []  # tokens of the previous piece, and pending ones
         self._n_previous, self._previous = 0, ""  # number of tokens and text of the previous piece
@@ -139,7 +139,7 @@ class Detokenizer:
         return len(text) > len(self._previous) and not text.endswith(REPLACEMENT)
 
 
-def text_offsets(decode: Decode, tokens: Sequence[int]) -> list[int]:
+def text_offsets(decode: Detokenize, tokens: Sequence[int]) -> list[int]:
     """Start of each token in the decoded text, in characters."""
     detokenizer, offsets, n_chars = Detokenizer(decode), [], 0
     for token in tokens:

@@ -38,7 +38,7 @@ class GenerationTask:
     step: int | None = None  # training step of the weights, once submitted to the engine
 
 
-class EngineThread:
+class ServingThread:
     """Runs engine dispatches while there are tasks; starts and cancels tasks between dispatches.
 
     A task sees one version of the weights. New weights are loaded when all running tasks have

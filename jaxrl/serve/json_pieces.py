@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-Json = dict[str, Any]
 MAX_DEPTH = 6  # of the lists that are split: response, output, item, content, part, logprobs
 MAX_LEN = 256  # elements of a list that are written at one time
 

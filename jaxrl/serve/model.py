@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
@@ -28,6 +27,7 @@ from jaxrl.models.lora import with_adapters
 from jaxrl.models.spec import abstract_params
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.data import make_renderer
 from jaxrl.trainer.setup.devices import set_compilation_cache
 from jaxrl.trainer.setup.engines import make_engine

@@ -11,7 +11,7 @@ from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
 from jaxrl.config.schema import build, to_dict
-from jaxrl.tools.formats import FORMATS
+from jaxrl.tool_calls.formats import FORMATS
 from jaxrl.trainer.setup.folder import read_run_config
 
 DESCRIPTION = """Serve one model over an OpenAI-compatible HTTP API.

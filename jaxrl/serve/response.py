@@ -12,8 +12,8 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.engine.api import Generated, Request
 from jaxrl.http.errors import RequestError
-from jaxrl.serve.choice import Choice, Decode, Delta
-from jaxrl.serve.engine_thread import EngineThread, GenerationTask
+from jaxrl.serve.choice import Choice, Delta, Detokenize
+from jaxrl.serve.engine_thread import GenerationTask, ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.requests.request import GenerationRequest
 from jaxrl.serve.score import Scores, score
@@ -31,7 +31,7 @@ class ActiveResponse:
         self,
         request: GenerationRequest,
         renderer: ChatRenderer,
-        engine: EngineThread,
+        engine: ServingThread,
         metrics: ServerMetrics,
         *,
         workers: Executor,
@@ -187,7 +187,7 @@ def _add[T](choice: Choice, generated: Generated, write: Callable[[Choice, Delta
     return write(choice, choice.add(generated))
 
 
-def decoder(renderer: ChatRenderer, kept_ids: frozenset[int]) -> Decode:
+def decoder(renderer: ChatRenderer, kept_ids: frozenset[int]) -> Detokenize:
     """Tokens to text without special tokens, other than `kept_ids`."""
     if not kept_ids:
         return renderer.decode

@@ -8,7 +8,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.requests.fields import ModelFields, read_fields
-from jaxrl.serve.requests.prompt import Limits, encode_text, is_id
+from jaxrl.serve.requests.prompt import ServerLimits, encode_text, is_id
 from jaxrl.serve.requests.request import read_messages, render_messages, with_template_arguments
 from jaxrl.serve.structured.tools import check_tools
 
@@ -28,7 +28,7 @@ class DetokenizeFields(ModelFields):
     untyped = ("tokens",)
 
 
-def tokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, Any]:
+def tokenize(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> dict[str, Any]:
     """The tokens of a prompt or of messages. Raises RequestError if the body is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
     fields, present = read_fields(TokenizeFields, body, limits.model_names)
@@ -55,7 +55,7 @@ def tokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, An
     }
 
 
-def detokenize(raw: bytes, renderer: ChatRenderer, limits: Limits) -> dict[str, Any]:
+def detokenize(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> dict[str, Any]:
     """The text of tokens, special ones included. Raises RequestError if the body is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
     read_fields(DetokenizeFields, body, limits.model_names)

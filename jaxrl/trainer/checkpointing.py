@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from jaxrl.io.checkpoint.errors import CheckpointError, one_line
+from jaxrl.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.files.adapter import save_adapter

@@ -10,19 +10,19 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxrl.checkpoint.checkpointer import best_step, complete_steps
+from jaxrl.checkpoint.errors import CheckpointError
+from jaxrl.checkpoint.saved_arrays import SavedArrays
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import padding_id, stop_ids
-from jaxrl.io.checkpoint.checkpointer import best_step, complete_steps
-from jaxrl.io.checkpoint.errors import CheckpointError
-from jaxrl.io.checkpoint.saved_arrays import SavedArrays
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.adapter import write_adapter
 from jaxrl.models.files.hf_config import folder_config
 from jaxrl.models.files.hf_save import (
     SHARD_BYTES,
-    Settings,
+    SaveSettings,
     StoredAdapter,
     Tensor,
     convert_model,
@@ -160,19 +160,19 @@ def find_step(directory: Path, step: str, cfg: RunConfig) -> int:
     return int(step)
 
 
-def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> Settings:
+def language_model_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> SaveSettings:
     """The stop tokens and the chat template of the run."""
     stop = {*stop_ids(source, renderer.tokenizer), *cfg.rollout.sampling.stop_token_ids}
-    return Settings(
+    return SaveSettings(
         generation_config={"eos_token_id": sorted(stop) if len(stop) > 1 else min(stop)},
         chat_template=_chat_template(cfg, renderer),
     )
 
 
-def classifier_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> Settings:
+def classifier_settings(cfg: RunConfig, renderer: ChatRenderer, source: Path) -> SaveSettings:
     """A padding token, by which transformers finds the last token of a row; the chat template."""
     ids = {"pad_token_id": padding_id(source, renderer.tokenizer)}
-    return Settings(config=ids, chat_template=_chat_template(cfg, renderer))
+    return SaveSettings(config=ids, chat_template=_chat_template(cfg, renderer))
 
 
 def _chat_template(cfg: RunConfig, renderer: ChatRenderer) -> str:

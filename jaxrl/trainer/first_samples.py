@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair
-from jaxrl.io.tracking.console import MAX_CHARS
-from jaxrl.io.tracking.first_samples import with_brackets, write_first_samples
-from jaxrl.io.tracking.logger import warn
+from jaxrl.tracking.console import MAX_CHARS
+from jaxrl.tracking.first_samples import with_brackets, write_first_samples
+from jaxrl.tracking.logger import warn
 from jaxrl.trainer.run import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.config.keys import RunConfig
-from jaxrl.io.checkpoint.errors import CheckpointError
 from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted, stop_on_signals

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxrl.io.tracking.logger import warn
+from jaxrl.tracking.logger import warn
 from jaxrl.trainer.run import Core
 from sharding import hosts
 

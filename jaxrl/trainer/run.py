@@ -10,13 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.content import Content
 from jaxrl.data.iterator import Batches
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
-from jaxrl.io.tracking.logger import Logger
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.coefficients import Coefficients
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.optimizer import Optimizer
@@ -31,6 +29,8 @@ from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.tracking.logger import Logger
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.phases.reward_errors import RewardErrors
 from jaxrl.trainer.phases.shaping import RewardScale
 from jaxrl.types import Prompt, ScoredRollout, TrainState

@@ -17,18 +17,18 @@ from jaxrl.environments.messages import read_turn, write_turn
 from jaxrl.environments.worker import checked_messages
 from jaxrl.http.body import parse_json as parse_body
 from jaxrl.http.errors import RequestError
-from jaxrl.io.tracking.json_lines import parse_line
 from jaxrl.json_text import MAX_DEPTH, json_size, parse_json, parse_json_values
 from jaxrl.rollout.agents.chat import parse_chat, parse_reward
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits
 from jaxrl.runtime.folder_lock import UNKNOWN, read_lock
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import ToolUse
-from jaxrl.tools.formats import FORMATS
-from jaxrl.tools.messages import as_message, parse_or_none
-from jaxrl.tools.parser import parse_turn
+from jaxrl.subprocesses.channel import Channel, ProtocolError, WorkerChannel
+from jaxrl.tool_calls.formats import FORMATS
+from jaxrl.tool_calls.messages import as_message, parse_or_none
+from jaxrl.tool_calls.parser import parse_turn
+from jaxrl.tracking.json_lines import parse_line
 from jaxrl.types import Prompt
-from jaxrl.workers.channel import Channel, ProtocolError, WorkerChannel
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The only places that may read JSON without the limits of jaxrl/json_text.py.
@@ -36,7 +36,7 @@ PLAIN_READERS = {
     "jaxrl/json_text.py": "the reader itself",
     "jaxrl/config/saved.py": "a config may hold infinite numbers; its own check of the depth",
     "jaxrl/data/sources/files.py": "rows of a dataset, with its own errors",
-    "jaxrl/io/checkpoint": "files that a run wrote, with its own errors",
+    "jaxrl/checkpoint": "files that a run wrote, with its own errors",
     "jaxrl/report/page.py": "its own values",
     "jaxrl/rewards/sandbox": "a protocol between two of our own processes",
 }

@@ -23,11 +23,11 @@ from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import parse_reward
 from jaxrl.serve.app import full_body
 from jaxrl.serve.choice import Detokenizer
-from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.json_pieces import json_pieces
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.openai_format import ResponseFormatter
-from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.prompt import ServerLimits
 from jaxrl.serve.requests.request import parse_chat, parse_completion
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.structured import grammar as grammar_module
@@ -71,7 +71,9 @@ def compiler(tokenizer):
 
 @pytest.fixture(scope="module")
 def limits(compiler):
-    return Limits("tiny", 20_000, V, n_stop_ids=9, n_choices=8, longest_token=2, grammars=compiler)
+    return ServerLimits(
+        "tiny", 20_000, V, n_stop_ids=9, n_choices=8, longest_token=2, grammars=compiler
+    )
 
 
 def ids_of(tokenizer, content: bytes) -> list[int]:
@@ -84,7 +86,7 @@ def answer(request, renderer, generated):
     """The body of a response whose only choice is `generated`, in a running event loop."""
 
     async def respond():
-        engine, tasks = mock.Mock(spec=EngineThread), []
+        engine, tasks = mock.Mock(spec=ServingThread), []
         engine.submit = tasks.extend
         workers = ThreadPoolExecutor(1)
         response = ActiveResponse(

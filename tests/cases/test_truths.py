@@ -10,11 +10,10 @@ import pytest
 
 from jaxrl.config.keys import RewardConfig, RunConfig
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
 from jaxrl.environments.worker import checked_step
 from jaxrl.http.errors import RequestError
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.rewards.messages import check_score
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth
@@ -30,6 +29,7 @@ from jaxrl.rewards.verifiers.numbers import find_numbers, last_number_of, same_n
 from jaxrl.rewards.verifiers.reasoning_gym import extract
 from jaxrl.rewards.verifiers.remote import read_scores
 from jaxrl.rollout.agents.chat import parse_reward
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
 from jaxrl.types import Prompt, Rollout
 
@@ -413,7 +413,7 @@ def rollout(text):
 
 
 def rows(*truths):
-    return [Row(0, i, f"data.jsonl:{i + 1}", {"answer": t}) for i, t in enumerate(truths)]
+    return [SourceRow(0, i, f"data.jsonl:{i + 1}", {"answer": t}) for i, t in enumerate(truths)]
 
 
 def plain_maker(dropped=()):

@@ -18,7 +18,6 @@ from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.schema import to_dict
 from jaxrl.environments import api
-from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.kernels import attention, grouped_matmul, paged_attention
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.state import init_state
@@ -31,10 +30,11 @@ from jaxrl.models.spec import abstract_params, count_params
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.search import estimate
-from jaxrl.planner.sizes import Job, Settings
+from jaxrl.planner.sizes import CandidateSettings, Job
 from jaxrl.planner.topology import CHIPS, Topology
 from jaxrl.rewards import functions
-from jaxrl.tools import formats
+from jaxrl.tool_calls import formats
+from jaxrl.tracking.loggers import make_loggers
 from jaxrl.types import Batch, TrainState
 from sharding import PRESETS, TRAIN, abstract_mesh
 
@@ -163,7 +163,7 @@ def test_a_benchmark_case_fits_its_gpus_by_the_formulas_of_the_planner(name, n_p
     machine = Topology("h100", "gpu", CHIPS["h100"], [None] * DEVICES[name])
     learner = run.learner
     lengths = Lengths(run.data.max_prompt_len, run.data.max_response_len)
-    settings = Settings(
+    settings = CandidateSettings(
         mesh,
         learner.token_budget,
         learner.remat,

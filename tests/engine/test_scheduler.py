@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import OutOfPages, PagePool, PrefixMatch
-from jaxrl.engine.scheduler import Plan, Scheduler
+from jaxrl.engine.scheduler import DeviceWork, Scheduler
 
 PAGE, ROW = 4, 8  # tokens of a page, and of a prefill row
 
@@ -124,7 +124,7 @@ def test_prompts_with_a_common_prefix_share_its_full_pages():
     assert plan.copies == plan.post_prefill_copies == []
 
 
-def run_alone(s: Scheduler, tokens, sampled) -> Plan:
+def run_alone(s: Scheduler, tokens, sampled) -> DeviceWork:
     """The plan that starts a request, which then samples the tokens `sampled` and ends."""
     slot = s.submit(request(tokens, len(sampled)))
     plan = s.plan()

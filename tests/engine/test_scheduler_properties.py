@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from jaxrl.engine.api import Request
 from jaxrl.engine.pages import ROOT, OutOfPages, PagePool
-from jaxrl.engine.scheduler import Plan, Scheduler, Sequence
+from jaxrl.engine.scheduler import DeviceWork, Scheduler, Sequence
 
 MAX_LEN = 24
 TOKENS = st.integers(0, 1)  # so few that common prefixes and repeated samples are frequent
@@ -62,7 +62,7 @@ class Device:
         key = versions | {version}, (*tokens, token)
         self.pages[pages[position // self.page_len]][position % self.page_len] = key
 
-    def prepare(self, plan: Plan, version: int) -> None:
+    def prepare(self, plan: DeviceWork, version: int) -> None:
         """In the order of the engine: copies, prefill, post-prefill copies."""
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
                 now = frozenset({self.version})
                 self.keys[seq.slot] = [(now, row[: i + 1]) for i in range(len(row))]
 
-    def check_rows(self, plan: Plan, *, bounded: bool) -> None:
+    def check_rows(self, plan: DeviceWork, *, bounded: bool) -> None:
         """Prefill while others decode is at most one dispatch, without new sequences."""
         n_rows = sum(-(-len(chunk.tokens) // self.s.row_len) for chunk in plan.prefill)
         assert plan.full == (bounded and n_rows == self.s.rows_per_dispatch)

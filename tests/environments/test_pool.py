@@ -13,7 +13,7 @@ from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import Turn
 from jaxrl.environments.messages import read_turn, write_turn
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.workers.channel import ProtocolError
+from jaxrl.subprocesses.channel import ProtocolError
 
 HAZARDS = """
 import json

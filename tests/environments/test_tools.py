@@ -11,7 +11,7 @@ from jaxrl.environments.builtin.calculator import CalculatorTool
 from jaxrl.environments.builtin.functions import Functions
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.environments.tools import COUNTS, run_calls
-from jaxrl.tools.calls import MalformedCall, ParsedTurn, ToolCall
+from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall
 
 SHOP = '''
 import asyncio

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.optimizers import slices
 from jaxrl.learner.state import abstract_state, init_state
 from jaxrl.models.config import LoRA

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.optimizer import check_opt_state
 from jaxrl.learner.state import abstract_state, averaged, init_state
 from jaxrl.learner.step import GradSums

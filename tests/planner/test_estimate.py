@@ -17,7 +17,7 @@ from jaxrl.planner.search import (
     estimate,
     zero_levels,
 )
-from jaxrl.planner.sizes import Settings, model_sizes
+from jaxrl.planner.sizes import CandidateSettings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
@@ -26,7 +26,7 @@ from tests.planner.tiny_run import TINY, run
 def test_estimated_memory_follows_the_remat_policy():
     def bytes_of(remat: str, tokens: int = 1024, tensor: int = 1) -> float:
         sizes = {"fsdp": 8 // tensor, "tensor": tensor}
-        return estimate(job(), Settings(sizes, tokens, remat)).bytes
+        return estimate(job(), CandidateSettings(sizes, tokens, remat)).bytes
 
     order = ("offload", "full", "attention", "mlp", "dots", "none")
     found = [bytes_of(remat) for remat in order]
@@ -42,7 +42,7 @@ def test_estimates_include_mlp_chunks():
     float32 = job(run(model__dtype="float32"))
 
     def of(remat: str, chunk: int = 0):
-        return estimate(float32, Settings({"fsdp": 8}, 1024, remat, mlp_chunk=chunk))
+        return estimate(float32, CandidateSettings({"fsdp": 8}, 1024, remat, mlp_chunk=chunk))
 
     whole, chunked = of("full"), of("full", 256)
     absent, sums = 2.5 * 768 * 4 * 3 * 128, 4 * 3 * 128 * 64
@@ -93,7 +93,9 @@ def test_released_kv_pages_have_the_memory_of_training():
 def test_gradients_are_reduced_while_kernels_run_except_without_sparse_cores():
     def seconds(chip: str, **changes) -> float:
         where = Topology(chip, "tpu", CHIPS[chip], list(range(8)))
-        large = Settings({"fsdp": 8}, 2**16, "full")  # kernels take longer than collectives
+        large = CandidateSettings(
+            {"fsdp": 8}, 2**16, "full"
+        )  # kernels take longer than collectives
         return estimate(job(run(**changes), where=where), large).step_s
 
     overlap = dict(learner__xla=("overlap",))
@@ -106,7 +108,7 @@ def test_tensor_parallelism_shards_the_estimated_residual_stream():
 
     def bytes_of(**changes) -> float:
         cfg = run(model__dtype="float32", **changes)
-        return estimate(job(cfg), Settings({"fsdp": 4, "tensor": 2}, 1024, "full")).bytes
+        return estimate(job(cfg), CandidateSettings({"fsdp": 4, "tensor": 2}, 1024, "full")).bytes
 
     saved = bytes_of(learner__shard_residual=False) - bytes_of()
     assert saved == pytest.approx(2 * 1024 * 64 * 4 / 2)
@@ -114,7 +116,7 @@ def test_tensor_parallelism_shards_the_estimated_residual_stream():
 
 def test_the_estimated_time_follows_what_is_recomputed_and_copied():
     def seconds(remat: str) -> float:
-        return estimate(job(), Settings({"fsdp": 8}, 1024, remat)).step_s
+        return estimate(job(), CandidateSettings({"fsdp": 8}, 1024, remat)).step_s
 
     order = ("none", "dots", "mlp", "attention", "full", "offload")
     found = [seconds(remat) for remat in order]
@@ -133,7 +135,9 @@ def test_chunks_shorten_the_idle_time_of_the_estimate():
     planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
     mesh, sizes = dict(stage=2, fsdp=8), []
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
-        settings = Settings(mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks)
+        settings = CandidateSettings(
+            mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks
+        )
         sizes.append(model_sizes(planned, "policy", settings))
     assert [size.calls for size in sizes] == [5, 4.5]
     assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
@@ -146,7 +150,9 @@ def test_a_pipeline_is_estimated_by_its_ticks():
 
     def of(rows: int, schedule: str = "gpipe"):
         mesh = dict(stage=2, fsdp=8)
-        return estimate(planned, Settings(mesh, rows * 128, "full", pipeline_schedule=schedule))
+        return estimate(
+            planned, CandidateSettings(mesh, rows * 128, "full", pipeline_schedule=schedule)
+        )
 
     array = 128 * 64 * 4
     # per tick the input of the layer, and the row before and after the stages
@@ -154,7 +160,7 @@ def test_a_pipeline_is_estimated_by_its_ticks():
     assert of(8, "1f1b").bytes - of(4, "1f1b").bytes == pytest.approx(4 * 2 * array)
     # a stage has half of the layers; embeddings are on both
     params, ends = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64), 256 * 64
-    sizes = model_sizes(planned, "policy", Settings(dict(stage=2, fsdp=8), 512, "full"))
+    sizes = model_sizes(planned, "policy", CandidateSettings(dict(stage=2, fsdp=8), 512, "full"))
     assert sizes.held == pytest.approx((params / 2 + ends + 64) / 8, rel=0.01)
     # idle ticks: 5 for 4 rows take longer than 9 for 8
     assert of(4).step_s > of(8).step_s
@@ -162,7 +168,7 @@ def test_a_pipeline_is_estimated_by_its_ticks():
 
 def test_estimates_include_offload_and_slow_networks():
     def estimated(mesh: dict, where: Topology, offload=()):
-        return estimate(job(where=where), Settings(mesh, 128, "full", offload))
+        return estimate(job(where=where), CandidateSettings(mesh, 128, "full", offload))
 
     both = ("optimizer", "reference")
     kept, waiting = estimated(dict(fsdp=8), machine()), estimated(dict(fsdp=8), machine(), both)
@@ -181,14 +187,14 @@ def test_replicas_may_share_optimizer_state_and_gradients():
     assert zero_levels(planned, dict(fsdp=16, replica=1)) == (0,)
     assert zero_levels(job(cfg, dataclasses.replace(TINY, D=72), nodes), mesh) == (0,)
     none, state, both = (
-        estimate(planned, Settings(mesh, 128, "full", zero=level)) for level in (0, 1, 2)
+        estimate(planned, CandidateSettings(mesh, 128, "full", zero=level)) for level in (0, 1, 2)
     )
     params = 256 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 64 + 2 * 32 + 2 * 64 + 3 * 128 * 64) + 64
     assert none.bytes - state.bytes == pytest.approx(8 * params / 8 / 2, rel=0.01)
     assert state.bytes - both.bytes == pytest.approx(4 * params / 8 / 2, rel=0.01)
     assert none.step_s < state.step_s == both.step_s
     shared = dataclasses.replace(cfg, learner=dataclasses.replace(cfg.learner, zero=2))
-    of_config = estimate(job(shared, where=nodes), Settings(mesh, 128, "full", zero=2))
+    of_config = estimate(job(shared, where=nodes), CandidateSettings(mesh, 128, "full", zero=2))
     assert of_config.bytes == both.bytes
     assert both.overrides(cfg).endswith("--config.learner.zero=2")
     assert both.apply(cfg).learner.zero == 2
@@ -256,5 +262,5 @@ def test_estimated_memory_agrees_with_the_compiled_plan():
     cfg = run()
     plan = make_plan(cfg, model, machine(), lengths=LENGTHS)
     live = max(phase.live_bytes for phase in plan.phases.values())
-    formula = estimate(job(cfg, model), Settings({"fsdp": 4, "tensor": 2}, 256, "full"))
+    formula = estimate(job(cfg, model), CandidateSettings({"fsdp": 4, "tensor": 2}, 256, "full"))
     assert 0.4 * live < formula.bytes < 2.5 * live

@@ -12,7 +12,7 @@ from jaxrl.config.command_line import parse
 from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
-from jaxrl.planner.sizes import Job, Settings, model_sizes
+from jaxrl.planner.sizes import CandidateSettings, Job, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 
 PLANS = pathlib.Path(__file__).parents[2] / "docs" / "plans"
@@ -67,12 +67,12 @@ def stored(name: str) -> Stored:
     )
 
 
-def settings(job: Job) -> Settings:
+def settings(job: Job) -> CandidateSettings:
     """What the config of a job chooses."""
     cfg, n = job.cfg, len(job.machine.devices)
     mesh = dataclasses.asdict(cfg.mesh)
     others = math.prod(size for size in mesh.values() if size > 0)
-    return Settings(
+    return CandidateSettings(
         {axis: size if size > 0 else n // others for axis, size in mesh.items()},
         cfg.learner.token_budget,
         cfg.learner.remat,

@@ -23,7 +23,7 @@ from jaxrl.planner.search import (
     search,
     varied_first,
 )
-from jaxrl.planner.sizes import Settings, model_sizes
+from jaxrl.planner.sizes import CandidateSettings, model_sizes
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
@@ -225,7 +225,7 @@ def test_the_fastest_candidate_that_fits_is_reported_with_its_keys():
 def test_the_options_of_a_candidate_undo_what_the_config_sets():
     replicas = dict(mesh__replica=2, mesh__fsdp=2, learner__zero=2)
     cfg = run(**replicas, learner__offload=("optimizer",), learner__mlp_chunk=64)
-    found = estimate(job(cfg), Settings({"fsdp": 8}, 128, "full"))
+    found = estimate(job(cfg), CandidateSettings({"fsdp": 8}, 128, "full"))
     options = found.overrides(cfg)
     assert options == (
         "--config.mesh.replica=1 --config.mesh.fsdp=8 --config.mesh.tensor=1 "
@@ -240,7 +240,7 @@ def test_the_options_of_a_candidate_undo_what_the_config_sets():
 
 def test_different_settings_are_compiled_before_similar_ones():
     def entry(step_s: float, remat: str = "full", offload=(), **mesh: int):
-        found = estimate(job(), Settings(mesh, 128, remat, offload))
+        found = estimate(job(), CandidateSettings(mesh, 128, remat, offload))
         return dataclasses.replace(found, step_s=step_s)
 
     a, a_host, a_dots, b, b_dots, slow = ranked = [

@@ -5,14 +5,14 @@ import dataclasses
 import jax
 
 from jaxrl.planner.programs import Lengths
-from jaxrl.planner.sizes import Job, Settings
+from jaxrl.planner.sizes import CandidateSettings, Job
 from jaxrl.planner.topology import CHIPS, Topology
 from tests.planner.tiny_run import TINY, run
 
 LENGTHS = Lengths(64, 64)
 GIB = 2**30
 SMALL = dataclasses.replace(TINY, D=32, N=4, K=4, H=8, F=64)
-MESH = Settings({"fsdp": 8}, 256, "full")
+MESH = CandidateSettings({"fsdp": 8}, 256, "full")
 OFFLOADS = {
     (),
     ("optimizer",),

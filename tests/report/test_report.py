@@ -15,13 +15,13 @@ import pytest
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import to_json
-from jaxrl.io.tracking.first_samples import write_first_samples
 from jaxrl.report import write_report
 from jaxrl.report.__main__ import main
 from jaxrl.report.charts import MAX_LINES, chart_data
 from jaxrl.report.curve import write_curve_svg
 from jaxrl.report.page import FIELDS, page_data
 from jaxrl.report.record import cut, read_record, thin, thin_samples
+from jaxrl.tracking.first_samples import write_first_samples
 
 HOSTILE = "</script><script>alert(1)</script><b>\u2028 & 'quoted'"
 

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.messages import Result, read_results, read_signatures
+from jaxrl.rewards.messages import RewardResult, read_results, read_signatures
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.signatures import CallSignature
-from jaxrl.workers.channel import ProtocolError
+from jaxrl.subprocesses.channel import ProtocolError
 from tests.rewards.test_pool import is_alive, rollout, wait_until_gone
 
 FUNCTIONS = """
@@ -202,7 +202,7 @@ def test_a_system_that_starts_no_process_is_an_error_once_no_worker_is_left(func
         raise BlockingIOError("no process for you")
 
     with functions.pool("length", workers=2) as pool:
-        monkeypatch.setattr("jaxrl.workers.process.subprocess.Popen", fail)
+        monkeypatch.setattr("jaxrl.subprocesses.process.subprocess.Popen", fail)
         kill(workers(pool)[0])
         assert values(pool, ["a", "bb"] * 20) == [1, 2] * 20
         pool._runner._no_start_before = 0.0
@@ -324,8 +324,8 @@ def test_spares_do_not_raise_the_number_of_calls_at_a_time(functions):
 def test_messages_are_validated():
     given = [["trl", True, ["timeout_s"], ["x"], False]]
     assert read_signatures(given, 1) == [CallSignature("trl", True, ("timeout_s",), ("x",), False)]
-    assert read_results([[None, {}, ""]], 1) == [Result(None, {}, "")]
-    assert read_results([[1.0, {"a": 2.0}, ""]], 1) == [Result(1.0, {"a": 2.0}, "")]
+    assert read_results([[None, {}, ""]], 1) == [RewardResult(None, {}, "")]
+    assert read_results([[1.0, {"a": 2.0}, ""]], 1) == [RewardResult(1.0, {"a": 2.0}, "")]
     for wrong in ([], [["x", *given[0][1:]]], [[*given[0][:2], [1], [], True]], [[]], "ab", [None]):
         with pytest.raises(ProtocolError):
             read_signatures(wrong, 1)

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/rewards/pool.py, jaxrl/rewards/worker.py and jaxrl/workers/process.py."""
+"""Tests of jaxrl/rewards/pool.py, jaxrl/rewards/worker.py and jaxrl/subprocesses/process.py."""
 
 import os
 import signal

@@ -12,9 +12,9 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime import folder_lock
 from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder, this_process
+from jaxrl.tracking.progress import Progress
 
 QUIET = Progress()
 

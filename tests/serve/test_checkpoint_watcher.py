@@ -21,9 +21,9 @@ import numpy as np
 import openai
 import pytest
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig, RunConfig, SamplingConfig
 from jaxrl.config.saved import to_json
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params

@@ -21,7 +21,7 @@ import pytest
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
 from jaxrl.serve.compilation import BackgroundCompiler
-from jaxrl.serve.engine_thread import EngineThread
+from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import open_model
 from jaxrl.serve.requests.request import parse_completion
@@ -771,7 +771,7 @@ def test_all_errors_have_the_openai_format(served):
 
 
 def test_shutdown_finishes_running_requests(served, model):
-    thread = EngineThread(model.engine, model.params, model.mesh, ServerMetrics(), max_tasks=4)
+    thread = ServingThread(model.engine, model.params, model.mesh, ServerMetrics(), max_tasks=4)
     compiler = BackgroundCompiler(model.engine, model.params, model.mesh)
     service = dataclasses.replace(served.service, engine=thread, compiler=compiler)
     web = server(service, served.options)

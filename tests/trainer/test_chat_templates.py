@@ -12,7 +12,7 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.turns import render_turns
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
-from jaxrl.io.tracking.json_lines import read_lines
+from jaxrl.tracking.json_lines import read_lines
 from jaxrl.train import train
 from tests.data.families import vocabulary, write_tokenizer
 from tests.trainer.conftest import LLAMA, write_model

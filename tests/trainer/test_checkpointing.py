@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.io.checkpoint.errors import CheckpointError
+from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.trainer import checkpointing
 from jaxrl.trainer.checkpointing import save_after_error
 from jaxrl.trainer.phases.update import NonFiniteError

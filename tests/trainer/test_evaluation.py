@@ -10,8 +10,8 @@ import pytest
 from jaxrl.config.keys import EvalConfig
 from jaxrl.config.resolve import resolve, resolve_evaluation
 from jaxrl.evaluate import evaluate, interval, read, table
-from jaxrl.io.tracking.json_lines import read_lines
 from jaxrl.models.files.source import resolve_model
+from jaxrl.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.evaluation import statistics, validation_metrics
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout

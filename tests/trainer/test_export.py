@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/export.py, jaxrl/io/checkpoint/saved_arrays.py and
+"""Tests of jaxrl/trainer/export.py, jaxrl/checkpoint/saved_arrays.py and
 jaxrl/models/files/hf_stream.py."""
 
 import dataclasses
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl import convert
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config import resolve
 from jaxrl.config.saved import to_json
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.state import OptState
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.safetensors import map_tensor

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
+from jaxrl.checkpoint.weights import saved_params
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
-from jaxrl.io.checkpoint.weights import saved_params
 from jaxrl.models.files.adapter import load_with_adapters, save_adapter
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.lora import with_adapters

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.config.keys import ProfileConfig, RunConfig
 from jaxrl.config.resolve import resolve
-from jaxrl.io.tracking.progress import Progress
+from jaxrl.tracking.progress import Progress
 from jaxrl.train import train
 from jaxrl.trainer.profile import traced_step
 from jaxrl.trainer.run import Core

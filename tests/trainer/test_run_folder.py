@@ -14,13 +14,13 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.config.saved import to_json
 from jaxrl.dpo import train as train_dpo
-from jaxrl.io.tracking.json_lines import read_lines
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime.folder_lock import NAME, FolderLockError, lock_folder
 from jaxrl.sft import train as train_sft
+from jaxrl.tracking.json_lines import read_lines
+from jaxrl.tracking.progress import Progress
 from jaxrl.train import train
 from jaxrl.trainer.setup.folder import make_folder, open_folder, record_start, with_today
-from tests.io.checkpoint.test_faults import tmpfs
+from tests.checkpoint.test_faults import tmpfs
 from tests.trainer.offline.test_offline import offline
 from tests.trainer.test_train import finish_process, start_process, wait_for_step
 

@@ -10,8 +10,8 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rollout.episodes import run_episodes
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
-from jaxrl.tools.calls import MalformedCall, ToolCall
-from jaxrl.tools.formats import tool_format
+from jaxrl.tool_calls.calls import MalformedCall, ToolCall
+from jaxrl.tool_calls.formats import tool_format
 from jaxrl.trainer.metrics import episode_means
 from jaxrl.trainer.setup.engines import episode_tool_format
 from jaxrl.types import Prompt, Reward, ScoredRollout

@@ -23,8 +23,8 @@ from safetensors.numpy import load_file
 from jaxrl.config import resolve
 from jaxrl.data.tokenizer import load_tokenizer, stop_ids
 from jaxrl.engine.device.batches import decode_buckets
-from jaxrl.io.tracking.first_samples import read_first_samples
-from jaxrl.io.tracking.json_lines import read_lines
+from jaxrl.tracking.first_samples import read_first_samples
+from jaxrl.tracking.json_lines import read_lines
 from jaxrl.train import train
 from jaxrl.trainer.phases.update import NonFiniteError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.json_text import parse_json
-from jaxrl.tools.messages import shown
+from jaxrl.tool_calls.messages import shown
 
 _ROLES = {
     "human": "user",

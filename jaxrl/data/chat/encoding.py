@@ -17,8 +17,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.chat.special_tokens import SpecialTokens
 from jaxrl.data.chat.template import check_arguments, read_template, template_names, with_date
-from jaxrl.tools.calls import MalformedCall, ToolCall, template_form
-from jaxrl.types import Message
+from jaxrl.json_text import Message
+from jaxrl.tool_calls.calls import MalformedCall, ToolCall, template_form
 
 _PLACEHOLDER = "@@turn@@"  # content of an assistant turn, to find its end in the rendered text
 _N_LAST = 8  # tokens of a generation prompt that can open the reasoning

@@ -15,16 +15,16 @@ from jaxrl.data.chat.encoding import ChatRenderer
 
 _BEFORE = ("x", "\n", ".")  # text before a turn, to tokenize it as a continuation
 
-Span = tuple[int, int]  # first character, and the one after the last
+CharSpan = tuple[int, int]  # first character, and the one after the last
 MaskedTokens = tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class TurnText:
     """An assistant turn with all text before it."""
 
     text: str  # up to the end-of-sequence token after the turn
-    learned: tuple[Span, ...]  # of the text
+    learned: tuple[CharSpan, ...]  # of the text
     end: int  # where the end-of-sequence token begins
 
     @property
@@ -36,7 +36,7 @@ class Turn:
 
 
 def tokenize_turns(
-    renderer: ChatRenderer, turns: Sequence[Turn], stop: Sequence[int]
+    renderer: ChatRenderer, turns: Sequence[TurnText], stop: Sequence[int]
 ) -> MaskedTokens:
     """(tokens, loss mask) of the turns of one conversation: each continues the text before it.
 
@@ -81,7 +81,7 @@ def _continuation(renderer: ChatRenderer, text: str) -> np.ndarray:
 
 
 def _by_characters(
-    renderer: ChatRenderer, turns: Sequence[Turn], stop: Sequence[int]
+    renderer: ChatRenderer, turns: Sequence[TurnText], stop: Sequence[int]
 ) -> MaskedTokens:
     """The tokens whose first characters are learned, for templates that mark parts of a turn."""
     text = turns[-1].text
@@ -95,7 +95,7 @@ def _by_characters(
     return tokens, mask
 
 
-def _not_stopped(turn: Turn) -> str:
+def _not_stopped(turn: TurnText) -> str:
     return (
         f"{turn.text[-20:]!r} at the end of a turn is not tokenized as an end-of-sequence token; "
         "add it to the special tokens of the tokenizer, or set data.chat_template"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl.types import Message
+from jaxrl.json_text import Message
 
 SEPARATOR = "\ufdd0"  # a code point that Unicode reserves for such uses: no text has it
 _REASONING = {"<think>", "</think>"}  # text of a turn, also where they are special tokens

@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Sequence
 
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.masking import MaskedTokens, Span, Turn, tokenize_turns
-from jaxrl.types import Message
+from jaxrl.data.chat.masking import CharSpan, MaskedTokens, TurnText, tokenize_turns
+from jaxrl.json_text import Message
 
 _PLACEHOLDER = "@@turn@@"  # content of a message, to find its place in the rendered text
 
@@ -43,7 +43,7 @@ def render_turns(
     """
     ends = [text for i in stop if (text := renderer.decode([i], skip_special=False))]
     messages = renderer.hidden(messages)
-    sequences: list[list[Turn]] = []
+    sequences: list[list[TurnText]] = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i not in given:
             try:
@@ -59,13 +59,13 @@ def render_turns(
 
 def _render_turn(
     renderer: ChatRenderer, messages: Sequence[Message], i: int, ends: Sequence[str], tools: Tools
-) -> Turn:
+) -> TurnText:
     text, start = _continuation(renderer, messages, i, tools)
     text, end = _ended(renderer, messages, i, text, start, ends, tools)
-    learned: tuple[Span, ...] = ((start, len(text)),)
+    learned: tuple[CharSpan, ...] = ((start, len(text)),)
     if renderer.marks_generation:
         learned = _marked(renderer, messages[: i + 1], text, start, end, tools)
-    return Turn(text, learned, end)
+    return TurnText(text, learned, end)
 
 
 def _continuation(
@@ -172,7 +172,7 @@ def _ended(
     return text[: found[1]], found[0]
 
 
-def _first(text: str, ends: Sequence[str], start: int) -> Span | None:
+def _first(text: str, ends: Sequence[str], start: int) -> CharSpan | None:
     """The first occurrence of one of the `ends` in the text."""
     found = [(at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0]
     return min(found, default=None)
@@ -185,7 +185,7 @@ def _marked(
     start: int,
     end: int,
     tools: Tools,
-) -> tuple[Span, ...]:
+) -> tuple[CharSpan, ...]:
     """The parts of a turn in {% generation %} blocks, and its end-of-sequence token."""
     marks = renderer.generated_spans(messages, tools)
     clipped = [(max(start, a), min(end, b)) for a, b in marks if b > start and a < end]

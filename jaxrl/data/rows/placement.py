@@ -19,25 +19,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Shape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)
+RowShape = tuple[int, int]  # (rows per data-parallel rank, tokens of a row)
 
 
 @dataclasses.dataclass
-class Plan:
+class Placement:
     """The shapes of the micro-batches, and the micro-batch and row of each item."""
 
-    shape: list[Shape]  # per micro-batch
+    shape: list[RowShape]  # per micro-batch
     micro_of: np.ndarray  # int [n_items]
     row_of: np.ndarray  # int [n_items], row within the micro-batch, over all ranks
 
-    def cost(self, shapes: Sequence[Shape]) -> tuple[int, int]:
+    def cost(self, shapes: Sequence[RowShape]) -> tuple[int, int]:
         """(tokens with padding and an overhead per micro-batch, attention area)."""
         overhead = max(rows * T for rows, T in shapes) // 8
         tokens = sum(rows * T for rows, T in self.shape)
         return tokens + overhead * len(self.shape), sum(rows * T * T for rows, T in self.shape)
 
 
-def best_plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> Plan:
+def best_plan(size: np.ndarray, shapes: Sequence[RowShape], n_ranks: int) -> Placement:
     """The cheapest of the plans without the 0, 1, 2, ... shortest row lengths."""
     plans = []
     for shortest in sorted({T for _, T in shapes}):
@@ -46,10 +46,10 @@ def best_plan(size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> Plan:
     return min(plans, key=lambda p: p.cost(shapes))
 
 
-def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> Plan:
+def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> Placement:
     """First-fit decreasing. If no row fits, opens a micro-batch of the shortest rows that do."""
     free = np.zeros(0, size.dtype)
-    shapes: list[Shape] = []
+    shapes: list[RowShape] = []
     first_row: list[int] = []
     row_of = np.zeros(len(size), int)
     for item in np.argsort(-size, kind="stable"):
@@ -64,10 +64,12 @@ def _first_fit(size: np.ndarray, rows_of: dict[int, int], n_ranks: int) -> Plan:
         free[row] -= size[item]
         row_of[item] = row
     micro_of = np.searchsorted(first_row, row_of, side="right") - 1
-    return Plan(shapes, micro_of, row_of - np.array(first_row)[micro_of])
+    return Placement(shapes, micro_of, row_of - np.array(first_row)[micro_of])
 
 
-def _shrink(plan: Plan, size: np.ndarray, shapes: Sequence[Shape], n_ranks: int) -> Plan:
+def _shrink(
+    plan: Placement, size: np.ndarray, shapes: Sequence[RowShape], n_ranks: int
+) -> Placement:
     """Shrinks each micro-batch to the smallest shape that holds its items."""
     by_size = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
     for micro, (rows, T) in enumerate(plan.shape):
@@ -86,7 +88,7 @@ def _shrink(plan: Plan, size: np.ndarray, shapes: Sequence[Shape], n_ranks: int)
 
 
 def balance(
-    plan: Plan, size: np.ndarray, cost: np.ndarray, n_ranks: int
+    plan: Placement, size: np.ndarray, cost: np.ndarray, n_ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(row within its micro-batch, start) of every item; rows are ordered by rank."""
     row, start = np.zeros(len(size), int), np.zeros(len(size), int)

@@ -17,14 +17,14 @@ from jaxrl.types import TrainingSample
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class PrefixOrder:
     """Samples in an order in which those with common prefixes are next to each other."""
 
     items: np.ndarray  # int [n], index of each sample
     shared: np.ndarray  # int [n], tokens that it may leave out after the one before it
 
 
-def sharing_order(samples: Sequence[TrainingSample], lens: np.ndarray, align: int) -> Order:
+def sharing_order(samples: Sequence[TrainingSample], lens: np.ndarray, align: int) -> PrefixOrder:
     """The samples by prompt, and how many tokens each has in common with the one before it.
 
     An episode's samples stay together, the shortest prompt first: the prompts of the others contain
@@ -43,7 +43,7 @@ def sharing_order(samples: Sequence[TrainingSample], lens: np.ndarray, align: in
         given = own.prompt_tokens[:-1][: max(lens[items[k]] - 1, 0)]
         inputs = np.concatenate([before.prompt_tokens, before.tokens])[:-1]
         shared[k] = _common_len(inputs, given) // align * align
-    return Order(items, shared)
+    return PrefixOrder(items, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def separate(n: int) -> list[Chain]:
     return [Chain(np.array([i]), np.zeros(1, int)) for i in range(n)]
 
 
-def chains(order: Order, size: np.ndarray, limit: int) -> list[Chain]:
+def chains(order: PrefixOrder, size: np.ndarray, limit: int) -> list[Chain]:
     """Chains of up to `limit` tokens, or of one sample.
 
     `size` [n] are the tokens of whole samples in a row, padding included.

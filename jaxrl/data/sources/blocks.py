@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from jaxrl.data.sources.columns import map_columns
 from jaxrl.data.sources.files import find_files, named_errors, open_arrow, parse_line
-from jaxrl.data.sources.rows import Row
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.sources.structures import parse_structures
 from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
@@ -24,7 +24,7 @@ Raw = pa.Table | Sequence[bytes] | Sequence[dict[str, Any]]  # rows that are not
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Consecutive rows of one file."""
 
     source: int  # index of the source
@@ -44,11 +44,11 @@ class Block:
 class LazyRow:
     """A row of a block that was read but not decoded."""
 
-    block: Block
+    block: RowBlock
     raw: Raw
     index: int  # within the block
 
-    def read(self, columns: Sequence[str]) -> Row:
+    def read(self, columns: Sequence[str]) -> SourceRow:
         """The row under the names of data.columns. Raises ValueError if it cannot be decoded."""
         place = f"{self.block.file}:{self.block.in_file + self.index + 1}"
         raw: Any = self.raw
@@ -59,10 +59,10 @@ class LazyRow:
         is_task = self.block.file.startswith(PREFIXES)
         if not is_task:
             row = parse_structures(map_columns(row, columns, place), place)
-        return Row(self.block.source, self.block.first + self.index, place, row)
+        return SourceRow(self.block.source, self.block.first + self.index, place, row)
 
 
-def index_blocks(sources: Sequence[str], first: int = 0) -> Iterator[Block]:
+def index_blocks(sources: Sequence[str], first: int = 0) -> Iterator[RowBlock]:
     """The blocks of all sources in order; `first` is the number of their first row.
 
     Reads the metadata of parquet and arrow files, and every JSONL file once. Raises the errors of
@@ -70,11 +70,11 @@ def index_blocks(sources: Sequence[str], first: int = 0) -> Iterator[Block]:
     """
     for i, source in enumerate(sources):
         for file, in_file, n_rows, load in _source_blocks(source):
-            yield Block(i, file, n_rows, first, in_file, load)
+            yield RowBlock(i, file, n_rows, first, in_file, load)
             first += n_rows
 
 
-def fingerprints(blocks: Sequence[Block]) -> list[str]:
+def fingerprints(blocks: Sequence[RowBlock]) -> list[str]:
     """For each file its name with a hash of its size, start and end."""
     files = dict.fromkeys(block.file for block in blocks)
     return [f"{Path(file).name} {_fingerprint(file)}" for file in files]

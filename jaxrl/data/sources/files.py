@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from jaxrl.data.json_object import read_object
 from jaxrl.data.sources import hub, layout
-from jaxrl.data.sources.layout import Part
+from jaxrl.data.sources.layout import DatasetPart
 
 _SAVE_AGAIN = "save the dataset again"
 _OPTIONS = re.compile(r"\?(?=\w+=)")  # a "?" without "name=" is a wildcard
@@ -55,7 +55,7 @@ def find_files(source: str) -> list[Path]:
             "data.val to files (.parquet, .jsonl), dataset folders, hub ids such as 'hf:org/name', "
             "or tasks such as 'task:addition?digits=1,2'"
         )
-    if part != Part():
+    if part != DatasetPart():
         raise ValueError(f"{source}: a file or pattern has no splits; remove the part after '?'")
     for found in paths:
         if found.suffix not in layout.SUFFIXES:
@@ -66,7 +66,7 @@ def find_files(source: str) -> list[Path]:
     return paths
 
 
-def _part_of(source: str) -> tuple[str, Part]:
+def _part_of(source: str) -> tuple[str, DatasetPart]:
     """(name, part) of "name?split=train&subset=main". Raises ValueError for other options."""
     name, *rest = _OPTIONS.split(source, maxsplit=1)
     options = dict(parse_qsl(rest[0], keep_blank_values=True)) if rest else {}
@@ -74,10 +74,10 @@ def _part_of(source: str) -> tuple[str, Part]:
         raise ValueError(
             f"{source} has the option {unknown[0]}; a file, folder or dataset has split and subset"
         )
-    return name, Part(**options)
+    return name, DatasetPart(**options)
 
 
-def _folder_files(folder: Path, part: Part) -> list[Path]:
+def _folder_files(folder: Path, part: DatasetPart) -> list[Path]:
     if (index := folder / "dataset_dict.json").is_file():  # DatasetDict.save_to_disk
         names = _file_names(read_object(index, _SAVE_AGAIN).get("splits"), index)
         split = names[0] if len(names) == 1 and not part.split else part.split
@@ -86,7 +86,7 @@ def _folder_files(folder: Path, part: Part) -> list[Path]:
                 f"{folder} has the splits {', '.join(names)}, requested is "
                 f"{repr(split) if split else 'none'}; write {folder}?split={names[0]}"
             )
-        return _folder_files(folder / split, Part())
+        return _folder_files(folder / split, DatasetPart())
     if (index := folder / "state.json").is_file():  # Dataset.save_to_disk
         shards = read_object(index, _SAVE_AGAIN).get("_data_files")
         shards = shards if isinstance(shards, list) else [shards]

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
 
-from jaxrl.data.sources.layout import README, SUFFIXES, Part, choose_files, is_data, read_card
+from jaxrl.data.sources.layout import (
+    README,
+    SUFFIXES,
+    DatasetPart,
+    choose_files,
+    is_data,
+    read_card,
+)
 
 PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"  # the branch where the hub keeps datasets as parquet
@@ -28,7 +35,7 @@ class _Snapshot:
     offline: str  # why the hub was not reached; "" if it was
 
 
-def hub_files(name: str, part: Part) -> list[Path]:
+def hub_files(name: str, part: DatasetPart) -> list[Path]:
     """The files of a part of the dataset `name`, "hf:org/name@revision", in the hub's cache.
 
     Raises ValueError if the dataset is not in the cache and cannot be downloaded, and the errors of

@@ -25,7 +25,7 @@ _SHARD = re.compile(r"^(.*-)(\d{5})-of-(\d{5})(.*)$")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """The part of a dataset that a source names; "" where it names none."""
 
     split: str = ""
@@ -33,7 +33,7 @@ class Part:
 
 
 def choose_files(
-    names: Sequence[str], card: Mapping[str, Any], part: Part, place: str
+    names: Sequence[str], card: Mapping[str, Any], part: DatasetPart, place: str
 ) -> list[str]:
     """The files of a split, in order. `card` is the YAML block of the README, `place` the source.
 
@@ -93,7 +93,7 @@ def is_data(name: str) -> bool:
 
 
 def _declared_splits(
-    declared: Sequence[Any], rows: Sequence[str], part: Part, place: str
+    declared: Sequence[Any], rows: Sequence[str], part: DatasetPart, place: str
 ) -> dict[str, list[str]]:
     """Split -> files of the subset, from the README's list of subsets."""
     configs = {str(c.get("config_name", "default")): c for c in declared if isinstance(c, Mapping)}
@@ -118,7 +118,7 @@ def _matching(rows: Sequence[str], patterns: Any) -> list[str]:
     return list(found)
 
 
-def _named_splits(rows: Sequence[str], part: Part, place: str) -> dict[str, list[str]]:
+def _named_splits(rows: Sequence[str], part: DatasetPart, place: str) -> dict[str, list[str]]:
     """Split -> files, from the names of files and folders."""
     subsets = sorted({_top(name) for name in rows} - set(_PLAIN_FOLDERS))
     if part.subset:
@@ -160,7 +160,7 @@ def _top(name: str) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-def _wrong_subset(subsets: Sequence[str], part: Part, place: str) -> str:
+def _wrong_subset(subsets: Sequence[str], part: DatasetPart, place: str) -> str:
     if not subsets:
         return f"{place} has no subsets, requested is {part.subset!r}; leave out subset"
     return (

@@ -12,7 +12,7 @@ from jaxrl.data.sources.tasks import PREFIXES, make_questions, question_row
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row of a dataset."""
 
     source: int  # index of the source
@@ -21,7 +21,7 @@ class Row:
     columns: dict[str, Any]  # under the names of data.columns
 
 
-def number_rows(sources: Sequence[str], columns: Sequence[str]) -> Iterator[Row]:
+def number_rows(sources: Sequence[str], columns: Sequence[str]) -> Iterator[SourceRow]:
     """All rows of the sources in order. `columns` is data.columns; it does not apply to tasks.
 
     Raises FileNotFoundError or ValueError for a source that cannot be read.
@@ -29,7 +29,7 @@ def number_rows(sources: Sequence[str], columns: Sequence[str]) -> Iterator[Row]
     numbers = itertools.count()
     for i, source in enumerate(sources):
         for place, row in _rows(source, columns):
-            yield Row(i, next(numbers), place, row)
+            yield SourceRow(i, next(numbers), place, row)
 
 
 def _rows(source: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

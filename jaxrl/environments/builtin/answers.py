@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult
+from jaxrl.environments.api import StepResult
 from jaxrl.environments.judge import Judge
+from jaxrl.json_text import Message
 
 
 class Answers:

@@ -5,7 +5,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult, ToolResult
+from jaxrl.environments.api import StepResult, ToolResult
+from jaxrl.json_text import Message
 from jaxrl.rewards.verifiers.extraction import last_between
 from jaxrl.rewards.verifiers.last_number import last_number
 

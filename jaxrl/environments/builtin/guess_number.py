@@ -5,7 +5,8 @@ import random
 import re
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult
+from jaxrl.environments.api import StepResult
+from jaxrl.json_text import Message
 
 _NUMBER = re.compile(r"-?(?<!\d)\d{1,18}(?!\d)")  # int() takes quadratic time
 

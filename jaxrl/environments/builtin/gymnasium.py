@@ -4,7 +4,8 @@ import importlib
 import re
 from typing import Any
 
-from jaxrl.environments.api import Message, StepResult
+from jaxrl.environments.api import StepResult
+from jaxrl.json_text import Message
 
 _NUMBER = re.compile(r"-?\d+")
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention.blocks import MASKED, pad_axis
 from jaxrl.kernels.attention.limits import BLOCK, own_block, unsupported_by_triton
-from jaxrl.kernels.attention.triton_masks import Mask, RangeMask, TreeMask
+from jaxrl.kernels.attention.triton_masks import RangeMask, TreeMask, TritonMask
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.shard_attention import shard_attention
@@ -116,11 +116,11 @@ def _local_attention(kernels: Kernels, q, k, v, segments, window, visibility):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(kernels: Kernels, q, k, v, mask: Mask):
+def _flash(kernels: Kernels, q, k, v, mask: TritonMask):
     return forward(kernels, q, k, v, mask)[0]
 
 
-def _flash_forward(kernels: Kernels, q, k, v, mask: Mask):
+def _flash_forward(kernels: Kernels, q, k, v, mask: TritonMask):
     out, norm = checkpoint_name(forward(kernels, q, k, v, mask), SAVED_NAME)
     return out, (q, k, v, out, norm, mask)
 
@@ -133,7 +133,7 @@ def _flash_backward(kernels: Kernels, saved, do):
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def forward(kernels: Kernels, q, k, v, mask: Mask) -> tuple[jax.Array, jax.Array]:
+def forward(kernels: Kernels, q, k, v, mask: TritonMask) -> tuple[jax.Array, jax.Array]:
     """(mean [B, T, N, H], log Σ exp(score) [B, N, T]) of queries over the keys they see.
 
     q [B, T, N, H], k and v [B, S, K, H]; BLOCK divides T and S. Without visible keys the log is at
@@ -161,7 +161,7 @@ def forward(kernels: Kernels, q, k, v, mask: Mask) -> tuple[jax.Array, jax.Array
     return out, norm
 
 
-def backward(kernels: Kernels, q, k, v, out, norm, do, mask: Mask) -> tuple[jax.Array, ...]:
+def backward(kernels: Kernels, q, k, v, out, norm, do, mask: TritonMask) -> tuple[jax.Array, ...]:
     """The contribution of these keys to the gradients (dq, dk, dv) of `out`.
 
     `norm` [B, N, T] is the log of the denominator with which `out` was computed; there may have
@@ -235,7 +235,7 @@ def _in_columns(numbers):
 
 
 def _forward_kernel(
-    kernels: Kernels, key_blocks, q_ref, k_ref, v_ref, mask: Mask, out_ref, norm_ref
+    kernels: Kernels, key_blocks, q_ref, k_ref, v_ref, mask: TritonMask, out_ref, norm_ref
 ):
     i, b = pl.program_id(0), pl.program_id(2)
     q = q_ref[...]
@@ -270,7 +270,7 @@ def _dq_kernel(
     do_ref,
     norm_ref,
     delta_ref,
-    mask: Mask,
+    mask: TritonMask,
     dq_ref,
 ):
     i, b = pl.program_id(0), pl.program_id(2)
@@ -302,7 +302,7 @@ def _dkv_kernel(
     do_ref,
     norm_ref,
     delta_ref,
-    mask: Mask,
+    mask: TritonMask,
     dk_ref,
     dv_ref,
 ):

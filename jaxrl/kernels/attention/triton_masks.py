@@ -136,4 +136,4 @@ class TreeMask:
         return sees(query, oldest, key, until, positions)
 
 
-Mask = RangeMask | TreeMask
+TritonMask = RangeMask | TreeMask

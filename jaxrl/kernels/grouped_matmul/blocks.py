@@ -61,7 +61,7 @@ def _multiply(
 ) -> jax.Array:
     """[M, n_out]: the einsum `eq` of each block of `x` and its group's matrix."""
     n, m = x.shape[0], block_rows(x.shape[0], sizes.shape[0])
-    blocks, total = Blocks(sizes, m), jnp.sum(sizes)
+    blocks, total = GroupBlocks(sizes, m), jnp.sum(sizes)
     matrices = w.reshape(-1, *w.shape[-2:])
     first = 0 if layer is None else layer * sizes.shape[0]
     x = jnp.pad(x, ((0, m), (0, 0)))  # the last block may reach past the end
@@ -82,7 +82,7 @@ def _multiply(
 def _weight_gradient(x: jax.Array, grad: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """[E, F, D]: gradᵀ x, summed over the rows of each group in float32."""
     m = block_rows(x.shape[0], w.shape[0], max_rows=2 * MAX_ROWS)  # a block updates a whole matrix
-    blocks = Blocks(sizes, m)
+    blocks = GroupBlocks(sizes, m)
     x, grad = (jnp.pad(a, ((0, m), (0, 0))) for a in (x, grad))
 
     def block(i, dw):
@@ -96,7 +96,7 @@ def _weight_gradient(x: jax.Array, grad: jax.Array, w: jax.Array, sizes: jax.Arr
     return lax.fori_loop(0, blocks.count, block, dw).astype(w.dtype)
 
 
-class Blocks:
+class GroupBlocks:
     """Blocks of at most `m` rows over consecutive groups of `sizes` rows."""
 
     def __init__(self, sizes: Int[Array, "E"], m: int):

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxrl.kernels.choice import is_since_hopper
-from jaxrl.kernels.grouped_matmul.blocks import Blocks
+from jaxrl.kernels.grouped_matmul.blocks import GroupBlocks
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128  # rows of a tile; the minimum is that of a tensor core
 SHARED_TILES = 8  # row tiles that are computed at the same time with the columns of a matrix
@@ -73,7 +73,7 @@ def row_tiles(
     The rows of no group form group E. T is the number of tiles at worst; the last tiles may have no
     rows, or a negative number.
     """
-    blocks = Blocks(jnp.append(sizes, n_rows - jnp.sum(sizes)), height)
+    blocks = GroupBlocks(jnp.append(sizes, n_rows - jnp.sum(sizes)), height)
     n_tiles = min(n_rows // height + len(sizes) + 1, n_rows)
     return blocks.place(jnp.arange(n_tiles, dtype=jnp.int32))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.kernels.logprob.chunked import Head, chunked_logprob, token_logp
-from jaxrl.kernels.logprob.reference import Change
+from jaxrl.kernels.logprob.reference import HeadChange
 from sharding import Rules, target_platform
 
 __all__ = ["TokenScores", "token_logp", "token_scores"]
@@ -40,7 +40,7 @@ def token_scores(
     unembed: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     *,
-    change: Change | None = None,
+    change: HeadChange | None = None,
     ref: tuple[Float[Array, "B T E"], Float[Array, "V E"]] | None = None,
     support: UInt32[Array, "B T W"] | None = None,
     temperature: float,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.bits import materialize
 
 # Low-rank change of the unembedding: (l, B), which adds l Bᵀ to the logits. l is scale A h.
-Change = tuple[Float[Array, "*B R"], Float[Array, "V R"]]
+HeadChange = tuple[Float[Array, "*B R"], Float[Array, "V R"]]
 
 
 def head_logits(
@@ -16,7 +16,7 @@ def head_logits(
     *,
     temperature: float,
     softcap: float | None,
-    change: Change | None = None,
+    change: HeadChange | None = None,
 ) -> Float[Array, "*B V"]:
     """cap(h Wᵀ + l Bᵀ) / temperature in float32, cap(l) = softcap * tanh(l / softcap)."""
     dims = (((hidden.ndim - 1,), (1,)), ((), ()))

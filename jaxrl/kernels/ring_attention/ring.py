@@ -80,13 +80,13 @@ class Ring:
 
 
 # (ring, q [B, 2c, N, H], k and v [B, 2c, K, H], *masks) -> like q
-Attend = Callable[..., jax.Array]
+RingAttend = Callable[..., jax.Array]
 # (ring, segments, window, visibility) -> what `attend` needs to know about visible keys
 Masks = Callable[..., tuple]
 
 
 def shard_ring(
-    attend: Attend,
+    attend: RingAttend,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
@@ -116,7 +116,9 @@ def shard_ring(
     return local(q, k, v, segments, window, visibility)
 
 
-def _local_ring(attend: Attend, masks: Masks, ring: Ring, q, k, v, segments, window, visibility):
+def _local_ring(
+    attend: RingAttend, masks: Masks, ring: Ring, q, k, v, segments, window, visibility
+):
     q, k, v = (ring.exchange(x, split=2, concat=1) for x in (q, k, v))
     out = attend(ring, q, k, v, *masks(ring, segments, window, visibility))
     return ring.exchange(out, split=1, concat=2)

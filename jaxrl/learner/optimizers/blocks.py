@@ -14,7 +14,7 @@ DECADES = 7  # the codes span 10^-7 to 1
 
 
 @struct.dataclass
-class Blocks:
+class QuantizedBlocks:
     """A quantized parameter-shaped array."""
 
     codes: Array  # int8 (signed) or uint8, the parameter's shape
@@ -58,7 +58,7 @@ def check_blocks(specs: Tree, rules: Rules) -> None:
         )
 
 
-def quantize(x: jax.Array, axes: tuple[int, int], *, signed: bool) -> Blocks:
+def quantize(x: jax.Array, axes: tuple[int, int], *, signed: bool) -> QuantizedBlocks:
     """Each element divided by its block's largest magnitude, as the code of the nearest value.
 
     Block-wise dynamic quantization (https://arxiv.org/abs/2110.02861, sections 1.3 and 2.1), with
@@ -69,10 +69,10 @@ def quantize(x: jax.Array, axes: tuple[int, int], *, signed: bool) -> Blocks:
     inner = tuple(d + 1 + i for i, d in enumerate(sorted(axes)))
     scale = jnp.max(jnp.abs(split), axis=inner, keepdims=True)
     codes = encode(split / jnp.where(scale > 0, scale, 1.0), signed=signed)
-    return Blocks(_reshape(codes, x.shape, x), jnp.squeeze(scale, inner))
+    return QuantizedBlocks(_reshape(codes, x.shape, x), jnp.squeeze(scale, inner))
 
 
-def dequantize(blocks: Blocks, axes: tuple[int, int]) -> jax.Array:
+def dequantize(blocks: QuantizedBlocks, axes: tuple[int, int]) -> jax.Array:
     """float32 array of the parameter's shape."""
     signed = blocks.codes.dtype == jnp.int8
     inner = tuple(d + 1 + i for i, d in enumerate(sorted(axes)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.learner.optimizers.blocks import Blocks
+from jaxrl.learner.optimizers.blocks import QuantizedBlocks
 from jaxrl.learner.optimizers.slices import block_count, put_slice, slice_count, take_slice
 from jaxrl.models.spec import ParamSpec, is_spec, map_specs
 from jaxrl.types import Tree
@@ -29,8 +29,8 @@ from sharding import restore_memory_space, target_platform
 # (specs, weight decays, factors of the learning rate or None) -> transformation of such parameters
 Build = Callable[[Tree, Tree, Tree | None], optax.GradientTransformation]
 # (state, gradients, transformation) -> state after a step, all on the device
-Step = Callable[[Tree, Tree, optax.GradientTransformation], Tree]
-Part = tuple[int, ...]  # indices of listed layers, or one of these:
+LayerStep = Callable[[Tree, Tree, optax.GradientTransformation], Tree]
+LayerPart = tuple[int, ...]  # indices of listed layers, or one of these:
 OUTSIDE, STACKED = -1, -2  # parts that are no single layer
 TABLES = {"embed": -3, "lm_head": -4}  # fields of a Decoder, each a part
 
@@ -46,7 +46,7 @@ class Recipe:
     elementwise: bool  # whether a step of some rows of a table is the same as with the others
     needs_blocks: bool = False  # whether a step at once needs float32 copies of the whole model
 
-    def parts(self, n_blocks: int) -> list[Part]:
+    def parts(self, n_blocks: int) -> list[LayerPart]:
         """Blocks of listed layers or STACKED, those of TABLES, and OUTSIDE for what is in none."""
         paths = jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_spec)
         found = sorted({part_of(path) for path, _ in paths})
@@ -60,7 +60,7 @@ class Recipe:
         stacked = jax.tree.leaves(select(params, (STACKED,)))
         return all(jax.typeof(a).sharding.spec[:1] != ("stage",) for a in stacked)
 
-    def of_part(self, part: Part) -> optax.GradientTransformation:
+    def of_part(self, part: LayerPart) -> optax.GradientTransformation:
         """The transformation of one part's parameters."""
         factors = None if self.factors is None else select(self.factors, part)
         return self.build(select(self.specs, part), select(self.decays, part), factors)
@@ -84,7 +84,9 @@ class Recipe:
         return self.build(specs, decays, factors)
 
 
-def step_in_parts(state: Tree, grads: Tree, recipe: Recipe, step: Step, *, n_blocks: int) -> Tree:
+def step_in_parts(
+    state: Tree, grads: Tree, recipe: Recipe, step: LayerStep, *, n_blocks: int
+) -> Tree:
     """`step` of every part in turn; new arrays are in the memory of those that they replace.
 
     The layers are `n_blocks` parts; it divides their number.
@@ -100,7 +102,7 @@ def step_in_parts(state: Tree, grads: Tree, recipe: Recipe, step: Step, *, n_blo
 
 
 def _step_part(
-    state: Tree, grads: Tree, part: Part, recipe: Recipe, step: Step, n_blocks: int
+    state: Tree, grads: Tree, part: LayerPart, recipe: Recipe, step: LayerStep, n_blocks: int
 ) -> Tree:
     if part == (STACKED,):
         of_block = functools.partial(recipe.of_block, n_blocks=n_blocks)
@@ -117,7 +119,7 @@ def _step_in_blocks(
     grads: Tree,
     n_blocks: int,
     transform: Callable[[jax.Array], optax.GradientTransformation],
-    step: Step,
+    step: LayerStep,
 ) -> Tree:
     """A loop over equal blocks of the first axis, which updates the arrays in place.
 
@@ -173,7 +175,7 @@ def part_of(path: tuple) -> int:
     return index if isinstance(index, int) else STACKED
 
 
-def select(tree: Tree, part: Part) -> Tree:
+def select(tree: Tree, part: LayerPart) -> Tree:
     """The tree with MaskedNode in place of other parts; scalars belong to all of them."""
 
     def keep(path: tuple, leaf: Any) -> Any:
@@ -181,7 +183,7 @@ def select(tree: Tree, part: Part) -> Tree:
         return leaf if shared or part_of(path) in part else optax.MaskedNode()
 
     def is_leaf(node: Any) -> bool:
-        return isinstance(node, Blocks) or is_spec(node)
+        return isinstance(node, QuantizedBlocks) or is_spec(node)
 
     return jax.tree_util.tree_map_with_path(keep, tree, is_leaf=is_leaf)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.learner.optimizers.blocks import Blocks, block_axes, dequantize, quantize
+from jaxrl.learner.optimizers.blocks import QuantizedBlocks, block_axes, dequantize, quantize
 from jaxrl.models.spec import ParamSpec, map_specs
 from jaxrl.types import Tree
 
@@ -78,13 +78,13 @@ def _bfloat16(spec: ParamSpec, x: jax.Array, *, signed: bool, step: jax.Array) -
 
 def _quantized(
     spec: ParamSpec, x: jax.Array, *, signed: bool, step: jax.Array
-) -> jax.Array | Blocks:
+) -> jax.Array | QuantizedBlocks:
     axes = block_axes(spec)
     return x if axes is None else quantize(x, axes, signed=signed)
 
 
-def _float32(spec: ParamSpec, stored: jax.Array | Blocks) -> jax.Array:
-    if isinstance(stored, Blocks):
+def _float32(spec: ParamSpec, stored: jax.Array | QuantizedBlocks) -> jax.Array:
+    if isinstance(stored, QuantizedBlocks):
         axes = block_axes(spec)
         assert axes is not None
         return dequantize(stored, axes)

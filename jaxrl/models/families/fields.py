@@ -7,7 +7,7 @@ transformers 5 writes `layer_types`; older files have `sliding_window_pattern` o
 from typing import Any
 
 from jaxrl.models.config import DecoderConfig, Rope
-from jaxrl.models.families.rotary import GLOBAL, LOCAL, Json, read_rope, scaling_json
+from jaxrl.models.families.rotary import GLOBAL, LOCAL, ConfigJson, read_rope, scaling_json
 
 # Name of an activation in config.json -> ours. The first name of each of ours is written.
 ACTIVATIONS = {
@@ -19,7 +19,7 @@ ACTIVATIONS = {
 
 
 def base_config(
-    c: Json, family: str, *, rope: Rope | None = None, act: str = "hidden_act"
+    c: ConfigJson, family: str, *, rope: Rope | None = None, act: str = "hidden_act"
 ) -> DecoderConfig:
     """The fields that every family has; absent keys get transformers' defaults.
 
@@ -70,7 +70,7 @@ def base_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[st
     )
 
 
-def read_windows(c: Json, window: int | None, default_types: list[str]) -> tuple[int, ...]:
+def read_windows(c: ConfigJson, window: int | None, default_types: list[str]) -> tuple[int, ...]:
     """Window of each layer by its type, 0 for global layers; () if no layer has a window.
 
     Raises ValueError for unknown types, and for local layers without a window.
@@ -91,7 +91,7 @@ def read_windows(c: Json, window: int | None, default_types: list[str]) -> tuple
     return tuple(window if kind == LOCAL else 0 for kind in types)
 
 
-def uniform_windows(c: Json, window: int | None) -> tuple[int, ...]:
+def uniform_windows(c: ConfigJson, window: int | None) -> tuple[int, ...]:
     """Windows of a family whose layers all have the same one; transformers ignores layer_types."""
     types = uniform_types(c, window)
     if (found := c.get("layer_types") or types) != types:
@@ -102,11 +102,11 @@ def uniform_windows(c: Json, window: int | None) -> tuple[int, ...]:
     return read_windows(c, window, types)
 
 
-def uniform_types(c: Json, window: int | None) -> list[str]:
+def uniform_types(c: ConfigJson, window: int | None) -> list[str]:
     return [GLOBAL if window is None else LOCAL] * c["num_hidden_layers"]
 
 
-def n_experts(c: Json) -> int:
+def n_experts(c: ConfigJson) -> int:
     """Experts of a layer; transformers takes num_experts and num_local_experts as one entry."""
     found = {c[name] for name in ("num_experts", "num_local_experts") if name in c}
     if len(found) > 1:

@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = dict(
 
 
 def gemma_config(
-    c: fields.Json, family: str, *, period: int, rope: Rope | None = None
+    c: fields.ConfigJson, family: str, *, period: int, rope: Rope | None = None
 ) -> DecoderConfig:
     """The config fields that Gemma 2 and 3 share; every `period`-th layer is global."""
     if c.get("use_bidirectional_attention"):
@@ -91,7 +91,7 @@ def gemma_json(cfg: DecoderConfig, model_type: str, architecture: str) -> dict[s
     )
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     return gemma_config(DEFAULTS | dict(c), "gemma2", period=2)
 
 

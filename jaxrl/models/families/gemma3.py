@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | dict(
 )
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError for capped scores, which transformers does not compute."""
     c = DEFAULTS | dict(c)
     if (cap := c["attn_logit_softcapping"]) is not None:
@@ -55,7 +55,7 @@ def from_hf(c: fields.Json) -> DecoderConfig:
     )
 
 
-def text_part(config: fields.Json) -> fields.Json:
+def text_part(config: fields.ConfigJson) -> fields.ConfigJson:
     """The language model of an image-and-text model (its `text_config`) as a text model's config.
 
     The embedding is tied by the entry of the top level, as in transformers. Raises ValueError for

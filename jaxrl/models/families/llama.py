@@ -14,7 +14,7 @@ ENTRIES = entries.Entries(
 )
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     return dataclasses.replace(
         fields.base_config(c, "llama"),

@@ -16,7 +16,7 @@ ENTRIES = entries.Entries(
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=8, sliding_window=4096)  # of transformers
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
     window = c["sliding_window"]
     return dataclasses.replace(

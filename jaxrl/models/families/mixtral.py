@@ -18,7 +18,7 @@ ENTRIES = entries.Entries(
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=8, rms_norm_eps=1e-5)  # of transformers
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     c = DEFAULTS | dict(c)
     return dataclasses.replace(
         fields.base_config(c, "mixtral", rope=rotary.read_rope(c, theta=1e6)),

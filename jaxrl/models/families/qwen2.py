@@ -15,12 +15,12 @@ ENTRIES = entries.Entries(
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32)  # of transformers
 
 
-def used_window(c: fields.Json) -> int | None:
+def used_window(c: fields.ConfigJson) -> int | None:
     """`sliding_window` if `use_sliding_window` is set."""
     return c.get("sliding_window", 4096) if c.get("use_sliding_window", False) else None
 
 
-def windows(c: fields.Json) -> tuple[int, ...]:
+def windows(c: fields.ConfigJson) -> tuple[int, ...]:
     """Windows of the layers from `max_window_layers` on, or by `layer_types`."""
     window, first = used_window(c), c.get("max_window_layers", 28)
     n_layers = c["num_hidden_layers"]
@@ -40,7 +40,7 @@ def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
     )
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     return dataclasses.replace(
         fields.base_config(DEFAULTS | dict(c), "qwen2"),
         windows=windows(c),

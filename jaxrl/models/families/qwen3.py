@@ -15,7 +15,7 @@ ENTRIES = entries.Entries(
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=32, head_dim=128)  # of transformers
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     bias = c.get("attention_bias", False)
     return dataclasses.replace(
         fields.base_config(DEFAULTS | dict(c), "qwen3"),

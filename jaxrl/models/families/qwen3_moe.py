@@ -36,7 +36,7 @@ ENTRIES = entries.Entries(
 DEFAULTS: dict[str, Any] = dict(num_key_value_heads=4)  # of transformers
 
 
-def from_hf(c: fields.Json) -> DecoderConfig:
+def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     """Raises ValueError for models with dense layers."""
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     if dense or step != 1:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl.models.config import ROPE_KINDS, Rope
 from jaxrl.models.families.entries import is_off, shown
 
-Json = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 ORIGINAL_LEN = "original_max_position_embeddings"
 # Entries of all rotary scalings; each reads its own, as in transformers.
@@ -34,7 +34,7 @@ KNOWN = {
 }
 
 
-def read_rope(c: Json, *, theta: float = 10_000.0) -> Rope:
+def read_rope(c: ConfigJson, *, theta: float = 10_000.0) -> Rope:
     """Rotary embedding of all layers; `theta` is the family's default base.
 
     A non-empty rope_scaling replaces rope_parameters, as in transformers. Raises ValueError for
@@ -57,7 +57,7 @@ def read_rope(c: Json, *, theta: float = 10_000.0) -> Rope:
     return parse_rope(entries, max_len=c["max_position_embeddings"])
 
 
-def top_entries(c: Json, theta: float) -> dict[str, Any]:
+def top_entries(c: ConfigJson, theta: float) -> dict[str, Any]:
     """The entries that older files have at the top level, as defaults of the objects."""
     partial = "partial_rotary_factor"
     return {"rope_theta": c.get("rope_theta", theta)} | (
@@ -65,7 +65,7 @@ def top_entries(c: Json, theta: float) -> dict[str, Any]:
     )
 
 
-def read_layer_ropes(c: Json, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+def read_layer_ropes(c: ConfigJson, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
     """(rotary embedding of global layers, of local layers) of Gemma 3.
 
     rope_scaling changes the entries of the global layers, as in transformers.
@@ -78,7 +78,7 @@ def read_layer_ropes(c: Json, *, theta: float, local_theta: float) -> tuple[Rope
     return parse_rope(full, max_len=max_len), parse_rope(local, max_len=max_len)
 
 
-def check_layer_ropes(new: Json, old: Json) -> None:
+def check_layer_ropes(new: ConfigJson, old: ConfigJson) -> None:
     """Raises ValueError for rope_parameters or a rope_scaling that transformers would ignore."""
     if extra := sorted(new.keys() - {LOCAL, GLOBAL}):
         raise ValueError(
@@ -97,7 +97,7 @@ def check_layer_ropes(new: Json, old: Json) -> None:
         )
 
 
-def parse_rope(entries: Json, *, max_len: int) -> Rope:
+def parse_rope(entries: ConfigJson, *, max_len: int) -> Rope:
     """The rotary embedding that one object of rope entries describes."""
     kind = entries.get("rope_type") or entries.get("type") or "default"
     if kind not in ROPE_KINDS:
@@ -125,7 +125,7 @@ def parse_rope(entries: Json, *, max_len: int) -> Rope:
     return Rope(theta=theta)
 
 
-def _parse_llama3(entries: Json, *, theta: float, max_len: int) -> Rope:
+def _parse_llama3(entries: ConfigJson, *, theta: float, max_len: int) -> Rope:
     low, high = float(entries["low_freq_factor"]), float(entries["high_freq_factor"])
     if low >= high:
         raise ValueError(f"low_freq_factor={low:g} is not below high_freq_factor={high:g}")
@@ -139,7 +139,7 @@ def _parse_llama3(entries: Json, *, theta: float, max_len: int) -> Rope:
     )
 
 
-def _parse_yarn(entries: Json, *, theta: float, max_len: int) -> Rope:
+def _parse_yarn(entries: ConfigJson, *, theta: float, max_len: int) -> Rope:
     if theta <= 1:
         raise ValueError(f"rope_theta={theta:g} of a yarn scaling is not above 1")
     original_len = int(entries.get(ORIGINAL_LEN, max_len))

@@ -23,7 +23,7 @@ from jaxrl.models.files.hf_config import (
     folder_config,
     same_model,
 )
-from jaxrl.models.files.safetensors import Layout, TensorInfo, map_tensor, write_tensors
+from jaxrl.models.files.safetensors import TensorInfo, TensorShapes, map_tensor, write_tensors
 from jaxrl.models.files.tensor_shapes import SCORE, check_shapes, expected_shapes
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.layers.stored import QUANTIZED, dense_on_host
@@ -40,7 +40,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class SaveSettings:
     """What an export changes in the files of the model that was trained."""
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # entries
@@ -78,7 +78,7 @@ def save_model(
     *,
     source: str | Path | None = None,
     dtype: DTypeLike | None = None,
-    settings: Settings | None = None,
+    settings: SaveSettings | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model to the folder `target`, which appears only when it is complete.
@@ -106,7 +106,7 @@ def convert_model(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     adapter: StoredAdapter | None = None,
-    settings: Settings | None = None,
+    settings: SaveSettings | None = None,
 ) -> DecoderConfig:
     """Copies the language model in `source` to `target`, cast to `dtype`; uses no device.
 
@@ -251,10 +251,10 @@ def write_settings(
     cfg: DecoderConfig,
     dtype: np.dtype,
     source: Path | None,
-    settings: Settings | None = None,
+    settings: SaveSettings | None = None,
 ) -> None:
     """All files of a model folder except the weights; config.json is written last."""
-    settings = settings or Settings()
+    settings = settings or SaveSettings()
     entries = config_json(cfg, source) | {"torch_dtype": str(dtype)} | dict(settings.config)
     if source is not None:
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
@@ -297,7 +297,7 @@ def write_weights(folder: Path, tensors: Sequence[Tensor], max_shard_bytes: int)
     write_index(folder, files)
 
 
-def shard_files(layout: Layout, max_shard_bytes: int) -> dict[str, Layout]:
+def shard_files(layout: TensorShapes, max_shard_bytes: int) -> dict[str, TensorShapes]:
     """The tensors of each weight file, in order."""
     shards: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     size = 0
@@ -314,7 +314,7 @@ def shard_files(layout: Layout, max_shard_bytes: int) -> dict[str, Layout]:
     return {f"model-{i:05d}-of-{n:05d}.safetensors": s for i, s in enumerate(shards, start=1)}
 
 
-def write_index(folder: Path, files: Mapping[str, Layout]) -> None:
+def write_index(folder: Path, files: Mapping[str, TensorShapes]) -> None:
     """The index of several weight files."""
     if len(files) == 1:
         return

@@ -14,7 +14,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import atomic_folder
 from jaxrl.models.files.hf_save import (
     SHARD_BYTES,
-    Settings,
+    SaveSettings,
     natural_sort_key,
     shard_files,
     write_index,
@@ -40,7 +40,7 @@ def stream_model(
     read: Callable[[str], Parts],
     *,
     source: Path,
-    settings: Settings,
+    settings: SaveSettings,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the folder that `save_model` writes of the same arrays.

@@ -26,7 +26,7 @@ DTYPES = {
 FLOATS = [DTYPES[code] for code in ("F64", "F32", "F16", "BF16")]
 MAX_DIMS = 8
 ADVICE = "download or export it again"
-Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # name -> dtype, shape
+TensorShapes = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # name -> dtype, shape
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -87,7 +87,7 @@ def map_tensor(info: TensorInfo) -> np.ndarray:
     return np.memmap(info.path, info.dtype, mode="r", offset=info.start, shape=info.shape)
 
 
-def write_tensors(path: Path, layout: Layout, values: Iterable[np.ndarray]) -> None:
+def write_tensors(path: Path, layout: TensorShapes, values: Iterable[np.ndarray]) -> None:
     """Writes tensors one at a time; `values` follow `layout` in order."""
     with path.open("wb") as file:
         file.write(header_of(layout))
@@ -97,7 +97,7 @@ def write_tensors(path: Path, layout: Layout, values: Iterable[np.ndarray]) -> N
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
-def create_tensors(path: Path, layout: Layout) -> dict[str, np.ndarray]:
+def create_tensors(path: Path, layout: TensorShapes) -> dict[str, np.ndarray]:
     """A file of zeros as writable memory maps by name, to fill in any order."""
     header = header_of(layout)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in layout.items()}
@@ -113,7 +113,7 @@ def create_tensors(path: Path, layout: Layout) -> dict[str, np.ndarray]:
     return maps
 
 
-def header_of(layout: Layout) -> bytes:
+def header_of(layout: TensorShapes) -> bytes:
     """The bytes of a file before the data of its tensors."""
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0

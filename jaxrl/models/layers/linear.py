@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.bits import materialize
-from jaxrl.kernels.cpu.skinny_matmul import Weight, matmul, matmuls
+from jaxrl.kernels.matmul import Weight, matmul, matmuls
 from jaxrl.kernels.nf4 import NF4
 from jaxrl.kernels.quantized import Quantized
 from jaxrl.kernels.quantized_matmul import quantized_matmul

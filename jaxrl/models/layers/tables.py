@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.cpu.skinny_matmul import matmul
+from jaxrl.kernels.matmul import matmul
 from jaxrl.models.config import DecoderConfig, LoRA
 from jaxrl.models.layers.linear import Adapter, own_part
 from jaxrl.models.layers.stored import MakeParam

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.planner.compiled.hlo import Computation, Instruction, Module, Shape, flops_of, parse
+from jaxrl.planner.compiled.hlo import Computation, HloShape, Instruction, Module, flops_of, parse
 from jaxrl.planner.compiled.kernels import KernelCosts
-from jaxrl.planner.compiled.timeline import Collective, Done, Kernel, Loop, Start, Step
+from jaxrl.planner.compiled.timeline import Collective, HloDone, HloStart, HloStep, Kernel, Loop
 
 # op_name of a loop with a data-dependent bound -> trip count, or None if unknown
 TripCounts = Callable[[str], float | None]
@@ -48,7 +48,7 @@ class Cost:
     host_bytes: float = 0.0  # copied from or to host memory
     collectives: list[Collective] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)  # counted once
-    steps: list[Step] = dataclasses.field(default_factory=list)  # in scheduled order
+    steps: list[HloStep] = dataclasses.field(default_factory=list)  # in scheduled order
 
     @property
     def total_flops(self) -> float:
@@ -89,7 +89,7 @@ class _Work:
     )
     bytes: float = 0.0  # of HBM
     l2_bytes: float = 0.0
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[HloStep] = dataclasses.field(default_factory=list)
 
 
 class _CostVisitor:
@@ -98,10 +98,10 @@ class _CostVisitor:
     def __init__(self, module: Module, trips: TripCounts, kernels: KernelCosts):
         self.module, self.trips, self.kernels, self.cost = module, trips, kernels, Cost()
 
-    def computation(self, name: str, times: float, loops: tuple[str, ...]) -> list[Step]:
+    def computation(self, name: str, times: float, loops: tuple[str, ...]) -> list[HloStep]:
         """Adds the cost of a computation that runs so many times; returns one execution's steps."""
         inside = self.module.computations[name]
-        steps: list[Step] = []
+        steps: list[HloStep] = []
         for one in inside.instructions.values():
             if one.opcode == "while":
                 steps.append(self._loop(one, inside, times, loops))
@@ -116,7 +116,7 @@ class _CostVisitor:
             elif kind := _kind(one):
                 steps += self._collective(kind, one, inside, times, loops)
             elif one.opcode.endswith("-done"):
-                steps.append(Done(one.operands[0]))
+                steps.append(HloDone(one.operands[0]))
             elif one.opcode not in FREE_OPCODES and not one.opcode.endswith("-update"):
                 work = _Work(bytes=_bytes(one, inside))
                 self._instruction(one, inside, work)
@@ -142,7 +142,7 @@ class _CostVisitor:
         body = loop.called("body") or ""
         return Loop(float(trips), self.computation(body, times * trips, (*loops, loop.op_name)))
 
-    def _conditional(self, one: Instruction, times: float, loops) -> list[Step]:
+    def _conditional(self, one: Instruction, times: float, loops) -> list[HloStep]:
         names = one.called_list("branch_computations")
         names = names or [one.called(f"{side}_computation") or "" for side in ("true", "false")]
         branches = []
@@ -178,14 +178,14 @@ class _CostVisitor:
                 found = self._collective(kind, one, inside, times, loops)
                 work.steps += found[:1] if starts else found
             elif kind and ends:
-                work.steps.append(Done(one.channel))
+                work.steps.append(HloDone(one.channel))
             elif not kind:
                 self._instruction(one, inside, work)
                 self.cost.host_bytes += times * _host_bytes(one, inside)
 
     def _collective(
         self, kind: str, one: Instruction, inside: Computation, times, loops
-    ) -> list[Step]:
+    ) -> list[HloStep]:
         """Adds a collective; returns its start, and its end unless another instruction waits."""
         members = replica_group(one.attributes)
         n = len(members)
@@ -205,8 +205,8 @@ class _CostVisitor:
         self.cost.collectives.append(collective)
         self.cost.bytes_accessed += times * _bytes(one, inside)
         if one.opcode.endswith("-start"):
-            return [Start(one.name, collective)]
-        return [Start(one.channel, collective), Done(one.channel)]
+            return [HloStart(one.name, collective)]
+        return [HloStart(one.channel, collective), HloDone(one.channel)]
 
     def _instruction(self, one: Instruction, inside: Computation, work: _Work) -> None:
         """Adds the FLOPs of an instruction, and what a known kernel reads again."""
@@ -254,12 +254,12 @@ def _called(call: Instruction, inside: Computation) -> str:
     return call.called("to_apply") or call.called("calls") or ""
 
 
-def _started(one: Instruction, steps: list[Step]) -> list[Step]:
+def _started(one: Instruction, steps: list[HloStep]) -> list[HloStep]:
     """The steps of a called computation; an asynchronous one ends at the call's own end."""
     if one.opcode == "call":
         return steps
-    steps = [step for step in steps if not isinstance(step, Done)]
-    return [Start(one.name, s.collective) if isinstance(s, Start) else s for s in steps]
+    steps = [step for step in steps if not isinstance(step, HloDone)]
+    return [HloStart(one.name, s.collective) if isinstance(s, HloStart) else s for s in steps]
 
 
 def _kind(one: Instruction) -> str | None:
@@ -267,7 +267,7 @@ def _kind(one: Instruction) -> str | None:
     return name if name in COLLECTIVES else None
 
 
-def _hbm(shapes: Sequence[Shape]) -> float:
+def _hbm(shapes: Sequence[HloShape]) -> float:
     return sum((shape.bytes for shape in shapes if shape.in_hbm), 0.0)
 
 
@@ -287,7 +287,7 @@ def _bytes(one: Instruction, inside: Computation) -> float:
     return _hbm(_results(one)) + sum(_hbm(o.shapes) for o in operands)
 
 
-def _results(one: Instruction) -> Sequence[Shape]:
+def _results(one: Instruction) -> Sequence[HloShape]:
     """The results that an instruction writes."""
     if one.opcode == "copy-start":  # the others are its source and a context
         return one.shapes[:1]

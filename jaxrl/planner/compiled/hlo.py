@@ -22,7 +22,7 @@ CONTINUED = re.compile(r'\n(?="|}[^\n])')
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class HloShape:
     """One array of an instruction's result."""
 
     dtype: str
@@ -40,7 +40,7 @@ class Instruction:
     """`name = shapes opcode(operands), attributes`."""
 
     name: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     opcode: str
     operands: tuple[str, ...]
     literal: str  # text in the parentheses: a constant's value, a parameter's number
@@ -195,7 +195,7 @@ def flops_of(one: Instruction, inside: Computation) -> tuple[float, str]:
     return 2.0 * out * math.prod(left.dims[d] for d in dims), left.dtype
 
 
-def _window(one: Instruction, image: Shape, kernel: Shape) -> float:
+def _window(one: Instruction, image: HloShape, kernel: HloShape) -> float:
     """Multiply-adds per output of a convolution: input features times valid window positions.
 
     On TPU the batch of a matrix product is a window with one valid position.
@@ -274,9 +274,9 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def _shapes(text: str) -> tuple[HloShape, ...]:
     return tuple(
-        Shape(
+        HloShape(
             dtype,
             tuple(int(n) for n in re.findall(r"\d+", dims)),
             not FAST_MEMORY.search(layout or ""),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from jaxrl.kernels.attention.limits import BLOCK
 from jaxrl.kernels.grouped_matmul.tiles import SHARED_TILES
-from jaxrl.planner.compiled.hlo import Shape
+from jaxrl.planner.compiled.hlo import HloShape
 
 # (op_name, operands, results) of a kernel -> its work; None for an unknown kernel
-KernelCosts = Callable[[str, Sequence[Shape], Sequence[Shape]], "KernelWork | None"]
+KernelCosts = Callable[[str, Sequence[HloShape], Sequence[HloShape]], "KernelWork | None"]
 ATTENTION = re.compile(r"(splash_mha|packed_attention)_(fwd|dq|dkv)")
 # Per kernel: matrix products per (query block, key block) pair, index of the operand q, and indices
 # of the operands that every pair reads again: k and v, or q and dO.
@@ -46,8 +46,8 @@ class KernelWork:
 
 def attention_work(
     op_name: str,
-    operands: Sequence[Shape],
-    results: Sequence[Shape],
+    operands: Sequence[HloShape],
+    results: Sequence[HloShape],
     keys: float,
     l2_cache_bytes: float = 0.0,
 ) -> KernelWork | None:
@@ -79,7 +79,7 @@ def attention_work(
 
 
 def cudnn_work(
-    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+    op_name: str, operands: Sequence[HloShape], results: Sequence[HloShape], keys: float
 ) -> KernelWork | None:
     """cuDNN's attention (kernels/attention/cudnn.py); a query attends to `keys` on average.
 
@@ -95,7 +95,7 @@ def cudnn_work(
 
 
 def paged_work(
-    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], keys: float
+    op_name: str, operands: Sequence[HloShape], results: Sequence[HloShape], keys: float
 ) -> KernelWork | None:
     """Paged attention (kernels/paged_attention/ragged.py, triton.py).
 
@@ -114,8 +114,8 @@ def paged_work(
 
 def grouped_work(
     op_name: str,
-    operands: Sequence[Shape],
-    results: Sequence[Shape],
+    operands: Sequence[HloShape],
+    results: Sequence[HloShape],
     l2_cache_bytes: float = 0.0,
 ) -> KernelWork | None:
     """Grouped products (kernels/grouped_matmul/triton.py), with equal groups.
@@ -146,7 +146,7 @@ def grouped_work(
 
 
 def grouped_tpu_work(
-    op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
+    op_name: str, operands: Sequence[HloShape], results: Sequence[HloShape]
 ) -> KernelWork | None:
     """Grouped products on TPU: XLA's kernel, and kernels/grouped_matmul/stack.py.
 

@@ -9,7 +9,7 @@ between its start and its end.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxrl.planner.compiled.hlo import Shape
+from jaxrl.planner.compiled.hlo import HloShape
 from jaxrl.planner.topology import Chip
 
 
@@ -23,7 +23,7 @@ class Collective:
     spread: int  # distance between the first and the last device of the group
     times: float  # executions in one call of the program
     loops: tuple[str, ...]  # op_name of every enclosing loop
-    shapes: tuple[Shape, ...]  # of the result
+    shapes: tuple[HloShape, ...]  # of the result
     op_name: str
 
     @property
@@ -45,7 +45,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class HloStart:
     """A collective begins; `name` identifies its end."""
 
     name: str
@@ -53,7 +53,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class HloDone:
     """What follows needs the result of the collective that began under this name."""
 
     name: str
@@ -64,10 +64,10 @@ class Loop:
     """Steps that run `trips` times."""
 
     trips: float
-    steps: "Sequence[Step]"
+    steps: "Sequence[HloStep]"
 
 
-Step = Kernel | Start | Done | Loop
+HloStep = Kernel | HloStart | HloDone | Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def collective_seconds(one: Collective, chip: Chip) -> float:
     return one.times * rounds * one.bytes * (one.n_devices - 1) / one.n_devices / rate
 
 
-def times(steps: Sequence[Step], chip: Chip) -> Times:
+def times(steps: Sequence[HloStep], chip: Chip) -> Times:
     """The times of a program's steps; collectives share one link and queue for it."""
     clock = _Clock(chip)
     kernels_s = clock.run(steps, 1.0)
@@ -116,7 +116,7 @@ class _Clock:
         self.collectives_s: dict[str, float] = {}
         self.exposed_s: dict[str, float] = {}
 
-    def run(self, steps: Sequence[Step], executions: float) -> float:
+    def run(self, steps: Sequence[HloStep], executions: float) -> float:
         """Seconds of the kernels in one execution of the steps, without waits."""
         now = kernels_s = link_free = 0.0
         running: dict[str, tuple[str, float, float]] = {}  # (kind, start, end) on the link
@@ -125,7 +125,7 @@ class _Clock:
                 seconds = step.seconds(self.chip)
             elif isinstance(step, Loop):
                 seconds = step.trips * self.run(step.steps, executions * step.trips)
-            elif isinstance(step, Start):
+            elif isinstance(step, HloStart):
                 kind = step.collective.kind
                 once = dataclasses.replace(step.collective, times=1.0)
                 takes = collective_seconds(once, self.chip)

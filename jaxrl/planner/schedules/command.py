@@ -17,7 +17,7 @@ from jaxrl.planner.schedules.search import (
     simulate_partial,
     simulate_sync,
 )
-from jaxrl.planner.schedules.simulation import Schedule
+from jaxrl.planner.schedules.simulation import SimulatedSchedule
 
 SCHEDULE_OPTIONS = (
     "schedule",
@@ -35,7 +35,7 @@ N_STEPS = 8  # of groups, which repeat afterwards
 class Simulation:
     """What to simulate."""
 
-    schedule: Schedule
+    schedule: SimulatedSchedule
     lengths: str
     rollout_devices: int  # 0 = every split
     search: bool
@@ -79,7 +79,7 @@ def read_schedule(options: Mapping[str, str]) -> Simulation | None:
     devices = _number(options, "rollout-devices", 0)
     if devices and mode != "async":
         raise ValueError("--rollout-devices is for --schedule=async")
-    schedule = Schedule(mode, int(staleness), oversample)
+    schedule = SimulatedSchedule(mode, int(staleness), oversample)
     return Simulation(schedule, spec, int(devices), "search" in options)
 
 

@@ -15,7 +15,7 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
-from jaxrl.planner.schedules.simulation import Costs, Engines, Usage
+from jaxrl.planner.schedules.simulation import Costs, ReplicaUsage, SimulatedEngines
 from jaxrl.planner.topology import CHIPS
 
 ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
@@ -119,8 +119,8 @@ class RunCosts:
         pages = max(int(free // plan["page_bytes"]), 0)
         return min(rollout.max_num_seqs, pages // pages_per_seq)
 
-    def engines(self, split: Split) -> Engines:
-        return Engines(split.rollout // self.replica_devices, self.slots(split))
+    def engines(self, split: Split) -> SimulatedEngines:
+        return SimulatedEngines(split.rollout // self.replica_devices, self.slots(split))
 
     def costs(self, split: Split) -> Costs:
         programs, phases = self.plan["programs"], self.plan["phases"]
@@ -155,7 +155,7 @@ class RunCosts:
         flops = 2 * (scored + update * cfg.learner.epochs) * d.L * d.N * d.H
         return flops * decode["seconds"]["flops"] / decode["flops"] / self.n_devices
 
-    def _decode(self) -> tuple[Usage, ...]:
+    def _decode(self) -> tuple[ReplicaUsage, ...]:
         """The decode program's seconds, divided into weights, sequences and keys."""
         program, lengths = self.plan["programs"]["decode"], self.plan["lengths"]
         n, d = self.cfg.rollout.max_num_seqs, self.decoder
@@ -170,9 +170,9 @@ class RunCosts:
         memory_s = max(seconds["memory"] - weights_s - keys * key_s, 0.0) / n
         flops_s = max(seconds["flops"] - keys * attention_s, 0.0) / n
         return (
-            Usage(weights_s, memory_s, key_s),
-            Usage(0.0, flops_s, attention_s),
-            Usage(0.0, seconds["collectives"] / n, 0.0),
+            ReplicaUsage(weights_s, memory_s, key_s),
+            ReplicaUsage(0.0, flops_s, attention_s),
+            ReplicaUsage(0.0, seconds["collectives"] / n, 0.0),
         )
 
     def _transfer_s(self, split: Split) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Usage:
+class ReplicaUsage:
     """Seconds that one decode step of a replica takes of a resource (compute, HBM, links)."""
 
     fixed_s: int | float = 0.0
@@ -27,7 +27,7 @@ class Replica:
     busy_s: float = 0.0
     stamp: int = 0  # of its newest event; older events are void
 
-    def decode_s(self, n_steps: int, decode: Sequence[Usage]) -> float:
+    def decode_s(self, n_steps: int, decode: Sequence[ReplicaUsage]) -> float:
         """Time of `n_steps` decode steps of the present sequences."""
         n = len(self.ends)
         keys = self.keys + n * (n_steps - 1) / 2  # mean over the steps
@@ -35,7 +35,7 @@ class Replica:
             [use.fixed_s + use.per_sequence_s * n + use.per_key_s * keys for use in decode]
         )
 
-    def decode_until(self, now: float, decode: Sequence[Usage]) -> None:
+    def decode_until(self, now: float, decode: Sequence[ReplicaUsage]) -> None:
         """Decodes up to `now`; a step under way is finished."""
         if not self.ends or self.time >= now:
             self.time = max(self.time, now)

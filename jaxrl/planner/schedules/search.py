@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl.planner.schedules.costs import RunCosts, Split
-from jaxrl.planner.schedules.simulation import Outcome, Schedule, simulate
+from jaxrl.planner.schedules.simulation import Outcome, SimulatedSchedule, simulate
 
 STALENESS = (1, 2, 4)  # that the search tries
 TOLERANCE = 0.02  # of throughput, for which a smaller staleness or fewer devices are better
@@ -17,21 +17,23 @@ TOLERANCE = 0.02  # of throughput, for which a smaller staleness or fewer device
 class Simulated:
     """A schedule on a split of the devices, and what became of it."""
 
-    schedule: Schedule
+    schedule: SimulatedSchedule
     split: Split
     outcome: Outcome
 
 
 def simulate_sync(costs: RunCosts, lengths: np.ndarray) -> Simulated:
-    return _simulate(costs, lengths, Schedule("sync"), costs.shared())
+    return _simulate(costs, lengths, SimulatedSchedule("sync"), costs.shared())
 
 
-def simulate_partial(costs: RunCosts, lengths: np.ndarray, schedule: Schedule) -> Simulated:
+def simulate_partial(
+    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule
+) -> Simulated:
     return _simulate(costs, lengths, schedule, costs.shared())
 
 
 def simulate_async(
-    costs: RunCosts, lengths: np.ndarray, schedule: Schedule, split: Split | None = None
+    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, split: Split | None = None
 ) -> list[Simulated]:
     """One for every split, or for `split`. Raises ValueError if no split fits."""
     if not (splits := [split] if split else costs.splits()):
@@ -44,7 +46,7 @@ def simulate_async(
 def search_schedules(
     costs: RunCosts,
     lengths: np.ndarray,
-    base: Schedule,
+    base: SimulatedSchedule,
     on_start: Callable[[str], None] = lambda line: None,
 ) -> list[Simulated]:
     """Sync; then partial, and async on its best split, for each staleness."""
@@ -62,7 +64,7 @@ def search_schedules(
 
 
 def _best_split(
-    costs: RunCosts, lengths: np.ndarray, schedule: Schedule, splits: list[Split]
+    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, splits: list[Split]
 ) -> Simulated:
     """The split with the most tokens per second.
 
@@ -93,7 +95,9 @@ def best(found: list[Simulated]) -> Simulated:
     return min(good, key=lambda one: (one.schedule.max_staleness, -one.outcome.tokens_per_s))
 
 
-def _simulate(costs: RunCosts, lengths: np.ndarray, schedule: Schedule, split: Split) -> Simulated:
+def _simulate(
+    costs: RunCosts, lengths: np.ndarray, schedule: SimulatedSchedule, split: Split
+) -> Simulated:
     outcome = simulate(
         costs.costs(split),
         costs.engines(split),

@@ -23,7 +23,7 @@ import heapq
 
 import numpy as np
 
-from jaxrl.planner.schedules.replica import Replica, Usage
+from jaxrl.planner.schedules.replica import Replica, ReplicaUsage
 
 # In place of a replica, in events: a training step, the transfer of its weights, or a batch ends.
 TRAINER, WEIGHTS, BATCH = -1, -2, -3
@@ -33,7 +33,7 @@ TRAINER, WEIGHTS, BATCH = -1, -2, -3
 class Costs:
     """Times of the compiled programs. Resources overlap: the slowest one bounds a step."""
 
-    decode: tuple[Usage, ...]
+    decode: tuple[ReplicaUsage, ...]
     prefill_s: float  # per token, of a replica
     train_s: float  # per token of prompts and responses, scoring included
     train_pair_s: float  # per token and key: a sequence of T tokens has T^2 / 2 pairs
@@ -42,7 +42,7 @@ class Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engines:
+class SimulatedEngines:
     """Engine replicas of the rollout."""
 
     n_replicas: int
@@ -50,7 +50,7 @@ class Engines:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class SimulatedSchedule:
     mode: str  # "sync" | "partial" | "async"
     max_staleness: int = 0  # in training steps
     oversample: int | float = 0.0  # steps of groups in flight; 0: as many as max_staleness allows
@@ -105,8 +105,8 @@ class _Simulation:
     def __init__(
         self,
         costs: Costs,
-        engines: Engines,
-        schedule: Schedule,
+        engines: SimulatedEngines,
+        schedule: SimulatedSchedule,
         lengths: np.ndarray,
         *,
         prompt_len: int,
@@ -302,8 +302,8 @@ class _Simulation:
 
 def simulate(
     costs: Costs,
-    engines: Engines,
-    schedule: Schedule,
+    engines: SimulatedEngines,
+    schedule: SimulatedSchedule,
     lengths: np.ndarray,
     *,
     prompt_len: int,

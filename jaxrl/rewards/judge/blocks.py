@@ -23,7 +23,7 @@ _EFFECTS += (ast.Import, ast.ImportFrom, ast.For, ast.While, ast.With)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced block: the first word after its fence in lower case, and its text."""
 
     label: str
@@ -53,7 +53,7 @@ def _has_effect(tree: ast.Module) -> bool:
     return any(isinstance(node, _EFFECTS) for node in ast.walk(tree))
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[CodeBlock]:
     """The complete fenced blocks of a text, in order."""
     lines = text.splitlines(keepends=True)
     marked = [i for i, line in enumerate(lines) if _FENCE.search(line)]
@@ -66,7 +66,7 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def _read_block(lines: list[str], later: list[int], first: int) -> tuple[Block | None, int]:
+def _read_block(lines: list[str], later: list[int], first: int) -> tuple[CodeBlock | None, int]:
     """The block that opens in a line, None if it is not closed, and the line to continue at.
 
     `later` has the numbers of the lines after it with a fence.
@@ -78,7 +78,7 @@ def _read_block(lines: list[str], later: list[int], first: int) -> tuple[Block |
     label, code = _split_label(rest.partition(fence)[0])
     if fence in rest:  # all in one line
         is_labelled = label in _PYTHON
-        block = Block(label, code) if is_labelled else Block("", rest.partition(fence)[0])
+        block = CodeBlock(label, code) if is_labelled else CodeBlock("", rest.partition(fence)[0])
         return block, first + 1
     indent = len(before) if _LIST_ITEM.match(before) else len(before) - len(before.lstrip())
     last = next((i for i in later if _ends(lines[i], fence, indent)), None)
@@ -89,10 +89,10 @@ def _read_block(lines: list[str], later: list[int], first: int) -> tuple[Block |
     text = _dedent(lines[first + 1 : last], indent)
     if inline is not None and (last is None or _parse(text) is None):
         body = [*lines[first + 1 : inline], lines[inline].rpartition(fence)[0]]
-        return Block(label, _dedent(body, indent)), inline + 1
+        return CodeBlock(label, _dedent(body, indent)), inline + 1
     assert last is not None
     opens_next = re.match(r"\w", lines[last].strip().lstrip(fence[0]))
-    return Block(label, text), last if opens_next else last + 1
+    return CodeBlock(label, text), last if opens_next else last + 1
 
 
 def _ends(line: str, fence: str, indent: int) -> bool:

@@ -31,7 +31,7 @@ _CHECKS = (ast.Assert, ast.Raise, ast.Call)  # code without any of these cannot 
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TestCall:
     """A call of the program's function or of a method of its class Solution."""
 
     name: str  # "": the only function of the program that takes so many arguments
@@ -44,7 +44,7 @@ class Test:
 
     stdin: str = ""
     expected: Any = None
-    call: Call | None = None
+    call: TestCall | None = None
     may_wrap: bool = False  # APPS: the expected result may be in a list of one element
     code: str | None = None  # passes if it does not raise
     setup: str = ""  # code before it
@@ -122,7 +122,7 @@ def _apps_call(name: str, given: Any, expected: Any, i: int) -> Test:
     if given and isinstance(given[0], dict):
         with contextlib.suppress(ValueError):
             given = [{int(key): value for key, value in given[0].items()}, *given[1:]]
-    return Test(call=Call(name, given), expected=expected, may_wrap=True)
+    return Test(call=TestCall(name, given), expected=expected, may_wrap=True)
 
 
 def _stdin(given: Any, expected: Any, i: int) -> Test:
@@ -155,7 +155,7 @@ def _livecodebench(case: Any, row: Mapping[str, Any], i: int) -> Test:
         raise ValueError(
             f"test {i} of a code task has testtype {kind!r:.80}; set 'stdin' or 'functional'"
         )
-    call = Call(_named_function(case) or _named_function(row), _json_lines(given, i))
+    call = TestCall(_named_function(case) or _named_function(row), _json_lines(given, i))
     return Test(call=call, expected=_json(expected, f"output {i}"))
 
 

@@ -1,13 +1,13 @@
 """Runs programs in the jail once, to learn before a run whether this machine can judge any."""
 
-from jaxrl.rewards.sandbox.runner import Limits, run
+from jaxrl.rewards.sandbox.runner import SandboxLimits, run
 
 _PROGRAM = "import random, threading\nprint(6 * int(input()))\ndef f(x): return [6 * x]"
 
 
 def failure(*, unsafe: bool) -> str:
     """Why a right program would not get its score on this machine; "" if it would."""
-    limits = Limits(wall_s=20.0)
+    limits = SandboxLimits(wall_s=20.0)
     try:
         printed = run(_PROGRAM, stdin="7\n", limits=limits, unsafe=unsafe)
         program = _PROGRAM.replace("print(6 * int(input()))\n", "")

@@ -11,12 +11,12 @@ tuple a tuple. Any other object is replaced by what `refer` returns for it.
 
 from collections.abc import Callable
 
-Json = None | bool | int | float | str | list | dict
+PlainData = None | bool | int | float | str | list | dict
 _MAX_BITS = 64  # longer integers are hexadecimal: Python limits the digits of decimal ones
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value: object, refer: Callable[[object], Json]) -> Json:
+def encode(value: object, refer: Callable[[object], PlainData]) -> PlainData:
     """The value as JSON data. Raises RecursionError for a value that contains itself."""
     if value is None or isinstance(value, bool | str):
         return value

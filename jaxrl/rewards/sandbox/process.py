@@ -14,7 +14,7 @@ import warnings
 
 from jaxrl.rewards.sandbox.given_imports import give_imports
 from jaxrl.rewards.sandbox.jail import confine
-from jaxrl.rewards.sandbox.plain_data import Json, decode, encode
+from jaxrl.rewards.sandbox.plain_data import PlainData, decode, encode
 from jaxrl.rewards.sandbox.remote import NotPlainData, RemoteProgram, serve
 
 CONFINED = b"jaxrl: confined\n"
@@ -46,7 +46,7 @@ def main(job_fd: int, test_fd: int | None = None) -> None:
     os._exit(0)  # without the program's exit handlers
 
 
-def _as_data(value: object) -> Json:
+def _as_data(value: object) -> PlainData:
     """Scalars and arrays of numpy as data. Raises TypeError for other objects."""
     if hasattr(type(value), "tolist"):
         return encode(value.tolist(), _as_data)  # pyright: ignore[reportAttributeAccessIssue]

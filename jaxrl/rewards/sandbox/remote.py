@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from jaxrl.rewards.sandbox.plain_data import Json, decode, encode
+from jaxrl.rewards.sandbox.plain_data import PlainData, decode, encode
 
 PROGRAM = "_program"  # the program's module in the namespace of the tests
 
@@ -58,7 +58,7 @@ def serve(module: ModuleType, requests: io.TextIOWrapper, replies: io.TextIOWrap
     """Answers requests about the module's objects, one JSON line each, until `requests` ends."""
     objects: list[object] = [module]
 
-    def refer(value: object) -> Json:
+    def refer(value: object) -> PlainData:
         if hasattr(type(value), "tolist"):  # scalars and arrays of numpy
             return encode(value.tolist(), refer)  # pyright: ignore[reportAttributeAccessIssue]
         objects.append(value)
@@ -176,7 +176,7 @@ class RemoteObject:
     __repr__ = _forward("repr")  # pyright: ignore[reportAssignmentType]
 
 
-def _refer(value: object) -> Json:
+def _refer(value: object) -> PlainData:
     if isinstance(value, RemoteObject):
         return {"object": value._index}
     raise NotPlainData(

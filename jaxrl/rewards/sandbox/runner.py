@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from jaxrl.rewards.sandbox import jail, process
 from jaxrl.rewards.sandbox.folder import is_larger, temporary_folder
-from jaxrl.rewards.sandbox.plain_data import Json, encode
+from jaxrl.rewards.sandbox.plain_data import PlainData, encode
 from jaxrl.rewards.sandbox.remote import NotPlainData
-from jaxrl.workers.descendants import adopting_orphans
+from jaxrl.subprocesses.descendants import adopting_orphans
 
 _MIB = 1 << 20
 _START_S = 20.0  # until the process is confined, in addition to the program's time
@@ -33,7 +33,7 @@ _MAIN += f"from {process.__name__} import main; main(*map(int, sys.argv[1:]))"
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Resource limits of one program."""
 
     wall_s: float = 4.0  # also the CPU time, rounded up
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """How a program ended, and its output."""
 
     # "ok", "wrong" (an assert failed), "error" (exception, exit status or limit), "timeout",
@@ -66,9 +66,9 @@ def run(
     test: str | None = None,
     call: tuple[Any, ...] | None = None,
     imports: bool = False,
-    limits: Limits,
+    limits: SandboxLimits,
     unsafe: bool = False,
-) -> Outcome:
+) -> SandboxOutcome:
     """Runs a program, then `test` on its names or one `call` of its functions.
 
     `call` is (name, argument, ...): a function of the program or a method of its class Solution.
@@ -99,14 +99,14 @@ def run(
     result = json.loads(outcome.output or '{"end": "error"}')
     if result["end"] == "unsupported":
         raise NotPlainData(result["reason"])
-    return Outcome(result["end"])
+    return SandboxOutcome(result["end"])
 
 
-def _reject(value: object) -> Json:
+def _reject(value: object) -> PlainData:
     raise NotPlainData(f"a test passes a {type(value).__name__} to the program")
 
 
-def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
+def _run(folder: Path, stdin: str, texts: list[str], limits: SandboxLimits) -> SandboxOutcome:
     """Starts process.py with a descriptor for each text and waits for the end of its processes."""
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     start_by = min(time.monotonic() + _START_S, limits.end)
@@ -141,9 +141,9 @@ def _run(folder: Path, stdin: str, texts: list[str], limits: Limits) -> Outcome:
                 pipe.close()
             statuses = _end(child)
     if outcome.end == "ok" and -signal.SIGXCPU in statuses:
-        return Outcome("timeout")
+        return SandboxOutcome("timeout")
     if outcome.end == "ok" and not has_test and any(statuses):
-        return Outcome("error", outcome.output)
+        return SandboxOutcome("error", outcome.output)
     return outcome
 
 
@@ -165,7 +165,7 @@ def _wait_for_jail(child: subprocess.Popen, n: int, end: float) -> None:
 class _Watch:
     """The limits of a running program that the kernel does not know: time, and its files."""
 
-    def __init__(self, folder: Path, limits: Limits):
+    def __init__(self, folder: Path, limits: SandboxLimits):
         self._folder, self._limits = folder, limits
         self.output_bytes = limits.output_mib * _MIB
         self._deadline = min(time.monotonic() + limits.wall_s, limits.end)
@@ -189,14 +189,14 @@ class _Watch:
         return "error" if too_large else ""
 
 
-def _wait(child: subprocess.Popen, watch: _Watch) -> Outcome | None:
+def _wait(child: subprocess.Popen, watch: _Watch) -> SandboxOutcome | None:
     """Waits for the end of a process; returns the outcome if it exceeds a limit."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, watch.next - time.monotonic()))
             return None
         if failure := watch.failure():
-            return Outcome(failure)
+            return SandboxOutcome(failure)
 
 
 def _end(child: subprocess.Popen) -> list[int]:
@@ -220,7 +220,7 @@ def _memory_file(text: str) -> int:
     return fd
 
 
-def _read(child: subprocess.Popen, watch: _Watch) -> Outcome:
+def _read(child: subprocess.Popen, watch: _Watch) -> SandboxOutcome:
     """Reads the output until its end, within the limits of time and size."""
     assert child.stdout is not None
     parts: list[bytes] = []
@@ -228,13 +228,13 @@ def _read(child: subprocess.Popen, watch: _Watch) -> Outcome:
     while left >= 0:
         part = _read_part(child.stdout, watch.next)
         if failure := watch.failure():
-            return Outcome(failure)
+            return SandboxOutcome(failure)
         if part == b"":
-            return Outcome("ok", b"".join(parts).decode(errors="replace"))
+            return SandboxOutcome("ok", b"".join(parts).decode(errors="replace"))
         if part is not None:
             parts.append(part)
             left -= len(part)
-    return Outcome("output")
+    return SandboxOutcome("output")
 
 
 def _read_part(file: IO[bytes], end: float) -> bytes | None:

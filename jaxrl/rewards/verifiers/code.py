@@ -20,7 +20,7 @@ from jaxrl.rewards.judge.tests import MAX_DEPTH, Test, read_tests
 from jaxrl.rewards.sandbox import check, jail, runner
 from jaxrl.rewards.sandbox.plain_data import decode
 from jaxrl.rewards.sandbox.remote import NotPlainData
-from jaxrl.rewards.sandbox.runner import Limits, NotStarted
+from jaxrl.rewards.sandbox.runner import NotStarted, SandboxLimits
 
 log = logging.getLogger(__name__)
 _FAILURES = ("no_code", "error", "timeout", "output", "wrong")
@@ -95,7 +95,7 @@ def code(
     failures: dict[str, float] = dict.fromkeys(_FAILURES, 0.0)
     if program is None:
         return {"score": 0.0} | failures | {"no_code": 1.0}
-    limits = Limits(wall_s=test_s, memory_mib=memory_mib, end=end)
+    limits = SandboxLimits(wall_s=test_s, memory_mib=memory_mib, end=end)
     passed = 0
     for i, test in enumerate(tests):
         try:
@@ -114,7 +114,9 @@ def code(
     return {"score": share if fraction else float(share == 1.0), **failures}
 
 
-def _run_test(program: str, test: Test, limits: Limits, tolerance: float, unsafe: bool) -> str:
+def _run_test(
+    program: str, test: Test, limits: SandboxLimits, tolerance: float, unsafe: bool
+) -> str:
     """The kind of failure, "" if the program passes the test."""
     if test.code is not None:
         return _run_code(program, test, limits, unsafe)
@@ -141,7 +143,7 @@ def _run_test(program: str, test: Test, limits: Limits, tolerance: float, unsafe
     return "" if is_same else "wrong"
 
 
-def _run_code(program: str, test: Test, limits: Limits, unsafe: bool) -> str:
+def _run_code(program: str, test: Test, limits: SandboxLimits, unsafe: bool) -> str:
     """Runs the setup with the test if possible, where the program cannot change it."""
     imports, code = test.gives_imports, f"{test.setup}\n{test.code}"
     try:

@@ -10,10 +10,9 @@ from typing import Any
 from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
-from jaxrl.json_text import json_size
+from jaxrl.json_text import Json, Message, json_size
 from jaxrl.rewards.messages import MAX_SCORE
-from jaxrl.tools.messages import as_message
-from jaxrl.types import Message
+from jaxrl.tool_calls.messages import as_message
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body
@@ -30,8 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
-
-Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,7 @@ class RenderedTurn:
     tokens: Future[np.ndarray]
 
 
-Call = TurnCall | RewardCall | RenderedTurn | str  # str: the episode of a rejected request
+AgentCall = TurnCall | RewardCall | RenderedTurn | str  # str: the episode of a rejected request
 
 
 class AgentEndpoint:
@@ -84,7 +84,7 @@ class AgentEndpoint:
     """
 
     def __init__(self):
-        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[AgentCall] = queue.SimpleQueue()
         self._episodes: set[str] = set()
         self._bodies = BodyReader(MAX_BODY_BYTES, MAX_BODIES_BYTES)
         self._listening = socket.create_server((LOOPBACK, 0))

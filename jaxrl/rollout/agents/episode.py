@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import Message
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.generate import Response
 from jaxrl.rollout.multi_turn import ActiveEpisode
-from jaxrl.tools.calls import calls_of
-from jaxrl.tools.messages import as_message
-from jaxrl.types import Episode, Message, Prompt, Rollout
+from jaxrl.tool_calls.calls import calls_of
+from jaxrl.tool_calls.messages import as_message
+from jaxrl.types import Episode, Prompt, Rollout
 
-Messages = tuple[Message, ...]
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered
 CONTEXT_CODE, TURNS_CODE = "context_length_exceeded", "too_many_turns"
 
@@ -49,7 +49,7 @@ class Branch:
     """A conversation: one training sample."""
 
     sequence: ActiveEpisode  # tokens, logprobs and loss mask after the prompt
-    messages: Messages
+    messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
     n_prompt_messages: int  # messages before its first turn of the model
     ends: list[TurnEnd] = dataclasses.field(default_factory=list)

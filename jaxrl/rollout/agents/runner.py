@@ -16,8 +16,8 @@ from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import Reply
 from jaxrl.rollout.agents.endpoint import (
+    AgentCall,
     AgentEndpoint,
-    Call,
     RenderedTurn,
     RewardCall,
     TurnCall,
@@ -167,7 +167,7 @@ class AgentRunner:
                 self.started[active.number].cancel_turn(active.turn)
                 self._resume(active.number)
 
-    def _handle(self, call: Call) -> None:
+    def _handle(self, call: AgentCall) -> None:
         if isinstance(call, RenderedTurn):
             self._begin(call)
             return

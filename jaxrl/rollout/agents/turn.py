@@ -10,9 +10,9 @@ from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.agents.episode import AgentEpisode, PendingTurn, PlacedTurn
 from jaxrl.rollout.generate import Response
-from jaxrl.tools.calls import openai_form
-from jaxrl.tools.formats import ToolFormat, tool_format
-from jaxrl.tools.parser import parse_turn
+from jaxrl.tool_calls.calls import openai_form
+from jaxrl.tool_calls.formats import ToolFormat, tool_format
+from jaxrl.tool_calls.parser import parse_turn
 
 
 class TurnReader:

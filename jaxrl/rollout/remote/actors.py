@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import DistributedConfig
-from jaxrl.rollout.remote.work import Done, Location, Registration, Settings, Work
+from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone, WorkerSettings
 from jaxrl.rollout.remote.worker import RolloutWorker
 from jaxrl.runtime.ray_cluster import actor_options, forwarded_environment
 from jaxrl.runtime.versions import versions
@@ -42,7 +42,7 @@ class Actors(Protocol):
         """The calls that have ended, after waiting for the first at most `timeout_s`."""
         ...
 
-    def result(self, call: Any) -> Location | Registration | Done:
+    def result(self, call: Any) -> Location | Registration | WorkDone:
         """Raises WorkerLost, or the worker's error."""
         ...
 
@@ -50,7 +50,7 @@ class Actors(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
+class ActorGroup:
     """The processes of one worker that spans hosts, by rank."""
 
     processes: tuple[Any, ...]  # their handles
@@ -62,7 +62,7 @@ class Group:
 class GroupActors(Actors, Protocol):
     """Actors whose workers may also be the processes of larger ones."""
 
-    def start_group(self, n_hosts: int) -> Group:
+    def start_group(self, n_hosts: int) -> ActorGroup:
         """Starts so many processes, once all of them have room: on as many hosts, if there are."""
         ...
 
@@ -76,7 +76,7 @@ class RayActors:
     """Implements GroupActors with Ray."""
 
     ray: ModuleType
-    settings: Settings
+    settings: WorkerSettings
     reserved: dict[str, int]  # resources of each process
     environment: dict[str, str]  # variables of the workers, in addition to those of this process
 
@@ -90,7 +90,7 @@ class RayActors:
     def start(self) -> Any:
         return self._start("SPREAD")
 
-    def start_group(self, n_hosts: int) -> Group:
+    def start_group(self, n_hosts: int) -> ActorGroup:
         group = importlib.import_module("ray.util.placement_group")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         placement = group.placement_group([self.reserved] * n_hosts, strategy="SPREAD")
@@ -98,7 +98,7 @@ class RayActors:
             self._start(strategies.PlacementGroupSchedulingStrategy(placement, rank))
             for rank in range(n_hosts)
         )
-        return Group(processes, lambda: group.remove_placement_group(placement))
+        return ActorGroup(processes, lambda: group.remove_placement_group(placement))
 
     def locate(self, worker: Any) -> Any:
         return worker.locate.remote()
@@ -113,7 +113,7 @@ class RayActors:
         self.ray.wait(list(calls), num_returns=1, timeout=timeout_s)
         return self.ray.wait(list(calls), num_returns=len(calls), timeout=0)[0]
 
-    def result(self, call: Any) -> Location | Registration | Done:
+    def result(self, call: Any) -> Location | Registration | WorkDone:
         errors = self.ray.exceptions
         try:
             return self.ray.get(call)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl.config.keys import DistributedConfig
-from jaxrl.rollout.remote.actors import Group, GroupActors, WorkerLost
-from jaxrl.rollout.remote.work import Done, Location, Registration, Work
+from jaxrl.rollout.remote.actors import ActorGroup, GroupActors, WorkerLost
+from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone
 
 # A process that dies makes the collectives of the others fail, which may be known before its loss.
 ERROR_GRACE_S = 10.0
@@ -25,7 +25,7 @@ ERROR_GRACE_S = 10.0
 class GroupCall:
     """The same call to every process of a worker."""
 
-    worker: Group
+    worker: ActorGroup
     waiting: dict[int, Any]  # call of a process that has not ended, by rank
     results: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rank, as the next one
     errors: dict[int, Exception] = dataclasses.field(default_factory=dict)
@@ -81,19 +81,19 @@ class WorkerGroups:
         self._actors, self._n_hosts = actors, n_hosts
         self._distributed, self._detects_hosts = distributed, detects_hosts
 
-    def start(self) -> Group:
+    def start(self) -> ActorGroup:
         return self._actors.start_group(self._n_hosts)
 
-    def locate(self, worker: Group) -> GroupCall:
+    def locate(self, worker: ActorGroup) -> GroupCall:
         return self._call(worker, lambda rank, process: self._actors.locate(process))
 
-    def register(self, worker: Group) -> GroupCall:
+    def register(self, worker: ActorGroup) -> GroupCall:
         def register(rank: int, process: Any) -> Any:
             return self._actors.register(process, self._joining(worker, rank))
 
         return self._call(worker, register)
 
-    def dispatch(self, worker: Group, work: Work) -> GroupCall:
+    def dispatch(self, worker: ActorGroup, work: Work) -> GroupCall:
         return self._call(worker, lambda rank, process: self._actors.dispatch(process, work))
 
     def finished(self, calls: Sequence[GroupCall], timeout_s: float) -> list[GroupCall]:
@@ -103,7 +103,7 @@ class WorkerGroups:
             call.take(ended, self._actors.result)
         return [call for call in calls if call.ended]
 
-    def result(self, call: GroupCall) -> Location | Registration | Done:
+    def result(self, call: GroupCall) -> Location | Registration | WorkDone:
         """The result of the first process. Raises WorkerLost, or the error of any process."""
         if call.lost is not None:
             rank, error = call.lost
@@ -115,15 +115,15 @@ class WorkerGroups:
             call.worker.coordinator = first.address
         return first
 
-    def kill(self, worker: Group) -> None:
+    def kill(self, worker: ActorGroup) -> None:
         for process in worker.processes:
             self._actors.kill(process)
         worker.release()
 
-    def _call(self, worker: Group, call: Callable[[int, Any], Any]) -> GroupCall:
+    def _call(self, worker: ActorGroup, call: Callable[[int, Any], Any]) -> GroupCall:
         return GroupCall(worker, {r: call(r, one) for r, one in enumerate(worker.processes)})
 
-    def _joining(self, worker: Group, rank: int) -> DistributedConfig:
+    def _joining(self, worker: ActorGroup, rank: int) -> DistributedConfig:
         """How a process joins the others of its worker."""
         coordinator, n, i = worker.coordinator, self._n_hosts, rank
         if self._detects_hosts:

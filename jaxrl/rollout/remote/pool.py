@@ -18,7 +18,7 @@ from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.rollout.generate import continued
 from jaxrl.rollout.remote.actors import Actors, WorkerLost
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Location, Registration, Work
+from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone
 
 POLL_S = 0.1  # longest wait for news, so that signals are seen
 MAX_ERRORS = 3  # of workers, one after the other, before the run fails
@@ -245,7 +245,7 @@ class WorkerPool:
             return
         member.capacity = found.capacity
 
-    def _take(self, member: Member, done: Done) -> list[Generated]:
+    def _take(self, member: Member, done: WorkDone) -> list[Generated]:
         if not member.ready:
             self._report(f"rollout worker on {member.location} joined")
         member.loaded = member.loading

@@ -25,7 +25,7 @@ Get = Callable[[list[Any]], list[Any]]  # references -> objects
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class ArrayChange:
     """The elements of an array that differ from those of the version before."""
 
     counts: np.ndarray  # uint32 [n_blocks], how many per block of BLOCK elements
@@ -44,23 +44,25 @@ class Change:
         return changed
 
 
-Piece = tuple[int, np.ndarray | Change]  # (number of the array, its bits or their change)
+WeightPiece = tuple[
+    int, np.ndarray | ArrayChange
+]  # (number of the array, its bits or their change)
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """How a worker gets from the version that it has to version `number`."""
 
     number: int
     shards: tuple[Any, ...]  # references to lists of pieces
 
 
-def change(old: np.ndarray, new: np.ndarray) -> Change:
+def change(old: np.ndarray, new: np.ndarray) -> ArrayChange:
     """What turns the bits `old` into `new`, both flat unsigned integers."""
     places = np.flatnonzero(old != new)
     n_blocks = -(-len(new) // BLOCK)
     counts = np.bincount(places // BLOCK, minlength=n_blocks).astype(np.uint32)
-    return Change(counts, (places % BLOCK).astype(np.uint16), new[places])
+    return ArrayChange(counts, (places % BLOCK).astype(np.uint16), new[places])
 
 
 def to_bits(array: np.ndarray) -> np.ndarray:
@@ -68,7 +70,7 @@ def to_bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def put_shards(pieces: Iterable[Piece], put: Put) -> tuple[Any, ...]:
+def put_shards(pieces: Iterable[WeightPiece], put: Put) -> tuple[Any, ...]:
     """Puts pieces into the store, in shards of about SHARD_BYTES."""
     references, shard, n_bytes = [], [], 0
     for piece in pieces:
@@ -90,13 +92,13 @@ class Version:
         self.number, self._bits, self._delta, self._put = number, bits, delta, put
         self._full: tuple[Any, ...] | None = None
 
-    def update(self, loaded: int | None) -> Update:
+    def update(self, loaded: int | None) -> WeightUpdate:
         """For a worker that has version `loaded`, or none."""
         if self._delta is not None and loaded == self.number - 1:
-            return Update(self.number, self._delta)
+            return WeightUpdate(self.number, self._delta)
         if self._full is None:
             self._full = put_shards(enumerate(self._bits), self._put)
-        return Update(self.number, self._full)
+        return WeightUpdate(self.number, self._full)
 
 
 class RemoteWeights:
@@ -160,7 +162,7 @@ class RemoteWeights:
             collections.deque(arrays, maxlen=0)  # the other processes gather them
             return Version(number, [], None, self._put)
         old, bits = self._bits, [to_bits(np.asarray(array)) for array in arrays]
-        pieces: list[np.ndarray | Change] = list(bits)
+        pieces: list[np.ndarray | ArrayChange] = list(bits)
         if old:
             changes = [change(*pair) for pair in zip(old, bits, strict=True)]
             pieces = [
@@ -202,15 +204,15 @@ class LoadedWeights:
         self._arrays: list[jax.Array | None] = [None] * len(self._abstract)
         self._bits: dict[int, np.ndarray] | None = {} if keep_bits else None
 
-    def load(self, update: Update, get: Get) -> Tree:
+    def load(self, update: WeightUpdate, get: Get) -> Tree:
         """The weights after the update. Earlier arrays are deleted one by one."""
         for reference in update.shards:
             for number, piece in get([reference])[0]:
                 self._load(number, piece)
         return self._form.unflatten(self._arrays)
 
-    def _load(self, number: int, piece: np.ndarray | Change) -> None:
-        if isinstance(piece, Change):
+    def _load(self, number: int, piece: np.ndarray | ArrayChange) -> None:
+        if isinstance(piece, ArrayChange):
             assert self._bits is not None
             if not len(piece.values):
                 return

@@ -10,12 +10,12 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.digest import digest
 from jaxrl.engine.api import EngineStats, Generated, Request
 from jaxrl.models.config import DecoderConfig
-from jaxrl.rollout.remote.weights import Update
+from jaxrl.rollout.remote.weights import WeightUpdate
 from jaxrl.types import Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class WorkerSettings:
     """The engine that every worker of a run builds."""
 
     cfg: RunConfig
@@ -51,13 +51,13 @@ class Work:
     """What a worker does in one dispatch, in this order."""
 
     free: tuple[int, ...]  # requests to cancel
-    update: Update | None  # weights to load; None: it has them
+    update: WeightUpdate | None  # weights to load; None: it has them
     version: int  # policy version of the weights
     submit: tuple[tuple[int, Request], ...]  # (number of the request, request)
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class WorkDone:
     """The tokens of one dispatch."""
 
     generated: tuple[tuple[int, Generated], ...]  # (number of the request, new tokens)

@@ -15,11 +15,11 @@ from jaxrl.layout import worker_layout, worker_mesh
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.weights import Get, LoadedWeights
 from jaxrl.rollout.remote.work import (
-    Done,
     Location,
     Registration,
-    Settings,
     Work,
+    WorkDone,
+    WorkerSettings,
     model_digest,
     refusal,
 )
@@ -61,7 +61,7 @@ class RolloutWorker:
             return Registration(refused=f"{socket.gethostname()}: {refused}")
         if distributed is not None:
             initialize(distributed)
-        found: Settings = pickle.loads(settings)
+        found: WorkerSettings = pickle.loads(settings)
         if (platform := jax.default_backend()) != found.platform:
             return Registration(
                 refused=f"{socket.gethostname()}: JAX runs on {platform} on the worker and on "
@@ -69,7 +69,7 @@ class RolloutWorker:
             )
         return self._build(found)
 
-    def dispatch(self, work: Work) -> Done:
+    def dispatch(self, work: Work) -> WorkDone:
         """Does the work, and generates once if there are requests."""
         slots = {number: slot for slot, number in self._numbers.items()}
         with jax.set_mesh(self._mesh):
@@ -89,16 +89,16 @@ class RolloutWorker:
                 self._numbers[self._engine.submit(request)] = number
             return self._generate()
 
-    def _generate(self) -> Done:
+    def _generate(self) -> WorkDone:
         done = []
         for one in self._engine.generate(self._params) if self._numbers else ():
             number = self._numbers[one.slot]
             if one.finish:
                 del self._numbers[one.slot]
             done.append((number, one))
-        return Done(tuple(done), self._engine.take_stats())
+        return WorkDone(tuple(done), self._engine.take_stats())
 
-    def _build(self, settings: Settings) -> Registration:
+    def _build(self, settings: WorkerSettings) -> Registration:
         cfg = settings.cfg
         self._mesh = worker_mesh(cfg, jax.devices())
         layout = worker_layout(cfg, settings.decoder, settings.dtype, self._mesh)

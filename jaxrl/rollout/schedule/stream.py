@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 from jaxrl.engine.api import Request, RequestEngine
-from jaxrl.rollout.generate import Decode, Response, append_generated, continued, to_rollout
+from jaxrl.rewards.arguments import Decode
+from jaxrl.rollout.generate import Response, append_generated, continued, to_rollout
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.types import Prompt, Tree
 

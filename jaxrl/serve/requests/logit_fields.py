@@ -6,14 +6,14 @@ from jaxrl.engine.api import Grammar, LogitAdjustments
 from jaxrl.engine.device.adjustments import MAX_BIAS
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.requests.fields import Fields
-from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.prompt import ServerLimits
 
 MAX_BIAS_VALUE = 100  # absolute value, as in OpenAI's API
 NONE = LogitAdjustments()
 
 
 def read_adjustments(
-    fields: Fields, logit_bias: Any, grammar: Grammar | None, limits: Limits
+    fields: Fields, logit_bias: Any, grammar: Grammar | None, limits: ServerLimits
 ) -> LogitAdjustments | None:
     """The adjustments of a request; None if it has none. Raises RequestError (400)."""
     if grammar is not None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.structured.grammar import GrammarCompiler
-from jaxrl.tools.formats import ToolFormat
+from jaxrl.tool_calls.formats import ToolFormat
 
 MIN_VALUES = 1 << 17  # JSON values that any body may have
 PREFIX_CHARS = 4  # characters per token of the context, of the first prefix that is tokenized
@@ -17,7 +17,7 @@ CUT_TOKENS = 64  # tokens that a prefix may have more than the whole text
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What the server accepts."""
 
     model_name: str  # the served model name
@@ -52,7 +52,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode_text(
-    text: str, renderer: ChatRenderer, limits: Limits, *, special_tokens: bool
+    text: str, renderer: ChatRenderer, limits: ServerLimits, *, special_tokens: bool
 ) -> np.ndarray:
     """Tokens of a text, int32 [prompt_len].
 
@@ -77,7 +77,7 @@ def is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_size(n_bytes: int, limits: Limits) -> None:
+def check_size(n_bytes: int, limits: ServerLimits) -> None:
     """Raises RequestError (400) for text with more bytes than the context can hold."""
     if n_bytes > limits.max_text_bytes:
         raise too_long(f"{n_bytes} bytes of text", limits.max_model_len)

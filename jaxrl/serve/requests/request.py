@@ -13,13 +13,13 @@ from jaxrl.data.chat.encoding import ChatRenderer, opens_thought
 from jaxrl.engine.api import LogitAdjustments
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import Message
 from jaxrl.serve.requests.fields import ChatFields, CompletionFields, Fields, read_fields
 from jaxrl.serve.requests.logit_fields import read_adjustments
-from jaxrl.serve.requests.prompt import Limits, check_size, encode_text, is_id, too_long
+from jaxrl.serve.requests.prompt import ServerLimits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.structured.response_format import read_response_format
-from jaxrl.serve.structured.tools import Tool, ToolUse, read_tools
-from jaxrl.tools.messages import as_message
-from jaxrl.types import Message
+from jaxrl.serve.structured.tools import ToolJson, ToolUse, read_tools
+from jaxrl.tool_calls.messages import as_message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
@@ -69,12 +69,12 @@ class GenerationRequest:
         return sum(map(len, self.prompts))
 
 
-def parse_chat(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+def parse_chat(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
     """The request of a body of /v1/chat/completions. Raises RequestError if it is invalid."""
     return chat_request(parse_json(raw, max_values=limits.max_values), renderer, limits)
 
 
-def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+def chat_request(body: Any, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
     """The request of the JSON value of a body. Raises RequestError if it is invalid."""
     fields, present = read_fields(ChatFields, body, limits.model_names)
     _check_limits(fields, limits, n_prompts=1)
@@ -104,7 +104,7 @@ def chat_request(body: Any, renderer: ChatRenderer, limits: Limits) -> Generatio
     )
 
 
-def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> GenerationRequest:
+def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
     """The request of a body of /v1/completions. Raises RequestError if it is invalid."""
     body = parse_json(raw, max_values=limits.max_values)
     fields, present = read_fields(CompletionFields, body, limits.model_names)
@@ -128,7 +128,7 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: Limits) -> Gene
 def _request(
     fields: Fields,
     body: dict[str, Any],
-    limits: Limits,
+    limits: ServerLimits,
     prompts: list[np.ndarray],
     *,
     endpoint: Literal["chat", "completions"],
@@ -179,7 +179,7 @@ def _request(
     )
 
 
-def _check_limits(fields: Fields, limits: Limits, n_prompts: int) -> None:
+def _check_limits(fields: Fields, limits: ServerLimits, n_prompts: int) -> None:
     """Checks that depend on the served model, in addition to types and ranges."""
     if n_prompts * fields.n > limits.n_choices:
         raise RequestError(
@@ -197,7 +197,7 @@ def _check_limits(fields: Fields, limits: Limits, n_prompts: int) -> None:
         )
 
 
-def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: Limits) -> int:
+def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: ServerLimits) -> int:
     """Tokens that the response may have; with None, the rest of the context."""
     context = limits.max_model_len
     if prompt_len == 0:
@@ -237,7 +237,7 @@ def render_messages(
     renderer: ChatRenderer,
     *,
     generation_prompt: bool = True,
-    tools: Sequence[Tool] | None = None,
+    tools: Sequence[ToolJson] | None = None,
 ) -> str:
     """The text of a conversation. Raises RequestError (400) if the template rejects it."""
     try:
@@ -247,7 +247,7 @@ def render_messages(
         raise RequestError(400, str(error), param=param) from error
 
 
-def read_messages(body: dict[str, Any], limits: Limits) -> list[Message]:
+def read_messages(body: dict[str, Any], limits: ServerLimits) -> list[Message]:
     """The messages of a body. Raises RequestError (400) if they are invalid or too long.
 
     The size of tools counts as that of messages.
@@ -296,7 +296,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     )
 
 
-def _tokenize(prompt: str | list[int], renderer: ChatRenderer, limits: Limits) -> np.ndarray:
+def _tokenize(prompt: str | list[int], renderer: ChatRenderer, limits: ServerLimits) -> np.ndarray:
     if isinstance(prompt, str):
         return encode_text(prompt, renderer, limits, special_tokens=True)
     if prompt and not 0 <= min(prompt) <= max(prompt) < limits.vocab:

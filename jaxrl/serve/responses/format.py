@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import Json
 from jaxrl.serve.choice import Choice, Delta
-from jaxrl.serve.json_pieces import Json, json_pieces
+from jaxrl.serve.json_pieces import json_pieces
 from jaxrl.serve.openai_format import ResponseFormatter
 from jaxrl.serve.response import ActiveResponse
 from jaxrl.serve.token_text import TokenTexts

@@ -9,11 +9,11 @@ from jaxrl.config.schema import nearest
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.json_text import Json
 from jaxrl.serve.requests.fields import IGNORED
-from jaxrl.serve.requests.prompt import Limits
+from jaxrl.serve.requests.prompt import ServerLimits
 from jaxrl.serve.requests.request import GenerationRequest, chat_request
 
-Json = dict[str, Any]
 SAME = (  # fields that the chat endpoint has by the same name
     "model",
     "temperature",
@@ -53,7 +53,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def parse_responses(
-    raw: bytes, renderer: ChatRenderer, limits: Limits
+    raw: bytes, renderer: ChatRenderer, limits: ServerLimits
 ) -> tuple[GenerationRequest, Json]:
     """(the request, the fields of the response object that repeat it).
 

@@ -27,7 +27,7 @@ from jaxrl.engine.api import GrammarError, TokenMatcher
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.structured.matcher import build_matcher, check, make_tokenizer
 from jaxrl.serve.structured.schema_checker import SchemaChecker
-from jaxrl.workers.process import WorkerFailed
+from jaxrl.subprocesses.process import WorkerFailed
 
 log = logging.getLogger(__name__)
 

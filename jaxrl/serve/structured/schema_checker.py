@@ -4,9 +4,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from jaxrl.workers.channel import ProtocolError, wait
-from jaxrl.workers.output import OutputLog, print_line
-from jaxrl.workers.process import START_TIMEOUT_S, WorkerFailed, WorkerProcess
+from jaxrl.subprocesses.channel import ProtocolError, wait
+from jaxrl.subprocesses.output import OutputLog, print_line
+from jaxrl.subprocesses.process import START_TIMEOUT_S, WorkerFailed, WorkerProcess
 
 MODULE = "jaxrl.serve.structured.schema_worker"
 CHECK_TIMEOUT_S = 30.0  # of one schema, which has a second of CPU time, on a busy machine

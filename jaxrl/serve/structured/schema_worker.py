@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.serve.structured.matcher import build_matcher, make_tokenizer
-from jaxrl.workers.process import connect
+from jaxrl.subprocesses.process import connect
 
 MAX_CPU_S = 1  # of one schema; hundreds of properties take 0.1 s
 MAX_MEMORY_MIB = 64  # of one schema

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxrl.json_text import parse_json
 from jaxrl.serve.structured.tools import ToolUse
-from jaxrl.tools.calls import ToolCall, openai_form
-from jaxrl.tools.parser import ToolParser
+from jaxrl.tool_calls.calls import ToolCall, openai_form
+from jaxrl.tool_calls.parser import ToolParser
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,22 +9,22 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl.http.errors import RequestError
 from jaxrl.serve.structured.grammar import GrammarCompiler, JsonGrammar, missing_compiler
-from jaxrl.tools.formats import FORMATS, ToolFormat, tool_format
-from jaxrl.tools.schema import check_tool
+from jaxrl.tool_calls.formats import FORMATS, ToolFormat, tool_format
+from jaxrl.tool_calls.schema import check_tool
 
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 128 << 10  # checking the schemas takes 4 s per MiB
 MAX_CALLS = 16  # of one response with tool_choice "required"
 # Special tokens within a call or a turn, in addition to the markers of a format.
 INNER_MARKERS = ("[ARGS]", "[CALL_ID]", "<｜tool▁sep｜>", "<think>", "</think>")
-Tool = dict[str, Any]
+ToolJson = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolUse:
     """The tools of a request, and how calls are read from the text of a response."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[ToolJson, ...]
     mode: Literal["auto", "required", "named"]
     parallel: bool  # whether a response may have several calls
     name: str = ""  # of the function, in the mode "named"
@@ -100,7 +100,7 @@ def read_tools(body: dict[str, Any], known: ToolFormat | None, *, parallel: bool
     return ToolUse(tools, mode, parallel, name, known if mode == "auto" else None)
 
 
-def check_tools(value: Any) -> tuple[Tool, ...]:
+def check_tools(value: Any) -> tuple[ToolJson, ...]:
     """The tools of a body. Raises RequestError (400) if they are invalid or too many."""
     if value is None:
         return ()
@@ -144,7 +144,7 @@ def _choice(
     )
 
 
-def _call_schema(i: int, tool: Tool) -> dict[str, Any]:
+def _call_schema(i: int, tool: ToolJson) -> dict[str, Any]:
     # The $id keeps references within the parameters, such as "#/$defs/x", relative to them.
     arguments = {"$id": f"tool:{i}", **_arguments_schema(tool)}
     return {
@@ -155,7 +155,7 @@ def _call_schema(i: int, tool: Tool) -> dict[str, Any]:
     }
 
 
-def _arguments_schema(tool: Tool) -> dict[str, Any]:
+def _arguments_schema(tool: ToolJson) -> dict[str, Any]:
     """The parameters, with no further arguments unless the schema mentions them."""
     schema = {"type": "object", "properties": {}} | (tool["function"].get("parameters") or {})
     if not {"$ref", "additionalProperties", "patternProperties"} & set(schema):

@@ -15,11 +15,9 @@ from jaxrl.config.keys import PreferenceConfig
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun, logps
 from jaxrl.trainer.phases.experience import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
-
-Numbers = np.ndarray
 
 
 def make_samples(
@@ -44,7 +42,7 @@ def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
-def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
+def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarray, np.ndarray]:
     """(loss, log ratios of the chosen completions, log ratios of the rejected completions).
 
     A log ratio is log π / π_ref, summed over the tokens of a completion, or their mean if ipo has
@@ -62,7 +60,7 @@ def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, 
     return pair_loss(cfg, kl), chosen, rejected
 
 
-def divisors(completions: Sequence[Demonstration], cfg: PreferenceConfig) -> Numbers:
+def divisors(completions: Sequence[Demonstration], cfg: PreferenceConfig) -> np.ndarray:
     """What the log ratio of each completion is divided by: 1, or its number of loss tokens."""
     if cfg.ipo_reduction == "mean":
         return np.array([d.n_loss_tokens for d in completions], np.float32)
@@ -94,7 +92,7 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
     if len(pairs) < 2:
         return []
 
-    def combined(completion: Demonstration, prompt_tokens: Numbers) -> Demonstration:
+    def combined(completion: Demonstration, prompt_tokens: np.ndarray) -> Demonstration:
         n = max(max_len - len(prompt_tokens), 1)
         return dataclasses.replace(
             completion,
@@ -109,7 +107,7 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
 
 
 def preference_metrics(
-    beta: float, loss: PairLoss, chosen: Numbers, rejected: Numbers
+    beta: float, loss: PairLoss, chosen: np.ndarray, rejected: np.ndarray
 ) -> dict[str, float]:
     """Means over pairs.
 
@@ -125,7 +123,7 @@ def preference_metrics(
     }
 
 
-DPO = Objective(
+DPO = OfflineObjective(
     maker=pair_maker,
     make_samples=make_samples,
     evaluate=evaluate,

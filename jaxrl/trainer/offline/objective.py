@@ -28,7 +28,7 @@ UNUSED_SECTIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class OfflineObjective:
     """An offline training objective, expressed as a policy gradient or value loss."""
 
     maker: Callable[..., ItemMaker]  # (renderer, data, stop=) -> of the items
@@ -45,10 +45,10 @@ class OfflineRun:
     """A run of jaxrl/sft.py, jaxrl/dpo.py or jaxrl/reward_model.py."""
 
     core: Core
-    objective: Objective
+    objective: OfflineObjective
 
 
-def with_objective(cfg: RunConfig, objective: Objective) -> RunConfig:
+def with_objective(cfg: RunConfig, objective: OfflineObjective) -> RunConfig:
     """The config with the learner's algorithm set for the objective.
 
     Raises ValueError for keys that have no effect in offline training.

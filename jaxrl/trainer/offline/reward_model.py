@@ -11,10 +11,8 @@ from jaxrl.data.preferences import Pair, pair_maker
 from jaxrl.learner.reward_model import last_scores, scored_sequence
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.dpo import completions_of, preference_metrics
-from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun
 from jaxrl.types import Demonstration, TrainingSample
-
-Numbers = np.ndarray
 
 
 def make_samples(
@@ -43,7 +41,7 @@ def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
 
 
-def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, Numbers, Numbers]:
+def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarray, np.ndarray]:
     """(loss with margins, scores of the chosen completions, scores of the rejected ones)."""
     assert run.core.value_scorer is not None
     with run.core.timed("values"):
@@ -66,7 +64,7 @@ def to_sequence(item: Demonstration) -> TrainingSample:
     return scored_sequence(np.concatenate([item.prompt_tokens, item.tokens]), item.id)
 
 
-REWARD_MODEL = Objective(
+REWARD_MODEL = OfflineObjective(
     maker=pair_maker,
     make_samples=make_samples,
     evaluate=evaluate,

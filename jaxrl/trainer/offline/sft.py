@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.data.demonstrations import demonstration_maker, to_sample
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, Objective, OfflineRun, logps
+from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun, logps
 from jaxrl.trainer.phases.experience import policy_logps
 from jaxrl.types import Demonstration, TrainingSample
 
@@ -36,7 +36,7 @@ def evaluate(run: OfflineRun, items: Sequence[Demonstration]) -> dict[str, float
     return metrics
 
 
-SFT = Objective(
+SFT = OfflineObjective(
     maker=demonstration_maker,
     make_samples=make_samples,
     evaluate=evaluate,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import rich
 from rich.text import Text
 
-from jaxrl.io.tracking.console import printable
+from jaxrl.tracking.console import printable
 from jaxrl.types import ScoredRollout
 from sharding import hosts
 

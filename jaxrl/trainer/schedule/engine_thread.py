@@ -28,7 +28,7 @@ Check = Callable[[], None]  # raises to stop waiting
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class BatchOrder:
     """What the trainer orders: one more batch."""
 
     step: int  # that its prompts are drawn for
@@ -73,7 +73,7 @@ class EngineThread:
         self.generator, self._lag, self._on_mesh = generator, lag, on_mesh
         self._last: collections.deque[GeneratedBatch] = collections.deque(maxlen=lag)
         self._changed = threading.Condition()  # guards what follows
-        self._orders: collections.deque[Order] = collections.deque()
+        self._orders: collections.deque[BatchOrder] = collections.deque()
         self._n_ordered = self._n_taken = 0  # batches
         self._batches: dict[int, GeneratedBatch] = {}  # generated and not taken, by number
         self._snapshots: dict[int, InFlight] = {}  # before the batch of a number, ...
@@ -89,7 +89,7 @@ class EngineThread:
         """Batches that are ordered and not taken."""
         return self._n_ordered - self._n_taken
 
-    def order(self, order: Order) -> None:
+    def order(self, order: BatchOrder) -> None:
         """Orders one more batch. Ends a `hold`."""
         with self._changed:
             self._orders.append(order)
@@ -183,7 +183,7 @@ class EngineThread:
                 self._batches[number] = batch
                 self._changed.notify_all()
 
-    def _next_order(self, number: int) -> Order:
+    def _next_order(self, number: int) -> BatchOrder:
         """Waits for the order of a batch. Polls the rewards of earlier ones meanwhile."""
         in_flight = self.generator.snapshot(
             [group for batch in self._last for group in batch.groups]
@@ -199,7 +199,7 @@ class EngineThread:
                 self._changed.wait(POLL_S)
             return self._orders.popleft()
 
-    def _generate_batch(self, order: Order, params: Tree, idle_s: float) -> GeneratedBatch:
+    def _generate_batch(self, order: BatchOrder, params: Tree, idle_s: float) -> GeneratedBatch:
         generator, start = self.generator, time.perf_counter()
         if order.fresh:
             generator.stream.release()

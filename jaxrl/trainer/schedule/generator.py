@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import Batches
 from jaxrl.engine.api import Request, RequestEngine
-from jaxrl.rollout.generate import Decode, Response
+from jaxrl.rewards.arguments import Decode
+from jaxrl.rollout.generate import Response
 from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup

@@ -18,7 +18,7 @@ from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
 from jaxrl.trainer.run import Run
-from jaxrl.trainer.schedule.engine_thread import EngineThread, Order
+from jaxrl.trainer.schedule.engine_thread import BatchOrder, EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Reward, Rollout, ScoredRollout
 from sharding import hosts
@@ -165,7 +165,7 @@ class AsyncSource:
         fresh = core.saved_at == core.step  # a run that resumes from this checkpoint has no KV
         step = core.step + self.thread.n_ahead
         solved, self._solved = self._solved, []
-        self.thread.order(Order(step, core.step, params, fresh, solved))
+        self.thread.order(BatchOrder(step, core.step, params, fresh, solved))
 
 
 @contextlib.contextmanager

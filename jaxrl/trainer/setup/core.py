@@ -5,13 +5,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.content import check_content, content
 from jaxrl.data.iterator import Batches
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
-from jaxrl.io.tracking.loggers import make_loggers
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import shares_base
+from jaxrl.tracking.loggers import make_loggers
 from jaxrl.trainer.phases.shaping import RewardScale
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session

@@ -14,9 +14,9 @@ from jaxrl.data.mixing import MixedIterator, most_per_step, shares
 from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import with_checked_truths
 from jaxrl.types import Prompt
 

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import check_devices
-from jaxrl.io.tracking.loggers import check_loggers
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import split_devices, training_mesh
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
@@ -27,6 +25,8 @@ from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined, join
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.tracking.loggers import check_loggers
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.setup.folder import hold_folder
 from jaxrl.trainer.setup.models import Models

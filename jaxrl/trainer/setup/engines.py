@@ -23,7 +23,7 @@ from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.tools.formats import ToolFormat, tool_format
+from jaxrl.tool_calls.formats import ToolFormat, tool_format
 from jaxrl.trainer.phases.sampling import policy_on_host
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session

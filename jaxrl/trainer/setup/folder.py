@@ -14,10 +14,10 @@ import jax
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.saved import config_hash, differences, from_json, to_json
-from jaxrl.io.tracking.json_lines import JsonLines
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.runtime.folder_lock import FolderLock, lock_folder
 from jaxrl.runtime.versions import commit, versions
+from jaxrl.tracking.json_lines import JsonLines
+from jaxrl.tracking.progress import Progress
 from sharding import hosts
 
 NEVER = sys.maxsize  # a step after all steps: every line is kept

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.chat.template import prints_date
 from jaxrl.data.tokenizer import check_same_tokenizer, load_tokenizer
-from jaxrl.io.checkpoint.checkpointer import complete_steps
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
@@ -23,6 +22,7 @@ from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
 from jaxrl.models.files.weight_files import find_tensors
 from jaxrl.models.lora import adapters
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.data import make_renderer
 from sharding import hosts
 

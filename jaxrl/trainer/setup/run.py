@@ -18,7 +18,7 @@ from jaxrl.runtime.start import end_loading
 from jaxrl.trainer.loop import run_to_end
 from jaxrl.trainer.memory import explain_out_of_memory
 from jaxrl.trainer.offline.objective import (
-    Objective,
+    OfflineObjective,
     OfflineRun,
     check_context,
     train_step,
@@ -154,7 +154,7 @@ def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
 
 
 @contextlib.contextmanager
-def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
+def open_offline(cfg: RunConfig, objective: OfflineObjective) -> Iterator[OfflineRun]:
     """Opens an offline training run (SFT, DPO, reward modelling).
 
     Raises the errors of `open_run`.
@@ -198,7 +198,7 @@ def open_offline(cfg: RunConfig, objective: Objective) -> Iterator[OfflineRun]:
         yield OfflineRun(core, objective)
 
 
-def train_offline(cfg: RunConfig, objective: Objective) -> bool:
+def train_offline(cfg: RunConfig, objective: OfflineObjective) -> bool:
     """Trains to the last step. Returns False if the run was interrupted and its state saved."""
     with open_offline(with_objective(cfg, objective), objective) as run:
         end_loading()

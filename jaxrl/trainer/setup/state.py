@@ -4,9 +4,8 @@ import dataclasses
 
 import jax
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
-from jaxrl.io.tracking.progress import Progress
 from jaxrl.layout import Layout
 from jaxrl.learner.state import checkpoint_state, init_state
 from jaxrl.models.config import DecoderConfig
@@ -14,6 +13,7 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.adapter import load_with_adapters
 from jaxrl.models.files.hf_load import load_params
 from jaxrl.models.lora import with_base
+from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.learner import Learner
 from jaxrl.trainer.setup.models import Models

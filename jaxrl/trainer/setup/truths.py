@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.items import ItemMaker
-from jaxrl.data.sources.rows import Row
-from jaxrl.io.tracking.progress import Progress
+from jaxrl.data.sources.rows import SourceRow
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth, takes
+from jaxrl.tracking.progress import Progress
 from jaxrl.types import Prompt, Rollout
 
 _SHOWN = 3  # rows in a message
@@ -35,10 +35,10 @@ def with_checked_truths(maker: ItemMaker[Prompt], functions: Sequence[str]) -> I
 
 
 def _make_checked(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     dropped: list[int],
     *,
-    make: Callable[[Sequence[Row], list[int]], list[Prompt]],
+    make: Callable[[Sequence[SourceRow], list[int]], list[Prompt]],
     functions: Sequence[str],
 ) -> list[Prompt]:
     """The prompts of the rows. Raises ValueError with the rows whose truth cannot be matched."""

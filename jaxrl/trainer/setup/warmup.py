@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.packing import Packed, empty_batch
 from jaxrl.engine.engine import PagedEngine
-from jaxrl.io.checkpoint.checkpointer import complete_steps
 from jaxrl.layout import Layout
 from jaxrl.learner.critic import Critic, ValueScorer
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_ref_logp

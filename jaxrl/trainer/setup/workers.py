@@ -15,7 +15,7 @@ from jaxrl.rollout.remote.division import workers_of_process
 from jaxrl.rollout.remote.groups import WorkerGroups
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.rollout.remote.work import Settings, model_digest
+from jaxrl.rollout.remote.work import WorkerSettings, model_digest
 from jaxrl.runtime.ray_cluster import connect, import_ray
 from jaxrl.trainer.setup.devices import Policy, Session
 from jaxrl.trainer.setup.models import Models
@@ -56,7 +56,7 @@ def make_workers(
     """
     device = make_mesh(jax.local_devices()[:1])
     layout = worker_layout(cfg, policy.decoder, policy.dtype, device)
-    settings = Settings(
+    settings = WorkerSettings(
         cfg=cfg,
         decoder=policy.decoder,
         dtype=policy.dtype,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.data.sources import hub
 from jaxrl.data.sources.files import find_files, read_rows
-from jaxrl.data.sources.layout import Part, choose_files
+from jaxrl.data.sources.layout import DatasetPart, choose_files
 
 COMMIT = "a" * 40
 GSM8K = """---
@@ -114,12 +114,17 @@ def test_only_the_files_of_the_part_are_downloaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "card", "part", "chosen"),
     [
-        (["a/train/0.parquet", "b/train/0.parquet"], {}, Part(subset="a"), ["a/train/0.parquet"]),
-        (["x/one.jsonl", "y/two.jsonl"], {}, Part(), ["x/one.jsonl", "y/two.jsonl"]),
-        (["rows.json", "rows.parquet"], {}, Part(), ["rows.parquet"]),
-        (["rows.json", "dataset_infos.json"], {}, Part(split="train"), ["rows.json"]),
-        (["a.csv", "b.json"], {"configs": [{"data_files": "*.json"}]}, Part(), ["b.json"]),
-        (["a/x.json", "b/x.json"], {"configs": [{"data_dir": "b"}]}, Part(), ["b/x.json"]),
+        (
+            ["a/train/0.parquet", "b/train/0.parquet"],
+            {},
+            DatasetPart(subset="a"),
+            ["a/train/0.parquet"],
+        ),
+        (["x/one.jsonl", "y/two.jsonl"], {}, DatasetPart(), ["x/one.jsonl", "y/two.jsonl"]),
+        (["rows.json", "rows.parquet"], {}, DatasetPart(), ["rows.parquet"]),
+        (["rows.json", "dataset_infos.json"], {}, DatasetPart(split="train"), ["rows.json"]),
+        (["a.csv", "b.json"], {"configs": [{"data_files": "*.json"}]}, DatasetPart(), ["b.json"]),
+        (["a/x.json", "b/x.json"], {"configs": [{"data_dir": "b"}]}, DatasetPart(), ["b/x.json"]),
     ],
 )
 def test_files_are_chosen_by_readme_or_by_name(names, card, part, chosen):
@@ -129,9 +134,9 @@ def test_files_are_chosen_by_readme_or_by_name(names, card, part, chosen):
 def test_a_split_in_several_subsets_needs_one(tmp_path):
     names = ["a/train/0.parquet", "b/train/0.parquet"]
     with pytest.raises(ValueError, match=r"set has the subsets a, b, requested is none"):
-        choose_files(names, {}, Part(split="train"), "set")
+        choose_files(names, {}, DatasetPart(split="train"), "set")
     with pytest.raises(FileNotFoundError, match=r"set has no \.parquet, .* but a\.csv; set data"):
-        choose_files(["a.csv"], {}, Part(), "set")
+        choose_files(["a.csv"], {}, DatasetPart(), "set")
 
 
 def test_a_damaged_readme_is_named(tmp_path):

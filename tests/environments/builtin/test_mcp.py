@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.builtin.mcp import McpTools
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.tools.calls import ParsedTurn, ToolCall
+from jaxrl.tool_calls.calls import ParsedTurn, ToolCall
 from tests.environments.test_tools import collect
 
 SERVER = """

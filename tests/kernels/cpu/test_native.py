@@ -17,7 +17,7 @@ import pytest
 from jaxrl.kernels.attention import blocks
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native, ops
-from jaxrl.kernels.cpu.skinny_matmul import matmul, matmuls
+from jaxrl.kernels.matmul import matmul, matmuls
 from sharding import make_mesh
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.config.keys import LearnerConfig
 from jaxrl.learner.optimizer import make_optimizer
-from jaxrl.learner.optimizers.blocks import Blocks, quantize
+from jaxrl.learner.optimizers.blocks import QuantizedBlocks, quantize
 from jaxrl.learner.optimizers.moments import round_stochastically, store_moments
 from jaxrl.models.spec import ParamSpec
 from tests.learner.optimizers.twins import code_table
@@ -63,7 +63,9 @@ def test_adamw_with_8_bit_moments_is_that_of_the_paper():
         wrong = ~np.isclose(updates["w"], want, rtol=1e-3, atol=1e-6)
         assert wrong.mean() < 2e-3
         m, v = blockwise(m, signed=True), blockwise(v, signed=False)
-    assert isinstance(state[0].mu["w"], Blocks) and state[0].mu["w"].codes.dtype == jnp.int8
+    assert (
+        isinstance(state[0].mu["w"], QuantizedBlocks) and state[0].mu["w"].codes.dtype == jnp.int8
+    )
     assert state[0].nu["w"].codes.dtype == jnp.uint8 and state[0].nu["b"].dtype == jnp.float32
 
 

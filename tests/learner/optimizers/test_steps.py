@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import CheckpointConfig, LearnerConfig
-from jaxrl.io.checkpoint.checkpointer import Checkpointer
 from jaxrl.learner.optimizer import make_optimizer
 from jaxrl.learner.optimizers import slices
 from jaxrl.learner.state import abstract_state, apply_gradients, init_state

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxrl.planner.compiled.cost import program_cost
-from jaxrl.planner.compiled.timeline import Collective, Done, Kernel, Loop, Start, times
+from jaxrl.planner.compiled.timeline import Collective, HloDone, HloStart, Kernel, Loop, times
 from jaxrl.planner.topology import CHIPS
 
 CHIP = dataclasses.replace(
@@ -32,7 +32,7 @@ def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic():
     [((), 4.0), ((compute(1.0),), 3.0), ((compute(3.0), compute(3.0)), 0.0)],
 )
 def test_a_collective_is_exposed_as_far_as_kernels_do_not_cover_it(between, exposed):
-    found = times([compute(1.0), Start("a", GATHER), *between, Done("a"), compute(2.0)], CHIP)
+    found = times([compute(1.0), HloStart("a", GATHER), *between, HloDone("a"), compute(2.0)], CHIP)
     assert found.collectives_s == {"all-gather": 4.0}
     assert found.exposed_s == {"all-gather": exposed}
     assert found.kernels_s == 3.0 + sum(one.seconds(CHIP) for one in between)
@@ -42,18 +42,18 @@ def test_a_collective_is_exposed_as_far_as_kernels_do_not_cover_it(between, expo
 
 def test_collectives_queue_for_the_link():
     # the second begins when the first ends, after 4 s, and ends after 8: 5 s of kernels cover it
-    steps = [Start("a", GATHER), Start("b", GATHER), compute(5.0), Done("a"), Done("b")]
+    steps = [HloStart("a", GATHER), HloStart("b", GATHER), compute(5.0), HloDone("a"), HloDone("b")]
     assert times(steps, CHIP).exposed_s == {"all-gather": 3.0}
 
 
 def test_a_wait_counts_for_the_collective_that_has_the_link():
     reduce = dataclasses.replace(GATHER, kind="all-reduce")  # twice as long: 8 s
-    steps = [Start("a", GATHER), Start("b", reduce), Done("b"), Done("a")]
+    steps = [HloStart("a", GATHER), HloStart("b", reduce), HloDone("b"), HloDone("a")]
     assert times(steps, CHIP).exposed_s == {"all-gather": 4.0, "all-reduce": 8.0}
 
 
 def test_a_loop_multiplies_kernels_and_collectives():
-    body = [Start("a", GATHER), compute(1.0), Done("a")]
+    body = [HloStart("a", GATHER), compute(1.0), HloDone("a")]
     found = times([Loop(3.0, body), compute(1.0)], CHIP)
     assert (found.kernels_s, found.exposed_s) == (4.0, {"all-gather": 9.0})
 
@@ -79,7 +79,7 @@ ENTRY %main (x: f32[2], w: f32[4]) -> f32[4] {
     found = program_cost(text).steps
     kinds = [type(step).__name__ for step in found]
     assert kinds == ["Start", "Kernel", "Done", "Start", "Done", "Kernel"]
-    assert [step.collective.kind for step in found if isinstance(step, Start)] == [
+    assert [step.collective.kind for step in found if isinstance(step, HloStart)] == [
         "all-gather",
         "reduce-scatter",
     ]

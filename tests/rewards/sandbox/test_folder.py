@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxrl.rewards.sandbox import folder
-from jaxrl.rewards.sandbox.runner import Limits, run
+from jaxrl.rewards.sandbox.runner import SandboxLimits, run
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_folder_of_deeply_nested_folders_is_removed(memory, depth):
 def test_folders_that_a_program_nests_are_removed(memory, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(memory))
     nest_here = "import os\nfor _ in range(1200): os.mkdir('d'); os.mkdir('e', 0); os.chdir('d')"
-    assert run(nest_here, limits=Limits(wall_s=10.0)).end == "ok"
+    assert run(nest_here, limits=SandboxLimits(wall_s=10.0)).end == "ok"
     folder.wait_for_removals(limit_s=30.0)
     assert not list(memory.iterdir())
 

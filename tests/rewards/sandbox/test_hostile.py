@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from jaxrl.rewards.sandbox import jail
-from jaxrl.rewards.sandbox.runner import Limits, run
+from jaxrl.rewards.sandbox.runner import SandboxLimits, run
 
 pytestmark = pytest.mark.skipif(
     bool(jail.problem() or jail.weakness()), reason=jail.problem() or jail.weakness()
@@ -263,7 +263,7 @@ def outcome_of(tmp_path_factory):
         start = START.format(target=str(target), folder=str(folder), victim=victim.pid)
         lines = GROUPS[group].strip().splitlines()
         show = f"import json; print(json.dumps([attempt(line) for line in {lines!r}]))"
-        outcome = run(start + show, limits=Limits(wall_s=10.0))
+        outcome = run(start + show, limits=SandboxLimits(wall_s=10.0))
         assert outcome.end == "ok", outcome
         return dict(zip(lines, eval(outcome.output), strict=True))
 

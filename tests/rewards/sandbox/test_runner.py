@@ -16,7 +16,7 @@ import uuid
 import pytest
 
 from jaxrl.rewards.sandbox import jail, landlock, runner
-from jaxrl.rewards.sandbox.runner import Limits, run
+from jaxrl.rewards.sandbox.runner import SandboxLimits, run
 from jaxrl.rewards.verifiers.code import check_machine
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def output(program, **options):
-    outcome = run(program, limits=Limits(**options))
+    outcome = run(program, limits=SandboxLimits(**options))
     assert outcome.end == "ok", outcome
     return outcome.output.strip()
 
@@ -120,8 +120,8 @@ except RuntimeError:
 def test_without_landlock_no_program_runs_unless_it_is_marked_unsafe(monkeypatch):
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(OSError, match="has no Landlock"):
-        run("print(1)", limits=Limits())
-    assert run("print(1)", limits=Limits(), unsafe=True).output == "1\n"
+        run("print(1)", limits=SandboxLimits())
+    assert run("print(1)", limits=SandboxLimits(), unsafe=True).output == "1\n"
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_python_that_does_not_start_is_an_error_and_no_outcome(slow_start, mon
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     for options in ({}, {"call": ("f",)}, {"test": "assert f()"}):
         with pytest.raises(OSError, match=r"cannot be set up: .* libpython3\.so"):
-            run("def f(): return 1", limits=Limits(), **options)
+            run("def f(): return 1", limits=SandboxLimits(), **options)
     with pytest.raises(ValueError, match=r"cannot run programs on this machine: .* libpython3\.so"):
         check_machine()
 
@@ -213,10 +213,10 @@ def test_what_the_jail_can_do_without_is_not_refused():
 
 
 def test_a_program_ends_at_the_end_of_its_call_whatever_its_own_time():
-    limits = Limits(wall_s=600.0, end=time.monotonic() + 2.0)
+    limits = SandboxLimits(wall_s=600.0, end=time.monotonic() + 2.0)
     assert run("import time; time.sleep(600)", limits=limits).end == "timeout"
     with pytest.raises(runner.NotStarted):
-        run("print(1)", limits=Limits(end=time.monotonic()))
+        run("print(1)", limits=SandboxLimits(end=time.monotonic()))
 
 
 MANY = {
@@ -231,13 +231,13 @@ MANY = {
 
 @pytest.mark.parametrize("program", MANY.values(), ids=MANY)
 def test_the_files_of_a_program_are_limited(program):
-    limits = Limits(wall_s=60.0, n_files=500, folder_mib=8)
+    limits = SandboxLimits(wall_s=60.0, n_files=500, folder_mib=8)
     assert run(f"import os\nn = 0\n{program}", limits=limits).end == "error"
 
 
 def test_a_failed_assert_differs_from_an_exception():
     def end(test):
-        return run("def f(): return 1", test=test, limits=Limits()).end
+        return run("def f(): return 1", test=test, limits=SandboxLimits()).end
 
     assert [end("assert f() == 1"), end("assert f() == 2"), end("f() / 0")] == [
         "ok",
@@ -272,7 +272,7 @@ def mark(monkeypatch):
     ids=["a program sleeps", "a call hangs", "an import sleeps"],
 )
 def test_no_process_remains(mark, program, test):
-    assert run(program, test=test, limits=Limits(wall_s=0.2)).end == "timeout"
+    assert run(program, test=test, limits=SandboxLimits(wall_s=0.2)).end == "timeout"
     assert not processes_with(mark)
 
 

@@ -205,7 +205,7 @@ def test_no_program_may_take_the_time_to_return_the_result(monkeypatch, timeout_
 
     def run(*_, limits, **__):
         ends.append(limits.end)
-        return runner.Outcome("ok", "7")
+        return runner.SandboxOutcome("ok", "7")
 
     monkeypatch.setattr(runner, "run", run)
     start = time.monotonic()
@@ -221,7 +221,7 @@ def test_a_machine_too_slow_to_start_a_program_is_an_error_only_for_the_first_te
     def run(*_, **__):
         if (output := next(outcomes)) is None:
             raise runner.NotStarted
-        return runner.Outcome("ok", output)
+        return runner.SandboxOutcome("ok", output)
 
     monkeypatch.setattr(runner, "run", run)
     tests = {"inputs": ["", ""], "outputs": ["7", "7"]}

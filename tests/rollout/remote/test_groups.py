@@ -14,11 +14,11 @@ from jaxrl.layout import worker_layout
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import init_model
 from jaxrl.rollout.remote import groups as groups_module
-from jaxrl.rollout.remote.actors import Actors, Group, GroupActors, RayActors, WorkerLost
+from jaxrl.rollout.remote.actors import ActorGroup, Actors, GroupActors, RayActors, WorkerLost
 from jaxrl.rollout.remote.groups import WorkerGroups
 from jaxrl.rollout.remote.pool import NoWorkers, WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.rollout.remote.work import Location, Settings, Work, model_digest
+from jaxrl.rollout.remote.work import Location, Work, WorkerSettings, model_digest
 from sharding import make_mesh
 from sharding.rules import TRAIN
 from tests.engine.engine_cases import SMALL
@@ -46,7 +46,7 @@ class Pairs(Cluster):
         self.groups, self.released, self.joined = [], [], []
 
     def start_group(self, n_hosts):
-        group = Group(tuple(self.start() for _ in range(n_hosts)), self.release)
+        group = ActorGroup(tuple(self.start() for _ in range(n_hosts)), self.release)
         self.groups.append(group)
         return group
 
@@ -161,7 +161,7 @@ def generated(cfg, make_actors, on_dispatch=lambda actors: None):
     layout = worker_layout(cfg, MODEL, dtype, mesh)
     remote = RemoteWeights(layout, lambda shard: shard, delta=True)
     digest = model_digest(layout.abstract_weights(MODEL, mesh))
-    actors, lines, found = make_actors(Settings(cfg, MODEL, dtype, (), "cpu", digest)), [], {}
+    actors, lines, found = make_actors(WorkerSettings(cfg, MODEL, dtype, (), "cpu", digest)), [], {}
     with jax.set_mesh(mesh):
         params = init_model(MODEL, seed=0, rules=TRAIN, dtype=dtype)
         later = jax.tree.map(lambda array: 1.1 * array, params)

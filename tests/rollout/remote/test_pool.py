@@ -12,7 +12,7 @@ from jaxrl.rollout.remote import pool as pool_module
 from jaxrl.rollout.remote.actors import WorkerLost
 from jaxrl.rollout.remote.pool import NoWorkers, WorkerPool
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Location, Registration, Work
+from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone
 from jaxrl.runtime.versions import SOURCE
 
 LENGTH = 9  # tokens of a response, two per dispatch
@@ -30,7 +30,7 @@ class Worker:
         self.capacity, self.running, self.loaded, self.alive = capacity, {}, None, True
         self.most, self.hangs = 0, False
 
-    def dispatch(self, work: Work) -> Done:
+    def dispatch(self, work: Work) -> WorkDone:
         for number in work.free:
             self.running.pop(number, None)
         if work.update is not None:
@@ -38,7 +38,7 @@ class Worker:
         self.running |= {n: [r, len(r.tokens) - 1] for n, r in work.submit}
         self.most = max(self.most, len(self.running))
         done = [(number, self.advance(number, work.version)) for number in list(self.running)]
-        return Done(
+        return WorkDone(
             tuple(done), EngineStats(n_steps=2, n_tokens=sum(len(g.tokens) for _, g in done))
         )
 

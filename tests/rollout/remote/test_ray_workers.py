@@ -14,7 +14,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout.remote import actors
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import Version
-from jaxrl.rollout.remote.work import Done, Location, Registration, Settings
+from jaxrl.rollout.remote.work import Location, Registration, WorkDone, WorkerSettings
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +41,7 @@ class WaitingWorker:
         self.left |= {number: request.max_tokens for number, request in work.submit}
         time.sleep(DISPATCH_S)
         done = tuple((number, self.advance(number, work.version)) for number in list(self.left))
-        return Done(done, EngineStats(n_tokens=DISPATCH_LEN * len(done)))
+        return WorkDone(done, EngineStats(n_tokens=DISPATCH_LEN * len(done)))
 
     def advance(self, number, version):
         self.left[number] -= DISPATCH_LEN
@@ -91,7 +91,7 @@ def test_a_third_worker_on_a_new_host_raises_throughput_by_half(cluster, monkeyp
 
     monkeypatch.setattr(actors, "RolloutWorker", WaitingWorker)
     decoder = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
-    settings = Settings(RunConfig(), decoder, jnp.dtype("float32"), (), "cpu", "")
+    settings = WorkerSettings(RunConfig(), decoder, jnp.dtype("float32"), (), "cpu", "")
     workers = actors.RayActors(ray, settings, {"CPU": 1}, {})
     pool = WorkerPool(workers, n_workers=2, max_workers=3, timeout_s=300.0)
     load = Load(pool)

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rollout.remote import worker as worker_module
-from jaxrl.rollout.remote.work import Settings
+from jaxrl.rollout.remote.work import WorkerSettings
 from jaxrl.rollout.remote.worker import RolloutWorker
 
 TINY = DecoderConfig("llama", L=1, D=16, N=2, K=1, H=8, F=16, V=64, tied=True, max_len=64)
@@ -25,7 +25,7 @@ def this_machine(monkeypatch):
 
 def refused(expected=VERSIONS, **changes):
     fields = dict(platform=jax.default_backend(), model="other")
-    settings = Settings(RunConfig(), TINY, jnp.dtype("float32"), (), **fields | changes)
+    settings = WorkerSettings(RunConfig(), TINY, jnp.dtype("float32"), (), **fields | changes)
     return RolloutWorker(list).register(expected, pickle.dumps(settings)).refused
 
 

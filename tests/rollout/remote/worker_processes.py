@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 
 import jax
 
-from jaxrl.rollout.remote.actors import Group, WorkerLost
+from jaxrl.rollout.remote.actors import ActorGroup, WorkerLost
 from jaxrl.rollout.remote.worker import RolloutWorker
 from jaxrl.runtime.versions import versions
 
@@ -38,7 +38,7 @@ class ProcessActors:
         return ours
 
     def start_group(self, n_hosts):
-        return Group(tuple(self.start() for _ in range(n_hosts)), lambda: None)
+        return ActorGroup(tuple(self.start() for _ in range(n_hosts)), lambda: None)
 
     def locate(self, worker):
         return self.call(worker, "locate")

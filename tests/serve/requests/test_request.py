@@ -15,11 +15,11 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.http.errors import MAX_MESSAGE, RequestError
 from jaxrl.serve.requests.fields import IGNORED, UNSUPPORTED, ChatFields, CompletionFields
-from jaxrl.serve.requests.prompt import Limits, encode_text, longest_token
+from jaxrl.serve.requests.prompt import ServerLimits, encode_text, longest_token
 from jaxrl.serve.requests.request import GenerationRequest, parse_chat, parse_completion
 from jaxrl.serve.responses.request import CHAT_NAMES, NO_EFFECT, OTHER, parse_responses
 from jaxrl.serve.structured.grammar import GrammarCompiler
-from jaxrl.tools.formats import FORMATS
+from jaxrl.tool_calls.formats import FORMATS
 
 MESSAGES = [{"role": "user", "content": "What is the sum?"}]
 
@@ -42,7 +42,7 @@ def renderer(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def limits(renderer):
-    return Limits(
+    return ServerLimits(
         model_name="tiny",
         max_model_len=1024,
         vocab=272,

@@ -9,7 +9,7 @@ from jaxrl.http.errors import RequestError
 from jaxrl.serve.structured.grammar import GrammarCompiler
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import MAX_TOOLS, ToolUse, known_format, read_tools
-from jaxrl.tools.formats import FORMATS
+from jaxrl.tool_calls.formats import FORMATS
 from tests.serve.structured.test_grammar import accepts
 
 HERMES = FORMATS["hermes"]

@@ -22,9 +22,9 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
 from jaxrl.data.preferences import Pair
-from jaxrl.io.tracking.first_samples import read_first_samples
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
+from jaxrl.tracking.first_samples import read_first_samples
 from jaxrl.trainer.offline.dpo import (
     DPO,
     completions_of,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxrl.runtime.signals import Interrupted
-from jaxrl.trainer.schedule.engine_thread import EngineThread, Order
+from jaxrl.trainer.schedule.engine_thread import BatchOrder, EngineThread
 from jaxrl.types import Reward
 from tests.trainer.schedule.test_generator import CASE, Case, cases, drawn, make_generator
 
@@ -40,7 +40,7 @@ class Trainer:
             self.version = self.step
             fresh = self.saved_at == self.step
             step = self.step + self.thread.n_ahead
-            self.thread.order(Order(step, self.step, params, fresh))
+            self.thread.order(BatchOrder(step, self.step, params, fresh))
         groups = self.thread.take(self.patience()).groups
         self.step += ends_step
         return [
@@ -145,7 +145,7 @@ def test_an_interrupted_wait_stops_the_engine_and_saves_what_is_in_flight():
         engine.generate = lambda params: []  # never ends
         one.version = -1  # the next order has weights
         with pytest.raises(Interrupted):
-            one.thread.order(Order(1, 1, 1, False))
+            one.thread.order(BatchOrder(1, 1, 1, False))
             one.thread.hold(interrupted)
         saved = one.checkpoint(interrupted)
         engine.generate = generate

@@ -16,7 +16,7 @@ from jaxrl.models.files.atomic_folder import write_json
 from jaxrl.models.files.gguf.reader import (
     GgufFile,
     GgufTensor,
-    Value,
+    GgufValue,
     check_tensor,
     dequantized,
     entry,
@@ -89,7 +89,7 @@ def hf_name(name: str, path: Path) -> str:
     )
 
 
-def gguf_config(meta: Mapping[str, Value], path: Path, *, tied: bool) -> DecoderConfig:
+def gguf_config(meta: Mapping[str, GgufValue], path: Path, *, tied: bool) -> DecoderConfig:
     """The decoder described by the file's metadata."""
     if (arch := entry(meta, "general.architecture", str, path)) != "llama":
         raise ValueError(
@@ -121,7 +121,7 @@ def gguf_config(meta: Mapping[str, Value], path: Path, *, tied: bool) -> Decoder
         raise ValueError(f"the metadata of {path} as config.json: {error}") from error
 
 
-def gguf_rope(meta: Mapping[str, Value], path: Path) -> Rope:
+def gguf_rope(meta: Mapping[str, GgufValue], path: Path) -> Rope:
     theta = number(meta, "llama.rope.freq_base", path, 10_000.0)
     kind = entry(meta, "llama.rope.scaling.type", str, path, "none")
     if kind == "none":
@@ -135,7 +135,9 @@ def gguf_rope(meta: Mapping[str, Value], path: Path) -> Rope:
     )
 
 
-def number(meta: Mapping[str, Value], key: str, path: Path, default: float | None = None) -> float:
+def number(
+    meta: Mapping[str, GgufValue], key: str, path: Path, default: float | None = None
+) -> float:
     return shortest_decimal(entry(meta, key, float, path, default))
 
 

@@ -31,7 +31,7 @@ NUMBERS = {
 }
 U32, U64 = NUMBERS[4], NUMBERS[10]
 
-Value = bool | int | float | str | list[str] | np.ndarray
+GgufValue = bool | int | float | str | list[str] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class GgufTensor:
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
     data: np.ndarray  # the bytes of the file, mapped
-    metadata: dict[str, Value]
+    metadata: dict[str, GgufValue]
     tensors: dict[str, GgufTensor]
 
 
@@ -80,7 +80,7 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise self.error("text that is not UTF-8") from error
 
-    def value(self) -> Value:
+    def value(self) -> GgufValue:
         kind = self.integer(U32)
         if kind == STRING:
             return self.text()
@@ -117,7 +117,7 @@ def read_gguf(path: Path) -> GgufFile:
     if (version := cursor.integer(U32)) not in (2, 3):
         raise cursor.error(f"version {version}, which is not 2 or 3,")
     n_tensors, n_values = cursor.integer(U64), cursor.integer(U64)
-    metadata: dict[str, Value] = {}
+    metadata: dict[str, GgufValue] = {}
     for _ in range(n_values):
         key = cursor.text()
         metadata[key] = cursor.value()
@@ -135,7 +135,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def entry[T: (int, float, str, list)](
-    metadata: Mapping[str, Value], key: str, kind: type[T], path: Path, default: T | None = None
+    metadata: Mapping[str, GgufValue], key: str, kind: type[T], path: Path, default: T | None = None
 ) -> T:
     """A metadata entry of the given type; an entry without `default` is required."""
     value = metadata.get(key, default)

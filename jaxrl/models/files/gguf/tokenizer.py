@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl.models.files.gguf.reader import Value, entry
+from jaxrl.models.files.gguf.reader import GgufValue, entry
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
-def special_ids(meta: Mapping[str, Value], path: Path, vocab: int) -> dict[str, int]:
+def special_ids(meta: Mapping[str, GgufValue], path: Path, vocab: int) -> dict[str, int]:
     """bos_token_id, eos_token_id and pad_token_id, those that the file sets."""
     found = {}
     for name, gguf_name in SPECIAL.items():
@@ -26,7 +26,9 @@ def special_ids(meta: Mapping[str, Value], path: Path, vocab: int) -> dict[str, 
     return {f"{name}_token_id": i for name, i in found.items() if name != "unk"}
 
 
-def write_tokenizer(meta: Mapping[str, Value], folder: Path, path: Path, *, max_len: int) -> None:
+def write_tokenizer(
+    meta: Mapping[str, GgufValue], folder: Path, path: Path, *, max_len: int
+) -> None:
     """Writes both tokenizer files.
 
     Raises ValueError for tokenizers other than GPT-2's BPE and for malformed vocabularies.
@@ -57,7 +59,7 @@ def write_tokenizer(meta: Mapping[str, Value], folder: Path, path: Path, *, max_
 
 
 def save_tokenizer(
-    meta: Mapping[str, Value], tokens: list[str], target: Path, path: Path, pre: str
+    meta: Mapping[str, GgufValue], tokens: list[str], target: Path, path: Path, pre: str
 ) -> list[str]:
     """Writes tokenizer.json. Returns the special tokens."""
     merges = [tuple(m.split(" ")) for m in entry(meta, "tokenizer.ggml.merges", list, path)]

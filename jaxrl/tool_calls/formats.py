@@ -1,0 +1,119 @@
+"""Formats in which models write tool calls, and which of them a chat template teaches.
+
+hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once per call (Hermes, Qwen)
+llama3    {"name": ..., "parameters": {...}} as the whole turn, or after <|python_tag|>; joined
+          by ";"
+mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since version 11 of its
+          tokenizer [TOOL_CALLS]name[ARGS]{...}, once per call
+deepseek  <｜tool▁call▁begin｜>...<｜tool▁call▁end｜>: "function<｜tool▁sep｜>name" and the
+          arguments in a code block (V3, R1), or "name<｜tool▁sep｜>{...}" (V3.1)
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl.tool_calls.calls import parse_json, parse_json_values, shortened
+
+_SEP = "<｜tool▁sep｜>"
+_ARGUMENTS = {"parameters", "arguments"}
+_BARE_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:')
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """Markers around the calls of a turn, and the reader of the text between them."""
+
+    name: str
+    opening: str
+    closing: str  # "": a call ends where the next one opens, or with the turn
+    read: Callable[[str], list[Any]]  # call objects for `read_call`; raises ValueError
+    ignored: tuple[str, ...] = ()  # markers around all calls of a turn
+    bare: bool = False  # the whole turn may be a call without markers
+
+
+def read_hermes(text: str) -> list[Any]:
+    """One call, or a list of calls as SmolLM2 writes them."""
+    value = parse_json(text)
+    return value if isinstance(value, list) else [value]
+
+
+def read_llama3(text: str) -> list[Any]:
+    """Objects that are joined by ";" or blanks."""
+    return parse_json_values(text, separators="; \n\r\t")
+
+
+def read_mistral(text: str) -> list[Any]:
+    """A list of calls, or a name, perhaps an id, and the arguments of one call."""
+    if text.lstrip().startswith("["):
+        return parse_json(text)
+    head, separator, arguments = text.partition("[ARGS]")
+    if not separator:
+        head, separator, arguments = text.partition("{")
+        arguments = separator + arguments
+    if not separator:
+        raise ValueError("the name of the tool is not followed by arguments in braces")
+    name, _, call_id = head.partition("[CALL_ID]")
+    call = {"name": name.strip(), "arguments": arguments}
+    return [call | ({"id": call_id.strip()} if call_id else {})]
+
+
+def read_deepseek(text: str) -> list[Any]:
+    """One call: the separator is between its type and its name, or its name and arguments."""
+    first, separator, rest = text.partition(_SEP)
+    if not separator:
+        raise ValueError(f"{_SEP} is missing")
+    if rest.lstrip().startswith("{"):
+        return [{"name": first.strip(), "arguments": rest}]
+    name, _, block = rest.partition("```")
+    arguments = block.removeprefix("json").strip().removesuffix("```")
+    return [{"name": name.strip(), "arguments": arguments}]
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        ToolFormat("hermes", "<tool_call>", "</tool_call>", read_hermes),
+        ToolFormat("llama3", "<|python_tag|>", "", read_llama3, bare=True),
+        ToolFormat("mistral", "[TOOL_CALLS]", "", read_mistral),
+        ToolFormat(
+            "deepseek",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            read_deepseek,
+            ignored=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ),
+    )
+}
+
+
+def is_bare_call(text: str) -> bool:
+    """Whether a turn that starts with "{" is meant as a call: other JSON may be an answer."""
+    try:
+        values = read_llama3(text)
+    except ValueError:
+        return bool(_BARE_CALL.match(text.lstrip()))
+    return all(isinstance(v, dict) and "name" in v and _ARGUMENTS & set(v) for v in values)
+
+
+def tool_format(template: str, name: str = "auto") -> ToolFormat:
+    """The format called `name`; "auto": the one that the chat template has the markers of.
+
+    Raises ValueError if there is none, with the names to choose from.
+    """
+    if name != "auto":
+        if name in FORMATS:
+            return FORMATS[name]
+        raise ValueError(f"the tool format {name!r} is not one of auto, {', '.join(FORMATS)}")
+    if "<function=" not in template:  # the XML calls of Qwen3-Coder, whose arguments have no types
+        for found in (FORMATS["deepseek"], FORMATS["mistral"], FORMATS["hermes"]):
+            if found.opening in template:
+                return found
+        if "<|start_header_id|>" in template and '"parameters"' in template:
+            return FORMATS["llama3"]
+    raise ValueError(
+        "the chat template has the tool calls of no known format "
+        f"({shortened(template)!r}); set the format by its name, one of {', '.join(FORMATS)}, or "
+        "data.chat_template to a template that renders tools, such as 'chatml_tools'"
+    )
