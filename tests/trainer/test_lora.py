@@ -110,7 +110,7 @@ def test_bad_adapters_are_refused_before_devices_open(
         change(tmp_path / "adapter")
         lora_config.lora.path = str(tmp_path / "adapter")
     lora_config.lora.update(changes)
-    monkeypatch.setattr("jaxrl.trainer.setup.run.open_devices", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("jaxrl.trainer.setup.opening.open_policy", lambda *_: pytest.fail("opened"))
     with pytest.raises(ValueError, match=words):
         train(resolve(lora_config))
 
