@@ -14,13 +14,7 @@ from etils import epath
 
 from jaxrl.checkpoint.checkpointer import complete_steps, verify
 from jaxrl.checkpoint.errors import CheckpointError, one_line
-from jaxrl.checkpoint.state_tree import (
-    Piece,
-    StructureError,
-    by_path,
-    check_structure,
-    find_piece,
-)
+from jaxrl.checkpoint.state_tree import Piece, StructureError, by_path, check_structure, find_piece
 from jaxrl.types import Tree
 
 PARAMS = "params"  # the field of TrainState

@@ -16,11 +16,7 @@ from jaxrl.kernels.matmul.xla import matmuls_xla
 
 Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
 
-IMPLEMENTATIONS = {
-    "native": matmuls_native,
-    "reference": matmuls_reference,
-    "xla": matmuls_xla,
-}
+IMPLEMENTATIONS = {"native": matmuls_native, "reference": matmuls_reference, "xla": matmuls_xla}
 
 
 def matmul(

@@ -20,14 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "suffix": ("",),
 }
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +53,7 @@ class Fields(ModelFields):
     stream_options: StreamOptions = dataclasses.field(default_factory=StreamOptions)
     top_k: int = key(0, "sample from the k most likely tokens; 0 or -1 = off", ge=-1, le=MAX_INT)
     min_p: float = key(
-        0.0,
-        "minimum probability of a token, relative to that of the most likely one",
-        ge=0,
-        le=1,
+        0.0, "minimum probability of a token, relative to that of the most likely one", ge=0, le=1
     )
     frequency_penalty: float = key(
         0.0, "subtracted from a logit per occurrence of its token in the response", ge=-2, le=2
