@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.config.docs import USAGE, default, help_text
+from jaxrl.config.help import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.schema import Key, convert, find_key, key_hint, keys, nearest, unknown_key

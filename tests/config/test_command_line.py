@@ -1,4 +1,4 @@
-"""Tests of jaxrl/config/command_line.py and jaxrl/config/docs.py."""
+"""Tests of jaxrl/config/command_line.py and jaxrl/config/help.py."""
 
 import subprocess
 import sys
