@@ -77,7 +77,8 @@ def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, st
         if name not in known:
             guess = nearest(name, known)
             hint = f"did you mean --{guess}? " if guess else ""
-            stop(f"unknown argument {argument}; {hint}known: --{', --'.join(known)}; {USAGE}")
+            listed = ", --".join(known)
+            stop(f"unknown argument {argument}; {hint}known: --{listed}; --help explains them")
         options[name] = text
     return options
 
