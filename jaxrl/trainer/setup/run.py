@@ -110,7 +110,9 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         run = Run(
             core=core,
             rewards=rewards,
-            reward_errors=RewardErrors(cfg.reward.max_error_fraction),
+            reward_errors=RewardErrors(
+                cfg.reward.max_error_fraction, in_file="jsonl" in cfg.log.loggers
+            ),
             reward_model=reward_model,
             engines=engines,
             source=make_source(core, engines, rewards, stack),
