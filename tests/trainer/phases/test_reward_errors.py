@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxrl.trainer.run import Run
-from jaxrl.trainer.step import check_rewards
+from jaxrl.trainer.core import Run
+from jaxrl.trainer.rl_step import check_rewards
 
 from jaxrl.config import resolve
 from jaxrl.evaluate import evaluate, read
