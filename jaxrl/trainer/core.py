@@ -159,10 +159,17 @@ class HasCore(Protocol):
 class Source(Protocol):
     """Where the scored rollouts of a step come from: the schedule (trainer/schedule/)."""
 
-    def next_batch(self, run: "Run", draw: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """The rollouts of the next `data.prompts_per_step` groups, by group, and their metrics.
+    def rollout(self, run: "Run", draw: int) -> Any:
+        """The rollouts of the next `data.prompts_per_step` groups, in the schedule's own form.
 
         `draw` is the index of the batch within the step.
+        """
+        ...
+
+    def reward(self, run: "Run", rollouts: Any) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """These rollouts with their rewards, by group, and their metrics.
+
+        Some schedules compute rewards during the rollout, and wait here for the last ones.
         """
         ...
 
