@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config.resolve import resolve
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.plan import Phase, Plan
 from jaxrl.planner.programs import Lengths
-from jaxrl.planner.topology import CHIPS
 from jaxrl.train import train
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory

@@ -10,7 +10,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.data.packing import pack, sequence_lens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.flops import forward_flops
-from jaxrl.planner.topology import CHIPS, chip_of
+from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.trainer import metrics
 from jaxrl.trainer.core import Clock, Core
 from jaxrl.types import Prompt, Rollout, TrainState
