@@ -22,8 +22,7 @@ from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.tracking.logger import Logger
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.shaping import RewardScale
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.setup.learner import Learner
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session

@@ -30,7 +30,8 @@ def train_step(run: Run) -> None:
             rollouts = run.source.rollout(run, draw=collected.n_batches)
             collect(run, collected, *run.source.reward(run, rollouts))
         run.reward_errors.check(collected.sampled, f"step {core.clock.step + 1}")
-        show_first_samples(core, [scored.rollout for scored in collected.sampled])
+        if core.clock.step == 0:
+            show_first_samples(core, [scored.rollout for scored in collected.sampled])
         groups, baselines = chosen_groups(run, collected)
         end_rollouts(run)
 

@@ -21,14 +21,14 @@ from jaxrl.trainer.phases.mini_batches import (
     to_samples,
     with_scores,
 )
-from jaxrl.trainer.phases.sampling import Collected
-from jaxrl.trainer.phases.shaping import (
+from jaxrl.trainer.phases.rewards import (
     Group,
     RewardScale,
     scale_metrics,
     scaled_rewards,
     turn_rewards,
 )
+from jaxrl.trainer.phases.sampling import Collected
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 

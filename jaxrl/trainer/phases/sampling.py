@@ -13,7 +13,7 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
-from jaxrl.trainer.phases.shaping import (
+from jaxrl.trainer.phases.rewards import (
     Group,
     add_overlong_penalty,
     solved_prompts,

@@ -13,9 +13,8 @@ from jaxrl.learner.coefficients import initial_coefficients
 from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases import sampling
 from jaxrl.trainer.phases.experience import make_experience
-from jaxrl.trainer.phases.reward_errors import RewardErrors
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale, split_groups, valid_groups
 from jaxrl.trainer.phases.sampling import Collected, chosen_groups
-from jaxrl.trainer.phases.shaping import RewardScale, split_groups, valid_groups
 from jaxrl.types import Episode, Reward
 from tests.trainer.phases.test_mini_batches import EXPECTED, advantages_of, config
 from tests.trainer.phases.test_shaping import rollouts_with

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/phases/shaping.py: flat groups, solved prompts, overlong, scale."""
+"""Tests of jaxrl/trainer/phases/rewards.py: flat groups, solved prompts, overlong, scale."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config.keys import RewardConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases.mini_batches import drop_overlong, make_mini_batches
-from jaxrl.trainer.phases.shaping import (
+from jaxrl.trainer.phases.rewards import (
     RewardScale,
     add_overlong_penalty,
     scale_metrics,
