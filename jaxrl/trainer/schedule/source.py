@@ -55,7 +55,7 @@ class PartialSource:
     def __init__(self, generator: GroupGenerator):
         self.generator = generator
 
-    def rollout(self, run: Run, draw: int) -> "Generated":
+    def rollout(self, run: Run, draw: int) -> "UnscoredBatch":
         core, generator, engine = run.core, self.generator, run.engines.engine
         start = time.perf_counter()
         if core.clock.saved_at == core.clock.step:
@@ -76,9 +76,9 @@ class PartialSource:
 
             generator.begin(core.clock.step, core.clock.step)
             batch = generator.generate(params, core.clock.step, on_dispatch)
-        return Generated(batch, engine.take_stats(), time.perf_counter() - start)
+        return UnscoredBatch(batch, engine.take_stats(), time.perf_counter() - start)
 
-    def reward(self, run: Run, rollouts: "Generated") -> Scored:
+    def reward(self, run: Run, rollouts: "UnscoredBatch") -> Scored:
         core, generator, batch = run.core, self.generator, rollouts.groups
         with core.clock.timed("reward"), core.session.stop.agreed() as check:
             generator.wait_for_rewards(batch, check)
@@ -181,7 +181,7 @@ class AsyncSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generated:
+class UnscoredBatch:
     """The groups of a batch whose rewards may still be computed."""
 
     groups: list[PromptGroup]

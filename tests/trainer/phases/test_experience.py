@@ -63,6 +63,7 @@ def experience(cfg, *batches):
         learner=types.SimpleNamespace(n_ranks=1, value_scorer=None),
         reward_scale=RewardScale(),
         coefs=initial_coefficients(cfg),
+        logger=types.SimpleNamespace(samples=lambda step, records: None),
         no_compile=lambda phase: contextlib.nullcontext(),
         sampling_seed=lambda validation: 0,
     )
