@@ -204,21 +204,12 @@ def decode(
     Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
     is set; then a step samples up to 1 + speculation.n_tokens tokens.
     """
+    steps: Callable = decode_steps
+    if speculation is not None:
+        steps = functools.partial(speculative_steps, config=speculation)
 
     def decode_one(params: Decoder, cache: KVCache, batch: DecodeBatch):
-        if speculation is None:
-            return decode_steps(
-                params,
-                cache,
-                batch,
-                n_steps,
-                exit_at,
-                rules=rules,
-                implementation=implementation,
-                max_steps=max_steps,
-                keep_support=keep_support,
-            )
-        return speculative_steps(
+        return steps(
             params,
             cache,
             batch,
@@ -227,7 +218,6 @@ def decode(
             rules=rules,
             implementation=implementation,
             max_steps=max_steps,
-            config=speculation,
             keep_support=keep_support,
         )
 

@@ -149,13 +149,7 @@ def speculative_steps(
         batch.history,
         jnp.zeros(B, jnp.int32),
         batch.counts(params.cfg.V),
-        DispatchOutput.empty(
-            B,
-            max_steps * W,
-            n_vocab=params.cfg.V,
-            keep_support=keep_support,
-            keep_top=batch.adjustments is not None,
-        ),
+        DispatchOutput.empty(batch, max_steps * W, n_vocab=params.cfg.V, keep_support=keep_support),
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)
