@@ -25,8 +25,8 @@ from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.devices import set_compilation_cache
 from jaxrl.trainer.setup.engines import make_engine
+from jaxrl.trainer.setup.session import set_compilation_cache
 from jaxrl.types import Tree
 from sharding import make_mesh
 

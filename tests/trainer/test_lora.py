@@ -110,7 +110,7 @@ def test_bad_adapters_are_refused_before_devices_open(
         change(tmp_path / "adapter")
         lora_config.lora.path = str(tmp_path / "adapter")
     lora_config.lora.update(changes)
-    monkeypatch.setattr("jaxrl.trainer.setup.run.open_devices", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("jaxrl.trainer.setup.opening.open_policy", lambda *_: pytest.fail("opened"))
     with pytest.raises(ValueError, match=words):
         train(resolve(lora_config))
 
@@ -132,7 +132,9 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(tables_config, t
         ("policy", "hf", "model.safetensors"),
         ("adapter", "adapter", "adapter_model.safetensors"),
     ):
-        convert.main([str(run_dir), "--step=2", f"--output={exported}", f"--part={part}"])
+        convert.main(
+            convert.read([str(run_dir), "--step=2", f"--output={exported}", f"--part={part}"])
+        )
         for file in (run_dir / folder).glob("*.json"):
             assert (exported / file.name).read_text() == file.read_text()
         ours, theirs = load_file(exported / name), load_file(run_dir / folder / name)
@@ -286,7 +288,9 @@ def test_pissa_starts_at_the_base_resumes_and_is_exported(lora_config, tmp_path)
     )
     for part, folder in (("policy", "hf"), ("adapter", "adapter"), ("ema", "hf_ema")):
         target = tmp_path / part
-        convert.main([str(run_dir), "--step=2", f"--output={target}", f"--part={part}"])
+        convert.main(
+            convert.read([str(run_dir), "--step=2", f"--output={target}", f"--part={part}"])
+        )
         (ours,) = map(load_file, target.glob("*.safetensors"))
         (theirs,) = map(load_file, (run_dir / folder).glob("*.safetensors"))
         assert ours.keys() == theirs.keys()

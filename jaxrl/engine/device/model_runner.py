@@ -78,11 +78,6 @@ class ModelRunner:
         }
         self._n_pages, self._on_failure = n_pages, on_failure
 
-    @property
-    def n_programs(self) -> int:
-        """Programs compiled so far; constant after the engine's `warmup`."""
-        return len(self.dispatched)
-
     def allocated_cache(self) -> KVCache:
         """The cache, allocated if there is none."""
         if self.cache is None:

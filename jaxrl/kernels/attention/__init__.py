@@ -71,7 +71,6 @@ def attention(
         "config.model.attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        planned={},
         defaults=defaults,
     )
     rules, inside = spec.rules, spec.rules.whole_rows()
