@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP

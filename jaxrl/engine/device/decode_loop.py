@@ -29,8 +29,8 @@ from jaxrl.engine.device.sampling import (
     uniforms,
 )
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
 

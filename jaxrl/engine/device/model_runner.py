@@ -16,7 +16,7 @@ from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
-from jaxrl.models.cache import KVCache
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
 

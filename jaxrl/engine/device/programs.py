@@ -17,8 +17,8 @@ from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules

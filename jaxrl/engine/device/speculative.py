@@ -26,8 +26,8 @@ from jaxrl.engine.device.decode_loop import (
 )
 from jaxrl.engine.device.sampling import N_COLUMNS, Sample, row_keys, uniforms
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
 
