@@ -179,7 +179,7 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        return [*prefill, Dispatch("copy_pages", COPIES_PER_CALL), *mixed, *decode]
+        return [*prefill, *mixed, Dispatch("copy_pages", COPIES_PER_CALL), *decode]
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
