@@ -145,8 +145,9 @@ def run_programs(
     if models.kl_params is not None and not shares_base(cfg):
         state["ref"] = layouts["reference"].abstract_weights(ref_decoder, jax.sharding.get_mesh())
     resident = {name: bytes_per_device(tree) for name, tree in state.items()}
-    on_host = {name: host_bytes_per_device(tree) for name, tree in state.items()}
-    on_host["gradients"] = _sums_on_host(models)
+    on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
+        name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
+    }
     role_weights = _add_resharding(table, cfg, layouts, models.state.params)
     responses = cfg.rollout.n if workload is None else workload.responses_per_example
     programs = RunPrograms(

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,17 +60,24 @@ class ModelRunner:
         A failed call loses the donated cache; then `on_failure` drops all references to its pages.
         """
         self.pool, self.shapes = pool, shapes
-        self.max_steps = rollout.steps_per_dispatch
         self.speculation = (
             SpeculationConfig(rollout.spec_tokens, rollout.spec_ngram)
             if rollout.spec_tokens
             else None
         )
+        model = {"rules": pool.rules, "implementation": implementation}
+        samples = model | {"keep_support": keep_support}
+        decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
+        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
+            "prefill": model,
+            "mixed": samples,
+            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "decode": samples | decodes,
+        }
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
-        self._eos_ids, self._implementation = eos_ids, implementation
-        self._keep_support = keep_support
+        self._eos_ids = eos_ids
         self._n_pages, self._on_failure = n_pages, on_failure
 
     def allocated_cache(self) -> KVCache:
@@ -87,13 +94,8 @@ class ModelRunner:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
         with self._call("prefill", bucket):
-            self.cache = programs.prefill(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
 
     def mixed(
         self,
@@ -113,13 +115,7 @@ class ModelRunner:
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
         with self._call("mixed adjusted" if adjusted else "mixed", bucket):
             self.cache, out = programs.mixed(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                batch,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                keep_support=self._keep_support,
+                params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
             )
             return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
 
@@ -129,13 +125,8 @@ class ModelRunner:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
         pairs = np.array([row or padding for row in rows], np.int32).T
         with self._call("copy", COPIES_PER_CALL):
-            self.cache = programs.copy_pages(
-                self.allocated_cache(),
-                pairs[0],
-                pairs[1],
-                rules=self.pool.rules,
-                stacked=self.pool.cfg.stacked,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
 
     def decode(
         self,
@@ -159,11 +150,7 @@ class ModelRunner:
                 batch,
                 np.int32(n_steps),
                 np.int32(exit_at),
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                max_steps=self.max_steps,
-                speculation=self.speculation,
-                keep_support=self._keep_support,
+                **self._static["decode"],
             )
             return read_decode_output(
                 out,
@@ -208,40 +195,18 @@ class ModelRunner:
         kind, bucket, adjusted = program
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
-        rules, implementation = self.pool.rules, self._implementation
+        arguments: list[Any] = [cache] if kind == "copy_pages" else [params, cache]
         if kind == "copy_pages":
-            pages = np.zeros(self.pool.n_replicas * bucket, np.int32)
-            stacked = self.pool.cfg.stacked
-            return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
-        if kind == "prefill":
-            prefilled = self._prefill_batch([], bucket)
-            return programs.prefill.lower(
-                params, cache, prefilled, rules=rules, implementation=implementation
-            )
+            arguments += [np.zeros(self.pool.n_replicas * bucket, np.int32)] * 2
+        if kind in ("prefill", "mixed"):
+            arguments.append(self._prefill_batch([], bucket))
         if kind == "mixed":
-            prefilled = self._prefill_batch([], bucket)
-            batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
-            return programs.mixed.lower(
-                params,
-                cache,
-                prefilled,
-                batch,
-                rules=rules,
-                implementation=implementation,
-                keep_support=self._keep_support,
-            )
-        return programs.decode.lower(
-            params,
-            cache,
-            self.decode_batch([], bucket, adjusted=adjusted),
-            np.int32(0),
-            np.int32(0),
-            rules=rules,
-            implementation=implementation,
-            max_steps=self.max_steps,
-            speculation=self.speculation,
-            keep_support=self._keep_support,
-        )
+            largest = self.shapes.decode_buckets[-1]
+            arguments.append(self.decode_batch([], largest, adjusted=adjusted))
+        if kind == "decode":
+            batch = self.decode_batch([], bucket, adjusted=adjusted)
+            arguments += [batch, np.int32(0), np.int32(0)]
+        return getattr(programs, kind).lower(*arguments, **self._static[kind])
 
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
