@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxrl.config.command_line import load_config, override
+from jaxrl.config.command_line import override
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import find_key, keys
