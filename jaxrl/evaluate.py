@@ -17,13 +17,13 @@ if __name__ == "__main__":  # answers a mistyped argument before the imports tha
 
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.tracking.json_lines import JsonLines, json_safe
+from jaxrl.trainer.core import sampling_seed
 from jaxrl.trainer.evaluation import by_source, statistics
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.phases.reward_errors import RewardErrors
 from jaxrl.trainer.phases.sampling import score
-from jaxrl.trainer.run import sampling_seed
-from jaxrl.trainer.setup.run import open_evaluation
+from jaxrl.trainer.setup.opening import open_evaluation
 from jaxrl.types import ScoredRollout
 from sharding import hosts
 

@@ -158,11 +158,7 @@ def arguments() -> argparse.ArgumentParser:
         help=f"API key that clients must send (default: environment variable {KEY_VARIABLE}; "
         "empty = no key required)",
     )
-    add(
-        "--no-api-key",
-        action="store_true",
-        help="allow other machines without an API key",
-    )
+    add("--no-api-key", action="store_true", help="allow other machines without an API key")
     add(
         "--tool-format",
         default="auto",

@@ -127,11 +127,12 @@ def _stored_adapter(
     for path, spec in specs_by_path(decoder).items():
         if path not in dtypes:
             continue
-        read_all = functools.cache(functools.partial(arrays.read, _name(prefix, path)))
+        saved = _name(prefix, path)
+        read_all = functools.cache(functools.partial(arrays.read, [saved]))
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 
-            def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path]) -> np.ndarray:
-                return read_all()[index].reshape(spec.hf_shape).astype(dtype, copy=False)
+            def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path], saved=saved):
+                return read_all()[saved][index].reshape(spec.hf_shape).astype(dtype, copy=False)
 
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None

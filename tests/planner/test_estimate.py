@@ -127,23 +127,6 @@ def test_the_estimated_time_follows_what_is_recomputed_and_copied():
     assert seconds("full?group=2") < seconds("offload?group=2")
 
 
-def test_chunks_shorten_the_idle_time_of_the_estimate():
-    """By hand: 4 rows in two stages of 4 layers take the time of 5 rows, with 2 chunks of 4.5.
-
-    Backward keeps 3 rows of 4 layers, or 5 passes of 2 layers.
-    """
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
-    mesh, sizes = dict(stage=2, fsdp=8), []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
-        settings = CandidateSettings(
-            mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks
-        )
-        sizes.append(model_sizes(planned, "policy", settings))
-    assert [size.calls for size in sizes] == [5, 4.5]
-    assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
-
-
 def test_a_pipeline_is_estimated_by_its_ticks():
     """By hand: two stages of one layer, rows of 128 tokens, 4 or 8 of them in 5 or 9 ticks."""
     nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))

@@ -26,10 +26,6 @@ class Collective:
     shapes: tuple[HloShape, ...]  # of the result
     op_name: str
 
-    @property
-    def in_loop(self) -> bool:
-        return bool(self.loops)
-
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
