@@ -111,6 +111,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return next((other for other in known if close and _leaf(other) == close[0]), "")
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The start of a remedy: a question with the known name closest to `name`, or ""."""
+    guess = nearest(name, known)
+    return f"did you mean {guess!r}? " if guess else ""
+
+
+def is_import_path(spec: str) -> bool:
+    """Whether a name is of the user's code: "file.py:NAME" or "package.module:NAME"."""
+    return ":" in spec.partition("?")[0]
+
+
 def unknown_key(name: str, known: Iterable[str]) -> str:
     """The error message for a key that does not exist: what another framework's key of this name
     is here, else the closest known keys."""
@@ -169,10 +180,9 @@ def out_of_range(value: Any, spec: Key) -> list[str]:
     """One line per value of the key outside its range or choices."""
     errors = []
     for one in value if isinstance(value, tuple) else (value,):
-        named = one in spec.choices or (spec.or_path and ":" in one)
+        named = one in spec.choices or (spec.or_path and is_import_path(one))
         if spec.choices and not named:
-            guess = nearest(one, spec.choices)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(one, spec.choices)
             known = ", ".join(spec.choices) + (", or 'file.py:NAME'" if spec.or_path else "")
             errors.append(f"{spec.name}={one!r} is not known; {hint}set one of {known}")
         low = (spec.ge is not None and not one >= spec.ge) or (
