@@ -88,7 +88,7 @@ def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:
     n_failed = sum(bool(r.error) for r in rollouts)
     text = (
         f"warning: step {step}: no update, because no prompt has enough valid rewards: "
-        f"{n_failed} of {len(rollouts)} responses failed. See the errors in samples.jsonl"
+        f"{n_failed} of {len(rollouts)} responses failed"
     )
     if hosts.is_main_process():
         rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)

@@ -13,6 +13,7 @@ from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Core, Run
+from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.phases.shaping import (
     Group,
     add_overlong_penalty,
@@ -132,7 +133,10 @@ def with_baselines(run: Run, groups: list[Group]) -> tuple[list[Group], np.ndarr
         return groups, np.zeros(0)
     greedy, _ = sample(run, prompts, greedy=True)
     scored = reward(run, greedy)
-    run.reward_errors.check(scored, f"greedy baseline of step {run.core.clock.step + 1}")
+    step = run.core.clock.step + 1
+    if failed := [r for r in scored if r.error]:
+        run.core.logger.samples(step, sample_records(failed, kind="greedy"))
+    run.reward_errors.check(scored, f"greedy baseline of step {step}")
     rewarded = iter(add_overlong_penalty(scored, cfg))
     valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
     groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]

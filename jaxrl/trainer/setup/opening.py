@@ -166,7 +166,9 @@ def start_run(devices: Devices) -> Run:
     run = Run(
         core=core,
         rewards=host.rewards,
-        reward_errors=RewardErrors(cfg.reward.max_error_fraction),
+        reward_errors=RewardErrors(
+            cfg.reward.max_error_fraction, in_file="jsonl" in cfg.log.loggers
+        ),
         reward_model=devices.reward_model,
         engines=engines,
         source=make_source(core, engines, host.rewards),
