@@ -12,6 +12,7 @@ from jaxrl.data.iterator import Batches
 from jaxrl.learner.coefficients import Coefficients, initial_coefficients
 from jaxrl.learner.requirements import shares_base
 from jaxrl.tracking.loggers import make_loggers
+from jaxrl.trainer.checkpointing import check_disk
 from jaxrl.trainer.phases.shaping import RewardScale
 from jaxrl.trainer.run import Core
 from jaxrl.trainer.setup.devices import Policy, Session
@@ -52,7 +53,7 @@ def build_core(
     record_start(cfg.run_path, step if host else None)
     logger = make_loggers(cfg.log, cfg.run_path, cfg, step if host else None, total_steps=steps)
     stack.callback(logger.close)
-    return Core(
+    core = Core(
         cfg=cfg,
         folder=cfg.run_path,
         model_folder=models.folders.policy,
@@ -86,3 +87,5 @@ def build_core(
         val_metrics=host.get("val_metrics", {}),
         saved_at=step if host else -1,
     )
+    check_disk(core)
+    return core
