@@ -169,7 +169,7 @@ def open_offline(cfg: RunConfig, objective: OfflineObjective) -> Iterator[Offlin
         with hosts.raise_together():
             check_context(cfg, models.decoder)
             stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
-            maker = objective.maker(models.renderer, cfg.data, stop=stop)
+            maker = objective.maker(models.renderer, cfg, stop=stop)
             iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
         report_data(cfg, session.progress, iterator, val)
         check_same_data(iterator.items, val)
