@@ -50,7 +50,7 @@ def test_the_prompt_of_an_answer_is_what_the_model_sees_in_training(renderer, tm
 
 def test_all_tokens_of_plain_text_are_learned_and_the_log_says_so(renderer, tmp_path, caplog):
     [one] = load(tmp_path, renderer, {"text": "It is 3."})
-    sequence = [*one.prompt_tokens, *one.tokens]
+    sequence = np.concatenate([one.prompt_tokens, one.tokens])
     assert renderer.decode(sequence, skip_special=False) == "It is 3.<|im_end|>"
     assert one.loss_mask.all() and len(one.prompt_tokens) == 1  # the first has no predecessor
     assert "text has no turns, so all of its tokens are learned" in caplog.text
@@ -58,9 +58,8 @@ def test_all_tokens_of_plain_text_are_learned_and_the_log_says_so(renderer, tmp_
     with pytest.raises(ValueError, match=r"jsonl:1: .* set data\.special_tokens=token"):
         load(tmp_path, renderer, rendered)
     [one] = load(tmp_path, renderer, rendered, special_tokens="token")
-    assert (
-        renderer.decode([*one.prompt_tokens, *one.tokens], skip_special=False) == rendered["text"]
-    )
+    sequence = np.concatenate([one.prompt_tokens, one.tokens])
+    assert renderer.decode(sequence, skip_special=False) == rendered["text"]
     with pytest.raises(ValueError, match="text is empty"):
         load(tmp_path, renderer, {"text": " "})
 
