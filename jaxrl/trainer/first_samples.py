@@ -11,11 +11,11 @@ from jaxrl.trainer.run import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process
 
-Item = Demonstration | Pair | Labelled  # of offline training
+OfflineItem = Demonstration | Pair | Labelled
 N_WRITTEN = 8  # sequences in first_samples.jsonl
 
 
-def show_first_samples(core: Core, items: Sequence[Rollout | Item]) -> None:
+def show_first_samples(core: Core, items: Sequence[Rollout | OfflineItem]) -> None:
     """Writes the first sequences of a new run to first_samples.jsonl and logs some of them.
 
     No effect after the first step. A full disk does not end the run.
@@ -37,7 +37,7 @@ def show_first_samples(core: Core, items: Sequence[Rollout | Item]) -> None:
         core.logger.text(f"sample of row {prompt_id}, with what is learned in ⟦⟧:\n{text}")
 
 
-def _sequences(item: Rollout | Item) -> list[TrainingSample]:
+def _sequences(item: Rollout | OfflineItem) -> list[TrainingSample]:
     if isinstance(item, Pair):
         return [to_sample(item.chosen), to_sample(item.rejected)]
     if isinstance(item, Labelled):

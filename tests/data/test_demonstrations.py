@@ -57,7 +57,8 @@ def test_all_tokens_of_plain_text_are_learned_and_the_log_says_so(renderer, tmp_
     rendered = {"text": "<|im_start|>user\n1?<|im_end|>"}
     with pytest.raises(ValueError, match=r"jsonl:1: .* set data\.special_tokens=token"):
         load(tmp_path, renderer, rendered)
-    [one] = load(tmp_path, renderer, rendered, special_tokens="token")
+    reading = ChatRenderer(renderer.tokenizer, template="chatml", special_tokens="token")
+    [one] = load(tmp_path, reading, rendered)
     sequence = np.concatenate([one.prompt_tokens, one.tokens])
     assert renderer.decode(sequence, skip_special=False) == rendered["text"]
     with pytest.raises(ValueError, match="text is empty"):

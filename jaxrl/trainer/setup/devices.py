@@ -17,9 +17,17 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params
-from jaxrl.planner.check import attached_plan, check_plan, device_memory, plan_line
+from jaxrl.planner.check import (
+    attached_machine,
+    attached_plan,
+    check_plan,
+    device_memory,
+    plan_line,
+)
+from jaxrl.planner.cpu_time import cpu_time_line
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.planner.programs import Lengths, OfflineWorkload
+from jaxrl.planner.sizes import Job
 from jaxrl.runtime.compile_watch import CompileWatch
 from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
@@ -103,6 +111,23 @@ def checked_plan(
         plan = check_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
     progress.status(plan_line(plan))
     return plan
+
+
+def report_cpu_time(
+    cfg: RunConfig,
+    decoder: DecoderConfig,
+    progress: Progress,
+    prompt_len: float,
+    *,
+    role_decoders: dict[str, DecoderConfig] | None = None,
+) -> None:
+    """Shows the rough time of a step if this process alone runs it on CPUs."""
+    alone = hosts.n_processes() == 1 and cfg.schedule.mode == "sync"
+    if jax.default_backend() != "cpu" or not alone:
+        return
+    machine = attached_machine(cfg, device_memory() or physical_memory())
+    lengths = Lengths(max(round(prompt_len), 1), cfg.data.max_response_len)
+    progress.status(cpu_time_line(Job(cfg, decoder, machine, lengths, role_decoders or {})))
 
 
 def memory_report(

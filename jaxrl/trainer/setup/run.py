@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from jaxrl.algorithms.user_rows import check_user_rows
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.tokenizer import stop_ids
@@ -34,7 +36,13 @@ from jaxrl.trainer.setup.data import (
     make_prompt_maker,
     report_data,
 )
-from jaxrl.trainer.setup.devices import checked_plan, memory_report, open_devices, open_session
+from jaxrl.trainer.setup.devices import (
+    checked_plan,
+    memory_report,
+    open_devices,
+    open_session,
+    report_cpu_time,
+)
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,
     load_reward_model,
@@ -84,6 +92,10 @@ def open_run(cfg: RunConfig) -> Iterator[Run]:
         role_decoders = models.folders.other_configs()
         plan = checked_plan(cfg, policy.decoder, session.progress, role_decoders=role_decoders)
         stack.enter_context(memory_report(cfg, policy.decoder, plan, role_decoders=role_decoders))
+        prompt_len = float(np.mean([len(prompt.tokens) for prompt in iterator.items]))
+        report_cpu_time(
+            cfg, policy.decoder, session.progress, prompt_len, role_decoders=role_decoders
+        )
         reward_model = load_reward_model(cfg, models, policy, session)
         rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
         learner = build_learner(cfg, models, policy, n_steps(cfg, iterator))
