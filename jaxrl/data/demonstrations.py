@@ -28,7 +28,7 @@ from jaxrl.config.choices import (
 )
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import (
+from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,

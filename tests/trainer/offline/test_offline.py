@@ -26,6 +26,7 @@ from jaxrl.data.preferences import Labelled, Pair
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.tracking.first_samples import read_first_samples
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.offline.dpo import (
     DPO,
     completions_of,
@@ -37,8 +38,7 @@ from jaxrl.trainer.offline.dpo import (
 from jaxrl.trainer.offline.objective import OfflineRun, with_objective
 from jaxrl.trainer.offline.sft import SFT
 from jaxrl.trainer.offline.unpaired import as_labelled, labelled_samples
-from jaxrl.trainer.run import Core
-from jaxrl.trainer.setup.run import open_offline
+from jaxrl.trainer.setup.opening import open_offline
 from jaxrl.types import Demonstration
 from sharding.rules import TRAIN
 from tests.marks import graded
@@ -224,7 +224,7 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
         samples, _ = make_samples(run, pairs)
         packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
 
-        batches = [run.core.update.put(p.batch) for p in packed]
+        batches = [run.core.learner.update.put(p.batch) for p in packed]
 
         def row_logps(params, batch, weights):
             logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
@@ -239,7 +239,9 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
                 pack([to_sample(d)], shapes=((1, 256),), align=64, n_ranks=1)[0].batch
                 for d in demonstrations
             ]
-            return run.core.update.put(jax.tree.map(lambda *row: np.concatenate(row), *rows))
+            return run.core.learner.update.put(
+                jax.tree.map(lambda *row: np.concatenate(row), *rows)
+            )
 
         sides = [
             one_per_row([getattr(pair, side) for pair in pairs]) for side in ("chosen", "rejected")
@@ -281,7 +283,7 @@ def test_an_interrupted_run_resumes_bitwise(dpo_config, tmp_path, monkeypatch):
     dpo_config.run_dir = str(tmp_path / "resumed")
 
     def interrupt_at_step_4(run, pairs):
-        if run.core.step == 3 and run.core.first_step == 0:
+        if run.core.clock.step == 3 and run.core.clock.first_step == 0:
             raise Interrupted("SIGINT")
         return make_samples(run, pairs)
 
