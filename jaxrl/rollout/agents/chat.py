@@ -11,7 +11,7 @@ from jaxrl.data.chat.messages import tools_of
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json, Message, json_size
-from jaxrl.rewards.messages import MAX_SCORE
+from jaxrl.rewards.messages import is_score
 from jaxrl.tool_calls.messages import as_message
 
 MODEL = "policy"  # the name in responses; requests may name any model
@@ -92,7 +92,7 @@ def parse_reward(raw: bytes) -> dict[str, float]:
             400, 'the body must be an object of numbers with the key "reward"', param="reward"
         )
     for name, value in numbers.items():
-        if not abs(value) <= MAX_SCORE:
+        if not is_score(value):
             raise RequestError(400, f"{name} must be a number within float32's range", param=name)
     return {name: float(value) for name, value in numbers.items()}
 

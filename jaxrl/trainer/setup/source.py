@@ -6,11 +6,10 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
-from jaxrl.rollout.schedule.episodes import EpisodeStream
-from jaxrl.rollout.schedule.stream import GroupStream
+from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.trainer.run import Core, Source
 from jaxrl.trainer.schedule.engine_thread import EngineThread
-from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
+from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
 from jaxrl.trainer.setup.engines import open_environments
 from sharding import hosts
@@ -54,10 +53,10 @@ def make_source(
     if cfg.schedule.mode == "sync":
         return SyncSource()
     saved = None if core.in_flight is None else core.in_flight()
-    stream = make_stream(cfg, engines, stack)
+    loop = make_loop(cfg, engines, stack)
     if cfg.schedule.mode == "async":
         core.iterator = SharedBatches(core.iterator)
-    generator = GroupGenerator(cfg, stream, rewards, core.iterator)
+    generator = GroupGenerator(cfg, loop, rewards, core.iterator)
     if saved is not None:
         generator.restore(saved.get("processes", [saved]))
     if cfg.schedule.mode == "partial":
@@ -67,14 +66,11 @@ def make_source(
     return AsyncSource(thread, core.stop, (saved or {}).get("solved", ()))
 
 
-def make_stream(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> GroupStream:
+def make_loop(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> RolloutLoop:
     """Responses of a single turn, or episodes in separate processes.
 
     The processes in `engines` stay free for validation and baselines, while episodes of later steps
     are in flight.
     """
-    environments = open_environments(cfg, stack)
-    if environments is None:
-        return response_stream(cfg, engines.engine, engines.renderer.decode)
-    runner = engines.episode_runner(environments, cfg.rollout.sampling)
-    return EpisodeStream(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)
+    runner = engines.runner(open_environments(cfg, stack), cfg.rollout.sampling)
+    return RolloutLoop(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)
