@@ -30,7 +30,6 @@ from sharding.tree import (
     host_bytes_per_device,
     on_mesh,
     put_batch,
-    shardings,
 )
 from sharding.weights import gather_matrix
 
@@ -67,7 +66,6 @@ __all__ = [
     "restore_memory_space",
     "row_order",
     "scatter_residual",
-    "shardings",
     "target_device_kind",
     "target_platform",
     "to_device",

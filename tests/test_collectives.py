@@ -227,7 +227,7 @@ def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
     outside = [
         shape.dims
         for one in update_collectives(name)
-        if one.kind == "all-gather" and not one.in_loop
+        if one.kind == "all-gather" and not one.loops
         for shape in one.shapes
         if math.prod(shape.dims) >= MATRIX
     ]

@@ -32,7 +32,7 @@ from jaxrl.data.chat.messages import (
     prompt_of,
     tools_of,
 )
-from jaxrl.data.items import ItemMaker, load_items
+from jaxrl.data.items import ItemMaker
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.usage import Reading, Usage
@@ -41,24 +41,6 @@ from jaxrl.types import Prompt
 
 _NOT_EXTRA = ("data_source", "extra_info", "tools")
 _IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
-
-
-def load_prompts(
-    sources: Sequence[str],
-    *,
-    renderer: ChatRenderer,
-    data: DataConfig,
-    answer_for: str = "",
-    max_rows: int = 0,
-) -> list[Prompt]:
-    """All prompts of the sources in order, or those of `max_rows` evenly spaced rows.
-
-    A prompt's id is its row index over the concatenated sources, including dropped rows. Raises
-    ValueError for rows without the required columns, for an overlong prompt with both filtering
-    and truncation off, and if no prompt remains.
-    """
-    maker = prompt_maker(renderer, data, answer_for=answer_for)
-    return load_items(sources, maker, max_rows=max_rows)
 
 
 def prompt_maker(

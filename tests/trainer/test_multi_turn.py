@@ -14,7 +14,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.packing import gather, pack
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.engine.api import Engine, EngineStats, Generated
+from jaxrl.engine.api import EngineStats, Generated, RequestEngine
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
@@ -34,7 +34,7 @@ from tests.trainer.test_train import assert_same_weights, metrics
 EOS = 2
 
 
-class Scripted(Engine):
+class Scripted(RequestEngine):
     """An engine that returns scripted turns per sample, two tokens per dispatch."""
 
     def __init__(self, script):

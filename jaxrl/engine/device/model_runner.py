@@ -10,12 +10,7 @@ import numpy as np
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.batches import (
-    DispatchShapes,
-    decode_batch,
-    pad_replicas,
-    prefill_batch,
-)
+from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
 from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
@@ -72,11 +67,6 @@ class ModelRunner:
         self._eos_ids, self._implementation = eos_ids, implementation
         self._keep_support = keep_support
         self._n_pages, self._on_failure = n_pages, on_failure
-
-    @property
-    def n_programs(self) -> int:
-        """Programs compiled so far; constant after the engine's `warmup`."""
-        return len(self.dispatched)
 
     def allocated_cache(self) -> KVCache:
         """The cache, allocated if there is none."""

@@ -14,7 +14,7 @@ from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
-from jaxrl.trainer.run import sampling_seed
+from jaxrl.trainer.core import sampling_seed
 from jaxrl.types import Prompt, Reward, Rollout, Tree
 from sharding import hosts
 

@@ -1,13 +1,13 @@
 """One training step of an RL run: sample -> reward -> experience -> update. And validation."""
 
 from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import sample_records, speed_metrics
 from jaxrl.trainer.phases.experience import make_experience
 from jaxrl.trainer.phases.sampling import collect, end_rollouts, reward, sample
 from jaxrl.trainer.phases.update import refresh_reference, update, update_critic
-from jaxrl.trainer.run import Run
 
 
 def train_step(run: Run) -> None:
@@ -17,16 +17,16 @@ def train_step(run: Run) -> None:
     from its start.
     """
     core, cfg = run.core, run.core.cfg
-    with core.timed("step"):
+    with core.clock.timed("step"):
         collected = collect(run)  # sample and reward
-        run.reward_errors.check(collected.sampled, f"step {core.step + 1}")
+        run.reward_errors.check(collected.sampled, f"step {core.clock.step + 1}")
         show_first_samples(core, [scored.rollout for scored in collected.sampled])
         experience = make_experience(run, collected)  # values, advantages, logprobs, packing
         mini_batches = experience.mini_batches
         metrics = collected.metrics() | experience.metrics
-        if core.critic is not None:
-            metrics |= update_critic(core, core.critic, mini_batches)
-        if core.step < cfg.critic.warmup_steps:
+        if core.learner.critic is not None:
+            metrics |= update_critic(core, core.learner.critic, mini_batches)
+        if core.clock.step < cfg.critic.warmup_steps:
             mini_batches = []  # critic warm-up: the policy is not updated
         metrics |= update(core, mini_batches)
         metrics |= coefficient_metrics(core.coefs, cfg)
@@ -36,9 +36,9 @@ def train_step(run: Run) -> None:
     core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]
     core.end_step(metrics | speed_metrics(core, collected.n_tokens, trained))
-    if core.refresh_due:
+    if core.clock.refresh_due:
         refresh_reference(core)
-    core.logger.samples(core.step, sample_records(collected.sampled, kind="train"))
+    core.logger.samples(core.clock.step, sample_records(collected.sampled, kind="train"))
 
 
 def validate(run: Run) -> None:
@@ -50,7 +50,10 @@ def validate(run: Run) -> None:
     rollouts, _ = sample(run, list(core.val), validation=True)
     end_rollouts(run)
     scored = reward(run, rollouts, validation=True)
-    run.reward_errors.check(scored, f"validation after step {core.step}")
-    core.validated_at, core.val_metrics = core.step, validation_metrics(scored, core.cfg.eval)
-    core.logger.metrics(core.step, core.val_metrics | core.take_seconds())
-    core.logger.samples(core.step, sample_records(scored, kind="val"))
+    run.reward_errors.check(scored, f"validation after step {core.clock.step}")
+    core.clock.validated_at, core.clock.val_metrics = (
+        core.clock.step,
+        validation_metrics(scored, core.cfg.eval),
+    )
+    core.logger.metrics(core.clock.step, core.clock.val_metrics | core.clock.take_seconds())
+    core.logger.samples(core.clock.step, sample_records(scored, kind="val"))
