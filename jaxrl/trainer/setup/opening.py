@@ -38,8 +38,7 @@ from jaxrl.trainer.offline.objective import (
     validate,
     with_objective,
 )
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.shaping import RewardScale
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,
@@ -166,7 +165,9 @@ def start_run(devices: Devices) -> Run:
     run = Run(
         core=core,
         rewards=host.rewards,
-        reward_errors=RewardErrors(cfg.reward.max_error_fraction),
+        reward_errors=RewardErrors(
+            cfg.reward.max_error_fraction, in_file="jsonl" in cfg.log.loggers
+        ),
         reward_model=devices.reward_model,
         engines=engines,
         source=make_source(core, engines, host.rewards),
