@@ -55,13 +55,13 @@ class Migration:
         self.n_processes = 1
         self._defaults = defaults
         self._optional = optional
-        self._read: set[str] = set()
+        self._read: dict[str, None] = {}  # in order
         self._missed: set[str] = set()  # read, but not known
 
     @property
     def carried(self) -> set[str]:
         """The names of the settings that a translation has read."""
-        return self._read
+        return set(self._read)
 
     def given(self, name: str) -> bool:
         """Whether the run sets this name, to a value that is known or not."""
@@ -74,7 +74,7 @@ class Migration:
         """
         value = self.settings.values.get(name)
         if name in self.settings.values:
-            self._read.add(name)
+            self._read[name] = None
         elif name in self.settings.unresolved:
             self._missed.add(name)
         if value is None:
@@ -82,17 +82,29 @@ class Migration:
         return default if value is None else value
 
     def number(self, name: str, default: Any = None) -> Any:
-        """As `get`, for a number: another value needs a decision, and the default is used."""
+        """As `get`, for a number: another value is refused, or needs a decision if it may be."""
         value = self.get(name, default)
-        if isinstance(value, str):
-            self.note(DECIDE, name, f"a number is expected; {default} is used")
-            return default
-        return value
+        if value is default or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        decides = not re.fullmatch(self._optional, name)
+        self.note(REFUSED if decides else DECIDE, name, "a number is expected")
+        return self._defaults.get(name, default)
 
     def first(self, *names: str) -> Any:
         """The value of the first of several names of one setting that is given; marks them all."""
         values = [self.get(name) for name in names]
         return next((value for value in values if value is not None), None)
+
+    def apply(self, translation: Callable[["Migration"], None]) -> None:
+        """Runs a translation. Raises ValueError for a value that it cannot work with."""
+        try:
+            translation(self)
+        except (TypeError, ZeroDivisionError, OverflowError) as error:
+            last = ", ".join(self._shown(name) for name in list(self._read)[-4:])
+            raise ValueError(
+                f"a setting has a value that cannot be used ({error}); the last settings read are "
+                f"{last}"
+            ) from error
 
     def carry(self, name: str, ours: str, convert: Callable[[Any], Any] = lambda v: v) -> None:
         """Sets a key here to the value of a setting, unless it is absent or null."""
@@ -113,12 +125,12 @@ class Migration:
 
     def note(self, kind: str, name: str, reason: str) -> None:
         self.notes.append(Note(kind, self._shown(name), reason))
-        self._read.add(name)
+        self._read[name] = None
 
     def refuse(self, name: str, reason: str, *ours: str) -> None:
         """No config can mean the same, unless one of the keys `ours` is given."""
         self.notes.append(Note(REFUSED, self._shown(name), reason, ours))
-        self._read.add(name)
+        self._read[name] = None
 
     def require(self, name: str, ours: str, reasons: Mapping[str, str]) -> None:
         """Refuses a run whose setting `name` is not known."""

@@ -188,16 +188,14 @@ def translate(settings: Settings, program: str, reasons: Mapping[str, str]) -> M
         program=program,
         optional=r"(logger|ckpt|ds|vllm)\..*",
     )
-    for theirs, ours in TRAINING.items():
-        found.carry(theirs, ours)
-    training(found)
+    found.apply(training)
     if program == "jaxrl.train":
-        reinforcement(found)
+        found.apply(reinforcement)
         found.require("data.prompt_dataset", "data.train", reasons)
         if "algo.advantage.estimator" in settings.unresolved:
             found.require("algo.advantage.estimator", "algorithm.advantage", reasons)
     else:
-        offline(found)
+        found.apply(offline)
         found.require("data.dataset", "data.train", reasons)
     model = "actor.model_name_or_path" if program == "jaxrl.train" else "model.model_name_or_path"
     if "actor.model_name_or_path" in settings.unresolved or "model.path" not in found.config:
@@ -209,6 +207,8 @@ def translate(settings: Settings, program: str, reasons: Mapping[str, str]) -> M
 
 def training(found: Migration) -> None:
     """What all programs share."""
+    for theirs, ours in TRAINING.items():
+        found.carry(theirs, ours)
     if found.config.get("mesh.sequence", 1) > 1:
         found.config["learner.sequence_parallel"] = "ring"
     schedule = str(found.get("actor.lr_scheduler")).replace("cosine_with_min_lr", "cosine")

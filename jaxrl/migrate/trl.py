@@ -1,5 +1,6 @@
 """Runs of TRL: its commands, its YAML files, and the literal arguments in a Python script."""
 
+import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -92,19 +93,13 @@ def translate(settings: Settings, kind: str, reasons: Mapping[str, str]) -> Migr
         program=PROGRAMS[kind],
         optional=r"run_name|output_dir|report_to|save_\w+|vllm_\w+|gradient_checkpointing",
     )
-    for theirs, ours in RENAMED.items():
-        found.carry(theirs, ours)
-    training(found)
-    data(found)
-    online = kind in ("grpo", "rloo")
-    if online:
-        for theirs, ours in ONLINE.items():
-            found.carry(theirs, ours)
-        generation(found)
-        rewards(found)
-        (grpo if kind == "grpo" else rloo)(found)
+    parts = (training, data)
+    if kind in ("grpo", "rloo"):
+        parts += (generation, rewards, grpo if kind == "grpo" else rloo)
     else:
-        offline(found, kind)
+        parts += (functools.partial(offline, kind=kind),)
+    for part in parts:
+        found.apply(part)
     found.require("model_name_or_path", "model.path", reasons)
     found.require("dataset_name", "data.train", reasons)
     found.finish(REASONS, reasons)
@@ -125,6 +120,8 @@ def n_processes(found: Migration) -> int:
 
 
 def training(found: Migration) -> None:
+    for theirs, ours in RENAMED.items():
+        found.carry(theirs, ours)
     schedule = str(found.get("lr_scheduler_type")).removesuffix("_with_warmup")
     if schedule in LR_SCHEDULES:
         found.config["learner.lr_schedule"] = schedule
@@ -196,12 +193,14 @@ def length(found: Migration, updates_per_step: int) -> None:
 
 
 def token_budget(found: Migration, longest: int) -> None:
-    sequences = found.number("per_device_train_batch_size", 8)
+    sequences = max(1, found.number("per_device_train_batch_size", 8))
     found.config["learner.token_budget"] = -(-sequences * longest // 128) * 128
 
 
 def generation(found: Migration) -> None:
     """Batches. TRL counts completions per device; generation may span several updates."""
+    for theirs, ours in ONLINE.items():
+        found.carry(theirs, ours)
     n, per_device = found.config["rollout.n"], found.number("per_device_train_batch_size", 8)
     accumulation = found.number("gradient_accumulation_steps", 1)
     update = per_device * n_processes(found) * accumulation
@@ -277,7 +276,7 @@ def grpo(found: Migration) -> None:
     if beta:
         unbiased = found.get("use_bias_correction_kl", True)
         found.config |= {
-            "algorithm.kl_coef": float(beta),
+            "algorithm.kl_coef": beta,
             "algorithm.kl_in": "loss",
             "algorithm.kl": "k3_unbiased" if unbiased else "k3",
         }
@@ -310,7 +309,7 @@ def rloo(found: Migration) -> None:
     beta = found.number("beta", 0.05)
     if beta:
         found.config |= {
-            "algorithm.kl_coef": float(beta),
+            "algorithm.kl_coef": beta,
             "algorithm.kl_in": "reward",
             "algorithm.kl": "k1",
         }
@@ -326,7 +325,7 @@ def reference(found: Migration, beta: float) -> None:
 
 def offline(found: Migration, kind: str) -> None:
     """Supervised fine-tuning, preference pairs and reward models."""
-    longest = found.number("max_length", 1024) or 1024
+    longest = max(1, found.number("max_length", 1024) or 1024)
     found.config |= {
         "data.max_prompt_len": max(1, longest // 2),
         "data.max_response_len": longest - max(1, longest // 2),

@@ -89,7 +89,7 @@ def translate(settings: Settings, module: str, reasons: Mapping[str, str]) -> Mi
             program="jaxrl.sft",
             optional=OPTIONAL,
         )
-        verl_sft.sft(found)
+        found.apply(verl_sft.sft)
         found.require("model.path", "model.path", reasons)
     else:
         found = _ppo(settings, module)
@@ -117,5 +117,5 @@ def _ppo(settings: Settings, module: str) -> Migration:
         program="jaxrl.train",
         optional=OPTIONAL,
     )
-    run(found)
+    found.apply(run)
     return found

@@ -57,10 +57,9 @@ def ppo(found: Migration) -> None:
     kl(found)
     sampling(found)
     engine(found)
-    updates = math.ceil(
-        found.get("data.train_batch_size") / found.get(ACTOR + "ppo_mini_batch_size")
-    )
-    optimizer(found, ACTOR + "optim.", updates * found.get(ACTOR + "ppo_epochs", 1))
+    prompts = found.config["data.prompts_per_step"]
+    updates = math.ceil(prompts / (found.config["learner.mini_batch_prompts"] or prompts))
+    optimizer(found, ACTOR + "optim.", updates * found.number(ACTOR + "ppo_epochs", 1))
     recomputation(found, prefixes, MODEL)
     optimizer_offload(found, (ACTOR, "critic."))
     adapters(found, MODEL)
@@ -86,7 +85,7 @@ def one_step_off(found: Migration) -> None:
 def fully_async(found: Migration) -> None:
     """Prompts between two transfers of weights are a step here, their mini-batches its updates."""
     section = "async_training."
-    mini = found.get(ACTOR + "ppo_mini_batch_size")
+    mini = found.number(ACTOR + "ppo_mini_batch_size", 256)
     batches = found.number(section + "require_batches", 1)
     every = found.number(section + "trigger_parameter_sync_step", 1)
     prompts = mini * batches * every
@@ -116,7 +115,7 @@ def rollout_devices(found: Migration) -> None:
     n_nodes, per_node = (found.number(f"rollout.{n}", 1) for n in ("nnodes", "n_gpus_per_node"))
     n_training = found.n_devices or 0
     total = n_training + n_nodes * per_node
-    hosts = max(found.get("trainer.nnodes", 1), 1) + (n_nodes if n_nodes * per_node >= 8 else 0)
+    hosts = max(found.number("trainer.nnodes", 1), 1) + (n_nodes if n_nodes * per_node >= 8 else 0)
     hosts = 1 if total <= 8 else hosts
     if n_nodes * per_node % hosts or n_training % hosts:
         found.refuse(
@@ -158,7 +157,7 @@ def batch(found: Migration) -> None:
     mini = found.number(ACTOR + "ppo_mini_batch_size", prompts)
     found.config["data.prompts_per_step"] = prompts
     found.config["learner.mini_batch_prompts"] = 0 if mini >= prompts else mini
-    longest = found.get("data.max_prompt_length") + found.get("data.max_response_length")
+    longest = sum(found.number(f"data.max_{part}_length", 512) for part in ("prompt", "response"))
     sequences = found.number(ACTOR + "ppo_micro_batch_size_per_gpu", None)
     dynamic = found.get(ACTOR + "use_dynamic_bsz")
     shared = found.config["mesh.sequence"]
@@ -347,8 +346,7 @@ def correction(found: Migration) -> None:
     else:
         found.choose(CORRECTION + "rollout_is", kinds, "algorithm.correction")
     if found.config.get("algorithm.correction", "none") != "none":
-        threshold = found.number(CORRECTION + "rollout_is_threshold", 2.0)
-        found.config["algorithm.correction_high"] = float(threshold)
+        weight_bounds(found)
         normalize = CORRECTION + "rollout_is_batch_normalize"
         found.carry(normalize, "algorithm.correction_normalize")
     names = {name: name for name in REJECTIONS} | {"None": "none"}
@@ -362,6 +360,17 @@ def correction(found: Migration) -> None:
         found.config |= {"algorithm.rejection_low": low, "algorithm.rejection_high": high}
     else:
         found.config["algorithm.rejection_max"] = float(bounds or 0.01)
+
+
+def weight_bounds(found: Migration) -> None:
+    """The maximum of importance weights; with a minimum, "low_high", those outside are masked."""
+    bounds = str(found.get(CORRECTION + "rollout_is_threshold", 2.0))
+    low, _, high = bounds.rpartition("_")
+    if low:
+        masks = {"token_tis": "icepop", "seq_tis": "seq_icepop"}
+        found.config["algorithm.correction"] = masks[found.config["algorithm.correction"]]
+        found.config["algorithm.correction_low"] = float(low)
+    found.config["algorithm.correction_high"] = float(high)
 
 
 def ratio_bounds(bounds: str) -> tuple[float, float]:

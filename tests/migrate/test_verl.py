@@ -195,6 +195,21 @@ def test_rollout_corrections_keep_their_names_and_invert_their_ratio():
     assert found.config["algorithm.rejection_max"] == 0.02
 
 
+def test_two_bounds_of_importance_weights_mask_what_is_outside():
+    section = "algorithm.rollout_correction.rollout_is"
+    config = migrate({section: "token", section + "_threshold": "0.5_4.0"}).config
+    names = ("correction", "correction_low", "correction_high")
+    assert [config[f"algorithm.{name}"] for name in names] == ["icepop", 0.5, 4.0]
+
+
+def test_a_value_of_another_kind_is_refused_by_name():
+    found = migrate(NEEDED | {"data.train_batch_size": "many", "trainer.save_freq": "often"})
+    assert notes(found, REFUSED) == {"data.train_batch_size": "a number is expected"}
+    assert notes(found, "needs a decision") == {"trainer.save_freq": "a number is expected"}
+    with pytest.raises(ValueError, match=r"cannot be used .* data.train_batch_size=0"):
+        migrate(NEEDED | {"data.train_batch_size": 0})
+
+
 def test_profiled_steps_and_trackers_are_translated():
     given = {"global_profiler.steps": [3, 4], "trainer.logger": ["console", "swanlab"]}
     config = migrate(given).config
