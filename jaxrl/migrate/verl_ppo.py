@@ -34,7 +34,6 @@ from jaxrl.migrate.verl_training import (
     optimizer,
     optimizer_offload,
     recomputation,
-    set_token_budget,
     sizes,
     token_budget,
     trainer,
@@ -164,7 +163,8 @@ def batch(found: Migration) -> None:
     tokens = found.number(ACTOR + "ppo_max_token_len_per_gpu", 16384) * shared
     if not dynamic and sequences:
         tokens = sequences * longest
-    budget = set_token_budget(found, tokens, longest)
+    budget = token_budget(found, tokens, longest)
+    found.config["learner.token_budget"] = budget
     for role, ours in ((ROLLOUT, "score"), (REF, "ref")):
         scored = found.number(role + "log_prob_max_token_len_per_gpu", 0) * shared
         if found.get(role + "log_prob_use_dynamic_bsz", dynamic) and scored >= 2 * budget:

@@ -55,6 +55,7 @@ REASONS: Reasons = (
     ),
     (r".*\.(grad_offload|offload_policy)", UNNEEDED, "gradients exist during updates only"),
     (r".*override_optimizer_config.*offload.*|.*overlap_cpu_optimizer.*", UNNEEDED, "of Megatron"),
+    (r".*virtual_pipeline.*|.*\.vpp", NONE, "a pipeline stage has one chunk of layers"),
     (
         r".*\.(moe_z_loss_coeff|router_replay\..*|enable_rollout_routing_replay|mtp\..*|qat\..*"
         r"|freeze_vision_tower|freeze_moe_router)",

@@ -13,7 +13,7 @@ from jaxrl.migrate.verl_training import (
     optimizer,
     optimizer_offload,
     recomputation,
-    set_token_budget,
+    token_budget,
     trainer,
 )
 
@@ -79,4 +79,4 @@ def batch(found: Migration) -> None:
     tokens = found.number("data.max_token_len_per_gpu", 8192) * found.config["mesh.sequence"]
     if not found.get("data.use_dynamic_bsz"):
         tokens = found.number("data.micro_batch_size_per_gpu", 4) * longest
-    set_token_budget(found, tokens, longest)
+    found.config["learner.token_budget"] = token_budget(found, tokens, longest)

@@ -18,7 +18,6 @@ AXES = {
     "stage": ("pipeline_model_parallel_size", "pp_size", "pp"),
     "expert": ("expert_model_parallel_size", "expert_parallel_size", "ep_size", "ep"),
 }
-CHUNKS = ("virtual_pipeline_model_parallel_size", "vpp")
 SECTIONS = ("fsdp_config.", "fsdp.", "megatron.", "veomni.", "engine.")
 RESUMES = "an existing checkpoint in run_dir is always resumed; give another run_dir to start again"
 
@@ -48,10 +47,6 @@ def mesh(found: Migration, prefixes: tuple[str, ...]) -> None:
             )
             axes["expert"] = fits
     found.config |= {f"mesh.{axis}": size for axis, size in axes.items()}
-    for name in (p + n for p in prefixes for n in CHUNKS):
-        if (chunks := found.number(name, 1)) > 1 and axes["stage"] > 1:
-            found.config["learner.pipeline_schedule"] = "interleaved"
-            found.config["learner.pipeline_chunks"] = chunks
     fsdp(found, axes, prefixes)
 
 
@@ -70,17 +65,6 @@ def token_budget(found: Migration, tokens: int, longest: int) -> int:
     """A budget in tokens that holds the longest sequence, in rows that the mesh can share."""
     unit = 128 * found.config.get("mesh.sequence", 1) * found.config.get("mesh.stage", 1)
     return -(-max(tokens, longest) // unit) * unit
-
-
-def set_token_budget(found: Migration, tokens: int, longest: int) -> int:
-    """Sets the budget of an update; an interleaved pipeline needs a row for each stage."""
-    budget, stages = token_budget(found, tokens, longest), found.config["mesh.stage"]
-    if found.config.get("learner.pipeline_schedule") == "interleaved":
-        row = token_budget(found, longest, longest)
-        budget = row * -(-max(1, budget // row) // stages) * stages
-        found.config |= {"learner.buckets": (row,), "learner.halvings": 0}
-    found.config["learner.token_budget"] = budget
-    return budget
 
 
 def recomputation(found: Migration, prefixes: tuple[str, ...], model: str) -> None:
