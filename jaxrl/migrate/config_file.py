@@ -32,7 +32,7 @@ def check(
 
 
 @functools.cache
-def _known() -> dict[str, Key]:
+def _known() -> Mapping[str, Key]:
     return keys(RunConfig)
 
 
