@@ -143,9 +143,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
     from jaxrl.config.keys import RolloutConfig
     from jaxrl.engine.engine import PagedEngine
-    from jaxrl.models.cache import page_bytes
     from jaxrl.models.decoder import init_model
     from jaxrl.models.files.hf_load import load_model
+    from jaxrl.models.kv_cache import page_bytes
     from jaxrl.planner.model_shape import model_shape
     from jaxrl.runtime.host_memory import keep_freed_memory
     from sharding import make_mesh
@@ -214,7 +214,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 def run_step(engine, params, work: Work, seed: int) -> dict[str, float]:
     """Generates all responses of a step; wall times start at submission."""
     from jaxrl.engine.api import Request
-    from jaxrl.rollout.generate import engine_metrics
+    from jaxrl.rollout.metrics import engine_metrics
 
     engine.take_stats()
     start, cpu = time.perf_counter(), time.process_time()

@@ -14,7 +14,6 @@ from jaxrl.data.sources.rows import SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
 from jaxrl.environments.worker import checked_step
 from jaxrl.http.errors import RequestError
-from jaxrl.rewards.messages import check_score
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth
 from jaxrl.rewards.verifiers.answer_text import number_in_words, undecorated
@@ -28,6 +27,7 @@ from jaxrl.rewards.verifiers.math import math
 from jaxrl.rewards.verifiers.numbers import _NUMBER, _plain, _value, last_number_of, same_number
 from jaxrl.rewards.verifiers.reasoning_gym import extract
 from jaxrl.rewards.verifiers.remote import read_scores
+from jaxrl.rewards.worker_messages import check_score
 from jaxrl.rollout.agents.chat import parse_reward
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
@@ -317,10 +317,10 @@ def test_numbers_in_several_notations():
 @pytest.mark.parametrize("score", [1e39, -1e39, float("inf"), float("nan")])
 def test_a_score_beyond_float32_is_an_error(score):
     with pytest.raises(ValueError, match=r"finite number|beyond the range of float32"):
-        check_score(score)
-    with pytest.raises(ValueError, match=r"finite number|beyond float32"):
+        check_score(score, "the function")
+    with pytest.raises(ValueError, match=r"step .*(finite number|beyond the range of float32)"):
         checked_step(("", score, False))
-    check_score(3e38)
+    check_score(3e38, "the function")
 
 
 def test_scores_beyond_float32_are_errors_of_their_responses(tmp_path):
@@ -343,7 +343,7 @@ def test_a_servers_number_out_of_range_is_an_error_of_its_response(number):
     fine, wrong = read_scores(body, 2, "http://server")
     assert fine["score"] == 1.0
     with pytest.raises((ValueError, OverflowError)):
-        check_score(float(wrong["score"]))
+        check_score(float(wrong["score"]), "the function")
 
 
 @pytest.mark.parametrize(

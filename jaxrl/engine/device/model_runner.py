@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
-from jaxrl.models.cache import KVCache
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
 
@@ -55,17 +55,24 @@ class ModelRunner:
         A failed call loses the donated cache; then `on_failure` drops all references to its pages.
         """
         self.pool, self.shapes = pool, shapes
-        self.max_steps = rollout.steps_per_dispatch
         self.speculation = (
             SpeculationConfig(rollout.spec_tokens, rollout.spec_ngram)
             if rollout.spec_tokens
             else None
         )
+        model = {"rules": pool.rules, "implementation": implementation}
+        samples = model | {"keep_support": keep_support}
+        decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
+        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
+            "prefill": model,
+            "mixed": samples,
+            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "decode": samples | decodes,
+        }
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
-        self._eos_ids, self._implementation = eos_ids, implementation
-        self._keep_support = keep_support
+        self._eos_ids = eos_ids
         self._n_pages, self._on_failure = n_pages, on_failure
 
     def allocated_cache(self) -> KVCache:
@@ -82,13 +89,8 @@ class ModelRunner:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
         with self._call("prefill", bucket):
-            self.cache = programs.prefill(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
 
     def mixed(
         self,
@@ -108,13 +110,7 @@ class ModelRunner:
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
         with self._call("mixed adjusted" if adjusted else "mixed", bucket):
             self.cache, out = programs.mixed(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                batch,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                keep_support=self._keep_support,
+                params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
             )
             return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
 
@@ -124,13 +120,8 @@ class ModelRunner:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
         pairs = np.array([row or padding for row in rows], np.int32).T
         with self._call("copy", COPIES_PER_CALL):
-            self.cache = programs.copy_pages(
-                self.allocated_cache(),
-                pairs[0],
-                pairs[1],
-                rules=self.pool.rules,
-                stacked=self.pool.cfg.stacked,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
 
     def decode(
         self,
@@ -154,11 +145,7 @@ class ModelRunner:
                 batch,
                 np.int32(n_steps),
                 np.int32(exit_at),
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                max_steps=self.max_steps,
-                speculation=self.speculation,
-                keep_support=self._keep_support,
+                **self._static["decode"],
             )
             return read_decode_output(
                 out,
@@ -174,7 +161,7 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        return [*prefill, Dispatch("copy_pages", COPIES_PER_CALL), *mixed, *decode]
+        return [*prefill, *mixed, Dispatch("copy_pages", COPIES_PER_CALL), *decode]
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""
@@ -200,43 +187,23 @@ class ModelRunner:
         For ahead-of-time compilation on the current mesh, with (abstract) parameters and a pool of
         `n_pages` pages.
         """
-        kind, bucket, adjusted = program
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
-        rules, implementation = self.pool.rules, self._implementation
+        state = (cache,) if program.kind == "copy_pages" else (params, cache)
+        jitted = getattr(programs, program.kind)
+        return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
+
+    def _padding(self, program: Dispatch) -> tuple[Any, ...]:
+        """The inputs of a program without rows."""
+        kind, bucket, adjusted = program
         if kind == "copy_pages":
-            pages = np.zeros(self.pool.n_replicas * bucket, np.int32)
-            stacked = self.pool.cfg.stacked
-            return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
+            return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
         if kind == "prefill":
-            prefilled = self._prefill_batch([], bucket)
-            return programs.prefill.lower(
-                params, cache, prefilled, rules=rules, implementation=implementation
-            )
+            return (self._prefill_batch([], bucket),)
         if kind == "mixed":
-            prefilled = self._prefill_batch([], bucket)
             batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
-            return programs.mixed.lower(
-                params,
-                cache,
-                prefilled,
-                batch,
-                rules=rules,
-                implementation=implementation,
-                keep_support=self._keep_support,
-            )
-        return programs.decode.lower(
-            params,
-            cache,
-            self.decode_batch([], bucket, adjusted=adjusted),
-            np.int32(0),
-            np.int32(0),
-            rules=rules,
-            implementation=implementation,
-            max_steps=self.max_steps,
-            speculation=self.speculation,
-            keep_support=self._keep_support,
-        )
+            return self._prefill_batch([], bucket), batch
+        return self.decode_batch([], bucket, adjusted=adjusted), np.int32(0), np.int32(0)
 
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False
