@@ -86,7 +86,7 @@ def _rows(matches: Callable[[str], bool]) -> list[str]:
 
 def _sentence(row: Counterpart, theirs: str) -> str:
     owner = "" if row.framework == _OTHER else f"{row.framework.partition(',')[0]}'s "
-    named, remark = owner + theirs, _plain(row.remark)
+    named, remark = owner + theirs, plain(row.remark)
     if row.ours:
         return f"{named} is {' and '.join(row.ours)} here" + (f" ({remark})" if remark else "")
     reason = remark.removeprefix(NOT_NEEDED).removeprefix(NOT_YET)
@@ -94,6 +94,6 @@ def _sentence(row: Counterpart, theirs: str) -> str:
     return f"{named} {what}{reason}"
 
 
-def _plain(markdown: str) -> str:
+def plain(markdown: str) -> str:
     """Text without code marks and link targets."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
