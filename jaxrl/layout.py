@@ -47,8 +47,7 @@ from sharding.rules import PRESETS, TENSOR, TRAIN
 
 def training_rules(cfg: RunConfig) -> Rules:
     """Sharding rules of training, for the axes that config.mesh uses."""
-    rules = _rules(cfg, cfg.mesh.stage, cfg.mesh.sequence, cfg.mesh.tensor)
-    return dataclasses.replace(rules, chunks=cfg.learner.pipeline_chunks)
+    return _rules(cfg, cfg.mesh.stage, cfg.mesh.sequence, cfg.mesh.tensor)
 
 
 def _rules(cfg: RunConfig, stage: int, sequence: int, tensor: int) -> Rules:
@@ -255,8 +254,6 @@ def role_layout(cfg: RunConfig, role: str, decoder: DecoderConfig, dtype: jnp.dt
     replica = math.gcd(mesh.shape["replica"], mesh.size // math.prod(fixed.values()))
     resharding = reshape_mesh(mesh, per_process=False, **fixed, replica=replica, fsdp=-1)
     rules = _rules(cfg, role_sizes["stage"], role_sizes["sequence"], role_sizes["tensor"])
-    if role == "critic":  # the only one of them with updates
-        rules = dataclasses.replace(rules, chunks=cfg.learner.pipeline_chunks)
     check_mesh(decoder, resharding.mesh.shape, rules, keys=f"config.{key} and config.mesh sizes")
     specs = partition_specs(decoder_specs(decoder), rules)
     return Layout(rules, None if resharding.mesh == mesh else resharding, specs, dtype)

@@ -373,13 +373,6 @@ def recomputation(found: Migration) -> None:
         )
 
 
-def pipeline(found: Migration) -> None:
-    chunks = found.get(ACTOR + "megatron.virtual_pipeline_model_parallel_size", 1)
-    if chunks > 1:
-        found.config["learner.pipeline_schedule"] = "interleaved"
-        found.config["learner.pipeline_chunks"] = chunks
-
-
 def optimizer(found: Migration) -> None:
     betas = found.get(ACTOR + "optim.betas")
     if betas:
@@ -415,7 +408,6 @@ def optimizer(found: Migration) -> None:
             offload.append(ours)
     found.config["learner.offload"] = tuple(offload)
     recomputation(found)
-    pipeline(found)
     size = found.get(ACTOR + "fsdp_config.fsdp_size", -1)
     if size > 0:
         found.config["mesh.fsdp"] = size

@@ -27,7 +27,6 @@ class Rules:
     attn_heads: Axis = "tensor"  # heads while attention sees whole rows
     ring: bool = False  # ring attention: rows stay sharded over `time`, in zig-zag order
     ulysses: int = 1  # ring: neighbours that form one place of it and exchange tokens for heads
-    chunks: int = 1  # of the layers of each stage in updates (jaxrl/models/pipeline_schedule.py)
 
     def spec(self, *logical: str | None) -> jax.P:
         """PartitionSpec of an array whose dimensions carry these logical axes (None: replicated).

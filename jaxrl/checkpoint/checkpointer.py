@@ -196,8 +196,7 @@ class Checkpointer:
         request = reader.request()
         restore_args = ocp.checkpoint_utils.construct_restore_args(request)
         args = ocp.args.Composite(
-            state=StateRestore(request, restore_args=restore_args),
-            host=ocp.args.JsonRestore(),
+            state=StateRestore(request, restore_args=restore_args), host=ocp.args.JsonRestore()
         )
         read = manager.restore(step, args=args)
         if not isinstance(read["host"], dict):

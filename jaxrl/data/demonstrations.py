@@ -18,11 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.choices import (
-    COMPLETION_COLUMNS,
-    CONVERSATION_COLUMNS,
-    PROMPT_COLUMNS,
-)
+from jaxrl.config.choices import COMPLETION_COLUMNS, CONVERSATION_COLUMNS, PROMPT_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
 from jaxrl.data.chat.messages import (

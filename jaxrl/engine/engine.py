@@ -226,9 +226,7 @@ class PagedEngine:
         if self._scheduler is None:
             # The same number after every release: programs are compiled for it.
             self._n_pages = self._n_pages or self.pool.n_pages(
-                self.rollout,
-                max_len=self.max_len,
-                max_pages_per_seq=self.shapes.max_pages_per_seq,
+                self.rollout, max_len=self.max_len, max_pages_per_seq=self.shapes.max_pages_per_seq
             )
             self._scheduler = ReplicaScheduler(
                 [self._new_scheduler(self._n_pages) for _ in range(self.pool.n_replicas)]

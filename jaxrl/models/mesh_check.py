@@ -55,9 +55,6 @@ def check_mesh(
     n, shown = shards("experts")
     if n > 1 and not cfg.E:
         errors.add(f"no experts to shard over {shown}")
-    n, shown = shards("layers")
-    if n > 1 and cfg.L % n == 0 and cfg.L % (n * rules.chunks):
-        errors.add(f"{cfg.L} layers over {shown} x learner.pipeline_chunks={rules.chunks}")
     for spec in jax.tree.leaves(decoder_specs(cfg), is_leaf=is_spec):
         for size, logical in zip(spec.shape, spec.axes, strict=True):
             n, shown = shards(logical) if logical else (1, "")

@@ -109,8 +109,6 @@ def pipelined_gradients(
 ) -> tuple[Tree, Tree, RouterLoad | None]:
     """(gradient of the trained parameters, sums of the objective, router load) by 1F1B.
 
-    `rules.chunks` above 1 interleaves so many chunks of layers per stage (pipeline_schedule.py).
-
     `objective(model, hidden, rows)` is (loss, sums) of one row of every data-parallel rank from its
     final hidden states [ranks, T, D]; the model has no layers there, and `rows` are the further
     inputs, [B, T, ...]. `load_gradient` is the gradient of the loss with respect to the router
@@ -181,7 +179,7 @@ def _attend(
 def _stage(
     cfg: DecoderConfig, rules: Rules, remat: str, implementation: str | None
 ) -> Callable[..., tuple[jax.Array, RouterLoad | None]]:
-    """The layers of one pipeline stage, or of a chunk of it, on packed rows."""
+    """The layers of one pipeline stage on packed rows."""
     inside = rules.in_stage()
 
     def stage(layers, x, positions, segments, live, visibility):

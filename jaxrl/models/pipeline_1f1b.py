@@ -1,16 +1,14 @@
 """Gradient of a loss under a pipeline with the schedule 1F1B (one forward, one backward).
 
 PipeDream-Flush, https://arxiv.org/abs/2006.09503, as in Megatron-LM
-(https://arxiv.org/abs/2104.04473, section 2.2), also interleaved: with `Rules.chunks` V above 1 a
-stage has V chunks of layers, and a tick is a pass through one of them (pipeline_schedule.py). With
-V = 1, stage s runs micro-batch m forward at tick m + s and backward at tick m + 2 (S - 1) - s; the
-last stage does both at one tick, with the loss between them. So a stage keeps the activations of
-at most 2 S - 1 micro-batches, where GPipe (pipeline.py) keeps those of all; in general of
-V S + S - 1 passes through chunks. All stages of a mesh run one program, so a tick is one forward
-and one backward pass of every stage, except that the first V S - 1 ticks run only forward and the
-last V S - 1 only backward:
+(https://arxiv.org/abs/2104.04473, section 2.2): with S stages, stage s runs micro-batch m forward
+at tick m + s and backward at tick m + 2 (S - 1) - s; the last stage does both at one tick, with the
+loss between them. So a stage keeps the activations of at most 2 S - 1 micro-batches, where GPipe
+(pipeline.py) keeps those of all. All stages of a mesh run one program, so a tick is one forward and
+one backward pass of every stage, except that the first S - 1 ticks run only forward and the last
+S - 1 only backward:
 
-    tick        0    1    2    3    4    5    S = 2, M = 4, V = 1
+    tick        0    1    2    3    4    5    S = 2, M = 4
     stage 0    F0   F1   F2   F3    .    .    forward of micro-batch 0, 1, ...
                 .    .   B0   B1   B2   B3    backward
     stage 1     .   F0   F1   F2   F3    .
@@ -22,7 +20,7 @@ hidden states of one micro-batch, whose sums are added.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +29,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from jaxrl.models.pipeline import from_stages, to_micro_batches, to_stages
-from jaxrl.models.pipeline_chunks import from_chunks, to_chunks
-from jaxrl.models.pipeline_schedule import Schedule, Unit
+from jaxrl.models.pipeline import from_stages, shard_over_stages, to_micro_batches, to_stages
 from jaxrl.types import Tree
 from sharding import Rules
 
@@ -51,16 +47,24 @@ class Gradients:
 
 @struct.dataclass
 class _Carry:
-    """State between ticks. What stages own has a leading axis of stages S or of chunks S V."""
+    """State between ticks. Arrays that stages own are sharded over them by the leading axis."""
 
     sent: Tree  # [S, ranks, T, D], inputs of the stages
     returned: Tree  # [S, ranks, T, D], gradients of the outputs of the stages
-    saved: Tree  # list of [S, slots, ...], what backward needs of the units between
+    saved: Tree  # list of [S, slots, ...], what backward needs of micro-batches
     x: Tree  # [M, ranks, T, D], inputs of the first layer; after backward, their gradients
     layers: Tree
     load: Tree
     top: Tree
     sums: Tree
+
+
+class Pass(NamedTuple):
+    """One micro-batch in one stage; an idle stage has the first or the last micro-batch."""
+
+    micro_batch: jax.Array
+    slot: jax.Array  # where the stage saves what backward needs of it
+    busy: jax.Array  # False: the stage is idle
 
 
 def gradients_1f1b(
@@ -79,32 +83,32 @@ def gradients_1f1b(
 ) -> Gradients:
     """Gradients of the sum of the objective over micro-batches, each a row of every rank.
 
-    `stage(layers, frozen, x, *rows)` runs the layers of a chunk and returns their output and sums
+    `stage(layers, frozen, x, *rows)` runs the layers of a stage and returns their output and sums
     over tokens, [layers, ...]; `layers` and `frozen` are sharded over the stages, and only `layers`
     has a gradient. `objective(top, hidden, rows)` is (loss, sums) of one micro-batch from the
     output of the last layer. `stage_rows` and `rows` are the further inputs of both, [B, T, ...].
     `load_gradient` is the gradient of the loss with respect to the sums of `stage`. `zero_sums` are
-    the sums of no micro-batch. Raises ValueError if the micro-batches do not fit `rules.chunks`.
+    the sums of no micro-batch.
     """
-    layers, frozen, load_gradient = to_chunks((layers, frozen, load_gradient), rules)
+    (axis,) = rules.mesh_axes("layers")
+    layers, frozen, load_gradient = jax.tree.map(
+        lambda a: shard_over_stages(a, axis), (layers, frozen, load_gradient)
+    )
     stage_rows = jax.tree.map(lambda a: to_stages(to_micro_batches(a, rules), rules), stage_rows)
     rows = jax.tree.map(lambda a: to_micro_batches(a, rules), rows)
-    schedule = Schedule(rules.n_shards("layers"), rules.chunks, n_micro=x.shape[0])
     owned = layers, frozen, stage_rows
-    loop = _Loop(stage, objective, owned, top, rows, load_gradient, rules, schedule)
+    loop = _Loop(stage, objective, owned, top, rows, load_gradient, rules, n_micro=x.shape[0])
     carry = _run(loop, loop.start(x, zero_sums))
-    layers, load = from_chunks((carry.layers, carry.load), rules)
-    return Gradients(layers, carry.top, carry.x, carry.sums, load)
+    return Gradients(carry.layers, carry.top, carry.x, carry.sums, carry.load)
 
 
 def _run(loop: "_Loop", carry: _Carry) -> _Carry:
-    """All ticks. Of each period of V S ticks, S have a micro-batch that completes its forward pass.
+    """All ticks. In those with a loss a micro-batch completes its forward pass.
 
-    In these ticks a new one enters stage 0 (for the next tick), and one leaves it, as a gradient.
+    There a new one enters stage 0 (for the next tick), and one leaves it, as a gradient.
     """
-    schedule = loop.schedule
-    lead, n_ticks = schedule.period - 1, schedule.n_ticks
-    n_losses = schedule.n_stages if schedule.n_chunks > 1 else schedule.n_micro
+    lead = loop.n_stages - 1
+    n_ticks = loop.n_micro + lead  # from the first to the last forward pass
 
     def warm_up(carry: _Carry, tick):
         carry, _ = loop.forward(carry, tick)
@@ -115,22 +119,11 @@ def _run(loop: "_Loop", carry: _Carry) -> _Carry:
         carry = loop.loss(loop.leave(carry, tick), done, tick)
         return loop.enter(loop.backward(carry, tick), tick + 1), None
 
-    def between(carry: _Carry, tick):
-        carry, _ = loop.forward(carry, tick)
-        return loop.backward(carry, tick), None
-
     def drain(carry: _Carry, tick):
         return loop.backward(loop.leave(carry, tick), tick), None
 
-    def period(carry: _Carry, first):
-        carry, _ = lax.scan(with_loss, carry, first + jnp.arange(n_losses))
-        return lax.scan(between, carry, first + jnp.arange(n_losses, schedule.period))
-
-    last = n_ticks - n_losses
     carry, _ = lax.scan(warm_up, loop.enter(carry, 0), jnp.arange(lead))
-    if lead < last:
-        carry, _ = lax.scan(period, carry, jnp.arange(lead, last, schedule.period))
-    carry, _ = lax.scan(with_loss, carry, jnp.arange(last, n_ticks))
+    carry, _ = lax.scan(with_loss, carry, jnp.arange(lead, n_ticks))
     carry, _ = lax.scan(drain, carry, jnp.arange(n_ticks, n_ticks + lead))
     return loop.leave(carry, n_ticks + lead)
 
@@ -141,24 +134,44 @@ class _Loop:
 
     stage: Callable
     objective: Callable
-    owned: tuple[Tree, Tree, Tree]  # layers, frozen [S V, ...] and rows [S, M, ranks, T] of stages
+    owned: tuple[Tree, Tree, Tree]  # layers, frozen [L, ...] and rows [S, M, ranks, T] of stages
     top: Tree
     rows: Tree  # [M, ranks, T, ...]
-    load_gradient: Tree  # [S V, ...]
+    load_gradient: Tree  # [L, ...]
     rules: Rules
-    schedule: Schedule
+    n_micro: int  # M
 
     @property
     def axis(self) -> str:
         return self.rules.mesh_axes("layers")[0]
 
+    @property
+    def n_stages(self) -> int:
+        return self.rules.n_shards("layers")
+
+    @property
+    def n_saved(self) -> int:
+        """Micro-batches of the first stage between their forward and backward pass, at most."""
+        return 2 * self.n_stages - 1
+
+    def forward_pass(self, stage: jax.Array | int, tick: jax.Array | int) -> Pass:
+        return self._pass(tick - stage, jnp.asarray(tick % self.n_saved))
+
+    def backward_pass(self, stage: jax.Array | int, tick: jax.Array | int) -> Pass:
+        index = tick - (2 * self.n_stages - 2 - stage)
+        return self._pass(index, (index + stage) % self.n_saved)
+
+    def _pass(self, index, slot) -> Pass:
+        busy = (index >= 0) & (index < self.n_micro)
+        return Pass(jnp.clip(index, 0, self.n_micro - 1), slot, busy)
+
     def start(self, x: jax.Array, zero_sums: Tree) -> _Carry:
         sent = jnp.zeros_like(self._to_stages(x[:1]))
 
         def saved(tick, owned, sent):
-            unit = self.schedule.forward(lax.axis_index(self.axis), tick)
-            kept = self._differentiate(owned, sent[0], unit)[2]
-            return [_zeros((1, self.schedule.n_saved), a) for a in kept]
+            now = self.forward_pass(lax.axis_index(self.axis), tick)
+            kept = self._differentiate(owned, sent[0], now)[2]
+            return [_zeros((1, self.n_saved), a) for a in kept]
 
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), tree)
@@ -168,23 +181,21 @@ class _Loop:
         return _Carry(sent, sent, kept, x, layers, load, top, zero_sums)
 
     def enter(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
-        """Before this tick: the input of stage 0, if its unit is one of its first chunk."""
-        unit = self.schedule.forward(0, tick)
-        x = lax.dynamic_slice_in_dim(carry.x, unit.micro_batch, 1)
-        sent = self._replace(carry.sent, x, 0, unit.chunk == 0)
-        return dataclasses.replace(carry, sent=sent)
+        """Before this tick: the input of stage 0."""
+        x = lax.dynamic_slice_in_dim(carry.x, self.forward_pass(0, tick).micro_batch, 1)
+        return dataclasses.replace(carry, sent=self._replace(carry.sent, x, 0))
 
     def forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, jax.Array]:
         """(carry, outputs of the stages)."""
 
         def body(tick, owned, sent, saved, total):
-            unit = self.schedule.forward(lax.axis_index(self.axis), tick)
-            (done, load), _, kept = self._differentiate(owned, sent[0], unit)
+            now = self.forward_pass(lax.axis_index(self.axis), tick)
+            (done, load), _, kept = self._differentiate(owned, sent[0], now)
             saved = [
-                lax.dynamic_update_slice_in_dim(a, new[None, None], unit.slot, 1)
+                lax.dynamic_update_slice_in_dim(a, new[None, None], now.slot, 1)
                 for a, new in zip(saved, kept, strict=True)
             ]
-            return self._pass(done, 1)[None], done[None], saved, _add(total, load, unit)
+            return self._shift(done, 1)[None], done[None], saved, _add(total, load, now.busy)
 
         sent, done, saved, load = self._on_stages(
             body, tick, self.owned, carry.sent, carry.saved, carry.load
@@ -192,55 +203,50 @@ class _Loop:
         return dataclasses.replace(carry, sent=sent, saved=saved, load=load), done
 
     def loss(self, carry: _Carry, done: jax.Array, tick: jax.Array) -> _Carry:
-        """The loss of what the last stage has finished; the stage gets the gradient of its output.
-
-        Its unit must be one of the last chunk.
-        """
-        last = self.schedule.n_stages - 1
+        """The loss of the last stage's output, whose gradient the stage gets."""
+        last = self.n_stages - 1
         hidden = self._from_stage(done, last)[0]
-        index = self.schedule.forward(last, tick).micro_batch
+        index = self.forward_pass(last, tick).micro_batch
         rows = jax.tree.map(lambda a: a[index], self.rows)
         _, pull_back, sums = jax.vjp(
             lambda top, hidden: self.objective(top, hidden, rows), self.top, hidden, has_aux=True
         )
         top, gradient = pull_back(jnp.ones((), jnp.float32))
         top = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry.top, top)
-        returned = self._replace(carry.returned, gradient[None], last, True)
+        returned = self._replace(carry.returned, gradient[None], last)
         return dataclasses.replace(carry, returned=returned, top=top, sums=carry.sums + sums)
 
     def backward(self, carry: _Carry, tick: jax.Array) -> _Carry:
         def body(tick, owned, returned, saved, load, total):
-            unit = self.schedule.backward(lax.axis_index(self.axis), tick)
-            out = returned[0], jax.tree.map(lambda a: a[unit.chunk], load)
-            out = jax.tree.map(lambda a: jnp.where(unit.busy, a, 0), out)
-            kept = [a[0, unit.slot] for a in saved]
+            now = self.backward_pass(lax.axis_index(self.axis), tick)
+            out = jax.tree.map(lambda a: jnp.where(now.busy, a, 0), (returned[0], load))
+            kept = [a[0, now.slot] for a in saved]
             # Only the function of `kept` is used: XLA removes this forward pass.
-            _, restore, _ = self._differentiate(owned, jnp.zeros_like(returned[0]), unit)
+            _, restore, _ = self._differentiate(owned, jnp.zeros_like(returned[0]), now)
             layers, x = restore(kept)(out)
-            return self._pass(x, -1)[None], _add(total, layers, unit)
+            return self._shift(x, -1)[None], _add(total, layers, now.busy)
 
         own = carry.returned, carry.saved, self.load_gradient, carry.layers
         returned, layers = self._on_stages(body, tick, self.owned, *own)
         return dataclasses.replace(carry, returned=returned, layers=layers)
 
     def leave(self, carry: _Carry, tick: jax.Array | int) -> _Carry:
-        """Before this tick: stores the gradient of the first chunk's input, from the tick before.
+        """Before this tick: stores the gradient of the first layer's input, from the tick before.
 
-        Stage 0 has passed it to the last stage. In other ticks, what the last stage has is written
-        to the place of the next gradient, whose input has been read.
+        Stage 0 has passed it to the last stage. In earlier ticks, what the last stage has is
+        written to the place of the first gradient, whose input has been read.
         """
-        x = self._from_stage(carry.returned, self.schedule.n_stages - 1)
-        index = self.schedule.n_returned(tick - 1)
+        x = self._from_stage(carry.returned, self.n_stages - 1)
+        index = self.backward_pass(0, tick - 1).micro_batch
         return dataclasses.replace(carry, x=lax.dynamic_update_slice_in_dim(carry.x, x, index, 0))
 
-    def _differentiate(self, owned, x: jax.Array, unit: Unit) -> tuple[Any, Callable, list]:
-        """(outputs of the chunk, kept -> VJP, kept): kept are the residuals of this unit.
+    def _differentiate(self, owned, x: jax.Array, now: Pass) -> tuple[Any, Callable, list]:
+        """(outputs of the stage, kept -> VJP, kept): kept are the residuals of this pass.
 
         Weights, rows and constants, which the backward pass has, are not among them.
         """
-        *weights, rows = owned
-        layers, frozen = jax.tree.map(lambda a: a[unit.chunk], weights)
-        rows = jax.tree.map(lambda a: a[0, unit.micro_batch], rows)
+        layers, frozen, rows = owned
+        rows = jax.tree.map(lambda a: a[0, now.micro_batch], rows)
         out, pull_back = jax.vjp(lambda layers, x: self.stage(layers, frozen, x, *rows), layers, x)
         leaves, structure = jax.tree.flatten(pull_back)
         known = {id(a) for a in jax.tree.leaves((layers, frozen, rows))}
@@ -270,16 +276,15 @@ class _Loop:
 
         return from_stages(self._on_stages(only, 0, x)[:, None], self.rules)
 
-    def _replace(self, arrays: jax.Array, x: jax.Array, stage: int, condition) -> jax.Array:
-        """`arrays` [S, ranks, T, D] with x [1, ranks, T, D] as that of one stage, if so."""
+    def _replace(self, arrays: jax.Array, x: jax.Array, stage: int) -> jax.Array:
+        """`arrays` [S, ranks, T, D] with x [1, ranks, T, D] as that of one stage."""
 
-        def choose(condition, arrays, x):
-            here = lax.axis_index(self.axis) == stage
-            return jnp.where(here & condition, x, arrays)
+        def choose(_, arrays, x):
+            return jnp.where(lax.axis_index(self.axis) == stage, x, arrays)
 
-        return self._on_stages(choose, condition, arrays, self._to_stages(x))
+        return self._on_stages(choose, 0, arrays, self._to_stages(x))
 
-    def _pass(self, x: jax.Array, step: int) -> jax.Array:
+    def _shift(self, x: jax.Array, step: int) -> jax.Array:
         n = lax.axis_size(self.axis)
         return lax.ppermute(x, self.axis, [(i, (i + step) % n) for i in range(n)])
 
@@ -300,11 +305,6 @@ def _zeros(leading: tuple[int, ...], like: jax.Array) -> jax.Array:
     return jnp.zeros((*leading, *like.shape), like.dtype, out_sharding=spec)
 
 
-def _add(total: Tree, more: Tree, unit: Unit) -> Tree:
-    """Sums [V, ...] of a stage with those of a unit added to its chunk, if the stage is busy."""
-
-    def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        b = a[unit.chunk] + jnp.where(unit.busy, b.astype(a.dtype), 0)
-        return lax.dynamic_update_index_in_dim(a, b, unit.chunk, 0)
-
-    return jax.tree.map(add, total, more)
+def _add(total: Tree, more: Tree, busy: jax.Array) -> Tree:
+    """Sums of a stage with those of a pass added, if the stage is busy."""
+    return jax.tree.map(lambda a, b: a + jnp.where(busy, b.astype(a.dtype), 0), total, more)

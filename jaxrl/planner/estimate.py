@@ -11,8 +11,8 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
-from jaxrl.planner.topology import CHIPS, DEVICE_KINDS, Chip
 
 # Of the products of a forward pass, in backward; other policies recompute whole layers.
 RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}
@@ -158,8 +158,6 @@ def _update_bytes(sizes: Sizes, settings: CandidateSettings) -> float:
     if sizes.stage > 1:  # the rows before and after all stages; 1F1B's sums of a stage
         work += 2 * sizes.calls * local * wide * stream
         work += 4 * sizes.trained * (settings.pipeline_schedule != "gpipe")
-    if sizes.chunks > 1:  # the layers as chunks, and the present chunk
-        work += (1 + 1 / sizes.chunks) * sizes.layers_held_bytes
     head = 4 * sizes.head / tp  # float32 gradient
     if sizes.fsdp > 1:  # gathered weight
         head += wide * sizes.head / tp
@@ -263,7 +261,7 @@ def _passes_seconds(
         )
     )
     if sizes.stage > 1:
-        sent = sizes.ticks * sizes.call_tokens * wide * d.D / sizes.residual
+        sent = sizes.calls * sizes.call_tokens * wide * d.D / sizes.residual
         activations += sent / _rate(chip, len(job.machine.devices))
     forward = _overlapped(compute, gather) + activations
     active = d.top_k * d.F_expert if d.E else d.F
@@ -293,9 +291,6 @@ def _passes_seconds(
     if sizes.n_chunks > 1:  # every chunk reads and writes float32 sums of the weights' gradients
         sums = sizes.calls * sizes.n_layers * sizes.n_chunks * sizes.mlp
         backward += 2 * 4 * sums / chip.memory_bytes_per_s
-    if sizes.chunks > 1:  # weights to the stages of their chunks, and float32 gradients back
-        moved = sizes.layers_held_bytes + 4 * sizes.trained
-        backward += moved / _rate(chip, len(job.machine.devices))
     gradients = 2 * 4 * sizes.trained
     backward += _collective_seconds(chip, gradients, sizes.replica, len(job.machine.devices))
     # The gradient of a micro-batch is written and read, and its sum read and written in float32.

@@ -20,15 +20,14 @@ class PipelinePlan:
 
     schedule: str  # learner.pipeline_schedule
     stages: int
-    chunks: int  # of layers per stage: learner.pipeline_chunks
     rows: int  # per data-parallel rank; they pass through the stages one after the other
     bubble: float  # share of the ticks in which a stage has no row
     activation_bytes: int  # that backward keeps of the layers, per device
 
     @property
     def ticks(self) -> int:
-        """Times that a stage runs its layers, or a chunk of them, forward; as often backward."""
-        return n_ticks(self.rows, self.stages, self.chunks)
+        """Times that a stage runs its layers forward; as often backward."""
+        return n_ticks(self.rows, self.stages)
 
 
 def pipeline_plan(
@@ -41,17 +40,17 @@ def pipeline_plan(
     stages, (rows, row_len) = mesh.get("stage", 1), cfg.learner.shapes[-1]
     if stages == 1:
         return None
-    chunks, tensor = cfg.learner.pipeline_chunks, mesh["tensor"]
+    tensor = mesh["tensor"]
     stream = decoder.D / (tensor if training_rules(cfg).residual else 1)
     kept = kept_features(decoder, tensor=tensor, expert=mesh["expert"], stream=stream, stacked=True)
     layers = sum(
         part.n_layers * kept[part.policy]
         if part.group == 1
         else part.n_layers / part.group * stream
-        for part in parse_remat(cfg.learner.remat).ranges(decoder.L // (stages * chunks))
+        for part in parse_remat(cfg.learner.remat).ranges(decoder.L // stages)
     )
     schedule = cfg.learner.pipeline_schedule
-    tokens = n_kept(schedule, rows, stages, chunks) * row_len / mesh["sequence"]
-    bubble = (stages - 1) / n_ticks(rows, stages, chunks)
+    tokens = n_kept(schedule, rows, stages) * row_len / mesh["sequence"]
+    bubble = (stages - 1) / n_ticks(rows, stages)
     kept_bytes = round(tokens * layers * item_bytes)
-    return PipelinePlan(schedule, stages, chunks, rows, bubble, kept_bytes)
+    return PipelinePlan(schedule, stages, rows, bubble, kept_bytes)

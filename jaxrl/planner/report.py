@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program
 from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan, roofline, serial
 from jaxrl.planner.search import Candidate
-from jaxrl.planner.topology import Chip
 
 WIDTH = 190
 SHORT = {
@@ -92,11 +92,9 @@ def tables(plan: Plan, *, with_compile_s: bool = True) -> Group:
 
 def pipeline_text(pipeline: PipelinePlan) -> str:
     """One line about the pipeline of the policy's update."""
-    chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
     return (
-        f"pipeline ({pipeline.schedule}): {pipeline.stages} stages{chunks}, {pipeline.rows} rows "
-        "per rank, idle "
-        f"{pipeline.bubble:.0%} of {pipeline.ticks} ticks; activations kept for backward: "
+        f"pipeline ({pipeline.schedule}): {pipeline.stages} stages, {pipeline.rows} rows per rank, "
+        f"idle {pipeline.bubble:.0%} of {pipeline.ticks} ticks; activations kept for backward: "
         f"{format_bytes(pipeline.activation_bytes)}"
     )
 

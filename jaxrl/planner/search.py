@@ -34,7 +34,6 @@ from sharding import REPLICAS, abstract_mesh
 
 BUDGET_ROWS = (1, 2, 4, 8)  # maximum-length rows per micro-batch and data-parallel rank
 STAGE_ROWS = (2, 4, 8)  # the same for each stage of a pipeline
-STAGE_CHUNKS = (2, 4)  # of layers per stage, in an interleaved pipeline
 MIN_SHARD_LEN = 2048  # tokens of a row per device of the sequence axis
 LEAST_REPLICA = 8  # devices of a replica where all devices have one network
 CLOSE = 0.1  # difference of estimates that compiled plans may turn round
@@ -53,7 +52,6 @@ class Candidate:
     zero: int
     mlp_chunk: int
     pipeline_schedule: str
-    pipeline_chunks: int
     rollout_tensor: int  # 0 = that of the config
     release_kv: bool
     bytes: float  # peak per device, without KV pages
@@ -73,7 +71,7 @@ class Candidate:
             if axis == "fsdp" or size != getattr(cfg.mesh, axis)
         }
         always = ("token_budget", "remat")
-        others = "offload", "zero", "mlp_chunk", "pipeline_schedule", "pipeline_chunks", "halvings"
+        others = "offload", "zero", "mlp_chunk", "pipeline_schedule"
         for name in (*always, *others):
             value = getattr(new.learner, name)
             if name in always or value != getattr(cfg.learner, name):
@@ -99,8 +97,6 @@ class Candidate:
             zero=self.zero,
             mlp_chunk=self.mlp_chunk,
             pipeline_schedule=self.pipeline_schedule,
-            pipeline_chunks=self.pipeline_chunks,
-            halvings=cfg.learner.halvings if self.pipeline_chunks == 1 else 0,
         )
         mesh = MeshConfig(**{"fsdp": 1} | self.mesh)
         tensor = self.rollout_tensor or cfg.rollout.tensor
@@ -187,15 +183,15 @@ def candidates(job: Job) -> Iterator[Candidate]:
         tensor = best_rollout_tensor(job, mesh, tensors)
         offloads = offload_sets(job, mesh, tensor)
         levels, stages = zero_levels(job, mesh), mesh["stage"]
-        orders = list(schedules(job, stages))
+        orders = ("gpipe",) if stages == 1 else ("gpipe", "1f1b")
         for rows in BUDGET_ROWS if stages == 1 else [n * stages for n in STAGE_ROWS]:
             tokens, chunks = rows * row * mesh["sequence"], [job.cfg.learner.mlp_chunk]
             if not chunks[0] and (rows if stages == 1 else 1) * row > MLP_CHUNK:
                 chunks.append(MLP_CHUNK)
             every = itertools.product(REMATS, offloads, levels, chunks, orders)
-            for remat, offload, zero, chunk, (schedule, n_chunks) in every:
+            for remat, offload, zero, chunk, schedule in every:
                 if schedule == "gpipe" or remat in REMATS_OF_1F1B:
-                    chosen = remat, offload, zero, chunk, schedule, n_chunks
+                    chosen = remat, offload, zero, chunk, schedule
                     yield estimate(
                         job, CandidateSettings(mesh, tokens, *chosen, rollout_tensor=tensor)
                     )
@@ -239,21 +235,6 @@ def meshes(job: Job) -> Iterator[dict[str, int]]:
                 check_mesh(dataclasses.replace(model, stacked=True), sizes, rules)
             _check_opt_state(job, sizes, 0)
             yield sizes
-
-
-def schedules(job: Job, stages: int) -> Iterator[tuple[str, int]]:
-    """(learner.pipeline_schedule, learner.pipeline_chunks) for a number of stages."""
-    yield "gpipe", 1
-    if stages == 1:
-        return
-    yield "1f1b", 1
-    critic_rows = job.cfg.critic.token_budget // max(job.cfg.learner.row_lens)
-    if job.has_critic and critic_rows % stages:
-        return
-    updated = job.decoder, *([job.model("critic")] if job.has_critic else [])
-    for chunks in STAGE_CHUNKS:
-        if all(model.L % (stages * chunks) == 0 for model in updated):
-            yield "interleaved", chunks
 
 
 def rollout_tensors(job: Job) -> tuple[int, ...]:

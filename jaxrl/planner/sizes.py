@@ -151,7 +151,6 @@ class CandidateSettings:
     zero: int = 0  # config.learner.zero
     mlp_chunk: int = 0  # config.learner.mlp_chunk
     pipeline_schedule: str = "gpipe"  # config.learner.pipeline_schedule
-    pipeline_chunks: int = 1  # config.learner.pipeline_chunks
     rollout_tensor: int = 0  # config.rollout.tensor; 0 = that of the config
     release_kv: bool = False  # config.rollout.release_kv
 
@@ -173,8 +172,7 @@ class Sizes:
     ranks: int  # data-parallel ranks
     tokens: int  # token budget of a rank
     row: int  # tokens of a row
-    chunks: int  # of the layers of a device, in a pipeline
-    kept_calls: float  # calls of all layers whose activations backward has at one time
+    kept_calls: int  # calls of all layers whose activations backward has at one time
     item_bytes: int  # of a weight in its product
     stored_bytes: float  # of a weight in memory, on average
     optimizer_bytes: float  # of the optimizer state, per device
@@ -204,14 +202,9 @@ class Sizes:
         return self.decoder.L / self.stage
 
     @property
-    def ticks(self) -> int:
-        """Forward passes through the layers, or a chunk of them, of a device per micro-batch."""
-        return n_ticks(self.tokens // self.row, self.stage, self.chunks)
-
-    @property
-    def calls(self) -> float:
-        """Forward passes through all layers of a device per micro-batch, the time of its ticks."""
-        return self.ticks / self.chunks
+    def calls(self) -> int:
+        """Forward passes through the layers of a device per micro-batch: ticks of a pipeline."""
+        return n_ticks(self.tokens // self.row, self.stage)
 
     @property
     def call_tokens(self) -> float:
@@ -222,11 +215,6 @@ class Sizes:
     def n_chunks(self) -> int:
         """Chunks of tokens of an MLP."""
         return math.ceil(self.call_tokens / self.mlp_chunk) if self.mlp_chunk else 1
-
-    @property
-    def layers_held_bytes(self) -> float:
-        """Weights of the layers of a device in the compute dtype, sharded by FSDP."""
-        return self.layer * self.n_layers / self.fsdp * self.stored_bytes
 
     @property
     def held_bytes(self) -> float:
@@ -276,7 +264,6 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
     held = gathered / (size["fsdp"] * s)
     trained, tokens = held * facts.trained_fraction, budgets.get(role) or settings.tokens
     row = max(cfg.learner.row_lens)
-    chunks = settings.pipeline_chunks if stage > 1 else 1
     # Replicas that share the optimizer state, and the gradients.
     sharing, summing = (size["replica"] if settings.zero >= level else 1 for level in (1, 2))
     return Sizes(
@@ -290,8 +277,7 @@ def model_sizes(job: Job, role: str, settings: CandidateSettings) -> Sizes:
         ranks=size["replica"] * size["fsdp"] * e,
         tokens=tokens,
         row=row,
-        chunks=chunks,
-        kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage, chunks) / chunks,
+        kept_calls=n_kept(settings.pipeline_schedule, tokens // row, stage),
         item_bytes=facts.dtype.itemsize,
         stored_bytes=facts.stored_bytes,
         optimizer_bytes=held * facts.optimizer_bytes / sharing,
@@ -319,16 +305,16 @@ def _sequence_bytes(cfg: RunConfig, d: DecoderConfig, dtype: jnp.dtype) -> int:
     return math.ceil(cfg.data.max_len / page_len) * page_bytes(d, page_len, dtype)
 
 
-def n_ticks(rows: int, stages: int, chunks: int) -> int:
-    """Ticks of a pipeline: forward passes through a chunk of a stage; 1 without stages."""
-    return 1 if stages == 1 else chunks * rows + stages - 1
+def n_ticks(rows: int, stages: int) -> int:
+    """Ticks of a pipeline: forward passes through a stage; 1 without stages."""
+    return 1 if stages == 1 else rows + stages - 1
 
 
-def n_kept(schedule: str, rows: int, stages: int, chunks: int) -> int:
-    """Ticks whose activations are kept: all with GPipe, V S + S - 1 with V chunks in 1F1B."""
+def n_kept(schedule: str, rows: int, stages: int) -> int:
+    """Ticks whose activations are kept: all with GPipe, 2 S - 1 with 1F1B."""
     if schedule == "gpipe" or stages == 1:
-        return n_ticks(rows, stages, chunks)
-    return chunks * stages + stages - 1
+        return n_ticks(rows, stages)
+    return 2 * stages - 1
 
 
 @functools.cache

@@ -291,8 +291,10 @@ class CallRunner:
         if self._n_lost < MAX_START_FAILURES:
             return
         if not any(worker.ready for worker in self._workers):
+            headline, newline, frames = error.partition("\n")
             raise ChildProcessError(
-                f"reward workers could not be started {self._n_lost} times in a row ({error}); "
+                f"reward workers could not be started {self._n_lost} times in a row ({headline}); "
                 "look for changed files and for memory or process limits, then resume the run"
+                f"{newline}{frames}"
             )
         self._no_start_before = time.monotonic() + _RETRY_S

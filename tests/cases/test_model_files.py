@@ -222,7 +222,7 @@ def test_an_export_replaces_a_link_and_leaves_what_it_names(tmp_path):
 def test_f1_jaxrl_convert_keeps_the_head(tmp_path):
     folder = write_model(tmp_path / "model", LLAMA, tied=True)
     with pytest.warns(UserWarning, match="two separate tables"):
-        convert.main([str(folder), str(tmp_path / "out")])
+        convert.main(convert.read([str(folder), str(tmp_path / "out")]))
     assert not model_config(tmp_path / "out").tied
     np.testing.assert_array_equal(
         load_file(tmp_path / "out" / "model.safetensors")[HEAD], LLAMA[HEAD]

@@ -375,49 +375,7 @@ WRONG = [
     ),
     (
         dict(mesh__stage=2, learner__pipeline_schedule="interleaved"),
-        "'interleaved' needs several chunks",
-        "learner.pipeline_chunks=1; set pipeline_chunks=2",
-    ),
-    (
-        dict(mesh__stage=2, learner__pipeline_schedule="1f1b", learner__pipeline_chunks=2),
-        "learner.pipeline_chunks=2 splits the stages",
-        "learner.pipeline_schedule='1f1b'; set 'interleaved'",
-    ),
-    (
-        dict(
-            mesh__stage=4,
-            learner__pipeline_schedule="interleaved",
-            learner__pipeline_chunks=2,
-            learner__buckets=(1024,),
-        ),
-        "groups of mesh.stage=4 rows",
-        "learner.token_budget=8192 with learner.halvings=2",
-        "micro-batches of 2 rows per rank",  # 8, 4 and 2
-        "learner.halvings=0",
-    ),
-    (
-        dict(
-            mesh__stage=2,
-            learner__pipeline_schedule="interleaved",
-            learner__pipeline_chunks=2,
-            learner__buckets=(1024,),
-            learner__remat="none",
-        ),
-        "learner.pipeline_schedule='interleaved' keeps the same activations",
-    ),
-    (
-        dict(
-            algorithm__advantage="gae",
-            critic__mesh__stage=2,
-            critic__token_budget=3072,
-            learner__pipeline_schedule="interleaved",
-            learner__pipeline_chunks=2,
-            learner__buckets=(1024,),
-            learner__halvings=0,
-        ),
-        "groups of critic.mesh.stage=2 rows",
-        "critic.token_budget=3072",
-        "micro-batches of 3 rows",
+        "learner.pipeline_schedule='interleaved' is not known; set one of gpipe, 1f1b",
     ),
     (dict(learner__pipeline_schedule="1f1b"), "mesh.stage=1", "set mesh.stage, or 'gpipe'"),
     (dict(mesh__stage=3), "mesh.stage=3 devices cannot share", "a multiple of 3"),

@@ -1,6 +1,6 @@
 """All pairs of names of the algorithm against a table written by hand, and the presets.
 
-Tests of jaxrl/config/preconditions.py, combinations.py and presets.py.
+Tests of jaxrl/config/preconditions.py, scripts/pages/combinations.py and presets.py.
 """
 
 import functools
@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl.config import resolve
 from jaxrl.config.choices import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KLS, POLICY_LOSSES
-from jaxrl.config.combinations import NAMES, PRINTED, outcome
 from jaxrl.config.preconditions import PRECONDITIONS
-from jaxrl.config.presets import CORRECTION_PRESETS
+from scripts.pages.combinations import NAMES, PRINTED, outcome
+from scripts.pages.presets import CORRECTION_PRESETS
 from tests.config.runnable import runnable
 
 # Losses of one term per response, which cannot tell the tokens of a response apart.
@@ -52,7 +52,7 @@ WARNED = [
 
 
 @functools.cache
-def outcomes() -> dict:
+def outcomes() -> dict[tuple[tuple[str, str], tuple[str, str]], str]:
     """The outcome of every pair of names of two keys, in the order of `NAMES`."""
     return {
         ((key, name), (other, value)): outcome({key: name, other: value})

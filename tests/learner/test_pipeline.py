@@ -31,7 +31,6 @@ BALANCED = run_config(dict(router_aux_coef=0.5), old_logp="rollout")
 STACKED = dataclasses.replace(MODEL, L=2, stacked=True)
 TENSOR_STAGES = TENSOR.with_stages()
 DEEP = dataclasses.replace(STACKED, L=4, windows=(9, 0, 0, 20))
-DEEP_MOE = dataclasses.replace(MOE, L=4)
 
 
 @functools.cache
@@ -39,13 +38,8 @@ def alone(model):
     return all_numbers(BALANCED if model.E else CFG, BATCHES, {}, model, TRAIN)
 
 
-def by_1f1b(cfg, remat: str = "full", chunks: int = 1):
-    learner = dataclasses.replace(
-        cfg.learner,
-        pipeline_schedule="1f1b" if chunks == 1 else "interleaved",
-        pipeline_chunks=chunks,
-        remat=remat,
-    )
+def by_1f1b(cfg, remat: str = "full"):
+    learner = dataclasses.replace(cfg.learner, pipeline_schedule="1f1b", remat=remat)
     return dataclasses.replace(cfg, learner=learner)
 
 
@@ -73,34 +67,6 @@ def test_any_number_of_stages_gives_the_numbers_of_one_device(mesh):
 def test_1f1b_with_four_stages_and_windows_gives_the_numbers_of_one_device(remat):
     got = all_numbers(by_1f1b(CFG, remat), BATCHES, dict(stage=4), DEEP, PIPELINE)
     assert_same(got, alone(DEEP))
-
-
-INTERLEAVED = {
-    "tensor 2, fsdp 2": (dict(tensor=2, fsdp=2), TENSOR, CFG, DEEP),
-    "ring 2": (dict(sequence=2), RING, CFG, DEEP),
-    "ulysses 2, tensor 2": (dict(sequence=2, tensor=2), ULYSSES, CFG, DEEP),
-    "expert 2": (dict(expert=2), TRAIN, BALANCED, DEEP_MOE),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", INTERLEAVED)
-def test_interleaved_stages_give_the_numbers_of_one_device(layout):
-    mesh, rules, cfg, model = INTERLEAVED[layout]
-    rules = dataclasses.replace(rules.with_stages(), chunks=2)
-    got = all_numbers(by_1f1b(cfg, chunks=2), BATCHES, dict(stage=2) | mesh, model, rules)
-    assert_same(got, alone(model))
-
-
-@pytest.mark.slow
-def test_four_interleaved_stages_give_the_numbers_of_one_device():
-    """Three groups of four rows, so that there are ticks with both passes and without a loss."""
-    model = dataclasses.replace(STACKED, L=8)
-    micro_batches = batches(rollouts(80), row_len=128, token_budget=128, n_ranks=12)
-    assert {len(batch.tokens) for batch in micro_batches} == {12}
-    rules = dataclasses.replace(PIPELINE, chunks=2)
-    got = all_numbers(by_1f1b(CFG, chunks=2), micro_batches, dict(stage=4), model, rules)
-    assert_same(got, all_numbers(CFG, micro_batches, {}, model, TRAIN))
 
 
 LAYOUTS = {

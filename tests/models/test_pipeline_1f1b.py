@@ -1,6 +1,5 @@
 """The schedule 1F1B: gradients of any function of layers, and memory, with tiny stages."""
 
-import dataclasses
 import functools
 
 import jax
@@ -64,13 +63,12 @@ def without_stages(a):
 
 @functools.partial(
     jax.jit,
-    static_argnames="n_chunks",
     compiler_options={
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
     },
 )
-def with_stages(a, n_chunks: int = 1):
+def with_stages(a):
     def by_micro_batch(x):  # the rows of a rank are adjacent
         x = jnp.reshape(x, (RANKS, -1, T, D), out_sharding=PIPELINE.spec("batch", None, None, None))
         return jax.reshard(x.swapaxes(0, 1), PIPELINE.spec(None, "batch", "time", None))
@@ -86,40 +84,23 @@ def with_stages(a, n_chunks: int = 1):
         a["mask"],
         zero_sums=jnp.zeros(2),
         load_gradient=a["load_gradient"],
-        rules=dataclasses.replace(PIPELINE, chunks=n_chunks),
+        rules=PIPELINE,
     )
     return found.layers, found.top, found.x, found.sums, found.load
 
 
-def assert_gradients(n_stages: int, n_micro: int, n_chunks: int = 1):
+def assert_gradients(n_stages: int, n_micro: int):
     arrays = inputs(n_micro)
     with jax.set_mesh(make_mesh()):
         want = jax.device_get(without_stages(arrays))
     with jax.set_mesh(make_mesh(None, stage=n_stages, fsdp=RANKS)):
-        got = jax.device_get(with_stages(arrays, n_chunks))
+        got = jax.device_get(with_stages(arrays))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_stages_have_the_gradients_of_one_device():
     assert_gradients(n_stages=2, n_micro=5)
-
-
-def test_interleaved_chunks_have_the_gradients_of_one_device():
-    assert_gradients(n_stages=2, n_micro=4, n_chunks=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("n_stages", "n_chunks", "n_micro"), [(2, 4, 2), (2, 2, 6), (4, 2, 4), (4, 2, 12)]
-)
-def test_chunks_have_them_with_one_and_more_groups_of_micro_batches(n_stages, n_chunks, n_micro):
-    assert_gradients(n_stages, n_micro, n_chunks)
-
-
-def test_micro_batches_that_do_not_fill_groups_are_an_error():
-    with pytest.raises(ValueError, match=r"3 micro-batches do not divide into groups of 2"):
-        assert_gradients(n_stages=2, n_micro=3, n_chunks=2)
 
 
 @pytest.mark.thorough

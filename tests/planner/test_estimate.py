@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import (
     estimate_memory,
     free_bytes,
@@ -18,7 +19,7 @@ from jaxrl.planner.search import (
     zero_levels,
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
@@ -124,23 +125,6 @@ def test_the_estimated_time_follows_what_is_recomputed_and_copied():
     assert seconds("none") < seconds("full?first=1") < seconds("full") < seconds("full?group=2")
     # half as many inputs are copied, and every layer is recomputed twice
     assert seconds("full?group=2") < seconds("offload?group=2")
-
-
-def test_chunks_shorten_the_idle_time_of_the_estimate():
-    """By hand: 4 rows in two stages of 4 layers take the time of 5 rows, with 2 chunks of 4.5.
-
-    Backward keeps 3 rows of 4 layers, or 5 passes of 2 layers.
-    """
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    planned = job(run(model__dtype="float32"), dataclasses.replace(TINY, L=8), where=nodes)
-    mesh, sizes = dict(stage=2, fsdp=8), []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
-        settings = CandidateSettings(
-            mesh, 512, "full", pipeline_schedule=schedule, pipeline_chunks=chunks
-        )
-        sizes.append(model_sizes(planned, "policy", settings))
-    assert [size.calls for size in sizes] == [5, 4.5]
-    assert [size.kept_calls * size.n_layers for size in sizes] == [12, 10]
 
 
 def test_a_pipeline_is_estimated_by_its_ticks():

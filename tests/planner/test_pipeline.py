@@ -27,14 +27,8 @@ def staged(rows: int, **changes):
     )
 
 
-def in_order(schedule: str, rows: int, chunks: int = 1, **changes):
-    return staged(
-        rows,
-        learner__pipeline_schedule=schedule,
-        learner__pipeline_chunks=chunks,
-        learner__halvings=0,
-        **changes,
-    )
+def in_order(schedule: str, rows: int, **changes):
+    return staged(rows, learner__pipeline_schedule=schedule, learner__halvings=0, **changes)
 
 
 def plan_of(cfg, **sizes) -> PipelinePlan | None:
@@ -48,7 +42,7 @@ def test_the_bubble_and_the_kept_activations_are_those_of_a_hand_count():
     plan = plan_of(cfg, stage=2, fsdp=2, tensor=2)
     assert plan is not None
     kept = 5 * 8 * 128 * 128
-    assert plan == PipelinePlan("gpipe", 2, chunks=1, rows=4, bubble=1 / 5, activation_bytes=kept)
+    assert plan == PipelinePlan("gpipe", 2, rows=4, bubble=1 / 5, activation_bytes=kept)
     assert pipeline_text(plan) == (
         "pipeline (gpipe): 2 stages, 4 rows per rank, idle 20% of 5 ticks; "
         "activations kept for backward: 640.00 KiB"
@@ -57,14 +51,6 @@ def test_the_bubble_and_the_kept_activations_are_those_of_a_hand_count():
     rows = in_order("1f1b", 4, learner__remat="full")
     fewer = plan_of(rows, stage=2, fsdp=2, tensor=2)
     assert fewer == dataclasses.replace(plan, schedule="1f1b", activation_bytes=3 * kept // 5)
-    # interleaved, 17 ticks of chunks of two layers, of which 9 are kept
-    rows = in_order("interleaved", 4, chunks=4, learner__remat="full")
-    chunked = plan_of(rows, stage=2, fsdp=2, tensor=2)
-    assert chunked is not None
-    assert chunked == PipelinePlan("interleaved", 2, 4, 4, 1 / 17, 9 * kept // 20)
-    assert pipeline_text(chunked).startswith(
-        "pipeline (interleaved): 2 stages of 4 chunks, 4 rows per rank, idle 6% of 17 ticks"
-    )
     # with whole residuals, all of the tokens
     whole = staged(4, learner__remat="full", learner__shard_residual=False)
     twice = plan_of(whole, stage=2, fsdp=2, tensor=2)
@@ -94,9 +80,8 @@ def test_kept_activations_explain_how_temporaries_grow_with_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_temporaries_of_1f1b_grow_by_the_input_of_the_first_layer_only(schedule):
-    temporaries, kept = growth(schedule)
+def test_temporaries_of_1f1b_grow_by_the_input_of_the_first_layer_only():
+    temporaries, kept = growth("1f1b")
     assert kept == 0
     assert temporaries < 8 * 128 * 64 * 4  # an array of eight rows, which both stages share
 
@@ -105,8 +90,7 @@ def growth(schedule: str) -> tuple[int, int]:
     """Bytes of temporaries, and of activations by the plan, from 4 to 12 rows per rank."""
     temporaries, kept = [], []
     for rows in (4, 12):
-        chunks = 2 if schedule == "interleaved" else 1
-        cfg = in_order(schedule, rows, chunks, learner__remat="full")
+        cfg = in_order(schedule, rows, learner__remat="full")
         with jax.set_mesh(make_mesh(None, stage=2, fsdp=2, tensor=2)):
             program = run_programs(cfg, DEEP, 2**30).table["accumulate"].lower().compile()
         memory = program.memory_analysis()

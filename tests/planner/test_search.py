@@ -8,6 +8,7 @@ from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.config.command_line import override
 from jaxrl.config.resolve import default_config
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
@@ -19,12 +20,11 @@ from jaxrl.planner.search import (
     offload_sets,
     rank,
     rollout_tensors,
-    schedules,
     search,
     varied_first,
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 
@@ -92,23 +92,6 @@ def test_pipelines_have_rows_for_every_stage_and_both_schedules():
     assert "--config.learner.pipeline_schedule=1f1b" in chosen.overrides(cfg)
     applied = chosen.apply(cfg)
     assert applied.mesh.stage == 2 and applied.learner.pipeline_schedule == "1f1b"
-
-
-def test_interleaved_pipelines_have_chunks_that_divide_the_layers():
-    nodes = Topology("h100:16", "gpu", CHIPS["h100"], list(range(16)))
-    cfg, deep = run(), dataclasses.replace(TINY, L=8)
-    every = [c for c in candidates(job(cfg, deep, where=nodes)) if c.mesh.get("stage") == 2]
-    found = [c for c in every if c.pipeline_schedule == "interleaved"]
-    assert {c.pipeline_chunks for c in found} == {2, 4}
-    assert {c.remat for c in found} == set(REMATS_OF_1F1B)
-    assert {c.pipeline_chunks for c in every if c not in found} == {1}
-    options = found[0].overrides(cfg)
-    assert "--config.learner.pipeline_chunks=2 --config.learner.halvings=0" in options
-    applied = found[0].apply(cfg)
-    assert applied.learner.pipeline_chunks == 2 and applied.learner.halvings == 0
-    with_four_layers = job(cfg, dataclasses.replace(TINY, L=4), where=nodes)
-    assert list(schedules(with_four_layers, 2)) == [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
-    assert list(schedules(with_four_layers, 1)) == [("gpipe", 1)]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_failing_environment_ends_only_its_episode(echo, renderer):
     rollouts, _ = run_script([*script, *script], echo, renderer)  # twice as many as fit in the pool
     assert [r.finish for r in rollouts] == ["error", "stop", "stop"] * 2
     assert (
-        rollouts[0].episode.error == "RuntimeError: out of cheese"
+        rollouts[0].episode.error.startswith("RuntimeError: out of cheese\n  File ")
         and rollouts[0].episode.n_turns == 2
     )
     assert [r.episode.reward for r in rollouts] == [0.5, 2.0, 2.0] * 2

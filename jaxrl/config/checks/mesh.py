@@ -4,7 +4,7 @@ import math
 
 from jaxrl.config.checks.batch import one_or_all
 from jaxrl.config.choices import REMATS_OF_1F1B
-from jaxrl.config.keys import LearnerConfig, MeshConfig, RunConfig
+from jaxrl.config.keys import MeshConfig, RunConfig
 from jaxrl.config.schema import to_dict
 
 RING_BLOCK_LEN = 64  # tokens per block of ring attention; other chunk lengths would be padded
@@ -123,34 +123,22 @@ def _stage_errors(run: RunConfig, section: str, sizes: dict[str, int]) -> list[s
 
 
 def _schedule_errors(run: RunConfig, sizes: dict[str, int]) -> list[str]:
-    """1F1B needs stages, and a remat policy that keeps the same activations of every layer.
-
-    Interleaved, it also needs several chunks, and groups of as many rows as there are stages.
-    """
-    if errors := _chunk_errors(run.learner):
-        return errors
+    """1F1B needs stages, and a remat policy that keeps the same activations of every layer."""
     if run.learner.pipeline_schedule == "gpipe":
         return []
-    remats, errors = {}, []
+    remats = {}
     if sizes["stage"] != 1:
         remats["learner.remat"] = run.learner.remat
-        errors += _group_errors(run, "mesh.stage", sizes["stage"], "learner")
     if run.has_critic and not run.critic.shared and run.critic_run.mesh.stage != 1:
-        remats["critic.remat" if run.critic.remat else "learner.remat"] = (
-            run.critic_run.learner.remat
-        )
-        if run.critic.mesh.stage or run.critic.token_budget:
-            section = "critic.mesh.stage" if run.critic.mesh.stage else "mesh.stage"
-            stages = run.critic.mesh.stage or sizes["stage"]
-            owner = "critic" if run.critic.token_budget else "learner"
-            errors += _group_errors(run.critic_run, section, stages, owner)
+        key = "critic.remat" if run.critic.remat else "learner.remat"
+        remats[key] = run.critic_run.learner.remat
     schedule = f"learner.pipeline_schedule={run.learner.pipeline_schedule!r}"
     if not remats:
         return [
             f"{schedule} orders the micro-batches of pipeline stages, but mesh.stage=1; set "
             "mesh.stage, or 'gpipe'"
         ]
-    return errors + [
+    return [
         f"{schedule} keeps the same activations of all layers, but {key}={spec!r}; set one of "
         f"{', '.join(REMATS_OF_1F1B)} without options, or pipeline_schedule='gpipe'"
         for key, spec in remats.items()
@@ -158,45 +146,13 @@ def _schedule_errors(run: RunConfig, sizes: dict[str, int]) -> list[str]:
     ]
 
 
-def _chunk_errors(learner: LearnerConfig) -> list[str]:
-    schedule, chunks = learner.pipeline_schedule, learner.pipeline_chunks
-    if schedule == "interleaved" and chunks == 1:
-        return [
-            "learner.pipeline_schedule='interleaved' needs several chunks of layers per stage, but "
-            "learner.pipeline_chunks=1; set pipeline_chunks=2, or pipeline_schedule='1f1b'"
-        ]
-    if schedule != "interleaved" and chunks > 1:
-        return [
-            f"learner.pipeline_chunks={chunks} splits the stages of interleaved pipelines, but "
-            f"learner.pipeline_schedule={schedule!r}; set 'interleaved', or pipeline_chunks=1"
-        ]
-    return []
-
-
-def _group_errors(run: RunConfig, key: str, stages: int, owner: str) -> list[str]:
-    """Row counts that do not divide into the groups of rows of an interleaved pipeline."""
-    learner = run.learner
-    if learner.pipeline_schedule != "interleaved" or stages <= 1:
-        return []
-    indivisible = sorted({rows for rows, _ in learner.shapes if rows % stages})
-    if not indivisible:
-        return []
-    return [
-        f"learner.pipeline_schedule='interleaved' runs groups of {key}={stages} rows, but "
-        f"{owner}.token_budget={learner.token_budget} with learner.halvings={learner.halvings} "
-        f"makes micro-batches of {', '.join(map(str, indivisible))} rows per rank; set a "
-        f"token_budget of a multiple of {stages} rows, and learner.halvings=0 if its halves are not"
-    ]
-
-
 def mesh_warnings(run: RunConfig) -> list[str]:
     """Warns of a pipeline whose micro-batches have fewer rows than it needs to stay busy."""
     rows, stages = max(rows for rows, _ in run.learner.shapes), run.mesh.stage
-    units = rows * run.learner.pipeline_chunks
-    if stages <= 1 or units >= 2 * stages:
+    if stages <= 1 or rows >= 2 * stages:
         return []
     return [
         f"mesh.stage={stages} pipeline stages are idle part of the time: with {rows} rows per rank "
-        f"they are busy {units / (units + stages - 1):.0%} of it; raise learner.token_budget, or "
+        f"they are busy {rows / (rows + stages - 1):.0%} of it; raise learner.token_budget, or "
         "set shorter learner.buckets"
     ]

@@ -63,16 +63,8 @@ class LearnerConfig:
         "gpipe",
         "Order of the micro-batches of mesh.stage in updates: gpipe = all forward, then all "
         "backward; 1f1b = one forward, one backward: the activations of at most 2 mesh.stage - 1 "
-        "rows are kept, at the same idle time; interleaved = 1f1b with pipeline_chunks chunks of "
-        "layers per stage, which divide the idle time",
+        "rows are kept, at the same idle time",
         choices=PIPELINE_SCHEDULES,
-    )
-    pipeline_chunks: int = key(
-        1,
-        "pipeline_schedule = interleaved: chunks of layers per stage, at least 2, each of the same "
-        "number of layers (Megatron: virtual pipeline stages). The rows of a rank must be a "
-        "multiple of mesh.stage",
-        ge=1,
     )
     shard_residual: bool = key(
         True,

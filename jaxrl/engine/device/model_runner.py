@@ -10,12 +10,7 @@ import numpy as np
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.batches import (
-    DispatchShapes,
-    decode_batch,
-    pad_replicas,
-    prefill_batch,
-)
+from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
 from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch

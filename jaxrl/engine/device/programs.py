@@ -48,12 +48,7 @@ class PrefillBatch:
 
 
 def per_replica(
-    program: Callable,
-    rules: Rules,
-    *,
-    cache_axis: int,
-    n_inputs: int,
-    returns_output: bool = False,
+    program: Callable, rules: Rules, *, cache_axis: int, n_inputs: int, returns_output: bool = False
 ) -> Callable:
     """`program(params, cache, *inputs)` of one replica, run by every replica on its shard.
 

@@ -81,14 +81,7 @@ def attention_blockwise(
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads."""
     attend = functools.partial(_local_attention, spec, query_block)
     return shard_attention(
-        attend,
-        q,
-        k,
-        v,
-        segments=segments,
-        window=window,
-        visibility=visibility,
-        rules=spec.rules,
+        attend, q, k, v, segments=segments, window=window, visibility=visibility, rules=spec.rules
     )
 
 

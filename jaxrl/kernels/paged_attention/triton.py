@@ -78,11 +78,7 @@ def _local_attention(
     n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns)
     mean, norm = pl.pallas_call(
         functools.partial(
-            _kernel,
-            n_columns=n_columns,
-            n_pieces=n_rows // len(table),
-            n_parts=n_parts,
-            spec=spec,
+            _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts, spec=spec
         ),
         grid=(n_rows, K, n_parts),
         in_specs=[

@@ -56,13 +56,7 @@ FLAGS = {
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int}
-OBJECTS = {
-    "text_config",
-    "rope_parameters",
-    "rope_scaling",
-    "full_attention",
-    "sliding_attention",
-}
+OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"}
 # null in these is the same as no entry, or switches a feature off.
 NULLABLE = {
     *TEXTS,

@@ -9,8 +9,8 @@ between its start and its end.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxrl.planner.chips import Chip
 from jaxrl.planner.compiled.hlo import HloShape
-from jaxrl.planner.topology import Chip
 
 
 @dataclasses.dataclass(frozen=True)

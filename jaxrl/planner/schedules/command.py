@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.options import SCHEDULE_OPTIONS
 from jaxrl.planner.schedules.costs import Numbers, RunCosts
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
@@ -19,14 +20,6 @@ from jaxrl.planner.schedules.search import (
 )
 from jaxrl.planner.schedules.simulation import SimulatedSchedule
 
-SCHEDULE_OPTIONS = (
-    "schedule",
-    "lengths",
-    "max-staleness",
-    "oversample",
-    "rollout-devices",
-    "plan",
-)
 MODES = ("sync", "partial", "async")
 N_STEPS = 8  # of groups, which repeat afterwards
 

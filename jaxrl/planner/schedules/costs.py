@@ -15,8 +15,8 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.schedules.simulation import Costs, ReplicaUsage, SimulatedEngines
-from jaxrl.planner.topology import CHIPS
 
 ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
 Numbers = Mapping[str, Any]  # Plan.json()

@@ -12,11 +12,11 @@ from jaxrl.data.packing import gather
 from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.metrics import reward_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
 from jaxrl.trainer.phases.sampling import Collected, end_rollouts, with_baselines
 from jaxrl.trainer.phases.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
-from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 
@@ -49,7 +49,7 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     metrics["reward/dropped_groups"] = float(n_failed)
     rollouts = [r for group in groups for r in group]
     if not rollouts:
-        warn_no_update(core.step + 1, collected.sampled)
+        warn_no_update(core.clock.step + 1, collected.sampled)
         return Experience([], 0, scale, metrics)
 
     raw_rewards = np.array([r.reward.value for r in rollouts])
@@ -66,14 +66,14 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
     if baselines is not None:
         baselines = np.repeat(baselines, n_samples)
-    if core.value_scorer is not None:
-        samples = add_values(core, core.value_scorer, samples)
-    with core.timed("adv"), core.no_compile("scoring"):
+    if core.learner.value_scorer is not None:
+        samples = add_values(core, core.learner.value_scorer, samples)
+    with core.clock.timed("adv"), core.no_compile("scoring"):
         mini_batches, more_metrics = make_mini_batches(
             samples,
             rewards,
             cfg,
-            n_ranks=core.n_ranks,
+            n_ranks=core.learner.n_ranks,
             score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,
             score_ref=functools.partial(reference_logps, core) if needs_ref_logp(cfg) else None,
             baselines=baselines,
@@ -88,7 +88,7 @@ def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:
     n_failed = sum(bool(r.error) for r in rollouts)
     text = (
         f"warning: step {step}: no update, because no prompt has enough valid rewards: "
-        f"{n_failed} of {len(rollouts)} responses failed. See the errors in samples.jsonl"
+        f"{n_failed} of {len(rollouts)} responses failed"
     )
     if hosts.is_main_process():
         rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)
@@ -99,24 +99,24 @@ def add_values(
 ) -> list[TrainingSample]:
     """Fills `values` with the critic's value of every response token."""
     packed = pack_samples(samples, scorer.cfg, scorer.n_ranks)
-    with core.timed("values"), core.no_compile("scoring"):
-        params = core.state.params if core.critic is None else core.critic.params
+    with core.clock.timed("values"), core.no_compile("scoring"):
+        params = core.state.params if core.learner.critic is None else core.learner.critic.params
         values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 
 
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The policy's logprobs [B, T] of each packed batch."""
-    layout = core.scorer.layout
+    layout = core.learner.scorer.layout
     with (
-        layout.weights(core.state.params, core.timed("reshard")) as params,
-        core.timed("old_log_prob"),
+        layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+        core.clock.timed("old_log_prob"),
     ):
-        return core.scorer.logps(params, batches, on_batch=core.check_stop)
+        return core.learner.scorer.logps(params, batches, on_batch=core.check_stop)
 
 
 def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The reference model's logprobs [B, T] of each packed batch."""
-    with core.ref_scorer.layout.on_mesh(), core.timed("ref"):
+    with core.learner.ref_scorer.layout.on_mesh(), core.clock.timed("ref"):
         params = to_device(core.ref_params)
-        return core.ref_scorer.logps(params, batches, on_batch=core.check_stop)
+        return core.learner.ref_scorer.logps(params, batches, on_batch=core.check_stop)

@@ -20,10 +20,14 @@ class RewardsFailed(hosts.AgreedError):
 
 
 class RewardErrors:
-    """Looks for failed rewards and environments in each set of responses."""
+    """Looks for failed rewards and environments in each set of responses.
 
-    def __init__(self, max_fraction: float):
+    `in_file`: whether the run writes samples.jsonl, to which warnings then point.
+    """
+
+    def __init__(self, max_fraction: float, *, in_file: bool = True):
         self.max_fraction = max_fraction
+        self._hint = "More in samples.jsonl; each" if in_file else "Each"
         self._kinds: set[str] = set()
 
     def warn(self, rollouts: Sequence[ScoredRollout], where: str) -> list[str]:
@@ -32,15 +36,16 @@ class RewardErrors:
         Args:
           where: for the message, as in "step 3".
         """
-        errors = [r.error for r in rollouts if r.error]
-        new = [error for error in errors if kind_of(error) not in self._kinds]
+        failed = [r for r in rollouts if r.error]
+        errors = [r.error for r in failed]
+        new = [r for r in failed if kind_of(r.error) not in self._kinds]
         if new and len(self._kinds) < MAX_WARNINGS:
+            headline, details = describe(new[0])
             text = (
-                f"warning: {where}: {failures(errors, len(rollouts))}. First error: "
-                f"{printable(new[0], MAX_CHARS)}. More in samples.jsonl; each kind of error is "
-                "reported once"
+                f"warning: {where}: {failures(errors, len(rollouts))}. First error: {headline}. "
+                f"{self._hint} kind of error is reported once{details}"
             )
-            self._kinds |= {kind_of(error) for error in new}
+            self._kinds |= {kind_of(r.error) for r in new}
             if hosts.is_main_process():
                 rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)
         return errors
@@ -49,13 +54,29 @@ class RewardErrors:
         """Warns, and raises RewardsFailed if more than the allowed fraction has failed."""
         errors = self.warn(rollouts, where)
         if len(errors) > self.max_fraction * len(rollouts):
+            headline, details = describe(next(r for r in rollouts if r.error))
             raise RewardsFailed(
                 f"{where}: {failures(errors, len(rollouts))}, more than "
                 f"config.reward.max_error_fraction={self.max_fraction:g} allows. First error: "
-                f"{printable(errors[0], MAX_CHARS)}. Correct the reward function, the environment "
-                "or the data, then resume the run; or set config.reward.max_error_fraction=1.0 to "
-                "train on the other responses (see config.reward.on_error)"
+                f"{headline}. Correct the reward function, the environment or the data, then "
+                "resume the run; or set config.reward.max_error_fraction=1.0 to train on the other "
+                f"responses (see config.reward.on_error){details}"
             )
+
+
+def describe(failed: ScoredRollout) -> tuple[str, str]:
+    """The error of a response in one line; lines with its user code, its response and its row."""
+    headline, _, frames = failed.error.partition("\n")
+    rollout, prompt = failed.rollout, failed.rollout.prompt
+    response = rollout.text[:MAX_CHARS] + ("..." if len(rollout.text) > MAX_CHARS else "")
+    columns = f"; extra_info: {', '.join(map(str, prompt.extra))}" if prompt.extra else ""
+    row = f"data_source {prompt.source!r}, answer {prompt.answer_text[:MAX_CHARS]!r}{columns}"
+    details = [
+        *filter(None, [frames]),
+        f"  response: {response!r}",
+        f"  row {prompt.id + 1} of the data: {row}",
+    ]
+    return printable(headline, MAX_CHARS), "".join(f"\n{printable(one, 2000)}" for one in details)
 
 
 def kind_of(error: str) -> str:

@@ -12,6 +12,8 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.core import Core, Run
+from jaxrl.trainer.metrics import sample_records
 from jaxrl.trainer.phases.shaping import (
     Group,
     add_overlong_penalty,
@@ -21,7 +23,6 @@ from jaxrl.trainer.phases.shaping import (
     valid_groups,
     valid_samples,
 )
-from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from sharding import hosts, to_device, to_host
 
@@ -132,7 +133,10 @@ def with_baselines(run: Run, groups: list[Group]) -> tuple[list[Group], np.ndarr
         return groups, np.zeros(0)
     greedy, _ = sample(run, prompts, greedy=True)
     scored = reward(run, greedy)
-    run.reward_errors.check(scored, f"greedy baseline of step {run.core.step + 1}")
+    step = run.core.clock.step + 1
+    if failed := [r for r in scored if r.error]:
+        run.core.logger.samples(step, sample_records(failed, kind="greedy"))
+    run.reward_errors.check(scored, f"greedy baseline of step {step}")
     rewarded = iter(add_overlong_penalty(scored, cfg))
     valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
     groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]
@@ -168,12 +172,14 @@ def sample(
     run.source.release_engine()
     with (
         run.core.no_compile(name),
-        run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
-        run.core.timed("val" if validation else "gen"),
+        run.engines.layout.weights(
+            run.core.state.params, run.core.clock.timed("reshard")
+        ) as params,
+        run.core.clock.timed("val" if validation else "gen"),
     ):
         if cfg.rollout.release_kv:
             assert isinstance(run.engines.engine, PagedEngine)
-            with run.core.timed("kv"):
+            with run.core.clock.timed("kv"):
                 run.engines.engine.allocate()
         return run.engines.sample(
             params,
@@ -181,7 +187,7 @@ def sample(
             n=n,
             sampling=sampling,
             seed=run.core.sampling_seed(validation=validation, draw=draw),
-            version=run.core.step,
+            version=run.core.clock.step,
             name=name,
         )
 
@@ -192,14 +198,14 @@ def policy_on_host(core: Core, engine: PagedEngine) -> Iterator[None]:
 
     The KV pages, which may take their place, are freed before the weights return.
     """
-    with core.timed("reshard"):
+    with core.clock.timed("reshard"):
         params = jax.block_until_ready(to_host(core.state.params))
         core.state = dataclasses.replace(core.state, params=params)
     try:
         yield
     finally:
         engine.release()
-        with core.timed("reshard"):
+        with core.clock.timed("reshard"):
             params = jax.block_until_ready(to_device(params))
             core.state = dataclasses.replace(core.state, params=params)
 
@@ -209,14 +215,14 @@ def end_rollouts(run: Run) -> None:
     if run.core.cfg.rollout.release_kv:
         assert isinstance(run.engines.engine, PagedEngine)
         run.source.release_engine()  # its unfinished responses lose their KV
-        with run.core.timed("kv"):
+        with run.core.clock.timed("kv"):
             run.engines.engine.release()
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
     """All rollouts with their rewards, on every process."""
-    with run.core.timed("val" if validation else "reward"), run.core.no_compile("reward"):
-        return score(run.rewards, run.reward_model, rollouts, run.core.stop)
+    with run.core.clock.timed("val" if validation else "reward"), run.core.no_compile("reward"):
+        return score(run.rewards, run.reward_model, rollouts, run.core.session.stop)
 
 
 def score(

@@ -16,8 +16,8 @@ from jaxrl.rollout.engines import merge_metrics
 from jaxrl.rollout.generate import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
-from jaxrl.trainer.run import Run
 from jaxrl.trainer.schedule.engine_thread import BatchOrder, EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Reward, Rollout, ScoredRollout
@@ -56,26 +56,26 @@ class PartialSource:
     def next_batch(self, run: Run, draw: int) -> Scored:
         core, generator, engine = run.core, self.generator, run.engines.engine
         start = time.perf_counter()
-        if core.saved_at == core.step:
+        if core.clock.saved_at == core.clock.step:
             self.release_engine()  # a run that resumes from this checkpoint has no KV either
         engine.take_stats()
         with (
             released_on_error(self),
             core.no_compile("rollout"),
-            run.engines.layout.weights(core.state.params, core.timed("reshard")) as params,
-            core.timed("gen"),
-            core.progress.phase("rollout", total=generator.buffer.batch_size) as bar,
-            core.stop.agreed() as check,
+            run.engines.layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+            core.clock.timed("gen"),
+            core.session.progress.phase("rollout", total=generator.buffer.batch_size) as bar,
+            core.session.stop.agreed() as check,
         ):
 
             def on_dispatch() -> None:
                 check()
                 bar.update(generator.buffer.n_ready)
 
-            generator.begin(core.step, core.step)
-            batch = generator.generate(params, core.step, on_dispatch)
+            generator.begin(core.clock.step, core.clock.step)
+            batch = generator.generate(params, core.clock.step, on_dispatch)
         waited_s, stats = time.perf_counter() - start, engine.take_stats()
-        with core.timed("reward"), core.stop.agreed() as check:
+        with core.clock.timed("reward"), core.session.stop.agreed() as check:
             generator.wait_for_rewards(batch, check)
         metrics = generator.take_metrics() | {"buffer/waited_s": waited_s}
         return scored_shares(run, hosts.gather(Share.of(batch, stats, waited_s, metrics)))
@@ -110,8 +110,8 @@ class AsyncSource:
         self.stop.check()
         with (
             core.no_compile("rollout"),
-            core.timed("gen"),
-            core.progress.phase("rollout", total=buffer.batch_size) as bar,
+            core.clock.timed("gen"),
+            core.session.progress.phase("rollout", total=buffer.batch_size) as bar,
         ):
             while self.thread.n_ahead <= core.cfg.schedule.lag:
                 self._order(run)
@@ -158,14 +158,16 @@ class AsyncSource:
         """Orders one more batch, with the current weights."""
         core = run.core
         params = None
-        if core.step != self._version:
-            with core.timed("reshard"):
+        if core.clock.step != self._version:
+            with core.clock.timed("reshard"):
                 params = run.engines.layout.send(core.state.params)
-            self._version = core.step
-        fresh = core.saved_at == core.step  # a run that resumes from this checkpoint has no KV
-        step = core.step + self.thread.n_ahead
+            self._version = core.clock.step
+        fresh = (
+            core.clock.saved_at == core.clock.step
+        )  # a run that resumes from this checkpoint has no KV
+        step = core.clock.step + self.thread.n_ahead
         solved, self._solved = self._solved, []
-        self.thread.order(BatchOrder(step, core.step, params, fresh, solved))
+        self.thread.order(BatchOrder(step, core.clock.step, params, fresh, solved))
 
 
 @contextlib.contextmanager
@@ -206,8 +208,8 @@ def scored_shares(run: Run, shares: Sequence[Share]) -> Scored:
     rollouts = [r for share in shares for r in share.rollouts]
     rewards = [r for share in shares for r in share.rewards]
     metrics = merge_metrics([share.metrics for share in shares])
-    scored = with_model_scores(run.reward_model, rollouts, rewards, run.core.stop)
-    return scored, metrics | staleness_metrics(rollouts, run.core.step)
+    scored = with_model_scores(run.reward_model, rollouts, rewards, run.core.session.stop)
+    return scored, metrics | staleness_metrics(rollouts, run.core.clock.step)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:

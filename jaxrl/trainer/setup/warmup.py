@@ -14,9 +14,9 @@ from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_re
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.compile_threads import CompileThreads, lowered_on_mesh
+from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
-from jaxrl.trainer.run import Core, Run
 from jaxrl.trainer.setup.learner import Learner
 from sharding import needs_trial_run
 
@@ -61,9 +61,9 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
     On accelerators each program runs once on padding.
     """
     core = run.core
-    with core.progress.waiting("compiling all programs"):
+    with core.session.progress.waiting("compiling all programs"):
         add_training(threads, rl_models(run))
-        with run.engines.layout.weights(core.state.params) as params, core.stop.agreed():
+        with run.engines.layout.weights(core.state.params) as params, core.session.stop.agreed():
             run.engines.engine.warmup(params, threads)
     end_rollouts(run)
     try_training(core, rl_models(run))  # the engine may have moved the policy's weights
@@ -72,7 +72,7 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
 def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, reference: bool) -> None:
     """As `warm_up`, for offline training."""
     models = training_models(core, policy=policy, reference=reference)
-    with core.progress.waiting("compiling all programs"):
+    with core.session.progress.waiting("compiling all programs"):
         add_training(threads, models)
         threads.wait()
     try_training(core, models)
@@ -89,15 +89,16 @@ def rl_models(run: Run) -> TrainingModels:
 
 def training_models(core: Core, *, policy: bool, reference: bool) -> TrainingModels:
     """The models of a run, with its weights; and the scorers that it needs."""
+    learner = core.learner
     return TrainingModels(
         cfg=core.cfg,
         state=core.state,
-        update=core.update,
+        update=learner.update,
         kl_params=core.ref_params if full_kl_in_loss(core.cfg) else None,
-        value_scorer=core.value_scorer,
-        critic=core.critic,
-        scorer=core.scorer if policy else None,
-        ref_scorer=core.ref_scorer if reference else None,
+        value_scorer=learner.value_scorer,
+        critic=learner.critic,
+        scorer=learner.scorer if policy else None,
+        ref_scorer=learner.ref_scorer if reference else None,
         ref_params=core.ref_params if reference else None,
     )
 
@@ -113,7 +114,7 @@ def try_training(core: Core, models: TrainingModels) -> None:
     """Compiles host-side functions of a step; runs all programs on padding on accelerators."""
     cfg = core.cfg.algorithm
     for rows, row_len in core.cfg.learner.shapes:
-        batch = empty_batch(core.n_ranks * rows, row_len)
+        batch = empty_batch(core.learner.n_ranks * rows, row_len)
         if models.ref_scorer is not None and cfg.kl_in == "reward":
             token_kl(batch, batch.ref_logp, cfg)
         if cfg.correction_normalize:
@@ -121,7 +122,9 @@ def try_training(core: Core, models: TrainingModels) -> None:
     for row in training_programs(models) if needs_trial_run() else ():
         for rows, row_len in row.cfg.learner.shapes:
             shape = row.n_ranks * rows, row_len
-            with core.progress.waiting(f"running {row.name} on {list(shape)} tokens of padding"):
+            with core.session.progress.waiting(
+                f"running {row.name} on {list(shape)} tokens of padding"
+            ):
                 row.run(empty_batch(*shape))
     core.state = models.state
-    core.progress.steps(core.step, core.total_steps)
+    core.session.progress.steps(core.clock.step, core.clock.total_steps)

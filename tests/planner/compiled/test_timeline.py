@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.compiled.timeline import Collective, HloDone, HloStart, Kernel, Loop, times
-from jaxrl.planner.topology import CHIPS
 
 CHIP = dataclasses.replace(
     CHIPS["h100"],
@@ -78,7 +78,7 @@ ENTRY %main (x: f32[2], w: f32[4]) -> f32[4] {
 """
     found = program_cost(text).steps
     kinds = [type(step).__name__ for step in found]
-    assert kinds == ["Start", "Kernel", "Done", "Start", "Done", "Kernel"]
+    assert kinds == ["HloStart", "Kernel", "HloDone", "HloStart", "HloDone", "Kernel"]
     assert [step.collective.kind for step in found if isinstance(step, HloStart)] == [
         "all-gather",
         "reduce-scatter",
@@ -128,7 +128,7 @@ ENTRY %main (x: f32[2], w: f32[4], table: f32[1000,2], ids: s32[4]) -> f32[4] {
 """
     cost = program_cost(text)
     kinds = [type(step).__name__ for step in cost.steps]
-    assert kinds == ["Kernel", "Done", "Kernel", "Start", "Kernel", "Done", "Kernel"]
+    assert kinds == ["Kernel", "HloDone", "Kernel", "HloStart", "Kernel", "HloDone", "Kernel"]
     assert cost.collectives_by_kind() == {"all-gather": {"count": 1, "bytes": 16}}
     # Rows and ids, two negations, the gather of the weight, the sum.
     assert cost.bytes_accessed == (2 * 32 + 16) + 2 * 32 + (8 + 16) + 48
@@ -159,4 +159,4 @@ ENTRY %main (x: bf16[8], w: bf16[8]) -> bf16[32] {
 }
 """
     found = [type(step).__name__ for step in program_cost(text).steps]
-    assert found == ["Start", "Kernel", "Kernel", "Done", "Kernel"]
+    assert found == ["HloStart", "Kernel", "Kernel", "HloDone", "Kernel"]

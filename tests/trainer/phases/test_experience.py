@@ -10,12 +10,12 @@ import pytest
 from jaxrl.config.resolve import resolve
 from jaxrl.data.packing import sequence_lens
 from jaxrl.learner.coefficients import initial_coefficients
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.phases import sampling
 from jaxrl.trainer.phases.experience import make_experience
 from jaxrl.trainer.phases.reward_errors import RewardErrors
 from jaxrl.trainer.phases.sampling import Collected
 from jaxrl.trainer.phases.shaping import RewardScale, split_groups, valid_groups
-from jaxrl.trainer.run import Run
 from jaxrl.types import Episode, Reward
 from tests.trainer.phases.test_mini_batches import EXPECTED, advantages_of, config
 from tests.trainer.phases.test_shaping import rollouts_with
@@ -59,12 +59,10 @@ def experience(cfg, *batches):
     run = object.__new__(Run)  # without models and engines
     core = types.SimpleNamespace(
         cfg=cfg,
-        step=6,
-        n_ranks=1,
+        clock=types.SimpleNamespace(step=6, timed=lambda phase: contextlib.nullcontext()),
+        learner=types.SimpleNamespace(n_ranks=1, value_scorer=None),
         reward_scale=RewardScale(),
-        value_scorer=None,
         coefs=initial_coefficients(cfg),
-        timed=lambda phase: contextlib.nullcontext(),
         no_compile=lambda phase: contextlib.nullcontext(),
         sampling_seed=lambda validation: 0,
     )

@@ -114,7 +114,7 @@ def test_logprobs_of_a_response_are_those_of_the_versions_of_its_tokens(
     weights, rollouts, take = {}, [], PartialSource.next_batch
 
     def recorded(self, run, draw):
-        weights[run.core.step] = jax.tree.map(jnp.copy, run.core.state.params)
+        weights[run.core.clock.step] = jax.tree.map(jnp.copy, run.core.state.params)
         scored, found = take(self, run, draw)
         rollouts.extend(one.rollout for one in scored)
         return scored, found

@@ -1,6 +1,6 @@
 """Which choices of the algorithm go together: every pair of names, checked as a run checks them.
 
-python -m jaxrl.config.combinations    prints the section of docs/reference/algorithms.md
+python -m scripts.pages.combinations    prints the section of docs/reference/algorithms.md
 """
 
 import dataclasses

@@ -1,13 +1,17 @@
 """One training step of an RL run: sample -> reward -> experience -> update. And validation."""
 
+from collections.abc import Sequence
+
 from jaxrl.learner.coefficients import adapt_coefficients, coefficient_metrics
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import sample_records, speed_metrics
 from jaxrl.trainer.phases.experience import make_experience
+from jaxrl.trainer.phases.reward_errors import RewardsFailed
 from jaxrl.trainer.phases.sampling import collect, end_rollouts, reward, sample
 from jaxrl.trainer.phases.update import refresh_reference, update, update_critic
-from jaxrl.trainer.run import Run
+from jaxrl.types import ScoredRollout
 
 
 def train_step(run: Run) -> None:
@@ -17,16 +21,17 @@ def train_step(run: Run) -> None:
     from its start.
     """
     core, cfg = run.core, run.core.cfg
-    with core.timed("step"):
+    with core.clock.timed("step"):
         collected = collect(run)  # sample and reward
-        run.reward_errors.check(collected.sampled, f"step {core.step + 1}")
+        where = f"step {core.clock.step + 1}"
+        check_rewards(run, collected.sampled, where, step=core.clock.step + 1, kind="train")
         show_first_samples(core, [scored.rollout for scored in collected.sampled])
         experience = make_experience(run, collected)  # values, advantages, logprobs, packing
         mini_batches = experience.mini_batches
         metrics = collected.metrics() | experience.metrics
-        if core.critic is not None:
-            metrics |= update_critic(core, core.critic, mini_batches)
-        if core.step < cfg.critic.warmup_steps:
+        if core.learner.critic is not None:
+            metrics |= update_critic(core, core.learner.critic, mini_batches)
+        if core.clock.step < cfg.critic.warmup_steps:
             mini_batches = []  # critic warm-up: the policy is not updated
         metrics |= update(core, mini_batches)
         metrics |= coefficient_metrics(core.coefs, cfg)
@@ -36,9 +41,9 @@ def train_step(run: Run) -> None:
     core.in_flight = run.source.in_flight()
     trained = [packed for mini in mini_batches for packed in mini.packed]
     core.end_step(metrics | speed_metrics(core, collected.n_tokens, trained))
-    if core.refresh_due:
+    if core.clock.refresh_due:
         refresh_reference(core)
-    core.logger.samples(core.step, sample_records(collected.sampled, kind="train"))
+    core.logger.samples(core.clock.step, sample_records(collected.sampled, kind="train"))
 
 
 def validate(run: Run) -> None:
@@ -46,11 +51,22 @@ def validate(run: Run) -> None:
 
     Raises RewardsFailed.
     """
-    core = run.core
+    core, clock = run.core, run.core.clock
     rollouts, _ = sample(run, list(core.val), validation=True)
     end_rollouts(run)
     scored = reward(run, rollouts, validation=True)
-    run.reward_errors.check(scored, f"validation after step {core.step}")
-    core.validated_at, core.val_metrics = core.step, validation_metrics(scored, core.cfg.eval)
-    core.logger.metrics(core.step, core.val_metrics | core.take_seconds())
-    core.logger.samples(core.step, sample_records(scored, kind="val"))
+    check_rewards(run, scored, f"validation after step {clock.step}", step=clock.step, kind="val")
+    clock.validated_at, clock.val_metrics = clock.step, validation_metrics(scored, core.cfg.eval)
+    core.logger.metrics(clock.step, clock.val_metrics | clock.take_seconds())
+    core.logger.samples(clock.step, sample_records(scored, kind="val"))
+
+
+def check_rewards(
+    run: Run, scored: Sequence[ScoredRollout], where: str, *, step: int, kind: str
+) -> None:
+    """Raises RewardsFailed if too many have failed, after logging the samples it mentions."""
+    try:
+        run.reward_errors.check(scored, where)
+    except RewardsFailed:
+        run.core.logger.samples(step, sample_records(scored, kind=kind))
+        raise
