@@ -88,7 +88,7 @@ def rl_models(run: Run) -> TrainingModels:
 
 
 def training_models(core: Core, *, policy: bool, reference: bool) -> TrainingModels:
-    """The models of a run, with its weights; and the scorers that it needs."""
+    """The models of a run; the scorers of policy and reference if it needs them."""
     learner = core.learner
     return TrainingModels(
         cfg=core.cfg,

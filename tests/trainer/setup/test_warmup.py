@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from jaxrl.trainer.step import train_step
 
 from jaxrl.config import resolve
 from jaxrl.learner.programs import training_programs
+from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup import warmup
 from jaxrl.trainer.setup.opening import open_run
 from tests.trainer.test_train import counted_compilations
