@@ -1,6 +1,6 @@
 """python -m jaxrl.train --config=configs/quickstart.py: reinforcement learning.
 
-Each step is `train_step` in trainer/rl_step.py: sample -> reward -> experience -> update.
+Each step is `train_step` in trainer/rl_step.py: rollout, reward, experience, score, update.
 """
 
 import sys

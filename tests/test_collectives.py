@@ -2,7 +2,7 @@
 
 The count is of arrays, not of instructions (XLA merges several into one), once per execution. Only
 arrays of at least MATRIX elements count: norms, biases and metrics are reduced too, but are small.
-Covers sharding/rules.py and sharding/weights.py in updates and decode steps.
+Covers sharding/rules.py and sharding/collectives.py in updates and decode steps.
 """
 
 import collections

@@ -10,8 +10,8 @@ verl's schema                                   plain
   extra_info    optional, passed to the reward
 
 Both may be mixed (question + reward_model, prompt + label). The column `tools` has the tools that
-the chat template offers to the model (jaxrl/data/chat/messages.py). Rewards get an answer as it is
-in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
+the chat template offers to the model (jaxrl/data/chat/row_messages.py). Rewards get an answer as it
+is in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxrl.config.choices import PROMPT_COLUMNS, TRUTH_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.dialects import ends_with_answer
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import (
+from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,

@@ -20,8 +20,8 @@ from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRun
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import DeviceWork, PageCopy, PrefillChunk, Scheduler, Sequence
-from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
 from jaxrl.types import TokenSets, Tree
 from sharding import Rules, needs_trial_run

@@ -29,11 +29,11 @@ from jaxrl.environments.api import (
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
 from jaxrl.json_text import Message
-from jaxrl.rewards.messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import MAX_SCORE
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.process import connect, time_limit
 from jaxrl.tool_calls.calls import ParsedTurn
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 
 RunProgram = Callable[[WorkerChannel], NoReturn]
 

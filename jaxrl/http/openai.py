@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Json, Message
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 
 MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 

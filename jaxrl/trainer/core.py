@@ -22,8 +22,7 @@ from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
 from jaxrl.tracking.logger import Logger
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.shaping import RewardScale
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.setup.learner import Learner
 from jaxrl.trainer.setup.models import Models
 from jaxrl.trainer.setup.session import Session
@@ -159,10 +158,17 @@ class HasCore(Protocol):
 class Source(Protocol):
     """Where the scored rollouts of a step come from: the schedule (trainer/schedule/)."""
 
-    def next_batch(self, run: "Run", draw: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """The rollouts of the next `data.prompts_per_step` groups, by group, and their metrics.
+    def rollout(self, run: "Run", draw: int) -> Any:
+        """The rollouts of the next `data.prompts_per_step` groups, in the schedule's own form.
 
         `draw` is the index of the batch within the step.
+        """
+        ...
+
+    def reward(self, run: "Run", rollouts: Any) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """These rollouts with their rewards, by group, and their metrics.
+
+        Some schedules compute rewards during the rollout, and wait here for the last ones.
         """
         ...
 

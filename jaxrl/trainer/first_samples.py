@@ -17,9 +17,9 @@ N_WRITTEN = 8  # sequences in first_samples.jsonl
 def show_first_samples(core: Core, items: Sequence[Rollout | Demonstration | Pair]) -> None:
     """Writes the first sequences of a new run to first_samples.jsonl and logs some of them.
 
-    No effect after the first step. A full disk does not end the run.
+    A full disk does not end the run.
     """
-    if core.clock.step or not is_main_process():
+    if not is_main_process():
         return
     samples = [sample for item in items[:N_WRITTEN] for sample in _sequences(item)][:N_WRITTEN]
     parts = [

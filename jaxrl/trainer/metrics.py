@@ -12,7 +12,7 @@ from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.models.flops import forward_flops
 from jaxrl.planner.chips import chip_of
 from jaxrl.trainer.core import Core
-from jaxrl.trainer.phases.shaping import valid_samples
+from jaxrl.trainer.phases.rewards import valid_samples
 from jaxrl.types import Rollout, ScoredRollout
 
 

@@ -1,4 +1,4 @@
-"""One training step of an RL run: sample -> reward -> experience -> update. And validation."""
+"""One training step of an RL run: rollout, reward, experience, score, update. And validation."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,16 @@ from jaxrl.trainer.core import Run
 from jaxrl.trainer.evaluation import validation_metrics
 from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import sample_records, speed_metrics
-from jaxrl.trainer.phases.experience import make_experience
-from jaxrl.trainer.phases.reward_errors import RewardsFailed
-from jaxrl.trainer.phases.sampling import collect, end_rollouts, reward, sample
+from jaxrl.trainer.phases.experience import make_experience, score
+from jaxrl.trainer.phases.rewards import RewardsFailed
+from jaxrl.trainer.phases.sampling import (
+    Collected,
+    chosen_groups,
+    collect,
+    end_rollouts,
+    reward,
+    sample,
+)
 from jaxrl.trainer.phases.update import refresh_reference, update, update_critic
 from jaxrl.types import ScoredRollout
 
@@ -22,12 +29,19 @@ def train_step(run: Run) -> None:
     """
     core, cfg = run.core, run.core.cfg
     with core.clock.timed("step"):
-        collected = collect(run)  # sample and reward
+        collected = Collected(cfg)
+        while not collected.full:
+            rollouts = run.source.rollout(run, draw=collected.n_batches)
+            collect(run, collected, *run.source.reward(run, rollouts))
         where = f"step {core.clock.step + 1}"
         check_rewards(run, collected.sampled, where, step=core.clock.step + 1, kind="train")
-        show_first_samples(core, [scored.rollout for scored in collected.sampled])
-        experience = make_experience(run, collected)  # values, advantages, logprobs, packing
-        mini_batches = experience.mini_batches
+        if core.clock.step == 0:
+            show_first_samples(core, [scored.rollout for scored in collected.sampled])
+        groups, baselines = chosen_groups(run, collected)
+        end_rollouts(run)
+
+        experience = make_experience(core, collected, groups, baselines)
+        mini_batches = score(core, experience.mini_batches)
         metrics = collected.metrics() | experience.metrics
         if core.learner.critic is not None:
             metrics |= update_critic(core, core.learner.critic, mini_batches)

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-import jaxrl.models.files.gguf.cache as cache_module
+import jaxrl.models.files.gguf.conversion_cache as cache_module
 from jaxrl import convert
 from jaxrl.data import tokenizer_trial
 from jaxrl.data.tokenizer import load_tokenizer

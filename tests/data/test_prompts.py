@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/prompts.py, jaxrl/data/chat/messages.py and jaxrl/data/sources/files.py."""
+"""Tests of jaxrl/data: prompts.py, chat/row_messages.py and sources/files.py."""
 
 import json
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.kernels.quantized import Quantized, dequantize
-from jaxrl.models.cache import page_bytes
+from jaxrl.models.kv_cache import page_bytes
 from jaxrl.models.quantize import quantize_int8
 from sharding import make_mesh
 from tests.engine.engine_cases import (

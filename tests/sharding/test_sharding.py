@@ -1,6 +1,6 @@
-"""Tests of sharding/mesh.py, rules.py, order.py, platform.py and tree.py.
+"""Tests of sharding/mesh.py, rules.py, order.py and tree.py.
 
-sharding/memory.py is tested in tests/learner/test_offload.py, weights.py in
+sharding/memory.py is tested in tests/learner/test_offload.py, collectives.py in
 tests/test_collectives.py, hosts.py in tests/runtime/hosts.
 """
 

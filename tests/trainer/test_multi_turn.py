@@ -221,8 +221,7 @@ def test_an_overlong_reset_does_not_stop_the_step(echo, renderer, algorithm):
         np.array([1.0, 0.0, 0.0, 0.0]),
         cfg,
         n_ranks=1,
-        score_old=None,
-        score_ref=constant_scores(-0.5) if cfg.algorithm.kl_coef else None,
+        kl_reference=constant_scores(-0.5) if cfg.algorithm.kl_coef else None,
     )
     assert sum(p.batch.mask.sum() for mini in minis for p in mini.packed) == 4
     assert all(np.isfinite(value) for value in found.values())
@@ -233,7 +232,7 @@ def test_a_step_of_failed_resets_has_nothing_to_train(echo, renderer):
     failed, _ = run_script([["d<|im_end|>"]] * 2, echo, renderer, answer="long")
     samples = [dataclasses.replace(to_sample(r), values=np.zeros(0, np.float32)) for r in failed]
     [mini], found = make_mini_batches(
-        samples, np.zeros(2), cfg, n_ranks=1, score_old=None, score_ref=constant_scores(-0.5)
+        samples, np.zeros(2), cfg, n_ranks=1, kl_reference=constant_scores(-0.5)
     )
     assert not mini.packed and all(np.isfinite(value) for value in found.values())
 

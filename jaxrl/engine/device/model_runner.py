@@ -16,7 +16,7 @@ from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
-from jaxrl.models.cache import KVCache
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
 
@@ -55,24 +55,27 @@ class ModelRunner:
         A failed call loses the donated cache; then `on_failure` drops all references to its pages.
         """
         self.pool, self.shapes = pool, shapes
+        self.max_steps = rollout.steps_per_dispatch
         self.speculation = (
             SpeculationConfig(rollout.spec_tokens, rollout.spec_ngram)
             if rollout.spec_tokens
             else None
         )
-        model = {"rules": pool.rules, "implementation": implementation}
-        samples = model | {"keep_support": keep_support}
-        decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
-        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
-            "prefill": model,
-            "mixed": samples,
-            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
-            "decode": samples | decodes,
-        }
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
         self._eos_ids = eos_ids
+        # Static arguments of each kind of program.
+        prefill = {"rules": pool.rules, "implementation": implementation}
+        mixed = prefill | {"keep_support": keep_support}
+        decode = mixed | {"max_steps": self.max_steps, "speculation": self.speculation}
+        copy_pages = {"rules": pool.rules, "stacked": pool.cfg.stacked}
+        self._static: dict[str, dict[str, Any]] = {
+            "prefill": prefill,
+            "mixed": mixed,
+            "decode": decode,
+            "copy_pages": copy_pages,
+        }
         self._n_pages, self._on_failure = n_pages, on_failure
 
     def allocated_cache(self) -> KVCache:
@@ -187,21 +190,23 @@ class ModelRunner:
         For ahead-of-time compilation on the current mesh, with (abstract) parameters and a pool of
         `n_pages` pages.
         """
-        kind, bucket, adjusted = program
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
-        arguments: list[Any] = [cache] if kind == "copy_pages" else [params, cache]
+        state = (cache,) if program.kind == "copy_pages" else (params, cache)
+        jitted = getattr(programs, program.kind)
+        return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
+
+    def _padding(self, program: Dispatch) -> tuple[Any, ...]:
+        """The inputs of a program without rows."""
+        kind, bucket, adjusted = program
         if kind == "copy_pages":
-            arguments += [np.zeros(self.pool.n_replicas * bucket, np.int32)] * 2
-        if kind in ("prefill", "mixed"):
-            arguments.append(self._prefill_batch([], bucket))
+            return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
+        if kind == "prefill":
+            return (self._prefill_batch([], bucket),)
         if kind == "mixed":
-            largest = self.shapes.decode_buckets[-1]
-            arguments.append(self.decode_batch([], largest, adjusted=adjusted))
-        if kind == "decode":
-            batch = self.decode_batch([], bucket, adjusted=adjusted)
-            arguments += [batch, np.int32(0), np.int32(0)]
-        return getattr(programs, kind).lower(*arguments, **self._static[kind])
+            batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
+            return self._prefill_batch([], bucket), batch
+        return self.decode_batch([], bucket, adjusted=adjusted), np.int32(0), np.int32(0)
 
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False

@@ -1,4 +1,4 @@
-"""Matrix products of few rows by the C kernel for CPUs (kernels/cpu)."""
+"""Skinny matrix products, by the C kernel for CPUs (kernels/cpu)."""
 
 from collections.abc import Sequence
 

@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.chat.messages import tools_of
+from jaxrl.data.chat.row_messages import tools_of
 from jaxrl.http.errors import RequestError
 from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
 from jaxrl.json_text import Json, Message, json_size
-from jaxrl.rewards.messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import MAX_SCORE
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body

@@ -78,13 +78,8 @@ class Fields(ModelFields):
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
     untyped = (
-        "chat_template_kwargs",
-        "logit_bias",
-        "messages",
-        "response_format",
-        "stop",
-        "tool_choice",
-        "tools",
+        *("chat_template_kwargs", "logit_bias", "messages", "response_format", "stop"),
+        *("tool_choice", "tools"),
     )
     max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
     parallel_tool_calls: bool = key(True, "allow several tool calls in a response")

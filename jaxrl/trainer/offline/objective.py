@@ -84,7 +84,8 @@ def train_step(run: OfflineRun) -> None:
     n_tokens, size, trained = 0, core.cfg.mini_batch_prompts, []
     with core.clock.timed("step"):
         items = next(core.iterator)
-        show_first_samples(core, items)
+        if core.clock.step == 0:
+            show_first_samples(core, items)
         for start in range(0, len(items), size):
             samples, metrics = objective.make_samples(run, items[start : start + size])
             packed = pack_samples(samples, core.cfg, core.learner.n_ranks)

@@ -1,4 +1,4 @@
-"""The experience of a step: training samples with values, advantages and logprobs, packed."""
+"""The experience of a step: training samples with advantages, packed; and their scores."""
 
 import dataclasses
 import functools
@@ -12,11 +12,23 @@ from jaxrl.data.packing import gather
 from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
-from jaxrl.trainer.core import Core, Run
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.metrics import reward_metrics
-from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
-from jaxrl.trainer.phases.sampling import Collected, end_rollouts, with_baselines
-from jaxrl.trainer.phases.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
+from jaxrl.trainer.phases.mini_batches import (
+    MiniBatch,
+    Score,
+    make_mini_batches,
+    to_samples,
+    with_scores,
+)
+from jaxrl.trainer.phases.rewards import (
+    Group,
+    RewardScale,
+    scale_metrics,
+    scaled_rewards,
+    turn_rewards,
+)
+from jaxrl.trainer.phases.sampling import Collected
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 
@@ -31,22 +43,19 @@ class Experience:
     metrics: dict[str, float]
 
 
-def make_experience(run: Run, collected: Collected) -> Experience:
-    """Scales the rewards, computes values and advantages, packs, and scores the packed batches.
+def make_experience(
+    core: Core, collected: Collected, groups: Sequence[Group], baselines: np.ndarray | None
+) -> Experience:
+    """Scales the rewards, computes advantages and packs.
 
-    It computes only what the algorithm needs (learner/requirements.py). A step without a valid
-    group has no mini-batches.
+    Advantages may read values, and the reference's logprobs for a KL in the reward; these are
+    scored here. `baselines` as from `chosen_groups`. A step without a valid group has no
+    mini-batches.
     """
-    core, cfg = run.core, run.core.cfg
-    groups, baselines, n_failed = collected.chosen(), None, collected.n_failed
-    if cfg.algorithm.advantage == "remax":
-        n_groups = len(list(filter(None, groups)))
-        groups, baselines = with_baselines(run, groups)
-        n_failed += n_groups - len(list(filter(None, groups)))
-    end_rollouts(run)
+    cfg = core.cfg
     scale = core.reward_scale.updated(collected.sampled)
     metrics = reward_metrics(collected.sampled, cfg.reward)
-    metrics["reward/dropped_groups"] = float(n_failed)
+    metrics["reward/dropped_groups"] = float(collected.n_failed)
     rollouts = [r for group in groups for r in group]
     if not rollouts:
         warn_no_update(core.clock.step + 1, collected.sampled)
@@ -74,13 +83,31 @@ def make_experience(run: Run, collected: Collected) -> Experience:
             rewards,
             cfg,
             n_ranks=core.learner.n_ranks,
-            score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,
-            score_ref=functools.partial(reference_logps, core) if needs_ref_logp(cfg) else None,
+            kl_reference=reference_score(core, kl_in="reward"),
             baselines=baselines,
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
         )
     return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
+
+
+def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+    """Fills the logprobs of the policy before its updates and of the reference, as needed."""
+    if not mini_batches:
+        return []
+    score_old = functools.partial(policy_logps, core) if needs_old_logp(core.cfg) else None
+    score_ref = reference_score(core, kl_in="loss")
+    with core.clock.timed("adv"), core.no_compile("scoring"):
+        return with_scores(
+            mini_batches, core.cfg.algorithm, score_old=score_old, score_ref=score_ref
+        )
+
+
+def reference_score(core: Core, *, kl_in: str) -> Score | None:
+    """Scores batches by the reference model if a KL at this place needs it, else None."""
+    if needs_ref_logp(core.cfg) and core.cfg.algorithm.kl_in == kl_in:
+        return functools.partial(reference_logps, core)
+    return None
 
 
 def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:

@@ -29,9 +29,11 @@ Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/*
 class SyncSource:
     """Samples a batch of prompts with the current weights, then scores it (mode = "sync")."""
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
-        rollouts, metrics = sample(run, next(run.core.iterator), draw=draw)
-        return reward(run, rollouts), metrics
+    def rollout(self, run: Run, draw: int) -> tuple[list[Rollout], dict[str, float]]:
+        return sample(run, next(run.core.iterator), draw=draw)
+
+    def reward(self, run: Run, rollouts: tuple[list[Rollout], dict[str, float]]) -> Scored:
+        return reward(run, rollouts[0]), rollouts[1]
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         run.core.iterator.mark_solved(ids)
@@ -53,7 +55,7 @@ class PartialSource:
     def __init__(self, generator: GroupGenerator):
         self.generator = generator
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
+    def rollout(self, run: Run, draw: int) -> "UnscoredBatch":
         core, generator, engine = run.core, self.generator, run.engines.engine
         start = time.perf_counter()
         if core.clock.saved_at == core.clock.step:
@@ -74,11 +76,15 @@ class PartialSource:
 
             generator.begin(core.clock.step, core.clock.step)
             batch = generator.generate(params, core.clock.step, on_dispatch)
-        waited_s, stats = time.perf_counter() - start, engine.take_stats()
+        return UnscoredBatch(batch, engine.take_stats(), time.perf_counter() - start)
+
+    def reward(self, run: Run, rollouts: "UnscoredBatch") -> Scored:
+        core, generator, batch = run.core, self.generator, rollouts.groups
         with core.clock.timed("reward"), core.session.stop.agreed() as check:
             generator.wait_for_rewards(batch, check)
-        metrics = generator.take_metrics() | {"buffer/waited_s": waited_s}
-        return scored_shares(run, hosts.gather(Share.of(batch, stats, waited_s, metrics)))
+        metrics = generator.take_metrics() | {"buffer/waited_s": rollouts.waited_s}
+        share = Share.of(batch, rollouts.stats, rollouts.waited_s, metrics)
+        return scored_shares(run, hosts.gather(share))
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         run.core.iterator.mark_solved(ids)
@@ -105,7 +111,7 @@ class AsyncSource:
         self._version = -1  # of the weights that the thread has
         self._taken_at: float | None = None  # the end of the last wait
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
+    def rollout(self, run: Run, draw: int) -> list["Share"]:
         core, start, buffer = run.core, time.perf_counter(), self.thread.generator.buffer
         self.stop.check()
         with (
@@ -132,7 +138,11 @@ class AsyncSource:
                 "perf/training_idle_fraction": (end - start) / (end - since),
             }
             shares = hosts.gather(Share.of(batch.groups, batch.stats, batch.busy_s, metrics))
-        return scored_shares(run, shares[: self.thread.generator.n_processes])
+        return shares[: self.thread.generator.n_processes]
+
+    def reward(self, run: Run, rollouts: list["Share"]) -> Scored:
+        """The thread has called the functions; the reward model is left."""
+        return scored_shares(run, rollouts)
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         """Marks them with the next order, so that what is drawn does not depend on the clock."""
@@ -168,6 +178,15 @@ class AsyncSource:
         step = core.clock.step + self.thread.n_ahead
         solved, self._solved = self._solved, []
         self.thread.order(BatchOrder(step, core.clock.step, params, fresh, solved))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnscoredBatch:
+    """The groups of a batch whose rewards may still be computed."""
+
+    groups: list[PromptGroup]
+    stats: EngineStats
+    waited_s: float
 
 
 @contextlib.contextmanager

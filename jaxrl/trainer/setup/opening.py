@@ -38,8 +38,7 @@ from jaxrl.trainer.offline.objective import (
     validate,
     with_objective,
 )
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.shaping import RewardScale
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
 from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
 from jaxrl.trainer.setup.engines import (
     check_rollout_layout,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.attention import blocks
+from jaxrl.kernels.attention import online_softmax
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native, ops
 
@@ -111,16 +111,19 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
 
     @jax.jit
     def run(q, k, v):
-        v = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % blocks.BLOCK),))
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % online_softmax.BLOCK),))
 
         def add(j, state):
             k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * 64, 64, 2) for x in (k, v))
             key = j * 64 + np.arange(64)
             seen = ((key >= first[..., None]) & (key <= last[..., None]))[:, None]
-            return blocks.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
+            return online_softmax.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
 
         state = jax.lax.fori_loop(
-            0, k.shape[2] // 64, add, blocks.init_softmax(q.shape[:3], H + -H % blocks.BLOCK)
+            0,
+            k.shape[2] // 64,
+            add,
+            online_softmax.init_softmax(q.shape[:3], H + -H % online_softmax.BLOCK),
         )
         return state.replace(numerator=state.numerator[..., :H])
 
@@ -149,7 +152,9 @@ def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, 
     ):
         mine, xla = (np.moveaxis(np.asarray(x), 1, 2) for x in (mine, xla))  # [B, M, K, ...]
         np.testing.assert_array_equal(mine[live], xla[live])
-    assert np.all(np.asarray(got.max_score).swapaxes(1, 2)[~live] == np.float32(blocks.MASKED))
+    assert np.all(
+        np.asarray(got.max_score).swapaxes(1, 2)[~live] == np.float32(online_softmax.MASKED)
+    )
     assert not np.asarray(got.denominator).swapaxes(1, 2)[~live].any()
 
 

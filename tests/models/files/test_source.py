@@ -13,7 +13,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
-import jaxrl.models.files.gguf.cache as cache_module
+import jaxrl.models.files.gguf.conversion_cache as cache_module
 import jaxrl.models.files.source as source
 from jaxrl import convert
 from jaxrl.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/phases/reward_errors.py and of runs that end with an error (loop.py,
+"""Tests of jaxrl/trainer/phases/rewards.py and of runs that end with an error (loop.py,
 checkpointing.py)."""
 
 import dataclasses
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxrl.trainer.run import Run
-from jaxrl.trainer.step import check_rewards
 
 from jaxrl.config import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.train import train
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.phases.reward_errors import MAX_WARNINGS, RewardErrors, RewardsFailed, kind_of
+from jaxrl.trainer.phases.rewards import MAX_WARNINGS, RewardErrors, RewardsFailed, kind_of
+from jaxrl.trainer.rl_step import check_rewards
 from jaxrl.types import Episode, Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.test_train import assert_same_weights, metrics
 

@@ -167,7 +167,8 @@ def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
         source = PartialSource(make_generator(BATCHES, BATCHES.seed + i))
         engine, found, errors = source.generator.stream.engine, [], []
         for number in range(4):
-            scored, metrics = source.next_batch(fake_run(engine, number), 0)
+            run = fake_run(engine, number)
+            scored, metrics = source.reward(run, source.rollout(run, 0))
             found.append([one.rollout.prompt.id for one in scored])
             assert metrics["staleness/max"] <= 2 and len(scored) == n_samples
             assert all(one.reward.value == len(one.rollout.tokens) for one in scored)
@@ -179,7 +180,7 @@ def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
             elif i == 1:
                 run.core.session.stop.signal = "SIGTERM"
             try:
-                source.next_batch(run, 0)
+                source.reward(run, source.rollout(run, 0))
             except (Interrupted, hosts.AgreedError) as error:
                 errors.append(error)
             assert not engine.n_unfinished  # free for a save or a validation
