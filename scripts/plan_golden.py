@@ -23,7 +23,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from jaxrl.config.command_line import load_config, override
+from jaxrl.config.command_line import override
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.compilation import compile_programs

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import MeshConfig, RoleConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.resolve import resolve

@@ -88,17 +88,16 @@ def rl_models(run: Run) -> TrainingModels:
 
 
 def training_models(core: Core, *, policy: bool, reference: bool) -> TrainingModels:
-    """The models of a run; the scorers of policy and reference if it needs them."""
-    learner = core.learner
+    """The models of a run, with its weights; and the scorers that it needs."""
     return TrainingModels(
         cfg=core.cfg,
         state=core.state,
-        update=learner.update,
+        update=core.learner.update,
         kl_params=core.ref_params if full_kl_in_loss(core.cfg) else None,
-        value_scorer=learner.value_scorer,
-        critic=learner.critic,
-        scorer=learner.scorer if policy else None,
-        ref_scorer=learner.ref_scorer if reference else None,
+        value_scorer=core.learner.value_scorer,
+        critic=core.learner.critic,
+        scorer=core.learner.scorer if policy else None,
+        ref_scorer=core.learner.ref_scorer if reference else None,
         ref_params=core.ref_params if reference else None,
     )
 
