@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from jaxrl.trainer.setup.run import open_run
-from jaxrl.trainer.step import train_step
 
 from jaxrl.config import resolve
 from jaxrl.learner.programs import training_programs
+from jaxrl.trainer.rl_step import train_step
 from jaxrl.trainer.setup import warmup
+from jaxrl.trainer.setup.opening import open_run
 from tests.trainer.test_train import counted_compilations
 
 
@@ -36,8 +36,8 @@ def test_a_trial_run_leaves_the_weights(tiny_config, monkeypatch):
     tiny_config.algorithm.advantage = "gae"
     with open_run(resolve(tiny_config)) as run:
         core = run.core
-        before = jax.device_get((core.state, core.critic.state))
+        before = jax.device_get((core.state, core.learner.critic.state))
         monkeypatch.setattr(warmup, "needs_trial_run", lambda: True)
         warmup.try_training(core, warmup.rl_models(run))
-        after = jax.device_get((core.state, core.critic.state))
+        after = jax.device_get((core.state, core.learner.critic.state))
         jax.tree.map(np.testing.assert_array_equal, before, after)
