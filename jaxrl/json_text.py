@@ -90,6 +90,15 @@ def json_size(value: Any, *, max_depth: int = MAX_DEPTH, max_size: int | None = 
     raise ValueError(f"it is nested more than {max_depth} deep")
 
 
+def shown(value: Any) -> str:
+    """The value for an error message, in at most 80 characters."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _after(text: str, start: int, separators: str) -> int:
     while start < len(text) and text[start] in separators:
         start += 1

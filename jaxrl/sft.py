@@ -12,7 +12,7 @@ if __name__ == "__main__":  # answers a mistyped key before the imports that tak
 
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.offline.sft import SFT
-from jaxrl.trainer.setup.run import train_offline
+from jaxrl.trainer.setup.opening import train_offline
 
 
 def train(cfg: RunConfig) -> bool:

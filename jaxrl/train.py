@@ -1,6 +1,6 @@
 """python -m jaxrl.train --config=configs/quickstart.py: reinforcement learning.
 
-Each step is `train_step` in trainer/step.py: sample -> reward -> experience -> update.
+Each step is `train_step` in trainer/rl_step.py: rollout, reward, experience, score, update.
 """
 
 import sys
@@ -14,8 +14,8 @@ if __name__ == "__main__":  # answers a mistyped key before the imports that tak
     begin_loading()
 
 from jaxrl.trainer.loop import exit_status, run_to_end
-from jaxrl.trainer.setup.run import open_run
-from jaxrl.trainer.step import train_step, validate
+from jaxrl.trainer.rl_step import train_step, validate
+from jaxrl.trainer.setup.opening import open_run
 
 
 def train(cfg: RunConfig) -> bool:

@@ -143,9 +143,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
     from jaxrl.config.keys import RolloutConfig
     from jaxrl.engine.engine import PagedEngine
-    from jaxrl.models.cache import page_bytes
     from jaxrl.models.decoder import init_model
     from jaxrl.models.files.hf_load import load_model
+    from jaxrl.models.kv_cache import page_bytes
     from jaxrl.planner.model_shape import model_shape
     from jaxrl.runtime.host_memory import keep_freed_memory
     from sharding import make_mesh

@@ -252,7 +252,7 @@ class Trainer:
 
     def make_batches(self, i: int, rollouts: list) -> list:
         """Mini-batches with random rewards and, if needed, reference logprobs."""
-        from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample
+        from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample, with_scores
 
         rewards = np.random.default_rng(i).random(len(rollouts))
 
@@ -264,10 +264,9 @@ class Trainer:
             rewards,
             self.cfg,
             n_ranks=1,
-            score_old=None,
-            score_ref=ref_logp if self.scores_reference else None,
         )
-        return mini_batches
+        score_ref = ref_logp if self.scores_reference else None
+        return with_scores(mini_batches, self.cfg.algorithm, score_ref=score_ref)
 
 
 def random_rollouts(i: int, work: dict, n_vocab: int) -> list:

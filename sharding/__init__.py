@@ -1,5 +1,6 @@
 """Device meshes, the rules that map logical array axes to mesh axes, and resharding of trees."""
 
+from sharding.collectives import gather_matrix, gather_residual, scatter_residual
 from sharding.memory import (
     check_host_memory,
     is_on_host,
@@ -7,11 +8,17 @@ from sharding.memory import (
     to_device,
     to_host,
 )
-from sharding.mesh import MESH_AXES, abstract_mesh, first_devices, make_mesh
+from sharding.mesh import (
+    MESH_AXES,
+    abstract_mesh,
+    first_devices,
+    make_mesh,
+    needs_trial_run,
+    target_device_kind,
+    target_platform,
+)
 from sharding.order import mesh_order, row_order, unshuffle, zigzag
-from sharding.platform import needs_trial_run, target_device_kind, target_platform
 from sharding.resharding import Resharding, process_mesh_sizes, reshape_mesh
-from sharding.residual import gather_residual, scatter_residual
 from sharding.rules import (
     DECODE,
     PIPELINE,
@@ -30,9 +37,7 @@ from sharding.tree import (
     host_bytes_per_device,
     on_mesh,
     put_batch,
-    shardings,
 )
-from sharding.weights import gather_matrix
 
 __all__ = [
     "DECODE",
@@ -67,7 +72,6 @@ __all__ = [
     "restore_memory_space",
     "row_order",
     "scatter_residual",
-    "shardings",
     "target_device_kind",
     "target_platform",
     "to_device",

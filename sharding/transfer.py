@@ -44,16 +44,10 @@ class Transfer:
         targets = [NamedSharding(self.copied, spec) for spec in form.flatten_up_to(specs)]
         return self.target.reshard(form.unflatten(copy_shards(leaves, targets)), specs)
 
-    def reshards(self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None) -> bool:
-        """Whether the source devices run a program before the copy."""
-        leaves, form = jax.tree.flatten(tree)
-        pairs = zip(leaves, form.flatten_up_to(specs), strict=True)
-        return not all(self.source.shares_buffers(leaf, spec, dtype) for leaf, spec in pairs)
-
     def lower(
         self, tree: PyTree, specs: PyTree, dtype: DTypeLike | None = None
     ) -> jax.stages.Lowered:
-        """The program of the source devices, for an abstract tree that `reshards`."""
+        """The program of the source devices, for an abstract tree of which it shares no array."""
         return self.source.lower(tree, specs, dtype)
 
 

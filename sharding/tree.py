@@ -1,4 +1,4 @@
-"""Shardings of whole trees: parameters, optimizer state, batches."""
+"""Whole trees on devices: copies, batches, abstract trees, bytes per device."""
 
 import math
 from typing import Any
@@ -10,13 +10,6 @@ from jax.sharding import NamedSharding
 
 from sharding import memory
 from sharding.memory import PyTree
-
-
-def shardings(tree: PyTree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> PyTree:
-    """NamedShardings on `mesh` of a tree of PartitionSpecs."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda leaf: isinstance(leaf, jax.P)
-    )
 
 
 def copy_tree(tree: PyTree) -> PyTree:

@@ -2,7 +2,7 @@
 
 The count is of arrays, not of instructions (XLA merges several into one), once per execution. Only
 arrays of at least MATRIX elements count: norms, biases and metrics are reduced too, but are small.
-Covers sharding/rules.py and sharding/weights.py in updates and decode steps.
+Covers sharding/rules.py and sharding/collectives.py in updates and decode steps.
 """
 
 import collections
@@ -227,7 +227,7 @@ def test_weights_of_a_stack_are_gathered_layer_by_layer(name):
     outside = [
         shape.dims
         for one in update_collectives(name)
-        if one.kind == "all-gather" and not one.in_loop
+        if one.kind == "all-gather" and not one.loops
         for shape in one.shapes
         if math.prod(shape.dims) >= MATRIX
     ]

@@ -6,13 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxrl.config import combinations, presets
-from jaxrl.config import docs as config_docs
 from jaxrl.config.command_line import load_config, override
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import find_key, keys
 from scripts import draw_step
+from scripts.pages import combinations, presets
+from scripts.pages import config as config_page
 
 ROOT = pathlib.Path(__file__).parents[1]
 KEYS = keys(RunConfig)
@@ -31,8 +31,8 @@ def names(pattern: str, page: pathlib.Path) -> list[str]:
 
 def test_config_page_is_up_to_date():
     page = (ROOT / "docs" / "reference" / "config.md").read_text()
-    assert page == config_docs.markdown(), (
-        "run: python -m jaxrl.config.docs > docs/reference/config.md"
+    assert page == config_page.markdown(), (
+        "run: python -m scripts.pages.config > docs/reference/config.md"
     )
 
 

@@ -22,6 +22,7 @@ from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.rejection import REJECTIONS
 from jaxrl.algorithms.table import Row, apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.user_code import error_text
 
 TABLES: dict[str, Mapping[str, Any]] = {
     "advantage": ADVANTAGES,
@@ -115,7 +116,7 @@ def _trial_errors(trial: Any, row: Any, cfg: AlgorithmConfig) -> list[str]:
     try:
         return trial(row, cfg)
     except Exception as error:  # the user's code
-        return [f"a call raises {type(error).__name__}: {error}"]
+        return [f"a call raises {error_text(error)}"]
 
 
 def _call_per_token(row: Row, cfg: AlgorithmConfig) -> list[str]:

@@ -147,11 +147,6 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         return max(self.all_steps(), default=None)
 
-    def best_step(self) -> int | None:
-        """The complete checkpoint with the best `cfg.best_metric`; None if none was measured."""
-        self.wait()
-        return best_step(self.directory, self.cfg)
-
     def close(self) -> None:
         """Waits for the running save, then stops the background threads."""
         try:
@@ -201,8 +196,7 @@ class Checkpointer:
         request = reader.request()
         restore_args = ocp.checkpoint_utils.construct_restore_args(request)
         args = ocp.args.Composite(
-            state=StateRestore(request, restore_args=restore_args),
-            host=ocp.args.JsonRestore(),
+            state=StateRestore(request, restore_args=restore_args), host=ocp.args.JsonRestore()
         )
         read = manager.restore(step, args=args)
         if not isinstance(read["host"], dict):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.config.docs import USAGE, default, help_text
+from jaxrl.config.help import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.schema import Key, convert, find_key, key_hint, keys, nearest, unknown_key
@@ -77,7 +77,8 @@ def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, st
         if name not in known:
             guess = nearest(name, known)
             hint = f"did you mean --{guess}? " if guess else ""
-            stop(f"unknown argument {argument}; {hint}known: --{', --'.join(known)}; {USAGE}")
+            listed = ", --".join(known)
+            stop(f"unknown argument {argument}; {hint}known: --{listed}; --help explains them")
         options[name] = text
     return options
 

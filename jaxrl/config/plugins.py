@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl.config.options import options
+from jaxrl.config.user_code import user_frames
 
 MAX_SHOWN = 12  # functions of a module in an error message
 
@@ -75,7 +76,7 @@ def _import(name: str, spec: str, key: str) -> ModuleType:
     except Exception as error:  # the user's code
         raise ValueError(
             f"{key} {spec!r}: {name} cannot be imported ({type(error).__name__}: {error}); set it "
-            "to a module on the Python path or to a file"
+            f"to a module on the Python path or to a file{user_frames(error)}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What a choice of the algorithm requires of the other choices, as data.
 
 The functions of the names are in the tables of jaxrl/algorithms. jaxrl/config/checks walks the
-table below; jaxrl/config/combinations.py prints the matrix of docs/reference/algorithms.md.
+table below; scripts/pages/combinations.py prints the matrix of docs/reference/algorithms.md.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.schema import build, flatten, to_dict
@@ -59,6 +60,23 @@ def from_json(text: str) -> RunConfig:
             "folder:\n" + "\n".join(f"  - {line}" for line in errors)
         )
     return run
+
+
+def read_run_config(folder: Path) -> RunConfig | None:
+    """The configuration of the run in `folder`; None if it is not a run folder.
+
+    Raises ValueError if its config.json has keys that no longer exist.
+    """
+    path = folder / "config.json"
+    is_run_folder = (folder / "hf").is_dir() or (folder / "checkpoints").is_dir()
+    if not is_run_folder or not path.is_file():
+        return None
+    try:
+        return from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\nTo use the exported model without this config, set {folder / 'hf'}"
+        ) from error
 
 
 def config_hash(run: RunConfig) -> str:

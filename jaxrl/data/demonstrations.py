@@ -18,14 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.choices import (
-    COMPLETION_COLUMNS,
-    CONVERSATION_COLUMNS,
-    PROMPT_COLUMNS,
-)
+from jaxrl.config.choices import COMPLETION_COLUMNS, CONVERSATION_COLUMNS, PROMPT_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import (
+from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,

@@ -21,14 +21,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxrl.data.rows.placement import Placement, RowShape, balance, best_plan
-from jaxrl.data.rows.prefixes import (
-    Chain,
-    chain_sums,
-    chains,
-    separate,
-    sharing_order,
-    visibility,
-)
+from jaxrl.data.rows.prefixes import Chain, chain_sums, chains, separate, sharing_order, visibility
 from jaxrl.data.support import pack_sets
 from jaxrl.types import Batch, TrainingSample
 

@@ -21,7 +21,7 @@ from typing import Any
 from jaxrl.config.choices import PAIR_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import (
+from jaxrl.data.chat.row_messages import (
     check_text_only,
     columns_of_prompt,
     prompt_of,

@@ -10,8 +10,8 @@ verl's schema                                   plain
   extra_info    optional, passed to the reward
 
 Both may be mixed (question + reward_model, prompt + label). The column `tools` has the tools that
-the chat template offers to the model (jaxrl/data/chat/messages.py). Rewards get an answer as it is
-in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
+the chat template offers to the model (jaxrl/data/chat/row_messages.py). Rewards get an answer as it
+is in the row: a string, a number, a list or a dict; without one, if no reward needs it, "".
 """
 
 import functools
@@ -25,14 +25,14 @@ from jaxrl.config.choices import PROMPT_COLUMNS, TRUTH_COLUMNS
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.dialects import ends_with_answer
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
-from jaxrl.data.chat.messages import (
+from jaxrl.data.chat.row_messages import (
     as_messages,
     check_text_only,
     columns_of_prompt,
     prompt_of,
     tools_of,
 )
-from jaxrl.data.items import ItemMaker, load_items
+from jaxrl.data.items import ItemMaker
 from jaxrl.data.sources import columns
 from jaxrl.data.sources.rows import SourceRow
 from jaxrl.data.usage import Reading, Usage
@@ -41,24 +41,6 @@ from jaxrl.types import Prompt
 
 _NOT_EXTRA = ("data_source", "extra_info", "tools")
 _IF_RENDERED = "If the prompts are already rendered, set data.rendered_prompts=True. "
-
-
-def load_prompts(
-    sources: Sequence[str],
-    *,
-    renderer: ChatRenderer,
-    data: DataConfig,
-    answer_for: str = "",
-    max_rows: int = 0,
-) -> list[Prompt]:
-    """All prompts of the sources in order, or those of `max_rows` evenly spaced rows.
-
-    A prompt's id is its row index over the concatenated sources, including dropped rows. Raises
-    ValueError for rows without the required columns, for an overlong prompt with both filtering
-    and truncation off, and if no prompt remains.
-    """
-    maker = prompt_maker(renderer, data, answer_for=answer_for)
-    return load_items(sources, maker, max_rows=max_rows)
 
 
 def prompt_maker(

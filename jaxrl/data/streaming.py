@@ -14,7 +14,7 @@ import grain
 from grain.experimental import FlatMapIterDataset, FlatMapTransform, WindowShuffleIterDataset
 
 from jaxrl.data.items import ItemMaker, no_items
-from jaxrl.data.sources.blocks import LazyRow, RowBlock, fingerprints, index_blocks
+from jaxrl.data.sources.row_blocks import LazyRow, RowBlock, fingerprints, index_blocks
 
 
 class ItemStream[T]:

@@ -49,9 +49,7 @@ def join(parts: Sequence[TokenSets], n: int) -> TokenSets:
     return TokenSets(counts, ids[: counts.sum()])
 
 
-def pack_sets(
-    located: Sequence[tuple[TokenSets | None, int]],
-) -> PackedSets | None:
+def pack_sets(located: Sequence[tuple[TokenSets | None, int]]) -> PackedSets | None:
     """The supports of responses whose first token is at the given index of a flat micro-batch.
 
     None if all are unrestricted.

@@ -190,21 +190,3 @@ class RequestEngine(Protocol):
     def take_stats(self) -> EngineStats:
         """Returns the counters since the last call and resets them."""
         ...
-
-
-@runtime_checkable
-class Engine(RequestEngine, Protocol):
-    """A generation engine. It keeps no reference to `params`: each call uses the ones it gets."""
-
-    def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
-        """Computes the KV of a prompt with an adapter.
-
-        The handle keeps its pages until `release_prefix`.
-        """
-        ...
-
-    def release_prefix(self, prefix: Prefix) -> None: ...
-
-    def insert(self, prefix: Prefix, request: Request) -> int:
-        """Starts a sequence from a prefix, which several sequences may share. Returns its slot."""
-        ...

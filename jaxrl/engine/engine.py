@@ -26,15 +26,15 @@ from jaxrl.engine.device.model_runner import COPIES_PER_CALL, Dispatch, ModelRun
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.replicas import ReplicaScheduler
 from jaxrl.engine.scheduler import DeviceWork, PageCopy, PrefillChunk, Scheduler, Sequence
-from jaxrl.models.cache import page_dtype
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kv_cache import page_dtype
 from jaxrl.runtime.compile_threads import CompileThreads, compile_in_threads
 from jaxrl.types import TokenSets, Tree
 from sharding import Rules, needs_trial_run
 
 
 class PagedEngine:
-    """Implements `api.Engine`.
+    """A `RequestEngine` on local devices, with prefixes that several sequences may share.
 
     Parameters come with every call and are neither kept nor copied. The KV cache stays in device
     memory from the first call to `release()`; page tables, queues and sequence state are on the
@@ -83,12 +83,14 @@ class PagedEngine:
         self._pending: set[Dispatch] = set()  # programs that dispatches must not use yet
         self._stats = EngineStats()
 
-    # Verbs of api.Engine
-
     def set_version(self, version: int) -> None:
         self.scheduler.set_version(version)
 
     def prefill(self, params: Tree, tokens: np.ndarray, adapter: int = 0) -> Prefix:
+        """Computes the KV of a prompt with an adapter.
+
+        The handle keeps its pages until `release_prefix`.
+        """
         prefix, plans = self.scheduler.prefill(tokens, adapter)
         self._prefill(params, plans)
         return prefix
@@ -97,6 +99,7 @@ class PagedEngine:
         self.scheduler.release_prefix(prefix)
 
     def insert(self, prefix: Prefix, request: Request) -> int:
+        """Starts a sequence from a prefix. Returns its slot."""
         self._check_request(request)
         slot, plans = self.scheduler.insert(prefix, request)
         self._copy([plan.copies for plan in plans])
@@ -229,19 +232,12 @@ class PagedEngine:
         if self._scheduler is None:
             # The same number after every release: programs are compiled for it.
             self._n_pages = self._n_pages or self.pool.n_pages(
-                self.rollout,
-                max_len=self.max_len,
-                max_pages_per_seq=self.shapes.max_pages_per_seq,
+                self.rollout, max_len=self.max_len, max_pages_per_seq=self.shapes.max_pages_per_seq
             )
             self._scheduler = ReplicaScheduler(
                 [self._new_scheduler(self._n_pages) for _ in range(self.pool.n_replicas)]
             )
         return self._scheduler
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the pools of all replicas."""
-        return self.pool.n_replicas * self.scheduler.pool.n_pages * self.pool.page_bytes
 
     def _new_scheduler(self, n_pages: int) -> Scheduler:
         rollout = self.rollout

@@ -99,9 +99,6 @@ class PagePool:
         """Number of pages that `n_tokens` tokens occupy."""
         return -(-n_tokens // self.page_len)
 
-    def ref_count(self, page: int) -> int:
-        return self._ref_counts[page]
-
     def allocate(self, n: int) -> list[int]:
         """Returns `n` pages with one reference each, evicting cached pages if needed.
 

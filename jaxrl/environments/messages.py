@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxrl.environments.api import Turn
 from jaxrl.json_text import Message
-from jaxrl.rewards.messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import MAX_SCORE
 from jaxrl.subprocesses.channel import ProtocolError, is_text
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 
 
 def write_turn(turn: Turn) -> dict[str, Any]:

@@ -186,10 +186,11 @@ class EnvironmentPool:
             except WorkerFailed as error:
                 reason = str(error)
                 self._server.kill()
+        headline, newline, frames = reason.partition("\n")
         raise ChildProcessError(
             f"the process that starts episodes failed {MAX_START_FAILURES} times in a row "
-            f"({reason}); look for changed files and for memory or process limits, then resume "
-            "the run"
+            f"({headline}); look for changed files and for memory or process limits, then resume "
+            f"the run{newline}{frames}"
         )
 
     def _request_fork(self, theirs: socket.socket) -> int:

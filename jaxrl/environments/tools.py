@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl.config.user_code import exception_text
 from jaxrl.environments.api import (
     Environment,
     StepLimits,
@@ -22,7 +23,6 @@ from jaxrl.environments.api import (
     ToolResult,
 )
 from jaxrl.json_text import Message
-from jaxrl.subprocesses.process import error_text
 from jaxrl.tool_calls.calls import MalformedCall, ParsedTurn, ToolCall
 from jaxrl.tool_calls.functions import function_schema
 from jaxrl.tool_calls.schema import arguments_error, check_tool
@@ -132,7 +132,7 @@ def _run(
             "tool_timeouts", f"{attempt.name} took more than {timeout_s:g} s and was stopped"
         ) from error
     except BaseException as error:  # the user's code may raise anything, SystemExit too
-        raise _NotRun("tool_errors", error_text(error)) from error
+        raise _NotRun("tool_errors", exception_text(error)) from error
     return result if isinstance(result, ToolResult) else ToolResult(result)
 
 

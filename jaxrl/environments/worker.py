@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, SupportsFloat
 
 from jaxrl.config.plugins import load_plugin
+from jaxrl.config.user_code import error_text, exception_text, user_frames
 from jaxrl.environments.agent import AgentProgram
 from jaxrl.environments.api import (
     AGENT_KEY,
@@ -28,11 +29,11 @@ from jaxrl.environments.api import (
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
 from jaxrl.json_text import Message
-from jaxrl.rewards.messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import MAX_SCORE
 from jaxrl.subprocesses.channel import WorkerChannel
-from jaxrl.subprocesses.process import connect, error_text, time_limit
+from jaxrl.subprocesses.process import connect, time_limit
 from jaxrl.tool_calls.calls import ParsedTurn
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 
 RunProgram = Callable[[WorkerChannel], NoReturn]
 
@@ -50,7 +51,8 @@ def main(fd: int) -> None:
         try:
             run, tools = load_program(key, spec, limits)
         except BaseException as error:
-            channel.send({"error": str(error) or type(error).__name__})
+            text = str(error) if isinstance(error, ValueError) else error_text(error)
+            channel.send({"error": text})
             return
         sys.stdout.flush()  # otherwise every episode would print the buffered output
         channel.send({"tools": tools})
@@ -111,8 +113,8 @@ def check_factory(factory: EnvironmentFactory, name: str) -> list[dict[str, Any]
         return offered_schemas(environment_tools(factory()), [])
     except Exception as error:
         raise ValueError(
-            f"{KEY} {name!r} cannot be created ({type(error).__name__}: {error}); change its "
-            "options"
+            f"{KEY} {name!r} cannot be created ({exception_text(error)}); change its "
+            f"options{user_frames(error)}"
         ) from error
 
 

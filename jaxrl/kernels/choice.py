@@ -28,26 +28,19 @@ def choose(
     name: str | None,
     *,
     implementations: Implementations,
-    planned: Mapping[str, str],
     defaults: Mapping[str, tuple[str, str]],
 ) -> Callable:
     """The entry of `implementations` called `name`; None and "auto" select the backend's default.
 
-    `key` is the config key that sets the name. `planned` describes the implementations that do not
-    exist yet. `defaults` holds each backend's name and the reason for it. Raises ValueError for an
-    unknown name and NotImplementedError for a planned one.
+    `key` is the config key that sets the name. `defaults` holds each backend's name and the reason
+    for it. Raises ValueError for an unknown name.
     """
     if name is None or name == "auto":
         backend = target_platform()
         name, reason = defaults[backend]
         _log_choice(key, name, backend, reason)
-    if name in planned:
-        raise NotImplementedError(
-            f"{key}={name!r} ({planned[name]}) is not built yet; set it to 'auto' or one of "
-            f"{', '.join(implementations)}"
-        )
     if name not in implementations:
-        known = ", ".join(["auto", *implementations, *planned])
+        known = ", ".join(["auto", *implementations])
         raise ValueError(f"{key}={name!r} is not known; set one of {known}")
     found = implementations[name]
     return pkgutil.resolve_name(found) if isinstance(found, str) else found

@@ -53,10 +53,7 @@ def shard_paged_attention(
     heads, rows = rules.spec("batch", None, "heads", None), rules.spec("batch", None)
     pool = rules.spec(None, "kv_heads")
     local = jax.shard_map(
-        attend,
-        in_specs=(heads, pool, pool, rows, rows, jax.P()),
-        out_specs=heads,
-        check_vma=False,
+        attend, in_specs=(heads, pool, pool, rows, rows, jax.P()), out_specs=heads, check_vma=False
     )
     q, window = jax.reshard(q, heads), jax.reshard(jnp.asarray(window, jnp.int32), jax.P())
     table, positions = jax.reshard(page_table, rows), jax.reshard(positions, rows)

@@ -129,8 +129,5 @@ def for_platform(
         layers = "stacked" if scanned or parse_remat(cfg.learner.remat).offloads else "list"
     heads = ("vocab", "score") if cfg.critic.shared else ("vocab",)
     return jnp.dtype(dtype), dataclasses.replace(
-        decoder,
-        heads=heads,
-        stacked=layers == "stacked",
-        grouped_matmul=cfg.model.grouped_matmul,
+        decoder, heads=heads, stacked=layers == "stacked", grouped_matmul=cfg.model.grouped_matmul
     )

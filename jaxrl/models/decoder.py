@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.config.remat import parse_remat
 from jaxrl.kernels.matmul import matmul
-from jaxrl.models.cache import KVCache
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.layers.experts import ExpertMatrix
 from jaxrl.models.layers.linear import Linear, MakeParam, apply_linears, make_spec
 from jaxrl.models.layers.mlp import MLP
@@ -50,21 +50,12 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; the caller passes the attention kernel."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        options: Any = dict(lora=cfg.lora, base_dtype=cfg.base_dtype)
+
         def project(name: str, letter: str, heads: int, axis: str) -> Linear:
             eq = f"BTD,{letter}HD->BT{letter}H"
             shape, axes = (heads, cfg.H, cfg.D), (axis, None, "w_embed")
-            hf_shape = (heads * cfg.H, cfg.D)
-            return Linear(
-                make,
-                name,
-                eq,
-                shape,
-                axes,
-                hf_shape=hf_shape,
-                bias=cfg.qkv_bias,
-                lora=cfg.lora,
-                base_dtype=cfg.base_dtype,
-            )
+            return Linear(make, name, eq, shape, axes, bias=cfg.qkv_bias, **options)
 
         self.q = project("self_attn.q_proj", "N", cfg.N, "heads")
         self.k = project("self_attn.k_proj", "K", cfg.K, "kv_heads")
@@ -75,10 +66,8 @@ class Attention(nnx.Module):
             "BTNH,DNH->BTD",
             (cfg.D, cfg.N, cfg.H),
             ("w_embed", "heads", None),
-            hf_shape=(cfg.D, cfg.N * cfg.H),
             bias=cfg.o_bias,
-            lora=cfg.lora,
-            base_dtype=cfg.base_dtype,
+            **options,
         )
 
         def norm(name: str) -> RMSNorm | None:

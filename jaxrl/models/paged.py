@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.paged_attention import paged_attention, write_pages
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Attend, Decoder
+from jaxrl.models.kv_cache import KVCache
 from sharding import Rules
 
 DECODE_SCOPE = "decode_rows"  # named scope of decode attention, by which the planner finds it

@@ -8,11 +8,12 @@ import jax
 from jaxrl.config.keys import RunConfig
 from jaxrl.layout import split_devices
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.plan import Plan, assemble_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text, format_bytes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from sharding import target_platform
 
 

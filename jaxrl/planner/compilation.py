@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.kernels.attention.blocks import BLOCK
+from jaxrl.kernels.attention.online_softmax import BLOCK
 from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk

@@ -11,8 +11,8 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.learner.requirements import full_kl_in_loss
 from jaxrl.learner.xla import WITH_SPARSE_CORES
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.chips import CHIPS, DEVICE_KINDS, Chip
 from jaxrl.planner.sizes import CandidateSettings, Job, Sizes, model_sizes
-from jaxrl.planner.topology import CHIPS, DEVICE_KINDS, Chip
 
 # Of the products of a forward pass, in backward; other policies recompute whole layers.
 RECOMPUTED_FRACTION = {"mlp": 0.15, "dots": 0.02, "none": 0.0}

@@ -11,13 +11,14 @@ from jaxrl.config.keys import RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.mesh_check import check_mesh
+from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
 from jaxrl.planner.offload import IDLE_STATE, n_transfers, state_before_offload
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
 from jaxrl.planner.rollout_devices import n_copies, sides
-from jaxrl.planner.topology import Chip, Topology
+from jaxrl.planner.topology import Topology
 from sharding import make_mesh
 
 PHASES = {

@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program
 from jaxrl.planner.pipeline import PipelinePlan
 from jaxrl.planner.plan import Plan, roofline, serial
 from jaxrl.planner.search import Candidate
-from jaxrl.planner.topology import Chip
 
 WIDTH = 190
 SHORT = {

@@ -13,9 +13,9 @@ from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.learner.optimizer import Optimizer, make_optimizer
 from jaxrl.learner.requirements import needs_old_logp, needs_ref, needs_ref_logp, shares_base
 from jaxrl.learner.state import init_opt_state
-from jaxrl.models.cache import page_bytes
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.kv_cache import page_bytes
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params, is_spec, map_specs
 from jaxrl.planner.programs import Lengths, OfflineWorkload

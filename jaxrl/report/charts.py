@@ -73,11 +73,7 @@ def rl_charts(record: Record) -> list[Chart]:
     per_source = [n for n in record.series if n.startswith("val/") and n.count("/") == 2]
     per_source = [n for n in per_source if n.endswith("/reward")]
     return [
-        Chart(
-            "Reward",
-            "mean over samples",
-            {"reward/mean": "reward"} | legend(parts, "reward/"),
-        ),
+        Chart("Reward", "mean over samples", {"reward/mean": "reward"} | legend(parts, "reward/")),
         Chart(
             "Validation accuracy",
             "held-out prompts",

@@ -26,15 +26,7 @@ MAX_NAME_CHARS = 300
 MAX_VALUE_CHARS = 10_000  # of a config value
 
 FIELDS = (
-    "step",
-    "kind",
-    "prompt_id",
-    "source",
-    "prompt",
-    "completion",
-    "answer",
-    "reward",
-    "finish",
+    *("step", "kind", "prompt_id", "source", "prompt", "completion", "answer", "reward", "finish"),
     "error",
 )
 MAX_PART_CHARS = 20_000  # of a part of a first sample

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.config.keys import RewardConfig
-from jaxrl.rewards.messages import RewardResult, late, read_results, read_signatures
 from jaxrl.rewards.signatures import CallSignature
+from jaxrl.rewards.worker_messages import RewardResult, late, read_results, read_signatures
 from jaxrl.subprocesses.channel import ProtocolError, wait
 from jaxrl.subprocesses.output import OutputLog
 from jaxrl.subprocesses.process import (
@@ -291,8 +291,10 @@ class CallRunner:
         if self._n_lost < MAX_START_FAILURES:
             return
         if not any(worker.ready for worker in self._workers):
+            headline, newline, frames = error.partition("\n")
             raise ChildProcessError(
-                f"reward workers could not be started {self._n_lost} times in a row ({error}); "
+                f"reward workers could not be started {self._n_lost} times in a row ({headline}); "
                 "look for changed files and for memory or process limits, then resume the run"
+                f"{newline}{frames}"
             )
         self._no_start_before = time.monotonic() + _RETRY_S

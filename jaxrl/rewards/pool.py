@@ -15,9 +15,9 @@ from jaxrl.config.keys import RewardConfig
 from jaxrl.rewards.arguments import batch_arguments, columns, missing_columns, single_arguments
 from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
-from jaxrl.rewards.messages import MAX_SCORE, RewardResult
 from jaxrl.rewards.sandbox.folder import remove_left
 from jaxrl.rewards.signatures import CallSignature
+from jaxrl.rewards.worker_messages import MAX_SCORE, RewardResult
 from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Prompt, Reward, Rollout
 

@@ -13,12 +13,13 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any, SupportsFloat
 
+from jaxrl.config.user_code import error_text
 from jaxrl.rewards.functions import load_reward, pool_option
-from jaxrl.rewards.messages import RewardResult, check_score, late
 from jaxrl.rewards.signatures import CallSignature, RewardFunction, read_signature
+from jaxrl.rewards.worker_messages import RewardResult, check_score, late
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.descendants import adopt_orphans, end_descendants, reap_orphans
-from jaxrl.subprocesses.process import connect, error_text, time_limit
+from jaxrl.subprocesses.process import connect, time_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LoadedReward:
 def main(fd: int) -> None:
     """Loads the functions, reports their signatures or the error, then answers calls.
 
-    Returns when the parent closes the socket. rewards/messages.py has the messages.
+    Returns when the parent closes the socket. rewards/worker_messages.py has the messages.
     """
     channel = connect(fd)
     adopt_orphans()
@@ -43,7 +44,8 @@ def main(fd: int) -> None:
         try:
             rewards = [load(spec, limit) for spec, limit in zip(specs, limits_s, strict=True)]
         except BaseException as error:
-            channel.send({"error": str(error) or type(error).__name__})
+            text = str(error) if isinstance(error, ValueError) else error_text(error)
+            channel.send({"error": text})
             return
         channel.send({"signatures": [reward.signature for reward in rewards]})
         with asyncio.Runner() as loop:  # one for all calls: clients of user code belong to a loop

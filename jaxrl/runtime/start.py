@@ -1,20 +1,38 @@
 """The start of a program, before the imports that take seconds. Imports nothing heavy itself."""
 
 import gc
+import importlib.util
 import os
+from pathlib import Path
 
+import jaxrl
 from jaxrl.ending import end_on_signals
 
 
-def begin_loading() -> None:
-    """Says that the program loads, and pauses garbage collection until `end_loading`.
+def begin_program() -> None:
+    """From now on SIGINT and SIGTERM end the program (`end_on_signals`).
 
-    From now on SIGINT and SIGTERM end the program (`end_on_signals`).
+    Exits with a message if Python finds another module as `sharding`: it searches the working
+    directory first.
+    """
+    end_on_signals()
+    found, ours = importlib.util.find_spec("sharding"), Path(jaxrl.__path__[0]).parent / "sharding"
+    file = Path(found.origin) if found and found.origin else ours
+    other = file.parent if file.name == "__init__.py" else file
+    if not other.samefile(ours):
+        raise SystemExit(
+            f"error: {other} hides jaxrl's package sharding, because Python searches its folder "
+            "first; rename it, or start the program in another folder"
+        )
+
+
+def begin_loading() -> None:
+    """`begin_program` with a line that it loads; pauses garbage collection until `end_loading`.
 
     Almost all objects that imports and tracing allocate are kept, and every full collection visits
     all of them: it would take 3 of 18 s of the start of a run with a full compilation cache.
     """
-    end_on_signals()
+    begin_program()
     print("jaxrl: loading", flush=True)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     gc.disable()

@@ -13,11 +13,12 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-if __name__ == "__main__":
-    from jaxrl.runtime.start import begin_loading
-    from jaxrl.serve.interrupt import begin_interrupts
+from jaxrl.config.keys import RunConfig
+from jaxrl.runtime.start import begin_loading, end_loading
+from jaxrl.serve.options import KEY_VARIABLE, read
 
-    begin_interrupts()
+if __name__ == "__main__":  # answers a mistyped argument before the imports that take seconds
+    OPTIONS, CONFIG = read(sys.argv[1:])
     begin_loading()
 
 try:
@@ -28,20 +29,16 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from jaxrl.checkpoint.errors import CheckpointError
-from jaxrl.config.keys import RunConfig
 from jaxrl.ending import default_on_signals
 from jaxrl.engine.device.batches import MAX_STOP_IDS
 from jaxrl.http.body import BodyReader
 from jaxrl.http.connection import ConnectionLimits, HttpServer
-from jaxrl.runtime.start import end_loading
 from jaxrl.serve.app import ServerState
 from jaxrl.serve.checkpoint_watcher import CheckpointWatcher, first_step
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
-from jaxrl.serve.interrupt import end_interrupts
 from jaxrl.serve.metrics import ServerMetrics
 from jaxrl.serve.model import Model, open_model
-from jaxrl.serve.options import KEY_VARIABLE, read
 from jaxrl.serve.requests.prompt import ServerLimits, longest_token
 from jaxrl.serve.structured.grammar import grammar_compiler
 from jaxrl.serve.structured.tools import known_format
@@ -51,8 +48,8 @@ from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
 WRITERS = 2  # threads that detokenize and format responses
 
 
-def main(argv: list[str] | None = None) -> int:
-    options, run = read(sys.argv[1:] if argv is None else argv)
+def serve(options: argparse.Namespace, run: RunConfig) -> int:
+    """Serves until Ctrl-C. Exit status: 0 stopped, 1 after an error with a message."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("jaxrl.serve").setLevel(logging.INFO)
     try:
@@ -61,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
             with explain_out_of_memory(None, None):
                 web = server(open_service(options, run), options)
             end_loading()
-            end_interrupts()
             gc.freeze()  # a full collection of jax's objects would stop all threads
             names = ", ".join((options.name, *options.adapters))
             default_on_signals()  # uvicorn handles them, and raises them again after its shutdown
@@ -177,4 +173,4 @@ def server(service: ServerState, options: argparse.Namespace) -> HttpServer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(OPTIONS, CONFIG))

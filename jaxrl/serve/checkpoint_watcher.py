@@ -10,7 +10,7 @@ import jax
 
 from jaxrl.checkpoint.checkpointer import complete_steps
 from jaxrl.checkpoint.errors import CheckpointError, OrbaxLogFilter
-from jaxrl.checkpoint.weights import read_weights
+from jaxrl.checkpoint.saved_arrays import read_weights
 from jaxrl.layout import Layout
 from jaxrl.models.decoder import Decoder, with_heads
 from jaxrl.models.layers.linear import Linear

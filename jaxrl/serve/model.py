@@ -14,11 +14,7 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import Layout, rollout_layout
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.files.adapter import (
-    check_base_copies,
-    load_with_adapters,
-    warn_of_other_base,
-)
+from jaxrl.models.files.adapter import check_base_copies, load_with_adapters, warn_of_other_base
 from jaxrl.models.files.adapter_stack import stack_adapters
 from jaxrl.models.files.hf_load import model_config
 from jaxrl.models.files.source import resolve_model
@@ -29,8 +25,8 @@ from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.devices import set_compilation_cache
 from jaxrl.trainer.setup.engines import make_engine
+from jaxrl.trainer.setup.session import set_compilation_cache
 from jaxrl.types import Tree
 from sharding import make_mesh
 

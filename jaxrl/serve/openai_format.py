@@ -1,11 +1,10 @@
 """Formats responses as OpenAI's API does: full bodies and the chunks of a stream."""
 
-import secrets
-import time
 from collections.abc import Iterator
 
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
+from jaxrl.http.openai import response_head, usage
 from jaxrl.http.replies import END_OF_EVENTS, event
 from jaxrl.json_text import Json
 from jaxrl.serve.choice import Choice, Delta, TopLogprobs, text_offsets
@@ -23,12 +22,8 @@ class ResponseFormatter:
         self._tokens = tokens
         tools = self._request.tools
         self._outputs = [ToolOutput(tools) for _ in response.choices] if tools else []
-        self._head = {
-            "id": f"{'chatcmpl' if self._request.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if self._request.chat else "text_completion",
-            "created": int(time.time()),
-            "model": self._request.model,
-        }
+        kind = "chat.completion" if self._request.chat else "text_completion"
+        self._head = response_head(kind, self._request.model)
 
     def full(self) -> Iterator[str]:
         """The body of a response whose choices have all ended, as JSON: a part per choice."""
@@ -108,12 +103,7 @@ class ResponseFormatter:
         return self._chunk([]) | {"usage": self.usage()}
 
     def usage(self) -> Json:
-        n_prompt, n_response = self._request.n_prompt_tokens, self._response.n_tokens
-        return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n_response,
-            "total_tokens": n_prompt + n_response,
-        }
+        return usage(self._request.n_prompt_tokens, self._response.n_tokens)
 
     def _choice_chunk(self, choice: Choice, fields: Json) -> Json:
         body = {"index": choice.index, "logprobs": None, "finish_reason": None} | fields

@@ -10,9 +10,9 @@ from jaxrl.config.checks.data import data_errors
 from jaxrl.config.command_line import override, read_args, stop
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, raise_errors
+from jaxrl.config.saved import read_run_config
 from jaxrl.config.schema import build, to_dict
 from jaxrl.tool_calls.formats import FORMATS
-from jaxrl.trainer.setup.folder import read_run_config
 
 DESCRIPTION = """Serve one model over an OpenAI-compatible HTTP API.
 
@@ -158,11 +158,7 @@ def arguments() -> argparse.ArgumentParser:
         help=f"API key that clients must send (default: environment variable {KEY_VARIABLE}; "
         "empty = no key required)",
     )
-    add(
-        "--no-api-key",
-        action="store_true",
-        help="allow other machines without an API key",
-    )
+    add("--no-api-key", action="store_true", help="allow other machines without an API key")
     add(
         "--tool-format",
         default="auto",

@@ -5,11 +5,15 @@ from typing import Any
 
 from jaxrl.config.schema import key
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.http.openai import read_object
 from jaxrl.serve.requests.fields import ModelFields, read_fields
 from jaxrl.serve.requests.prompt import ServerLimits, encode_text, is_id
-from jaxrl.serve.requests.request import read_messages, render_messages, with_template_arguments
+from jaxrl.serve.requests.request import (
+    messages_in_context,
+    render_messages,
+    with_template_arguments,
+)
 from jaxrl.serve.structured.tools import check_tools
 
 
@@ -30,12 +34,12 @@ class DetokenizeFields(ModelFields):
 
 def tokenize(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> dict[str, Any]:
     """The tokens of a prompt or of messages. Raises RequestError if the body is invalid."""
-    body = parse_json(raw, max_values=limits.max_values)
+    body = read_object(raw, max_values=limits.max_values)
     fields, present = read_fields(TokenizeFields, body, limits.model_names)
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise RequestError(400, "send either prompt or messages", param="prompt")
     if (text := body.get("prompt")) is None:
-        messages = read_messages(body, limits)
+        messages = messages_in_context(body, limits)
         text = render_messages(
             messages,
             with_template_arguments(body, renderer),
@@ -57,7 +61,7 @@ def tokenize(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> dict[s
 
 def detokenize(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> dict[str, Any]:
     """The text of tokens, special ones included. Raises RequestError if the body is invalid."""
-    body = parse_json(raw, max_values=limits.max_values)
+    body = read_object(raw, max_values=limits.max_values)
     read_fields(DetokenizeFields, body, limits.model_names)
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not all(is_id(t) and 0 <= t < limits.vocab for t in tokens):

@@ -1,6 +1,6 @@
 """Worker processes: user code (rewards, environments) runs outside the training process.
 
-`WorkerProcess` is for the parent. `connect`, `time_limit` and `error_text` are for the worker.
+`WorkerProcess` is for the parent. `connect` and `time_limit` are for the worker.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ START_TIMEOUT_S = 120.0  # covers the imports of the user's code
 MAX_START_FAILURES = 3  # in a row
 _REAP_S = 1.0  # a process that closed its socket usually ends within this time
 _GRACE_S = 5.0  # added in the worker: the parent's limit fires first, unless the parent is gone
-_MAX_ERROR_CHARS = 500
 _MARK = "JAXRL_WORKER"  # in the environment of a worker and of what it starts
 _ENV = {
     # user code must not take the accelerator or the cores that the run uses
@@ -128,12 +127,3 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def error_text(error: BaseException) -> str:
-    """Type and message of an exception, shortened for logs."""
-    try:
-        message = str(error)
-    except Exception:  # the user's class
-        message = "its message cannot be shown"
-    return f"{type(error).__name__}: {message}"[:_MAX_ERROR_CHARS]

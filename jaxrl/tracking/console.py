@@ -159,7 +159,11 @@ def sample_panel(step: int, record: dict[str, Any], width: int) -> Panel:
         "\n",
         (printable(record.get("completion", "")), "green" if good else "yellow"),
     )
-    error = f"  error: {printable(record['error'], 120)}" if record.get("error") else ""
+    error = (
+        f"  error: {printable(record['error'].partition(chr(10))[0], 120)}"
+        if record.get("error")
+        else ""
+    )
     answer = printable(str(record.get("answer", "")), 120)
     title = f"{record.get('kind', 'train')} sample, step {step}"
     reward = compact(record.get("reward", 0.0))

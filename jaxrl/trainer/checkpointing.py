@@ -12,31 +12,31 @@ from jaxrl.models.files.adapter import save_adapter
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.export import classifier_settings, language_model_settings
 from jaxrl.trainer.phases.update import NonFiniteError
-from jaxrl.trainer.run import Core
 from jaxrl.types import TrainState
 from sharding import hosts
 
 
 def save(core: Core) -> None:
     """Starts an asynchronous checkpoint of all state that the next step depends on."""
-    core.check_lock()
+    core.session.check_lock()
     host = {
-        "step": core.step,
+        "step": core.clock.step,
         "iterator": core.position,
         "contents": core.contents,
         "coefs": dataclasses.asdict(core.coefs),
         "reward_scale": dataclasses.asdict(core.reward_scale),
-        "validated_at": core.validated_at,
-        "val_metrics": core.val_metrics,
+        "validated_at": core.clock.validated_at,
+        "val_metrics": core.clock.val_metrics,
     }
     if core.in_flight is not None:
         host["in_flight"] = core.in_flight()
-    metrics = core.val_metrics if core.validated_at == core.step else {}
-    with core.timed("save_checkpoint"):
-        core.checkpoints.save(core.step, saved_state(core), host, metrics)
-    core.saved_at = core.step
+    metrics = core.clock.val_metrics if core.clock.validated_at == core.clock.step else {}
+    with core.clock.timed("save_checkpoint"):
+        core.checkpoints.save(core.clock.step, saved_state(core), host, metrics)
+    core.clock.saved_at = core.clock.step
 
 
 def saved_state(core: Core) -> TrainState:
@@ -45,7 +45,7 @@ def saved_state(core: Core) -> TrainState:
     Frozen parameters are left out: a resumed run reads them from the model's folder.
     """
     ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
-    critic = None if core.critic is None else checkpoint_state(core.critic.state)
+    critic = None if core.learner.critic is None else checkpoint_state(core.learner.critic.state)
     return dataclasses.replace(checkpoint_state(core.state), ref=ref, critic=critic)
 
 
@@ -57,24 +57,26 @@ def save_after_error(core: Core, error: Exception) -> None:
     """
     agreed = hosts.n_processes() == 1 or isinstance(error, hosts.AgreedError | NonFiniteError)
     cannot_save = isinstance(error, CheckpointError | FolderLockError)
-    if not core.step_restartable or not agreed or cannot_save:
+    if not core.clock.step_restartable or not agreed or cannot_save:
         return
     try:
         save(core)
         report_saved(core, "the run stops with an error")
     except Exception as failure:
-        core.progress.status(f"the last complete step could not be saved: {one_line(failure)}")
+        core.session.progress.status(
+            f"the last complete step could not be saved: {one_line(failure)}"
+        )
 
 
 def report_saved(core: Core, reason: str) -> None:
     """Waits for the checkpoint and prints the command that resumes the run."""
     core.checkpoints.wait()
-    core.progress.status(
-        f"{reason}: saved after step {core.step} of {core.total_steps}. To resume:\n"
+    core.session.progress.status(
+        f"{reason}: saved after step {core.clock.step} of {core.clock.total_steps}. To resume:\n"
         f"  {resume_command()}"
     )
     if hosts.is_main_process():
-        write_report(core.folder)
+        write_report(core.cfg.run_path)
 
 
 def finish(core: Core) -> None:
@@ -83,7 +85,7 @@ def finish(core: Core) -> None:
     if core.cfg.checkpoint.export_hf:
         export(core)
     if hosts.is_main_process():
-        core.progress.status(f"report in {write_report(core.folder)}")
+        core.session.progress.status(f"report in {write_report(core.cfg.run_path)}")
 
 
 def export(core: Core) -> None:
@@ -92,36 +94,36 @@ def export(core: Core) -> None:
     The policy is exported as a causal language model; a critic or reward model as a sequence
     classifier. Adapters are merged into these models, and exported by themselves to adapter/.
     """
-    params, critic = core.state.params, core.critic
+    params, critic = core.state.params, core.learner.critic
     has_logits = "vocab" in params.cfg.heads
     heads = ("vocab",) if has_logits else params.cfg.heads
     write = save_language_model if has_logits else save_classifier
-    write(core, core.folder / "hf", with_heads(params, heads), core.model_folder)
-    core.progress.status(f"Hugging Face export in {core.folder / 'hf'}")
+    write(core, core.cfg.run_path / "hf", with_heads(params, heads), core.models.folders.policy)
+    core.session.progress.status(f"Hugging Face export in {core.cfg.run_path / 'hf'}")
     if params.cfg.lora is not None:
-        save_adapter(core.folder / "adapter", params, base=core.cfg.model.path)
-        core.progress.status(f"adapter in PEFT's format in {core.folder / 'adapter'}")
+        save_adapter(core.cfg.run_path / "adapter", params, base=core.cfg.model.path)
+        core.session.progress.status(f"adapter in PEFT's format in {core.cfg.run_path / 'adapter'}")
     if core.cfg.learner.ema:
         average = with_heads(averaged(core.state), heads)
-        write(core, core.folder / "hf_ema", average, core.model_folder)
-        core.progress.status(f"averaged weights in {core.folder / 'hf_ema'}")
+        write(core, core.cfg.run_path / "hf_ema", average, core.models.folders.policy)
+        core.session.progress.status(f"averaged weights in {core.cfg.run_path / 'hf_ema'}")
     if critic is not None:
         with critic.scorer.layout.on_mesh():
-            save_classifier(core, core.folder / "hf_critic", critic.params, critic.folder)
-    elif core.value_scorer is not None and has_logits:
+            save_classifier(core, core.cfg.run_path / "hf_critic", critic.params, critic.folder)
+    elif core.learner.value_scorer is not None and has_logits:
         values = with_heads(params, ("score",))
-        save_classifier(core, core.folder / "hf_critic", values, core.model_folder)
+        save_classifier(core, core.cfg.run_path / "hf_critic", values, core.models.folders.policy)
 
 
 def save_language_model(core: Core, target: Path, params: Decoder, source: Path) -> None:
     """Writes a causal language model with the chat template and the stop tokens of the run."""
-    settings = language_model_settings(core.cfg, core.renderer, source)
+    settings = language_model_settings(core.cfg, core.models.renderer, source)
     save_model(target, params, source=source, settings=settings)
 
 
 def save_classifier(core: Core, target: Path, params: Decoder, source: Path) -> None:
     """Writes a sequence classifier with the run's chat template and a padding token."""
-    settings = classifier_settings(core.cfg, core.renderer, source)
+    settings = classifier_settings(core.cfg, core.models.renderer, source)
     save_model(target, params, source=source, settings=settings)
 
 

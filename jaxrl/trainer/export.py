@@ -14,6 +14,7 @@ from jaxrl.checkpoint.checkpointer import best_step, complete_steps
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.checkpoint.saved_arrays import SavedArrays
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.saved import read_run_config
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import padding_id, stop_ids
 from jaxrl.models.config import DecoderConfig
@@ -32,10 +33,8 @@ from jaxrl.models.files.source import resolve_model
 from jaxrl.models.lora import checkpoint_part, with_adapters
 from jaxrl.models.spec import ParamSpec, hf_names, is_spec
 from jaxrl.trainer.setup.data import make_renderer
-from jaxrl.trainer.setup.folder import read_run_config
 
 # policy: the model that the run trains, also a reward model; adapter: its adapter, in PEFT's format
-PARTS = ("policy", "critic", "ema", "adapter")
 MAX_SHOWN = 4  # differences in one error message
 
 
@@ -128,11 +127,12 @@ def _stored_adapter(
     for path, spec in specs_by_path(decoder).items():
         if path not in dtypes:
             continue
-        read_all = functools.cache(functools.partial(arrays.read, _name(prefix, path)))
+        saved = _name(prefix, path)
+        read_all = functools.cache(functools.partial(arrays.read, [saved]))
         for index, name in zip(np.ndindex(spec.stacked_shape), hf_names(spec), strict=True):
 
-            def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path]) -> np.ndarray:
-                return read_all()[index].reshape(spec.hf_shape).astype(dtype, copy=False)
+            def read(read_all=read_all, index=index, spec=spec, dtype=dtypes[path], saved=saved):
+                return read_all()[saved][index].reshape(spec.hf_shape).astype(dtype, copy=False)
 
             tensors[name] = Tensor(name, dtypes[path], spec.hf_shape, read)
     assert decoder.lora is not None

@@ -7,7 +7,7 @@ from jaxrl.data.preferences import Pair
 from jaxrl.tracking.console import MAX_CHARS
 from jaxrl.tracking.first_samples import with_brackets, write_first_samples
 from jaxrl.tracking.logger import warn
-from jaxrl.trainer.run import Core
+from jaxrl.trainer.core import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process
 
@@ -17,17 +17,17 @@ N_WRITTEN = 8  # sequences in first_samples.jsonl
 def show_first_samples(core: Core, items: Sequence[Rollout | Demonstration | Pair]) -> None:
     """Writes the first sequences of a new run to first_samples.jsonl and logs some of them.
 
-    No effect after the first step. A full disk does not end the run.
+    A full disk does not end the run.
     """
-    if core.step or not is_main_process():
+    if not is_main_process():
         return
     samples = [sample for item in items[:N_WRITTEN] for sample in _sequences(item)][:N_WRITTEN]
     parts = [
-        (s.prompt_id, core.renderer.learned_parts(s.prompt_tokens, s.tokens, s.loss_mask))
+        (s.prompt_id, core.models.renderer.learned_parts(s.prompt_tokens, s.tokens, s.loss_mask))
         for s in samples
     ]
     try:
-        write_first_samples(core.folder, parts)
+        write_first_samples(core.cfg.run_path, parts)
     except OSError as error:
         warn("the first samples cannot be written; the run continues", error)
     shown = parts[: core.cfg.log.samples] if core.cfg.log.samples_every else []

@@ -8,10 +8,10 @@ from jaxrl.runtime.compile_watch import RecompileError
 from jaxrl.runtime.multihost import print_error
 from jaxrl.runtime.signals import Interrupted, stop_on_signals
 from jaxrl.trainer.checkpointing import finish, report_saved, save, save_after_error
+from jaxrl.trainer.core import HasCore
 from jaxrl.trainer.memory import OutOfMemoryError
 from jaxrl.trainer.phases.update import NonFiniteError
 from jaxrl.trainer.profile import traced_step
-from jaxrl.trainer.run import HasCore
 from sharding import hosts
 
 USER_ERRORS = (
@@ -31,7 +31,7 @@ def run_to_end[R: HasCore](
 
     If a step or a validation raises, the last complete step is saved before the error leaves here.
     """
-    with stop_on_signals(run.core.stop):
+    with stop_on_signals(run.core.session.stop):
         try:
             run_steps(run, train_step, validate)
         except Interrupted as signal:
@@ -51,11 +51,11 @@ def run_steps[R: HasCore](
     """Runs all remaining steps, with the validations and checkpoints that are due."""
     core = run.core
     while True:
-        if core.validation_due:
+        if core.clock.validation_due:
             validate(run)
-        if core.save_due:
+        if core.clock.save_due:
             save(core)
-        if core.done:
+        if core.clock.done:
             break
         with traced_step(core):
             train_step(run)

@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl.config.keys import RewardConfig
 from jaxrl.data.packing import Packed, sequence_lens, shared_lens
 from jaxrl.models.flops import forward_flops
-from jaxrl.planner.topology import chip_of
-from jaxrl.trainer.phases.shaping import valid_samples
-from jaxrl.trainer.run import Core
+from jaxrl.planner.chips import chip_of
+from jaxrl.trainer.core import Core
+from jaxrl.trainer.phases.rewards import valid_samples
 from jaxrl.types import Rollout, ScoredRollout
 
 
@@ -102,14 +102,14 @@ def speed_metrics(core: Core, n_tokens: int, trained: Sequence[Packed]) -> dict[
 
     perf/mfu_actor is the model FLOPs of the updates divided by the peak FLOPs of the devices during
     time/update_actor_s; tokens of shared prefixes count once. It is logged only for chips with a
-    known peak rate (planner/topology.py).
+    known peak rate (planner/chips.py).
     Call it after the timed block "step".
 
     Args:
       n_tokens: tokens of the step's sequences.
       trained: the micro-batches of one epoch.
     """
-    seconds, n_devices = core.seconds, jax.device_count()
+    seconds, n_devices = core.clock.seconds, jax.device_count()
     rate = n_tokens / seconds["time/step_s"]
     metrics = {"perf/tokens_per_s": rate, "perf/tokens_per_s_per_device": rate / n_devices}
     chip = chip_of(jax.devices()[0].device_kind)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxrl.tracking.logger import warn
-from jaxrl.trainer.run import Core
+from jaxrl.trainer.core import Core
 from sharding import hosts
 
 
@@ -18,11 +18,11 @@ def traced_step(core: Core) -> Iterator[None]:
     the Python thread, named as in the report's chart of times. A trace that cannot be written is
     reported and does not stop the run.
     """
-    step = core.step + 1
+    step = core.clock.step + 1
     if step not in core.cfg.profile.steps:
         yield
         return
-    folder = core.folder / "profile" / f"step_{step}"
+    folder = core.cfg.run_path / "profile" / f"step_{step}"
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of Python functions would fill the trace
     perfetto = hosts.is_main_process()
@@ -36,9 +36,9 @@ def traced_step(core: Core) -> Iterator[None]:
 
 def stop_trace(core: Core, step: int) -> None:
     """Writes the trace and prints where it is."""
-    folder = core.folder / "profile" / f"step_{step}"
+    folder = core.cfg.run_path / "profile" / f"step_{step}"
     try:
-        with core.progress.waiting(f"writing the trace of step {step} to {folder}"):
+        with core.session.progress.waiting(f"writing the trace of step {step} to {folder}"):
             jax.profiler.stop_trace()
     except (OSError, RuntimeError) as error:
         warn(f"the trace of step {step} could not be written to {folder}", error)

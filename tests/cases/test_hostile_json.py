@@ -24,8 +24,8 @@ from jaxrl.runtime.folder_lock import UNKNOWN, read_lock
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import ToolUse
 from jaxrl.subprocesses.channel import Channel, ProtocolError, WorkerChannel
+from jaxrl.tool_calls.chat_message import as_message, parse_or_none
 from jaxrl.tool_calls.formats import FORMATS
-from jaxrl.tool_calls.messages import as_message, parse_or_none
 from jaxrl.tool_calls.parser import parse_turn
 from jaxrl.tracking.json_lines import parse_line
 from jaxrl.types import Prompt

@@ -21,12 +21,13 @@ from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import Decoder, decoder_specs
-from jaxrl.models.families import docs, entries
+from jaxrl.models.families import entries
 from jaxrl.models.families.gemma3 import IMAGE_ENTRIES
 from jaxrl.models.files.hf_config import FAMILIES, config_from_hf, config_to_hf
 from jaxrl.models.files.hf_load import load_model
 from jaxrl.models.files.tensor_shapes import expected_shapes
 from jaxrl.models.packed import forward_packed
+from scripts.pages import model_fields
 from scripts.seeded_weights import seeded_tensor, seeded_tokens
 from sharding import TRAIN
 from tests.marks import graded
@@ -161,8 +162,8 @@ def test_every_field_of_an_image_and_text_model_is_in_the_tables():
 
 def test_the_page_of_the_tables_is_up_to_date():
     page = (ROOT / "docs" / "reference" / "model_fields.md").read_text()
-    assert page == docs.markdown(), (
-        "run: python -m jaxrl.models.families.docs > docs/reference/model_fields.md"
+    assert page == model_fields.markdown(), (
+        "run: python -m scripts.pages.model_fields > docs/reference/model_fields.md"
     )
 
 

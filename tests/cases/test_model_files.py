@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-import jaxrl.models.files.gguf.cache as cache_module
+import jaxrl.models.files.gguf.conversion_cache as cache_module
 from jaxrl import convert
 from jaxrl.data import tokenizer_trial
 from jaxrl.data.tokenizer import load_tokenizer
@@ -222,7 +222,7 @@ def test_an_export_replaces_a_link_and_leaves_what_it_names(tmp_path):
 def test_f1_jaxrl_convert_keeps_the_head(tmp_path):
     folder = write_model(tmp_path / "model", LLAMA, tied=True)
     with pytest.warns(UserWarning, match="two separate tables"):
-        convert.main([str(folder), str(tmp_path / "out")])
+        convert.main(convert.read([str(folder), str(tmp_path / "out")]))
     assert not model_config(tmp_path / "out").tied
     np.testing.assert_array_equal(
         load_file(tmp_path / "out" / "model.safetensors")[HEAD], LLAMA[HEAD]

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from jaxrl.rewards.judge.blocks import last_program
+from jaxrl.rewards.judge.called_function import only_function
+from jaxrl.rewards.judge.code_blocks import last_program
 from jaxrl.rewards.judge.comparison import same_output, same_value
-from jaxrl.rewards.judge.functions import only_function
 from jaxrl.rewards.judge.tests import read_tests
 from jaxrl.rewards.sandbox import jail
 from jaxrl.rewards.verifiers.code import check_truth

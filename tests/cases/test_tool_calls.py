@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxrl.serve.structured.tool_output import ToolOutput
 from jaxrl.serve.structured.tools import ToolUse
+from jaxrl.tool_calls.chat_message import as_message
 from jaxrl.tool_calls.formats import FORMATS
-from jaxrl.tool_calls.messages import as_message
 from jaxrl.tool_calls.parser import ToolParser, parse_turn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -14,7 +14,6 @@ from jaxrl.data.sources.rows import SourceRow
 from jaxrl.environments.builtin.calculator import Calculator
 from jaxrl.environments.worker import checked_step
 from jaxrl.http.errors import RequestError
-from jaxrl.rewards.messages import check_score
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.truths import answers, check_truth
 from jaxrl.rewards.verifiers.answer_text import number_in_words, undecorated
@@ -25,9 +24,10 @@ from jaxrl.rewards.verifiers.ground_truth import as_text, read_expression, read_
 from jaxrl.rewards.verifiers.gsm8k import gsm8k
 from jaxrl.rewards.verifiers.last_number import last_number
 from jaxrl.rewards.verifiers.math import math
-from jaxrl.rewards.verifiers.numbers import find_numbers, last_number_of, same_number
+from jaxrl.rewards.verifiers.numbers import _NUMBER, _plain, _value, last_number_of, same_number
 from jaxrl.rewards.verifiers.reasoning_gym import extract
 from jaxrl.rewards.verifiers.remote import read_scores
+from jaxrl.rewards.worker_messages import check_score
 from jaxrl.rollout.agents.chat import parse_reward
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import report_truths, with_checked_truths
@@ -307,7 +307,9 @@ def test_the_last_complete_tags_count():
 def test_numbers_in_several_notations():
     text = r"2 \times 10^{3}, 3 x 10^4, -\frac{3}{4}, 2\frac12, 05/01/24, 5 thousand"
     found = ["2000", "30000", "-0.75", "2.5", "5", "1", "24", "5000"]
-    assert find_numbers(text) == [Decimal(number) for number in found]
+    assert [_value(match) for match in _NUMBER.finditer(_plain(text))] == [
+        Decimal(number) for number in found
+    ]
     assert last_number_of("none") is None
     assert read_number("1e999999999") == Decimal("1e999999999")
 

@@ -1,6 +1,6 @@
 """All pairs of names of the algorithm against a table written by hand, and the presets.
 
-Tests of jaxrl/config/preconditions.py, combinations.py and presets.py.
+Tests of jaxrl/config/preconditions.py, scripts/pages/combinations.py and presets.py.
 """
 
 import functools
@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl.config import resolve
 from jaxrl.config.choices import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KLS, POLICY_LOSSES
-from jaxrl.config.combinations import NAMES, PRINTED, outcome, outcomes
 from jaxrl.config.preconditions import PRECONDITIONS
-from jaxrl.config.presets import CORRECTION_PRESETS
+from scripts.pages.combinations import NAMES, PRINTED, outcome
+from scripts.pages.presets import CORRECTION_PRESETS
 from tests.config.runnable import runnable
 
 # Losses of one term per response, which cannot tell the tokens of a response apart.
@@ -51,12 +51,19 @@ WARNED = [
 ]
 
 
-OUTCOMES = functools.cache(outcomes)
+@functools.cache
+def outcomes() -> dict[tuple[tuple[str, str], tuple[str, str]], str]:
+    """The outcome of every pair of names of two keys, in the order of `NAMES`."""
+    return {
+        ((key, name), (other, value)): outcome({key: name, other: value})
+        for key, other in itertools.combinations(NAMES, 2)
+        for name, value in itertools.product(NAMES[key], NAMES[other])
+    }
 
 
 def expected() -> dict:
     """The outcome of every pair by the tables above."""
-    found = dict.fromkeys(OUTCOMES(), "accepted")
+    found = dict.fromkeys(outcomes(), "accepted")
     for result, table in (("warned", WARNED), ("refused", REFUSED)):
         for key, names, other, values in table:
             for a, b in itertools.product(names, values):
@@ -67,13 +74,13 @@ def expected() -> dict:
 
 def test_every_pair_of_names_is_accepted_warned_or_refused_as_written_by_hand():
     want = expected()
-    wrong = {pair: got for pair, got in OUTCOMES().items() if got != want[pair]}
+    wrong = {pair: got for pair, got in outcomes().items() if got != want[pair]}
     assert not wrong
     assert len(want) > 1000
 
 
 def test_every_pair_of_keys_with_an_exception_is_printed():
-    keys = {frozenset((a[0], b[0])) for (a, b), got in OUTCOMES().items() if got != "accepted"}
+    keys = {frozenset((a[0], b[0])) for (a, b), got in outcomes().items() if got != "accepted"}
     assert {frozenset(pair) for pair in PRINTED} - keys == set()
     assert keys - {frozenset(pair) for pair in PRINTED} == set()
 

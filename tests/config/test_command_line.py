@@ -1,5 +1,7 @@
-"""Tests of jaxrl/config/command_line.py and jaxrl/config/docs.py."""
+"""Tests of jaxrl/config/command_line.py and jaxrl/config/help.py."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from jaxrl.config.command_line import override, parse, read_args
 from jaxrl.config.schema import keys
 
 KEYS = keys(RunConfig)
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -154,18 +157,45 @@ def test_shipped_configs_load_next_to_a_package_of_the_user_with_their_name(tmp_
     assert done.stdout == "16\n", done.stderr
 
 
-@pytest.mark.parametrize("argument", ["--config.rollout.nn=3", "--config.help"])
-def test_the_command_line_of_training_programs_is_answered_before_jax_is_imported(argument):
+CONFIG = "--config=configs/quickstart.py"
+PROGRAMS = {
+    "train": [CONFIG],
+    "sft": [CONFIG],
+    "dpo": [CONFIG],
+    "reward_model": [CONFIG],
+    "evaluate": ["--model=somewhere"],
+    "serve": ["--model=somewhere"],
+    "plan": [CONFIG, "--topology=cpu:8"],
+    "launch": [CONFIG, "--num-hosts=2"],
+    "convert": ["somewhere", "elsewhere"],
+}
+
+
+@pytest.mark.parametrize("argument", ["--config.rollout.nn=3", "--nn=3", "--help"])
+def test_the_command_line_of_every_program_is_answered_before_jax_is_imported(argument):
     code = (
         "import contextlib, runpy, sys\n"
-        f"sys.argv = ['', '--config=configs/quickstart.py', {argument!r}]\n"
-        "for program in ('train', 'sft', 'dpo', 'reward_model'):\n"
+        f"for program, arguments in {PROGRAMS}.items():\n"
+        f"    sys.argv = [program, *arguments, {argument!r}]\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        runpy.run_module(f'jaxrl.{program}', run_name='__main__')\n"
-        "    assert 'jax' not in sys.modules and 'transformers' not in sys.modules, program\n"
+        "    assert not {'jax', 'numpy', 'transformers'} & sys.modules.keys(), program\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["sharding.py", "sharding/__init__.py"])
+def test_a_module_of_the_user_that_hides_ours_is_named(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    hidden = tmp_path / name.removesuffix("/__init__.py")
+    command = [sys.executable, "-m", "jaxrl.convert", "somewhere", "elsewhere"]
+    path = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {hidden} hides jaxrl's package sharding")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_help_of_the_planner_has_its_options_and_no_keys():

@@ -27,11 +27,12 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split
 from jaxrl.models.mesh_check import check_mesh
 from jaxrl.models.spec import abstract_params, count_params
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.search import estimate
 from jaxrl.planner.sizes import CandidateSettings, Job
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from jaxrl.rewards import functions
 from jaxrl.tool_calls import formats
 from jaxrl.tracking.loggers import make_loggers

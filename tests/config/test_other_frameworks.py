@@ -1,14 +1,14 @@
-"""Tests of jaxrl/config/other_frameworks.py and jaxrl/config/keys_page.py."""
+"""Tests of jaxrl/config/other_frameworks.py and scripts/pages/keys.py."""
 
 from pathlib import Path
 
 import pytest
 
-from jaxrl.config import keys_page
 from jaxrl.config.command_line import parse
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.other_frameworks import NOT_NEEDED, NOT_YET, answer, table
 from jaxrl.config.schema import keys, unknown_key
+from scripts.pages import keys as keys_page
 
 KEYS = keys(RunConfig)
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "keys.md"
@@ -25,7 +25,7 @@ def test_every_row_leads_to_keys_that_exist_or_says_why_not():
 def test_the_page_is_made_from_the_table():
     assert PAGE.read_text() == keys_page.markdown(), (
         "edit jaxrl/config/other_frameworks.tsv, then run "
-        "python -m jaxrl.config.keys_page > docs/reference/keys.md"
+        "python -m scripts.pages.keys > docs/reference/keys.md"
     )
 
 

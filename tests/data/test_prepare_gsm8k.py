@@ -8,7 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.prompts import load_prompts
+from jaxrl.data.items import load_items
+from jaxrl.data.prompts import prompt_maker
 from jaxrl.rewards.verifiers.gsm8k import gsm8k
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_gsm8k.py"
@@ -34,9 +35,8 @@ def test_gsm8k_becomes_prompts_in_verls_schema(tmp_path, renderer):
     table = pq.read_table(tmp_path / "out" / "test.parquet")
     expected = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
     assert table.column_names == expected
-    prompts = load_prompts(
-        [str(tmp_path / "out" / "train.parquet")], renderer=renderer, data=DataConfig()
-    )
+    maker = prompt_maker(renderer, DataConfig())
+    prompts = load_items([str(tmp_path / "out" / "train.parquet")], maker)
     assert [p.answer for p in prompts] == ["72", "1250"]
     assert {p.source for p in prompts} == {"openai/gsm8k"}
     assert prompts[0].messages[0]["content"].startswith("Clips in all? Let's think step by step")

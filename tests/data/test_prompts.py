@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/prompts.py, jaxrl/data/chat/messages.py and jaxrl/data/sources/files.py."""
+"""Tests of jaxrl/data: prompts.py, chat/row_messages.py and sources/files.py."""
 
 import json
 
@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl.config.keys import DataConfig
-from jaxrl.data.prompts import load_prompts
+from jaxrl.data.items import load_items
+from jaxrl.data.prompts import prompt_maker
 from jaxrl.data.sources.files import find_files
 
 VERL_ROW = {
@@ -42,13 +43,8 @@ def questions(prompts):
 @pytest.fixture
 def load(renderer):
     def load(*sources, max_rows=0, answer_for="math", **data):
-        return load_prompts(
-            sources,
-            renderer=renderer,
-            data=DataConfig(**data),
-            answer_for=answer_for,
-            max_rows=max_rows,
-        )
+        maker = prompt_maker(renderer, DataConfig(**data), answer_for=answer_for)
+        return load_items(sources, maker, max_rows=max_rows)
 
     return load
 

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/data/streaming.py and jaxrl/data/sources/blocks.py."""
+"""Tests of jaxrl/data/streaming.py and jaxrl/data/sources/row_blocks.py."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl.data.items import ItemMaker, load_items
-from jaxrl.data.sources.blocks import index_blocks
+from jaxrl.data.sources.row_blocks import index_blocks
 from jaxrl.data.streaming import ItemStream
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.kernels.quantized import Quantized, dequantize
-from jaxrl.models.cache import page_bytes
+from jaxrl.models.kv_cache import page_bytes
 from jaxrl.models.quantize import quantize_int8
 from sharding import make_mesh
 from tests.engine.engine_cases import (
@@ -131,4 +131,4 @@ def test_the_size_of_quantized_pages_includes_their_scales(llama):
     # keys and values, 2 layers, 2 heads, 64 tokens: 16 bytes and a float32
     assert page_bytes(cfg, 64, engine.pool.dtype) == 2 * 2 * 2 * 64 * (16 + 4)
     pool = engine.runner.allocated_cache()
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) == engine.pool_bytes == 5 * 10240
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) == 5 * 10240

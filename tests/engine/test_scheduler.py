@@ -88,7 +88,7 @@ def test_a_duplicate_page_is_released_for_the_cached_one():
     pool.add_prefix(np.arange(8, dtype=np.int32), first)
     other_end = np.array([0, 1, 2, 3, 9, 9, 9, 9], np.int32)
     assert pool.add_prefix(other_end, second) == [first[0], second[1]]
-    assert (pool.ref_count(first[0]), pool.ref_count(second[0]), pool.n_used) == (2, 0, 3)
+    assert (pool._ref_counts[first[0]], pool._ref_counts[second[0]], pool.n_used) == (2, 0, 3)
     assert cached_pages(pool, other_end) == [first[0], second[1]]
 
 

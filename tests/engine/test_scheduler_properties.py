@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
         for pages in [q.pages for q in self.s.running] + [p.pages for p in self.prefixes]:
             assert len(set(pages)) == len(pages)
             np.add.at(held, np.array(pages, int), 1)
-        assert [pool.ref_count(p) for p in range(pool.n_pages)] == held.tolist()
+        assert [pool._ref_counts[p] for p in range(pool.n_pages)] == held.tolist()
         assert pool.n_used == int((held > 0).sum())
         assert all(not q.pages for q in self.s.waiting)
         free = [*pool._empty, *pool._cached]
@@ -296,8 +296,8 @@ class Machine(RuleBasedStateMachine):
             for i in range(len(tokens)):
                 want = frozenset({self.version}), tuple(tokens[: i + 1])
                 assert self.device.read(path[1:], i) == want
-            if pool.ref_count(page):
-                assert all(pool.ref_count(p) for p in path[1:])
+            if pool._ref_counts[page]:
+                assert all(pool._ref_counts[p] for p in path[1:])
 
     def teardown(self):
         """Without new requests everything ends, and every page can be allocated again."""

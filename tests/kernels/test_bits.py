@@ -16,9 +16,9 @@ import pytest
 
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN, rsqrt
 from jaxrl.kernels.logprob import token_scores
-from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.spec import init_params

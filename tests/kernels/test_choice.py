@@ -18,7 +18,7 @@ assert "jax.experimental.pallas" not in sys.modules
 @pytest.mark.parametrize("module", [attention, paged_attention, ring_attention])
 def test_every_named_implementation_can_be_imported(module):
     for name in module.IMPLEMENTATIONS:
-        found = choose("key", name, implementations=module.IMPLEMENTATIONS, planned={}, defaults={})
+        found = choose("key", name, implementations=module.IMPLEMENTATIONS, defaults={})
         assert found.__name__.endswith(f"_{name}")
 
 

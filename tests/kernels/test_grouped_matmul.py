@@ -20,7 +20,7 @@ from jaxrl.kernels.grouped_matmul.tiles import (
     tile_of,
 )
 from jaxrl.kernels.grouped_matmul.triton import grouped_matmul_triton
-from jaxrl.planner.topology import ADA
+from jaxrl.planner.chips import ADA
 
 M, D, F, E = 100, 24, 40, 6
 GROUPS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.kernels.attention import attention
-from jaxrl.kernels.attention.blocks import combine
+from jaxrl.kernels.attention.online_softmax import combine
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.ring_attention import ring_attention
 from jaxrl.kernels.ring_attention.splash import ring_splash

@@ -1,6 +1,6 @@
 """The same numbers on every mesh, in both layer layouts, packed or paged, with any remat policy.
 
-Tests of jaxrl/models/decoder.py, paged.py, cache.py and layers/moe.py.
+Tests of jaxrl/models/decoder.py, paged.py, kv_cache.py and layers/moe.py.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.cache import init_cache
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.files.hf_load import load_model
+from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.types import Tree

@@ -6,9 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs
+from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.packed import forward_packed
 from jaxrl.models.paged import forward_paged
 from jaxrl.models.spec import init_params

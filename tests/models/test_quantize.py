@@ -86,8 +86,8 @@ def test_backward_keeps_no_copy_of_a_quantized_weight_in_the_dtype_of_activation
     # W [64, 128]: 32 KiB in float32, 8 KiB in int8, 4 KiB + scales in nf4
     x = jnp.ones((1, 4, 128))
     for kind, most in (("int8", 8192 + 4 * 64), ("nf4", 4096 + 4 * 2 * 64)):
-        sizes = dict(hf_shape=(64, 128), base_dtype=kind)
-        layer = Linear(make_spec(""), "up", "BTD,FD->BTF", (64, 128), ("ffw", "w_embed"), **sizes)
+        shape, axes = (64, 128), ("ffw", "w_embed")
+        layer = Linear(make_spec(""), "up", "BTD,FD->BTF", shape, axes, base_dtype=kind)
         layer = init_params(jax.random.key(0), layer, TRAIN, jnp.float32)
         _, backward = jax.vjp(lambda x, layer=layer: layer(x, TRAIN), x)
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if hasattr(leaf, "nbytes"))

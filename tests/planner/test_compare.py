@@ -2,11 +2,10 @@
 
 import json
 import pathlib
-import sys
 
 import pytest
 
-from jaxrl.plan import main
+from jaxrl.plan import main, read
 from jaxrl.planner.compare import comparison_text
 
 
@@ -43,10 +42,9 @@ def test_a_program_of_one_plan_only_is_shown():
         (["list.json", "list.json"], "is not a plan"),
     ],
 )
-def test_files_that_are_not_plans_are_rejected(files, message, tmp_path, monkeypatch):
+def test_files_that_are_not_plans_are_rejected(files, message, tmp_path):
     (tmp_path / "text.json").write_text("plan")
     (tmp_path / "list.json").write_text(json.dumps([1]))
     paths = [str(pathlib.Path(tmp_path / name)) for name in files]
-    monkeypatch.setattr(sys, "argv", ["plan", "--compare", *paths])
     with pytest.raises(SystemExit, match=message):
-        main()
+        main(read(["--compare", *paths]))

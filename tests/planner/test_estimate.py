@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import (
     estimate_memory,
     free_bytes,
@@ -18,7 +19,7 @@ from jaxrl.planner.search import (
     zero_levels,
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from tests.planner.tiny_job import GIB, LENGTHS, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 

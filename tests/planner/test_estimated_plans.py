@@ -9,11 +9,12 @@ import shlex
 import pytest
 
 from jaxrl.config.command_line import parse
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.estimate import estimate_memory, free_bytes, rollout_seconds, step_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.sizes import CandidateSettings, Job, model_sizes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 
 PLANS = pathlib.Path(__file__).parents[2] / "docs" / "plans"
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

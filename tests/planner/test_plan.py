@@ -24,12 +24,13 @@ from jaxrl.engine.api import Request
 from jaxrl.engine.pages import PagePool
 from jaxrl.engine.scheduler import Scheduler
 from jaxrl.layout import rollout_layout, worker_mesh
-from jaxrl.plan import main
 from jaxrl.planner import topology as topologies
+from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.offload import CRITIC_PROGRAMS
+from jaxrl.planner.options import read
 from jaxrl.planner.plan import (
     Plan,
     assemble_plan,
@@ -43,7 +44,7 @@ from jaxrl.planner.plan import (
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
 from jaxrl.planner.report import as_text
 from jaxrl.planner.rollout_devices import sides
-from jaxrl.planner.topology import CHIPS, Topology, chip_of, topology
+from jaxrl.planner.topology import Topology, topology
 from sharding import bytes_per_device, make_mesh
 from tests.planner.tiny_run import TINY, run
 
@@ -143,11 +144,10 @@ def test_offline_training_has_no_rollout(workload, programs, plan):
         (["--job=sft", "--schedule=async"], "offline training has no rollout"),
     ],
 )
-def test_jobs_without_a_plan_are_rejected(words, message, monkeypatch):
+def test_jobs_without_a_plan_are_rejected(words, message):
     config = f"--config={ROOT / 'configs' / 'sft_gsm8k.py'}"
-    monkeypatch.setattr(sys, "argv", ["plan", config, "--topology=cpu:8", *words])
     with pytest.raises(SystemExit, match=message):
-        main()
+        read([config, "--topology=cpu:8", *words])
 
 
 def test_state_bytes_follow_from_the_parameter_table(plan):

@@ -8,6 +8,7 @@ from jaxrl.config.checks.memory import memory_errors
 from jaxrl.config.choices import REMATS, REMATS_OF_1F1B
 from jaxrl.config.command_line import override
 from jaxrl.config.resolve import default_config
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.planner.report import search_text
@@ -23,7 +24,7 @@ from jaxrl.planner.search import (
     varied_first,
 )
 from jaxrl.planner.sizes import CandidateSettings, model_sizes
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from tests.planner.tiny_job import GIB, MESH, OFFLOADS, SMALL, job, machine
 from tests.planner.tiny_run import TINY, run
 

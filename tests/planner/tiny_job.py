@@ -4,9 +4,10 @@ import dataclasses
 
 import jax
 
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.programs import Lengths
 from jaxrl.planner.sizes import CandidateSettings, Job
-from jaxrl.planner.topology import CHIPS, Topology
+from jaxrl.planner.topology import Topology
 from tests.planner.tiny_run import TINY, run
 
 LENGTHS = Lengths(64, 64)

@@ -28,7 +28,7 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.hf_load import load_model, model_config
 from jaxrl.models.spec import init_params
 from jaxrl.runtime.compile_watch import CompileWatch
-from jaxrl.serve.__main__ import load_first_model, main, read
+from jaxrl.serve.__main__ import load_first_model, read, serve
 from jaxrl.serve.checkpoint_watcher import Checkpoints
 from jaxrl.serve.model import open_model
 from jaxrl.serve.response import ActiveResponse
@@ -325,7 +325,7 @@ def test_a_step_of_a_run_is_served_without_an_export(
     run_folder, model_folder, tmp_path, weights, model, capsys
 ):
     folder = new_run(tmp_path / "run", model_folder)
-    assert main(arguments(folder)) == 1
+    assert serve(*read(arguments(folder))) == 1
     assert (
         "checkpoints has no complete checkpoint; wait for the first one" in capsys.readouterr().err
     )
@@ -339,7 +339,7 @@ def test_a_step_of_a_run_is_served_without_an_export(
         options = dict(max_tokens=20, sampling=GREEDY, params=weights(step))
         model.engine.release()
         assert answer.choices[0].token_ids == direct(model, [BODY["prompt"]], **options)[0][0]
-    assert main(arguments(folder, "--step=4")) == 1
+    assert serve(*read(arguments(folder, "--step=4"))) == 1
     assert "step 4 is not in" in capsys.readouterr().err
     (folder / "hf").mkdir()
     assert read(arguments(folder))[0].checkpoints is None  # the export is served

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.serve.__main__ import listener, main, read, require_key, server, url
+from jaxrl.serve.__main__ import listener, read, require_key, serve, server, url
 from jaxrl.serve.compilation import BackgroundCompiler
 from jaxrl.serve.engine_thread import ServingThread
 from jaxrl.serve.metrics import ServerMetrics
@@ -790,20 +790,20 @@ def test_shutdown_finishes_running_requests(served, model):
 def test_the_command_line_reports_errors(model_folder, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([f"--model={model_folder}", f"--port={port}"]) == 1
+        assert serve(*read([f"--model={model_folder}", f"--port={port}"])) == 1
     assert (
         f"cannot listen on 127.0.0.1, port {port} (Address already in use)"
         in capsys.readouterr().err
     )
-    assert main([f"--model={tmp_path / 'nowhere'}", "--port=0"]) == 1
+    assert serve(*read([f"--model={tmp_path / 'nowhere'}", "--port=0"])) == 1
     assert "there is no model folder" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"did you mean rollout\.max_num_seqs"):
-        main(["--model=x", "--config.rollout.max_num_seq=3"])
+        serve(*read(["--model=x", "--config.rollout.max_num_seq=3"]))
     with pytest.raises(SystemExit, match="page_len=0 is out of range"):
-        main(["--model=x", "--config.rollout.page_len=0"])
+        serve(*read(["--model=x", "--config.rollout.page_len=0"]))
     for argv, message in (["--mode=x"], "--model"), (["--model=x", "--speed=1"], "--speed"):
         with pytest.raises(SystemExit):
-            main(argv)
+            read(argv)
         assert message in capsys.readouterr().err
 
 
@@ -811,11 +811,11 @@ def test_a_server_that_other_machines_reach_requires_a_key(monkeypatch, capsys):
     monkeypatch.setattr("jaxrl.serve.__main__.open_model", lambda *_, **__: 1 / 0)
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
     for host in "0.0.0.0", "", "::":
-        assert main(["--model=x", "--port=0", f"--host={host}"]) == 1
+        assert serve(*read(["--model=x", "--port=0", f"--host={host}"])) == 1
         assert "other machines can reach" in capsys.readouterr().err
     for options in ["--host=0.0.0.0", "--api-key=k"], ["--host=0.0.0.0", "--no-api-key"], []:
         with pytest.raises(ZeroDivisionError):  # allowed to load the model
-            main(["--model=x", "--port=0", *options])
+            serve(*read(["--model=x", "--port=0", *options]))
     for host in "127.0.0.1", "localhost", "::1":
         with listener(host, 0) as listening:
             require_key(read(["--model=x"])[0], listening)

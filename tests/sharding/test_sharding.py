@@ -1,6 +1,6 @@
-"""Tests of sharding/mesh.py, rules.py, order.py, platform.py and tree.py.
+"""Tests of sharding/mesh.py, rules.py, order.py and tree.py.
 
-sharding/memory.py is tested in tests/learner/test_offload.py, weights.py in
+sharding/memory.py is tested in tests/learner/test_offload.py, collectives.py in
 tests/test_collectives.py, hosts.py in tests/runtime/hosts.
 """
 
@@ -23,7 +23,6 @@ from sharding import (
     mesh_order,
     put_batch,
     row_order,
-    shardings,
     unshuffle,
     zigzag,
 )
@@ -111,10 +110,11 @@ def test_bytes_per_device_count_shards_and_replicas():
         tree = {"w": jnp.zeros((8, 16)), "norm": jnp.zeros(16)}
         specs = {"w": jax.P("tensor", "fsdp"), "norm": jax.P(None)}
         placed = jax.reshard(tree, specs)
-        assert placed["w"].sharding == shardings(specs, mesh)["w"]
+        sharding = jax.sharding.NamedSharding(mesh, specs["w"])
+        assert placed["w"].sharding == sharding
         # w: 8 * 16 * 4 bytes over 8 devices = 64; norm: 16 * 4 bytes on each = 64
         assert bytes_per_device(placed) == 128
-        abstract = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=shardings(specs, mesh)["w"])
+        abstract = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=sharding)
         assert bytes_per_device(abstract) == 32
 
 

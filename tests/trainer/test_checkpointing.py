@@ -7,8 +7,8 @@ import pytest
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.trainer import checkpointing
 from jaxrl.trainer.checkpointing import save_after_error
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.update import NonFiniteError
-from jaxrl.trainer.run import Core
 from sharding import hosts
 
 
@@ -16,9 +16,10 @@ from sharding import hosts
 def core(monkeypatch):
     """A core that records `saved` steps and the `status` lines."""
     core = object.__new__(Core)
-    core.step, core.step_restartable, core.saved, core.status = 7, True, [], []
-    core.progress = SimpleNamespace(status=core.status.append)
-    monkeypatch.setattr(checkpointing, "save", lambda core: core.saved.append(core.step))
+    core.saved, core.status = [], []
+    core.clock = SimpleNamespace(step=7, step_restartable=True)
+    core.session = SimpleNamespace(progress=SimpleNamespace(status=core.status.append))
+    monkeypatch.setattr(checkpointing, "save", lambda core: core.saved.append(core.clock.step))
     monkeypatch.setattr(
         checkpointing, "report_saved", lambda core, reason: core.status.append(reason)
     )
@@ -32,7 +33,7 @@ def test_the_last_complete_step_is_saved(core, error):
 
 
 def test_a_step_that_has_begun_its_updates_is_not_saved(core):
-    core.step_restartable = False
+    core.clock.step_restartable = False
     save_after_error(core, ChildProcessError("why"))
     assert not core.saved
 

@@ -94,7 +94,7 @@ def saved_run(request, tiny_config, two_layers):
 
 
 def export(run, target, *options):
-    convert.main([str(run), f"--output={target}", *options])
+    convert.main(convert.read([str(run), f"--output={target}", *options]))
     return tensors(target)
 
 

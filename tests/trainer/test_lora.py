@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import convert
-from jaxrl.checkpoint.weights import saved_params
+from jaxrl.checkpoint.saved_arrays import SavedArrays
 from jaxrl.config.resolve import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.models.files.adapter import load_with_adapters, save_adapter
@@ -110,7 +110,7 @@ def test_bad_adapters_are_refused_before_devices_open(
         change(tmp_path / "adapter")
         lora_config.lora.path = str(tmp_path / "adapter")
     lora_config.lora.update(changes)
-    monkeypatch.setattr("jaxrl.trainer.setup.run.open_devices", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("jaxrl.trainer.setup.opening.open_policy", lambda *_: pytest.fail("opened"))
     with pytest.raises(ValueError, match=words):
         train(resolve(lora_config))
 
@@ -124,14 +124,17 @@ def test_a_resumed_run_is_bitwise_equal_and_saves_adapters_only(tables_config, t
     shutil.rmtree(tmp_path / "adapter")  # a resumed run has its adapters from the checkpoint
     want = weights(tables_config)
     run_dir = Path(tables_config.run_dir)
-    saved = saved_params(run_dir / "checkpoints" / "1")
+    shapes = SavedArrays(run_dir / "checkpoints", 1).shapes
+    saved = [name for name in shapes if name.startswith("params/")]
     assert saved and all("/lora/" in name for name in saved)
     exported = tmp_path / "exported"
     for part, folder, name in (
         ("policy", "hf", "model.safetensors"),
         ("adapter", "adapter", "adapter_model.safetensors"),
     ):
-        convert.main([str(run_dir), "--step=2", f"--output={exported}", f"--part={part}"])
+        convert.main(
+            convert.read([str(run_dir), "--step=2", f"--output={exported}", f"--part={part}"])
+        )
         for file in (run_dir / folder).glob("*.json"):
             assert (exported / file.name).read_text() == file.read_text()
         ours, theirs = load_file(exported / name), load_file(run_dir / folder / name)
@@ -285,7 +288,9 @@ def test_pissa_starts_at_the_base_resumes_and_is_exported(lora_config, tmp_path)
     )
     for part, folder in (("policy", "hf"), ("adapter", "adapter"), ("ema", "hf_ema")):
         target = tmp_path / part
-        convert.main([str(run_dir), "--step=2", f"--output={target}", f"--part={part}"])
+        convert.main(
+            convert.read([str(run_dir), "--step=2", f"--output={target}", f"--part={part}"])
+        )
         (ours,) = map(load_file, target.glob("*.safetensors"))
         (theirs,) = map(load_file, (run_dir / folder).glob("*.safetensors"))
         assert ours.keys() == theirs.keys()

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.config.resolve import resolve
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.plan import Phase, Plan
 from jaxrl.planner.programs import Lengths
-from jaxrl.planner.topology import CHIPS
 from jaxrl.train import train
 from jaxrl.trainer.loop import exit_status, run_to_end
 from jaxrl.trainer.memory import OutOfMemoryError, explain_out_of_memory
-from jaxrl.trainer.setup.run import open_run
-from jaxrl.trainer.step import train_step, validate
+from jaxrl.trainer.rl_step import train_step, validate
+from jaxrl.trainer.setup.opening import open_run
 
 GIB = 2**30
 
@@ -109,7 +109,7 @@ def test_a_run_out_of_memory_saves_its_last_step_and_names_the_phase(tiny_config
     def train(cfg):
         with open_run(cfg) as run:
             train_step(run)
-            run.core.update.accumulate = exhaust
+            run.core.learner.update.accumulate = exhaust
             return run_to_end(run, train_step, validate)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +128,9 @@ def test_a_backend_without_host_memory_is_refused_before_weights_are_loaded(
     tiny_config, monkeypatch
 ):
     monkeypatch.setattr("sharding.memory.HOST_MEMORY_KIND", "shelf")
-    monkeypatch.setattr("jaxrl.trainer.setup.run.build_core", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr(
+        "jaxrl.trainer.setup.opening.load_core", lambda *_, **__: pytest.fail("built")
+    )
     tiny_config.learner.offload = ("optimizer",)
     with pytest.raises(
         ValueError, match=r"learner\.offload=\('optimizer',\) needs .* shelf memory"

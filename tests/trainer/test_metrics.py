@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/metrics.py and the timers of jaxrl/trainer/run.py: seconds per phase,
+"""Tests of jaxrl/trainer/metrics.py and the timers of jaxrl/trainer/core.py: seconds per phase,
 tokens per second and MFU."""
 
 from types import SimpleNamespace
@@ -10,9 +10,9 @@ from jaxrl.config.resolve import resolve
 from jaxrl.data.packing import pack, sequence_lens
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.flops import forward_flops
-from jaxrl.planner.topology import CHIPS, chip_of
+from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.trainer import metrics
-from jaxrl.trainer.run import Core
+from jaxrl.trainer.core import Clock, Core
 from jaxrl.types import Prompt, Rollout, TrainState
 from tests.trainer.phases.test_mini_batches import config, samples_of
 
@@ -34,9 +34,9 @@ def test_sequence_lens_recovers_the_lengths_of_packed_sequences():
 
 def test_a_nested_phase_is_not_counted_in_the_outer_phase_but_in_the_step(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 8.0, 9.0, 10.0])  # step, adv, ref begin; ref, adv, step end
-    monkeypatch.setattr("jaxrl.trainer.run.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jaxrl.trainer.core.time.perf_counter", lambda: next(clock))
     job = SimpleNamespace(seconds={})
-    with Core.timed(job, "step"), Core.timed(job, "adv"), Core.timed(job, "ref"):
+    with Clock.timed(job, "step"), Clock.timed(job, "adv"), Clock.timed(job, "ref"):
         pass
     assert job.seconds == {"time/ref_s": 5.0, "time/adv_s": 3.0, "time/step_s": 10.0}
 
@@ -48,7 +48,8 @@ def test_mfu_counts_all_devices_and_epochs(monkeypatch):
     run = Core.__new__(Core)
     run.cfg = resolve(c)
     run.state = TrainState(params, None, np.int32(0))
-    run.seconds = {"time/step_s": 4.0, "time/update_actor_s": 2.0}
+    seconds = {"time/step_s": 4.0, "time/update_actor_s": 2.0}
+    run.clock = Clock(cfg=run.cfg, total_steps=1, validates=False, seconds=seconds)
     h100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(metrics.jax, "devices", lambda: [h100] * 3)
     monkeypatch.setattr(metrics.jax, "device_count", lambda: 3)

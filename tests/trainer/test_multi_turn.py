@@ -14,7 +14,7 @@ from jaxrl.config.resolve import resolve
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.packing import gather, pack
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.engine.api import Engine, EngineStats, Generated
+from jaxrl.engine.api import EngineStats, Generated, RequestEngine
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.evaluate import evaluate, read
@@ -34,7 +34,7 @@ from tests.trainer.test_train import assert_same_weights, metrics
 EOS = 2
 
 
-class Scripted(Engine):
+class Scripted(RequestEngine):
     """An engine that returns scripted turns per sample, two tokens per dispatch."""
 
     def __init__(self, script):
@@ -190,7 +190,7 @@ def test_a_failing_environment_ends_only_its_episode(echo, renderer):
     rollouts, _ = run_script([*script, *script], echo, renderer)  # twice as many as fit in the pool
     assert [r.finish for r in rollouts] == ["error", "stop", "stop"] * 2
     assert (
-        rollouts[0].episode.error == "RuntimeError: out of cheese"
+        rollouts[0].episode.error.startswith("RuntimeError: out of cheese\n  File ")
         and rollouts[0].episode.n_turns == 2
     )
     assert [r.episode.reward for r in rollouts] == [0.5, 2.0, 2.0] * 2
@@ -221,8 +221,7 @@ def test_an_overlong_reset_does_not_stop_the_step(echo, renderer, algorithm):
         np.array([1.0, 0.0, 0.0, 0.0]),
         cfg,
         n_ranks=1,
-        score_old=None,
-        score_ref=constant_scores(-0.5) if cfg.algorithm.kl_coef else None,
+        kl_reference=constant_scores(-0.5) if cfg.algorithm.kl_coef else None,
     )
     assert sum(p.batch.mask.sum() for mini in minis for p in mini.packed) == 4
     assert all(np.isfinite(value) for value in found.values())
@@ -233,7 +232,7 @@ def test_a_step_of_failed_resets_has_nothing_to_train(echo, renderer):
     failed, _ = run_script([["d<|im_end|>"]] * 2, echo, renderer, answer="long")
     samples = [dataclasses.replace(to_sample(r), values=np.zeros(0, np.float32)) for r in failed]
     [mini], found = make_mini_batches(
-        samples, np.zeros(2), cfg, n_ranks=1, score_old=None, score_ref=constant_scores(-0.5)
+        samples, np.zeros(2), cfg, n_ranks=1, kl_reference=constant_scores(-0.5)
     )
     assert not mini.packed and all(np.isfinite(value) for value in found.values())
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.config.resolve import resolve
 from jaxrl.planner import check
-from jaxrl.trainer.setup.run import open_run
+from jaxrl.trainer.setup.opening import open_run
 
 GIB = 2**30
 

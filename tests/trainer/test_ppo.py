@@ -19,8 +19,8 @@ from jaxrl.train import train
 from jaxrl.trainer.loop import exit_status
 from jaxrl.trainer.phases.advantage import add_advantages
 from jaxrl.trainer.phases.mini_batches import value_metrics
-from jaxrl.trainer.setup.run import open_run
-from jaxrl.trainer.step import train_step
+from jaxrl.trainer.rl_step import train_step
+from jaxrl.trainer.setup.opening import open_run
 from jaxrl.types import TrainingSample
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -178,9 +178,11 @@ def test_critic_warm_up_keeps_the_policy_bitwise(ppo_config):
     ppo_config.critic.warmup_steps = 1
     ppo_config.algorithm.kl_coef = 0.0
     with open_run(resolve(ppo_config)) as run:
-        policy, critic = jax.device_get((run.core.state.params, run.core.critic.state.params))
+        policy, critic = jax.device_get(
+            (run.core.state.params, run.core.learner.critic.state.params)
+        )
         train_step(run)
-        after = jax.device_get((run.core.state.params, run.core.critic.state.params))
+        after = jax.device_get((run.core.state.params, run.core.learner.critic.state.params))
         jax.tree.map(np.testing.assert_array_equal, policy, after[0])
         assert (critic.score != after[1].score).any()
         train_step(run)

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,16 @@ from jaxrl.config.keys import ProfileConfig, RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.tracking.progress import Progress
 from jaxrl.train import train
+from jaxrl.trainer.core import Clock, Core
 from jaxrl.trainer.profile import traced_step
-from jaxrl.trainer.run import Core
 
 
 def core_of(folder, *steps):
     """A core with what a trace needs."""
     core = Core.__new__(Core)
-    core.cfg, core.folder = RunConfig(profile=ProfileConfig(steps=steps)), folder
-    core.step, core.seconds, core.progress = 0, {}, Progress(quiet=True)
+    core.cfg = RunConfig(profile=ProfileConfig(steps=steps), run_dir=str(folder))
+    core.clock = Clock(cfg=core.cfg, total_steps=9, validates=False)
+    core.session = types.SimpleNamespace(progress=Progress(quiet=True))
     return core
 
 
@@ -35,8 +37,8 @@ def names(folder: pathlib.Path) -> set[str]:
 
 def test_only_the_chosen_steps_are_traced_with_the_names_of_their_phases(tmp_path):
     core = core_of(tmp_path, 2)
-    for core.step in range(3):
-        with traced_step(core), core.timed("step"), core.timed("old_log_prob"):
+    for core.clock.step in range(3):
+        with traced_step(core), core.clock.timed("step"), core.clock.timed("old_log_prob"):
             jnp.ones(2).block_until_ready()
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2"]
     assert {"train", "step", "old logprobs"} <= names(tmp_path / "profile" / "step_2")
@@ -45,7 +47,7 @@ def test_only_the_chosen_steps_are_traced_with_the_names_of_their_phases(tmp_pat
 
 def test_the_trace_of_a_step_that_raises_is_written(tmp_path):
     core = core_of(tmp_path, 1)
-    with contextlib.suppress(KeyError), traced_step(core), core.timed("reward"):
+    with contextlib.suppress(KeyError), traced_step(core), core.clock.timed("reward"):
         raise KeyError
     assert "reward" in names(tmp_path)
 

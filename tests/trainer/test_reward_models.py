@@ -27,7 +27,7 @@ from jaxrl.models.packed import forward_packed
 from jaxrl.train import train
 from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.reward_model import REWARD_MODEL, make_samples
-from jaxrl.trainer.setup.run import open_offline, open_run
+from jaxrl.trainer.setup.opening import open_offline, open_run
 from jaxrl.types import Episode, Prompt, Reward, Rollout
 from sharding import make_mesh
 from sharding.rules import TRAIN
@@ -155,7 +155,7 @@ def test_the_gradient_equals_that_of_the_bradley_terry_loss(ranking_config):
         run.core.state = dataclasses.replace(run.core.state, params=moved)
         samples, found = make_samples(run, items)
         packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
-        batches = [run.core.update.put(p.batch) for p in packed]
+        batches = [run.core.learner.update.put(p.batch) for p in packed]
 
         def ours(params):
             sums = [

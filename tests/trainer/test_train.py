@@ -1,8 +1,8 @@
 """Tests of whole runs of a tiny model: their output files, resuming, interrupting, packing, meshes.
 
-They cover jaxrl/train.py, and in jaxrl/trainer loop.py, run.py, step.py, sampling.py, update.py,
-checkpointing.py and setup/ (core.py, data.py, devices.py, engines.py, folder.py, models.py, run.py,
-state.py, warmup.py)."""
+They cover jaxrl/train.py, and in jaxrl/trainer loop.py, core.py, rl_step.py, sampling.py,
+update.py, checkpointing.py and setup/ (data.py, devices.py, engines.py, folder.py, host.py,
+learner.py, models.py, opening.py, session.py, warmup.py)."""
 
 import collections
 import contextlib

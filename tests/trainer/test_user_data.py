@@ -159,7 +159,7 @@ def test_a_mixed_run_resumes_bitwise(mixed, tmp_path, streaming, monkeypatch):
     uninterrupted, mixed.run_dir = mixed.run_dir, str(tmp_path / "resumed")
 
     def interrupt_at_step_3(run, items):
-        if run.core.step == 2:
+        if run.core.clock.step == 2:
             raise Interrupted("SIGINT")
         return SFT.make_samples(run, items)
 

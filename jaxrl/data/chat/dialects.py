@@ -7,8 +7,7 @@ such as `weight` and `train` say which assistant turns are learned.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.json_text import parse_json
-from jaxrl.tool_calls.messages import shown
+from jaxrl.json_text import parse_json, shown
 
 _ROLES = {
     "human": "user",

@@ -1,6 +1,7 @@
 """The decode loop of one replica: its batch, its loop condition, its steps, and its output."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -28,8 +29,8 @@ from jaxrl.engine.device.sampling import (
     uniforms,
 )
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
 
@@ -80,11 +81,12 @@ class DispatchOutput:
 
     @classmethod
     def empty(
-        cls, B: int, S: int, *, n_vocab: int, keep_support: bool, keep_top: bool
+        cls, batch: DecodeBatch, S: int, *, n_vocab: int, keep_support: bool
     ) -> "DispatchOutput":
-        """No tokens."""
+        """No tokens, in S columns; with adjustments it keeps the most likely ones."""
+        (B,), n_top = batch.token.shape, 2 * min(N_TOP, n_vocab)
         support = jnp.zeros((S, B, n_words(n_vocab)), jnp.uint32) if keep_support else None
-        top = jnp.zeros((S, B, 2 * min(N_TOP, n_vocab)), jnp.int32) if keep_top else None
+        top = None if batch.adjustments is None else jnp.zeros((S, B, n_top), jnp.int32)
         return cls(jnp.full((N_COLUMNS, B, S), -1, jnp.int32), support, top)
 
     def at_step(self, step: Int[Array, ""], new: "DispatchOutput") -> "DispatchOutput":
@@ -140,19 +142,13 @@ def decode_steps(
     keys = row_keys(batch.seed, batch.prompt_id, batch.sample)
     B = batch.token.shape[0]
     params = choose_adapters(params, batch.adapter_of_tokens)
+    forward = functools.partial(forward_paged, rules=rules, implementation=implementation)
 
     def one_step(state):
         step, cache, position, token, remaining, counts, out = state
         active = position >= 0
-        hidden, cache = forward_paged(
-            params,
-            token[:, None],
-            position[:, None],
-            cache,
-            batch.page_table,
-            rules=rules,
-            implementation=implementation,
-        )
+        rows = token[:, None], position[:, None]
+        hidden, cache = forward(params, *rows, cache, batch.page_table)
         new, token = sample_tokens(
             params, hidden, keys, position, batch, counts, rules, keep_support=keep_support
         )
@@ -170,13 +166,7 @@ def decode_steps(
         batch.token,
         batch.remaining,
         batch.counts(params.cfg.V),
-        DispatchOutput.empty(
-            B,
-            max_steps,
-            n_vocab=params.cfg.V,
-            keep_support=keep_support,
-            keep_top=batch.adjustments is not None,
-        ),
+        DispatchOutput.empty(batch, max_steps, n_vocab=params.cfg.V, keep_support=keep_support),
     )
     condition = decode_loop_condition(n_steps, exit_at, replicas)
     _, cache, *_, out = jax.lax.while_loop(condition, one_step, start)

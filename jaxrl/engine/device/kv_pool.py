@@ -7,8 +7,8 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxrl.config.keys import RolloutConfig
-from jaxrl.models.cache import KVCache, init_cache, page_bytes
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kv_cache import KVCache, init_cache, page_bytes
 from sharding import Rules, hosts
 
 log = logging.getLogger(__name__)

@@ -3,25 +3,20 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl.config.keys import RolloutConfig
 from jaxrl.engine.device import programs
-from jaxrl.engine.device.batches import (
-    DispatchShapes,
-    decode_batch,
-    pad_replicas,
-    prefill_batch,
-)
+from jaxrl.engine.device.batches import DispatchShapes, decode_batch, pad_replicas, prefill_batch
 from jaxrl.engine.device.decode_loop import DecodeBatch, DecodeOutput, read_decode_output
 from jaxrl.engine.device.kv_pool import KVPoolSpec
 from jaxrl.engine.device.programs import PrefillBatch
 from jaxrl.engine.device.speculative import SpeculationConfig
 from jaxrl.engine.scheduler import PageCopy, PrefillChunk, Sequence
-from jaxrl.models.cache import KVCache
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.types import Tree
 from sharding import on_mesh
 
@@ -69,14 +64,19 @@ class ModelRunner:
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
-        self._eos_ids, self._implementation = eos_ids, implementation
-        self._keep_support = keep_support
+        self._eos_ids = eos_ids
+        # Static arguments of each kind of program.
+        prefill = {"rules": pool.rules, "implementation": implementation}
+        mixed = prefill | {"keep_support": keep_support}
+        decode = mixed | {"max_steps": self.max_steps, "speculation": self.speculation}
+        copy_pages = {"rules": pool.rules, "stacked": pool.cfg.stacked}
+        self._static: dict[str, dict[str, Any]] = {
+            "prefill": prefill,
+            "mixed": mixed,
+            "decode": decode,
+            "copy_pages": copy_pages,
+        }
         self._n_pages, self._on_failure = n_pages, on_failure
-
-    @property
-    def n_programs(self) -> int:
-        """Programs compiled so far; constant after the engine's `warmup`."""
-        return len(self.dispatched)
 
     def allocated_cache(self) -> KVCache:
         """The cache, allocated if there is none."""
@@ -92,13 +92,8 @@ class ModelRunner:
         """Computes the KV of up to `bucket` prefill rows of each replica."""
         prefilled = self._prefill_batch(rows, bucket)
         with self._call("prefill", bucket):
-            self.cache = programs.prefill(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.prefill(params, cache, prefilled, **self._static["prefill"])
 
     def mixed(
         self,
@@ -118,13 +113,7 @@ class ModelRunner:
         batch = self.decode_batch(seqs, self.shapes.decode_buckets[-1], adjusted=adjusted)
         with self._call("mixed adjusted" if adjusted else "mixed", bucket):
             self.cache, out = programs.mixed(
-                params,
-                self.allocated_cache(),
-                prefilled,
-                batch,
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                keep_support=self._keep_support,
+                params, self.allocated_cache(), prefilled, batch, **self._static["mixed"]
             )
             return read_decode_output(out, filtered=_filtered(seqs), with_top=_with_top(seqs))
 
@@ -134,13 +123,8 @@ class ModelRunner:
         rows = pad_replicas(copies, COPIES_PER_CALL, self.pool.n_replicas)
         pairs = np.array([row or padding for row in rows], np.int32).T
         with self._call("copy", COPIES_PER_CALL):
-            self.cache = programs.copy_pages(
-                self.allocated_cache(),
-                pairs[0],
-                pairs[1],
-                rules=self.pool.rules,
-                stacked=self.pool.cfg.stacked,
-            )
+            cache = self.allocated_cache()
+            self.cache = programs.copy_pages(cache, *pairs, **self._static["copy_pages"])
 
     def decode(
         self,
@@ -164,11 +148,7 @@ class ModelRunner:
                 batch,
                 np.int32(n_steps),
                 np.int32(exit_at),
-                rules=self.pool.rules,
-                implementation=self._implementation,
-                max_steps=self.max_steps,
-                speculation=self.speculation,
-                keep_support=self._keep_support,
+                **self._static["decode"],
             )
             return read_decode_output(
                 out,
@@ -210,43 +190,23 @@ class ModelRunner:
         For ahead-of-time compilation on the current mesh, with (abstract) parameters and a pool of
         `n_pages` pages.
         """
-        kind, bucket, adjusted = program
         mesh = jax.tree.leaves(params)[0].sharding.mesh
         cache = on_mesh(jax.eval_shape(lambda: self.pool.allocate(n_pages)), mesh)
-        rules, implementation = self.pool.rules, self._implementation
+        state = (cache,) if program.kind == "copy_pages" else (params, cache)
+        jitted = getattr(programs, program.kind)
+        return jitted.lower(*state, *self._padding(program), **self._static[program.kind])
+
+    def _padding(self, program: Dispatch) -> tuple[Any, ...]:
+        """The inputs of a program without rows."""
+        kind, bucket, adjusted = program
         if kind == "copy_pages":
-            pages = np.zeros(self.pool.n_replicas * bucket, np.int32)
-            stacked = self.pool.cfg.stacked
-            return programs.copy_pages.lower(cache, pages, pages, rules=rules, stacked=stacked)
+            return (np.zeros(self.pool.n_replicas * bucket, np.int32),) * 2
         if kind == "prefill":
-            prefilled = self._prefill_batch([], bucket)
-            return programs.prefill.lower(
-                params, cache, prefilled, rules=rules, implementation=implementation
-            )
+            return (self._prefill_batch([], bucket),)
         if kind == "mixed":
-            prefilled = self._prefill_batch([], bucket)
             batch = self.decode_batch([], self.shapes.decode_buckets[-1], adjusted=adjusted)
-            return programs.mixed.lower(
-                params,
-                cache,
-                prefilled,
-                batch,
-                rules=rules,
-                implementation=implementation,
-                keep_support=self._keep_support,
-            )
-        return programs.decode.lower(
-            params,
-            cache,
-            self.decode_batch([], bucket, adjusted=adjusted),
-            np.int32(0),
-            np.int32(0),
-            rules=rules,
-            implementation=implementation,
-            max_steps=self.max_steps,
-            speculation=self.speculation,
-            keep_support=self._keep_support,
-        )
+            return self._prefill_batch([], bucket), batch
+        return self.decode_batch([], bucket, adjusted=adjusted), np.int32(0), np.int32(0)
 
     def decode_batch(
         self, seqs: list[list[Sequence]], bucket: int, *, adjusted: bool = False

@@ -17,8 +17,8 @@ from jaxrl.engine.device.sampling import row_keys
 from jaxrl.engine.device.speculative import SpeculationConfig, speculative_steps
 from jaxrl.kernels.bits import ROUND_AS_WRITTEN
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_mixed, forward_paged
 from jaxrl.types import Tree
 from sharding import Rules
@@ -48,12 +48,7 @@ class PrefillBatch:
 
 
 def per_replica(
-    program: Callable,
-    rules: Rules,
-    *,
-    cache_axis: int,
-    n_inputs: int,
-    returns_output: bool = False,
+    program: Callable, rules: Rules, *, cache_axis: int, n_inputs: int, returns_output: bool = False
 ) -> Callable:
     """`program(params, cache, *inputs)` of one replica, run by every replica on its shard.
 
@@ -209,21 +204,12 @@ def decode(
     Returns the cache and the output of `decode_steps`, or of `speculative_steps` if `speculation`
     is set; then a step samples up to 1 + speculation.n_tokens tokens.
     """
+    steps: Callable = decode_steps
+    if speculation is not None:
+        steps = functools.partial(speculative_steps, config=speculation)
 
     def decode_one(params: Decoder, cache: KVCache, batch: DecodeBatch):
-        if speculation is None:
-            return decode_steps(
-                params,
-                cache,
-                batch,
-                n_steps,
-                exit_at,
-                rules=rules,
-                implementation=implementation,
-                max_steps=max_steps,
-                keep_support=keep_support,
-            )
-        return speculative_steps(
+        return steps(
             params,
             cache,
             batch,
@@ -232,7 +218,6 @@ def decode(
             rules=rules,
             implementation=implementation,
             max_steps=max_steps,
-            config=speculation,
             keep_support=keep_support,
         )
 

@@ -26,8 +26,8 @@ from jaxrl.engine.device.decode_loop import (
 )
 from jaxrl.engine.device.sampling import N_COLUMNS, Sample, row_keys, uniforms
 from jaxrl.models.adapter_stack import choose_adapters
-from jaxrl.models.cache import KVCache
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.kv_cache import KVCache
 from jaxrl.models.paged import forward_paged
 from sharding import Rules
 
@@ -149,13 +149,7 @@ def speculative_steps(
         batch.history,
         jnp.zeros(B, jnp.int32),
         batch.counts(params.cfg.V),
-        DispatchOutput.empty(
-            B,
-            max_steps * W,
-            n_vocab=params.cfg.V,
-            keep_support=keep_support,
-            keep_top=batch.adjustments is not None,
-        ),
+        DispatchOutput.empty(batch, max_steps * W, n_vocab=params.cfg.V, keep_support=keep_support),
         jnp.zeros((N_COLUMNS, B), jnp.int32),
     )
     condition = decode_loop_condition(jnp.int32(max_steps), exit_at, replicas)

@@ -1,8 +1,8 @@
 """Packed attention block by block, without a [T, T] score matrix.
 
-Blocks of queries visit blocks of 64 keys (blocks.py), in the order of the row and only those that
-one of the queries can see. The backward pass keeps the output and one number per query. Forward and
-backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
+Blocks of queries visit blocks of 64 keys (online_softmax.py), in the order of the row and only
+those that one of the queries can see. The backward pass keeps the output and one number per query.
+Forward and backward follow https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import (
+from jaxrl.kernels.attention.online_softmax import (
     BLOCK,
     MASKED,
     Softmax,
@@ -81,14 +81,7 @@ def attention_blockwise(
     """softmax(cap(q kᵀ * scale)) v on each device's rows and heads."""
     attend = functools.partial(_local_attention, spec, query_block)
     return shard_attention(
-        attend,
-        q,
-        k,
-        v,
-        segments=segments,
-        window=window,
-        visibility=visibility,
-        rules=spec.rules,
+        attend, q, k, v, segments=segments, window=window, visibility=visibility, rules=spec.rules
     )
 
 

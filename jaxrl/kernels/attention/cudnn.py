@@ -30,10 +30,7 @@ SLOT_BYTES = 2**29  # cuDNN's working memory for the slots of one call
 MAX_HEAD_DIM = 256
 
 # Matrix products inside a call: contracted axes and batch axes of the left and the right operand.
-FORWARD = {
-    "bmm1": ((3, 3), ((0, 2), (0, 2))),
-    "bmm2": ((3, 1), ((0, 1), (0, 2))),
-}
+FORWARD = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
 BACKWARD = {
     "bmm1_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
     "bmm1_grad_gemm2": ((3, 1), ((0, 1), (0, 2))),

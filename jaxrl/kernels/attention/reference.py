@@ -4,14 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.visibility import (
-    Visibility,
-    oldest_position,
-    separate_segments,
-    visible_pairs,
-)
+from jaxrl.kernels.visibility import Visibility, oldest_position, separate_segments, visible_pairs
 
 
 def attention_reference(

@@ -21,8 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED, combine, pad_axis
 from jaxrl.kernels.attention.limits import MAX_LEN, POSITION_BITS
+from jaxrl.kernels.attention.online_softmax import MASKED, combine, pad_axis
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.key_ranges import KeyRanges, seen_by_ranges

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED, pad_axis
 from jaxrl.kernels.attention.limits import BLOCK, own_block, unsupported_by_triton
+from jaxrl.kernels.attention.online_softmax import MASKED, pad_axis
 from jaxrl.kernels.attention.triton_masks import RangeMask, TreeMask, TritonMask
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.choice import check_platform

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.experimental import pallas as pl
 
-from jaxrl.kernels.attention.blocks import pad_axis
 from jaxrl.kernels.attention.limits import BLOCK
+from jaxrl.kernels.attention.online_softmax import pad_axis
 from jaxrl.kernels.key_ranges import seen_by_ranges
 from jaxrl.kernels.visibility import (
     Queries,

@@ -125,7 +125,7 @@ INLINE PrefetchRange block_range(const Job *job, int64_t item, int64_t at, int64
   return (PrefetchRange){job->w + here, job->v + here, minimum(BLOCK, end - at) * job->n_in};
 }
 
-// One kv head of one sequence, by key blocks, with the steps of kernels/attention/blocks.py. The
+// One kv head of one sequence, by key blocks, with the steps of kernels/attention/online_softmax.py. The
 // next block is prefetched meanwhile: half of it during the scores, a quarter each during the
 // softmax and the sum of the values.
 static void run_attention(const Job *job, int64_t item) {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxrl.kernels.attention.blocks import BLOCK, Softmax, add_block, init_softmax, pad_axis
+from jaxrl.kernels.attention.online_softmax import BLOCK, Softmax, add_block, init_softmax, pad_axis
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native
 from jaxrl.kernels.quantized import Quantized
@@ -72,7 +72,7 @@ def paged_attention(
 ) -> Softmax:
     """Softmax state of q kᵀ * scale over positions first..last of each sequence's pages.
 
-    `blocks.normalize` turns it into the mean. Rows with last = -1 keep the initial state.
+    `online_softmax.normalize` turns it into the mean. Rows with last = -1 keep the initial state.
     """
     args = q, k_pages, v_pages, page_table, first, last, jnp.float32(scale)
     shapes = q.shape[:3], q.shape[:3], q.shape
@@ -103,7 +103,7 @@ def matmul_bits_match(n_out: int, n_in: int) -> bool:
 
 @functools.cache
 def _attention_bits_match(M: int, H: int) -> bool:
-    """Whether XLA sums attention over key blocks (attention/blocks.py) in the kernel's order."""
+    """Whether XLA sums attention over key blocks in the order of the kernel."""
     n_keys = 3 * BLOCK
     q, k, v = (_random(1, 1, n, H) for n in (M, n_keys, n_keys))
     last = np.arange(n_keys - M, n_keys, dtype=np.int32)[None]

@@ -46,7 +46,6 @@ def grouped_matmul(
         "config.model.grouped_matmul",
         implementation,
         implementations=IMPLEMENTATIONS,
-        planned={},
         defaults=DEFAULTS,
     )
     return multiply(x, w, sizes, layer)

@@ -30,9 +30,7 @@ def grouped_matmul_blocks(
 
 @jax.custom_vjp
 def _multiply_layer(
-    x: Float[Array, "M D"],
-    w: Float[Array, "E F D"] | Int8[Array, "E F D"],
-    sizes: Int[Array, "E"],
+    x: Float[Array, "M D"], w: Float[Array, "E F D"] | Int8[Array, "E F D"], sizes: Int[Array, "E"]
 ) -> Float[Array, "M F"]:
     return _multiply(x, w, sizes, "md,fd->mf", w.shape[1])
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.bits import row_sum
 
 # [c] each: max l, Σ exp(l - max l), Σ exp(l - max l) (l - max l)

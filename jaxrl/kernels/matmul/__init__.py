@@ -1,15 +1,22 @@
-"""Matrix products of activations and weights; in decode on CPU, small batches use a C kernel."""
+"""Matrix products of activations and weights [out, in], of one or several weights per call.
+
+One signature, one implementation per platform and shape.
+"""
 
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 from jaxrl.kernels.cpu import ops
+from jaxrl.kernels.matmul.cpu import matmuls_native
+from jaxrl.kernels.matmul.reference import matmuls_reference
+from jaxrl.kernels.matmul.xla import matmuls_xla
 
 Weight = Float[Array, "_ I"] | Int8[Array, "_ I"]  # [out, in]
+
+IMPLEMENTATIONS = {"native": matmuls_native, "reference": matmuls_reference, "xla": matmuls_xla}
 
 
 def matmul(
@@ -25,38 +32,21 @@ def matmuls(
     *,
     out_shardings: Sequence[jax.P],
     dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> list[Float[Array, "B T _"]]:
     """`matmul` with each of the weights.
 
     One token per row (T = 1) is decode and needs no gradient. On one CPU device, float32 products
     of up to 64 rows then run at memory bandwidth, up to four weights per call, with the bits of
-    XLA's product. int8 weights are converted to the dtype of `x`.
+    XLA's product. int8 weights are converted to the dtype of `x`. `implementation` None selects by
+    platform and shape.
     """
-    supported = [ops.supports_skinny_matmul(x, w) for w in weights]
-    if all(supported) and len(weights) <= ops.MAX_WEIGHTS:
-        return _native_matmuls(x, weights, out_shardings)
+    if implementation is not None:
+        return IMPLEMENTATIONS[implementation](x, weights, out_shardings, dtype)
+    names = ["native" if ops.supports_skinny_matmul(x, w) else "xla" for w in weights]
+    if set(names) == {"native"} and len(weights) <= ops.MAX_WEIGHTS:
+        return matmuls_native(x, weights, out_shardings, dtype)
     return [
-        _native_matmuls(x, [w], [out])[0] if native else _xla_matmul(x, w, out, dtype)
-        for w, out, native in zip(weights, out_shardings, supported, strict=True)
+        IMPLEMENTATIONS[name](x, [w], [out], dtype)[0]
+        for name, w, out in zip(names, weights, out_shardings, strict=True)
     ]
-
-
-def _xla_matmul(x: jax.Array, w: jax.Array, out_sharding: jax.P, dtype) -> jax.Array:
-    if w.dtype == jnp.int8:
-        # The barrier ties the conversion to x: otherwise XLA hoists it out of loops and keeps the
-        # converted weights.
-        x, w = jax.lax.optimization_barrier((x, w))
-        w = w.astype(x.dtype)
-    eq = "BTI,OI->BTO"
-    return jnp.einsum(eq, x, w, out_sharding=out_sharding, preferred_element_type=dtype)
-
-
-def _native_matmuls(x: jax.Array, weights: Sequence[jax.Array], out_shardings) -> list[jax.Array]:
-    local = jax.shard_map(
-        lambda x, *weights: [y[:, None] for y in ops.skinny_matmul(x[:, 0], *weights)],
-        in_specs=jax.P(),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
-    ys = local(*(jax.reshard(a, jax.P()) for a in (x, *weights)))
-    return [jax.reshard(y, out) for y, out in zip(ys, out_shardings, strict=True)]

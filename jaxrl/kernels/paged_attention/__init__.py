@@ -58,7 +58,6 @@ def paged_attention(
         "config.model.paged_attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        planned={},
         defaults=defaults,
     )
     with jax.named_scope("paged_attention"):

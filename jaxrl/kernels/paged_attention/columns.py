@@ -1,7 +1,7 @@
 """Paged attention by columns of the page table: 64 keys of every row at a time.
 
-Blocks and arithmetic are those of training attention (kernels/attention/blocks.py). A token gets
-the same bits from pages as from a packed row whose segment starts on a multiple of 64. On CPU,
+Blocks and arithmetic are those of training attention (kernels/attention/online_softmax.py). A token
+gets the same bits from pages as from a packed row whose segment starts on a multiple of 64. On CPU,
 decode reads the pages in place (kernels/cpu); other platforms gather a block first.
 """
 
@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, add_block, init_softmax, normalize, pad_axis
+from jaxrl.kernels.attention.online_softmax import (
+    BLOCK,
+    add_block,
+    init_softmax,
+    normalize,
+    pad_axis,
+)
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import ops
 from jaxrl.kernels.paged_attention.pages import Pages

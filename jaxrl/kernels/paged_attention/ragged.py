@@ -2,8 +2,8 @@
 
 A row of queries (one token in decode, part of a prompt in prefill) visits its pages in groups. The
 next group, also of the next row, is copied while the present one is processed. Online softmax as in
-kernels/attention/blocks.py; scores, softmax and sums are float32, matrix products use the pages'
-dtype.
+kernels/attention/online_softmax.py; scores, softmax and sums are float32, matrix products use the
+pages' dtype.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.paged_attention.limits import SUBLANES, unsupported_by_ragged

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.paged_attention.pages import Pages
 from jaxrl.kernels.quantized import dequantize

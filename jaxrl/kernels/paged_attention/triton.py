@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention.limits import MIN_ROWS
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
 from jaxrl.kernels.paged_attention.limits import unsupported_by_triton
@@ -78,11 +78,7 @@ def _local_attention(
     n_parts = min(pl.cdiv(TARGET_PROGRAMS, n_rows * K), n_columns)
     mean, norm = pl.pallas_call(
         functools.partial(
-            _kernel,
-            n_columns=n_columns,
-            n_pieces=n_rows // len(table),
-            n_parts=n_parts,
-            spec=spec,
+            _kernel, n_columns=n_columns, n_pieces=n_rows // len(table), n_parts=n_parts, spec=spec
         ),
         grid=(n_rows, K, n_parts),
         in_specs=[

@@ -16,7 +16,6 @@ IMPLEMENTATIONS: Implementations = {
     "splash": "jaxrl.kernels.ring_attention.splash:ring_splash",
     "triton": "jaxrl.kernels.ring_attention.triton:ring_triton",
 }
-PLANNED = {"cudnn": "as a ring step"}
 DEFAULTS = {
     "cpu": ("blockwise", "plain XLA"),
     "gpu": ("triton", "Pallas kernels that keep scores on the chip"),
@@ -52,7 +51,6 @@ def ring_attention(
         "config.model.attention",
         implementation,
         implementations=IMPLEMENTATIONS,
-        planned=PLANNED,
         defaults=defaults,
     )
     with jax.named_scope("ring_attention"):

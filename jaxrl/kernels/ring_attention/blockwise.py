@@ -14,7 +14,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.kernels.attention.blocks import BLOCK, Softmax, init_softmax, normalize
 from jaxrl.kernels.attention.blockwise import (
     QUERY_BLOCK,
     Mask,
@@ -25,6 +24,7 @@ from jaxrl.kernels.attention.blockwise import (
     key_rows,
     query_rows,
 )
+from jaxrl.kernels.attention.online_softmax import BLOCK, Softmax, init_softmax, normalize
 from jaxrl.kernels.attention_spec import SAVED_NAME, AttentionSpec
 from jaxrl.kernels.ring_attention.ring import Ring, shard_ring
 from jaxrl.kernels.visibility import Queries, Visibility, separate_segments

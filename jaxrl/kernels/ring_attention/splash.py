@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.kernels.attention.splash import SplashBlocks, check_row_len
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.choice import check_platform
-from jaxrl.kernels.ring_attention.blocks import ranges_of_rows, ring_in_blocks
+from jaxrl.kernels.ring_attention.block_kernel import ranges_of_rows, ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
 from jaxrl.kernels.visibility import Visibility
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl.kernels.attention import triton
-from jaxrl.kernels.attention.blocks import MASKED
 from jaxrl.kernels.attention.limits import BLOCK
+from jaxrl.kernels.attention.online_softmax import MASKED
 from jaxrl.kernels.attention.triton_masks import RangeMask
 from jaxrl.kernels.attention_spec import AttentionSpec
-from jaxrl.kernels.ring_attention.blocks import ranges_of_rows, ring_in_blocks
+from jaxrl.kernels.ring_attention.block_kernel import ranges_of_rows, ring_in_blocks
 from jaxrl.kernels.ring_attention.ring import shard_ring
 from jaxrl.kernels.visibility import Visibility
 

@@ -9,6 +9,7 @@ import optax
 from jaxrl.config.options import options
 from jaxrl.config.plugins import load_plugin
 from jaxrl.config.schema import nearest
+from jaxrl.config.user_code import user_frames
 from jaxrl.models.spec import map_specs
 from jaxrl.types import Tree
 
@@ -59,6 +60,6 @@ def load_optimizer(
     except Exception as error:  # foreign code
         raise ValueError(
             f"{KEY}={spec!r} cannot take a step ({type(error).__name__}: {error}); correct its "
-            "options, or set another optimizer"
+            f"options, or set another optimizer{user_frames(error)}"
         ) from error
     return transform

@@ -8,16 +8,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.json_text import shown
+
 SIZES = frozenset(
     {
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "max_position_embeddings",
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
     }
 )
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
@@ -34,89 +30,35 @@ QWEN_WINDOWS = WINDOWS | {"use_sliding_window", "max_window_layers"}
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "dtype of the files; `model.dtype` is the one of a run": ("dtype", "torch_dtype"),
     "tokens and text, from the tokenizer's files": (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "tokenizer_class",
-        "model_max_length",
-        "max_sequence_length",
-        "prefix",
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("tokenizer_class", "model_max_length", "max_sequence_length", "prefix"),
     ),
     "sampling, from generation_config.json": (
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "cache_implementation",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_p",
-        "no_repeat_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "suppress_tokens",
-        "target_lookbehind",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "use_cache",
+        *("assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids"),
+        *("begin_suppress_tokens", "cache_implementation", "diversity_penalty", "do_sample"),
+        *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+        *("epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+        *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length"),
+        *("max_new_tokens", "min_length", "min_p", "no_repeat_ngram_size", "num_assistant_tokens"),
+        *("num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences"),
+        *("output_scores", "remove_invalid_values", "repetition_penalty"),
+        *("return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature"),
+        *("top_k", "top_p", "typical_p", "use_cache"),
     ),
     "labels of a classifier; the shape of score.weight counts": (
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "finetuning_task",
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
         "task_specific_params",
     ),
     "start of a training from random weights": ("initializer_range",),
     "outputs and execution in transformers": (
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_experts_implementation",
-        "chunk_size_feed_forward",
-        "is_decoder",
-        "output_attentions",
-        "output_hidden_states",
-        "pretraining_tp",
-        "return_dict",
-        "tf_legacy_loss",
-        "torchscript",
-        "trust_remote_code",
-        "use_bfloat16",
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+        *("_experts_implementation", "chunk_size_feed_forward", "is_decoder", "output_attentions"),
+        *("output_hidden_states", "pretraining_tp", "return_dict", "tf_legacy_loss", "torchscript"),
+        *("trust_remote_code", "use_bfloat16"),
     ),
     "notes of the programs that wrote the file": (
-        "_commit_hash",
-        "_name_or_path",
-        "name_or_path",
-        "transformers_version",
-        "transformers.js_config",
-        "is_llama_config",
-        "unsloth_fixed",
-        "unsloth_version",
+        *("_commit_hash", "_name_or_path", "name_or_path", "transformers_version"),
+        *("transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
     ),
 }
 WITHOUT_EFFECT = frozenset(name for names in NEUTRAL.values() for name in names)
@@ -210,8 +152,3 @@ def check_no_code(config: Mapping[str, Any]) -> None:
             f"auto_map names code of the model, {shown(models)}, and code of a model folder is "
             "not run; remove auto_map from config.json if the model has the standard architecture"
         )
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -14,12 +14,8 @@ READ = (
     entries.READ
     | entries.WINDOWS
     | {
-        "hidden_activation",
-        "attention_bias",
-        "query_pre_attn_scalar",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
+        *("hidden_activation", "attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping"),
+        *("final_logit_softcapping", "use_bidirectional_attention"),
     }
 )
 ENTRIES = entries.Entries(

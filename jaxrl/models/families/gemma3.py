@@ -49,9 +49,7 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     rope, local = rotary.read_layer_ropes(c, theta=1_000_000.0, local_theta=10_000.0)
     period = c.get("sliding_window_pattern") or 6
     return dataclasses.replace(
-        gemma2.gemma_config(c, "gemma3", period=period, rope=rope),
-        local_rope=local,
-        qk_norm=True,
+        gemma2.gemma_config(c, "gemma3", period=period, rope=rope), local_rope=local, qk_norm=True
     )
 
 

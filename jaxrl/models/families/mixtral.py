@@ -33,7 +33,5 @@ def from_hf(c: fields.ConfigJson) -> DecoderConfig:
 def to_hf(cfg: DecoderConfig) -> dict[str, Any]:
     base = fields.base_json(cfg, "mixtral", "MixtralForCausalLM")
     return base | dict(
-        num_local_experts=cfg.E,
-        num_experts_per_tok=cfg.top_k,
-        sliding_window=cfg.window(0) or None,
+        num_local_experts=cfg.E, num_experts_per_tok=cfg.top_k, sliding_window=cfg.window(0) or None
     )

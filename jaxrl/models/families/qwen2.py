@@ -42,9 +42,7 @@ def windows_json(cfg: DecoderConfig) -> dict[str, Any]:
 
 def from_hf(c: fields.ConfigJson) -> DecoderConfig:
     return dataclasses.replace(
-        fields.base_config(DEFAULTS | dict(c), "qwen2"),
-        windows=windows(c),
-        qkv_bias=True,
+        fields.base_config(DEFAULTS | dict(c), "qwen2"), windows=windows(c), qkv_bias=True
     )
 
 

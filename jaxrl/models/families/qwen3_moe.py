@@ -12,22 +12,13 @@ ENTRIES = entries.Entries(
     | entries.LATER_LEN
     | entries.WINDOWS
     | {
-        "hidden_act",
-        "attention_bias",
-        "use_sliding_window",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
+        *("hidden_act", "attention_bias", "use_sliding_window", "num_experts", "num_local_experts"),
+        *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
         "mlp_only_layers",
     },
     neutral=frozenset(
         {
-            "dual_chunk_attention_config",
-            "max_window_layers",
-            "output_router_logits",
+            *("dual_chunk_attention_config", "max_window_layers", "output_router_logits"),
             "router_aux_loss_coef",
         }
     ),

@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.json_text import shown
 from jaxrl.models.config import ROPE_KINDS, Rope
-from jaxrl.models.families.entries import is_off, shown
+from jaxrl.models.families.entries import is_off
 
 ConfigJson = Mapping[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"

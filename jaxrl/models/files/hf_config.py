@@ -7,16 +7,7 @@ from typing import Any
 
 from jaxrl.data.json_object import read_object
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.families import (
-    gemma2,
-    gemma3,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from jaxrl.models.families import gemma2, gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from jaxrl.models.families.entries import check_known
 from jaxrl.models.files.hf_entries import check_decoder, check_entries
 from jaxrl.models.files.weight_files import has_separate_head

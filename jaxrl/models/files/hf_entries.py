@@ -7,6 +7,7 @@ from building millions of layers, before the weights show that it is wrong.
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from jaxrl.json_text import shown
 from jaxrl.models.config import DecoderConfig
 
 INTEGERS = {  # smallest and largest value
@@ -46,23 +47,12 @@ NUMBERS = {
     "partial_rotary_factor": (0.0, 1.0),
 }
 FLAGS = {
-    "attention_bias",
-    "mlp_bias",
-    "norm_topk_prob",
-    "tie_word_embeddings",
-    "truncate",
-    "use_bidirectional_attention",
-    "use_sliding_window",
+    *("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "truncate"),
+    *("use_bidirectional_attention", "use_sliding_window"),
 }
 TEXTS = {"hidden_act", "hidden_activation", "rope_type", "type"}
 LISTS: dict[str, type] = {"layer_types": str, "mlp_only_layers": int}
-OBJECTS = {
-    "text_config",
-    "rope_parameters",
-    "rope_scaling",
-    "full_attention",
-    "sliding_attention",
-}
+OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"}
 # null in these is the same as no entry, or switches a feature off.
 NULLABLE = {
     *TEXTS,
@@ -121,9 +111,9 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 def wrong(key: str, value: Any, expected: str) -> ValueError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return ValueError(f"{key} is {shown}, expected {expected}; use the model's own config.json")
+    return ValueError(
+        f"{key} is {shown(value)}, expected {expected}; use the model's own config.json"
+    )
 
 
 def check_decoder(cfg: DecoderConfig) -> None:

@@ -55,10 +55,7 @@ def load_model(
     """
     folder = resolve_model(path)
     cfg = dataclasses.replace(
-        folder_config(folder),
-        heads=heads,
-        stacked=stacked,
-        grouped_matmul=grouped_matmul,
+        folder_config(folder), heads=heads, stacked=stacked, grouped_matmul=grouped_matmul
     )
     stored_cfg = dataclasses.replace(cfg, base_dtype=base_dtype)
     specs, tensors, mesh = decoder_specs(cfg), find_tensors(folder), jax.sharding.get_mesh()

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from jaxrl.models.files.gguf.cache import cached_conversion
+from jaxrl.models.files.gguf.conversion_cache import cached_conversion
 
 PACKAGE = "package:"
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.*")

@@ -148,7 +148,6 @@ class Linear(nnx.Module):
         shape: tuple[int, ...],
         axes: tuple[str | None, ...],
         *,
-        hf_shape: tuple[int, int],
         bias: bool = False,
         lora: LoRA | None = None,
         base_dtype: str = "",
@@ -158,6 +157,7 @@ class Linear(nnx.Module):
         self.n_out = sum(d not in x_dims for d in w_dims)
         if not (w_dims == out_dims[2:] + x_dims[2:] and x_dims[:2] == out_dims[:2] == "BT"):
             raise ValueError(f"{eq!r} is not a [B, T, in] x [out, in] product")
+        hf_shape = math.prod(shape[: self.n_out]), math.prod(shape[self.n_out :])
         self.name, self.axes = name, axes
         self.matmul_dtype = "auto"  # of the product; packed.with_matmul_dtype sets another one
         n_in = len(shape) - self.n_out

@@ -1,5 +1,7 @@
 """Feed-forward network of a dense layer."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -40,35 +42,17 @@ class MLP(nnx.Module):
     """act(x Wgᵀ) * (x Wuᵀ) Wdᵀ (https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, make: MakeParam, cfg: DecoderConfig):
+        options: Any = dict(bias=cfg.mlp_bias, lora=cfg.lora, base_dtype=cfg.base_dtype)
+
         def up(name: str) -> Linear:
-            shape, axes = (cfg.F, cfg.D), ("ffw", "w_embed")
-            return Linear(
-                make,
-                name,
-                "BTD,FD->BTF",
-                shape,
-                axes,
-                hf_shape=shape,
-                bias=cfg.mlp_bias,
-                lora=cfg.lora,
-                base_dtype=cfg.base_dtype,
-            )
+            axes = ("ffw", "w_embed")
+            return Linear(make, name, "BTD,FD->BTF", (cfg.F, cfg.D), axes, **options)
 
         self.act = cfg.act
         self.chunk = 0  # tokens of a device at one time, 0 = all; packed.with_mlp_chunk sets it
         self.gate, self.up = up("mlp.gate_proj"), up("mlp.up_proj")
         shape, axes = (cfg.D, cfg.F), ("w_embed", "ffw")
-        self.down = Linear(
-            make,
-            "mlp.down_proj",
-            "BTF,DF->BTD",
-            shape,
-            axes,
-            hf_shape=shape,
-            bias=cfg.mlp_bias,
-            lora=cfg.lora,
-            base_dtype=cfg.base_dtype,
-        )
+        self.down = Linear(make, "mlp.down_proj", "BTF,DF->BTD", shape, axes, **options)
 
     def __call__(self, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
         n_tokens = x.shape[0] * x.shape[1] // (rules.n_shards("batch") * rules.n_shards("time"))

@@ -9,8 +9,8 @@ between its start and its end.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxrl.planner.chips import Chip
 from jaxrl.planner.compiled.hlo import HloShape
-from jaxrl.planner.topology import Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,6 @@ class Collective:
     loops: tuple[str, ...]  # op_name of every enclosing loop
     shapes: tuple[HloShape, ...]  # of the result
     op_name: str
-
-    @property
-    def in_loop(self) -> bool:
-        return bool(self.loops)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,19 +7,12 @@ import numpy as np
 
 from jaxrl.config.keys import RunConfig, ScheduleConfig
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.options import SCHEDULE_OPTIONS
 from jaxrl.planner.schedules.costs import Numbers, RunCosts
 from jaxrl.planner.schedules.lengths import response_lengths
 from jaxrl.planner.schedules.report import schedules_text
 from jaxrl.planner.schedules.search import search_schedules, simulate_schedule
 
-SCHEDULE_OPTIONS = (
-    "schedule",
-    "lengths",
-    "max-staleness",
-    "oversample",
-    "rollout-devices",
-    "plan",
-)
 MODES = ("sync", "partial", "async")
 N_STEPS = 8  # of groups, which repeat afterwards
 

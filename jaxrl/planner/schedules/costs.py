@@ -15,9 +15,9 @@ from jaxrl.config.remat import parse_remat
 from jaxrl.engine.device.batches import DispatchShapes, dispatch_shapes
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
 from jaxrl.models.config import DecoderConfig
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.schedules.engine import EngineCosts, ReplicaUsage, SimulatedEngine
 from jaxrl.planner.schedules.simulation import TrainingCosts
-from jaxrl.planner.topology import CHIPS
 
 ENGINE_PROGRAMS = ("prefill", "mixed", "copy_pages", "decode")
 TOKENS_PER_RESPONSE = 16  # of a simulated response of mean length

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.json_text import parse_json
-from jaxrl.rewards.judge.blocks import last_program
+from jaxrl.rewards.judge.called_function import only_function
+from jaxrl.rewards.judge.code_blocks import last_program
 from jaxrl.rewards.judge.comparison import same_output, same_value
-from jaxrl.rewards.judge.functions import only_function
 from jaxrl.rewards.judge.tests import MAX_DEPTH, Test, read_tests
 from jaxrl.rewards.sandbox import check, jail, runner
 from jaxrl.rewards.sandbox.plain_data import decode

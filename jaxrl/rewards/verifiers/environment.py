@@ -4,10 +4,7 @@ from typing import Any
 
 
 def environment(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
     """The sum of the episode's rewards.
 

@@ -31,11 +31,6 @@ _SMALL = Decimal("1e-5")  # of the number itself, below 0.1
 _FLOAT32 = Decimal("6e-8")  # of a number with a fraction: a column of float32 is so exact
 
 
-def find_numbers(text: str) -> list[Decimal]:
-    """All numbers in a text, in order; thousands separators are removed."""
-    return [_value(match) for match in _NUMBER.finditer(_plain(text))]
-
-
 def last_number_of(text: str) -> Decimal | None:
     """The last number in a text, or None."""
     last = collections.deque(_NUMBER.finditer(_plain(text)), maxlen=1)

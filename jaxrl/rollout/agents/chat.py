@@ -2,22 +2,18 @@
 
 import dataclasses
 import json
-import secrets
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.data.chat.messages import tools_of
-from jaxrl.http.body import parse_json
+from jaxrl.data.chat.row_messages import tools_of
 from jaxrl.http.errors import RequestError
+from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
 from jaxrl.json_text import Json, Message, json_size
-from jaxrl.rewards.messages import MAX_SCORE
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.rewards.worker_messages import MAX_SCORE
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body
 MAX_TOOLS, MAX_TOOLS_SIZE = 512, 512 << 10  # tools of a request, and characters of all of them
-MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 # Fields that would change the meaning of a response, with the values that have no effect. All other
 # fields are ignored: the sampling settings are those of the run.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -57,7 +53,7 @@ class Reply:
 
 def parse_chat(raw: bytes) -> ChatRequest:
     """The request of a body of /chat/completions. Raises RequestError (400) if it is invalid."""
-    body = _object(raw)
+    body = read_object(raw, max_values=MAX_VALUES)
     for name, values in UNSUPPORTED.items():
         if name in body and not any(body[name] == v for v in values):
             raise RequestError(
@@ -66,14 +62,14 @@ def parse_chat(raw: bytes) -> ChatRequest:
                 param=name,
             )
     options = body.get("stream_options") or {}
-    messages, tools = _messages(body.get("messages")), _tools(body)
+    messages, tools = tuple(read_messages(body.get("messages"))), _tools(body)
     return ChatRequest(
         messages=messages,
         tools=tools,
         size=json_size([messages, tools]),
         may_call=body.get("tool_choice") != "none",
         max_tokens=_max_tokens(body),
-        stop=_stop_strings(body.get("stop")),
+        stop=read_stop(body.get("stop")),
         stream=body.get("stream") is True,
         include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
     )
@@ -81,7 +77,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
 
 def parse_reward(raw: bytes) -> dict[str, float]:
     """The numbers of a body of /reward: "reward" and counts. Raises RequestError (400)."""
-    body = _object(raw)
+    body = read_object(raw, max_values=MAX_VALUES)
     numbers = {
         name: value
         for name, value in body.items()
@@ -100,12 +96,15 @@ def parse_reward(raw: bytes) -> dict[str, float]:
 def chat_completion(reply: Reply) -> Json:
     """The body of a response."""
     choice = {"message": reply.message, **_choice(reply.finish)}
-    return _head("chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+    return response_head("chat.completion", MODEL) | {
+        "choices": [choice],
+        "usage": usage(reply.n_prompt_tokens, reply.n_tokens),
+    }
 
 
 def chat_chunks(reply: Reply, *, include_usage: bool) -> Iterator[Json]:
     """The chunks of a stream. The turn comes whole: it is sent when it has ended."""
-    head = _head("chat.completion.chunk")
+    head = response_head("chat.completion.chunk", MODEL)
     delta = dict(reply.message)
     if "tool_calls" in delta:
         calls = enumerate(delta["tool_calls"])
@@ -113,47 +112,11 @@ def chat_chunks(reply: Reply, *, include_usage: bool) -> Iterator[Json]:
     yield head | {"choices": [{"delta": delta, **_choice(None)}]}
     yield head | {"choices": [{"delta": {}, **_choice(reply.finish)}]}
     if include_usage:
-        yield head | {"choices": [], "usage": _usage(reply)}
-
-
-def _head(kind: str) -> Json:
-    name = f"chatcmpl-{secrets.token_hex(12)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+        yield head | {"choices": [], "usage": usage(reply.n_prompt_tokens, reply.n_tokens)}
 
 
 def _choice(finish: str | None) -> Json:
     return {"index": 0, "logprobs": None, "finish_reason": finish}
-
-
-def _usage(reply: Reply) -> Json:
-    return {
-        "prompt_tokens": reply.n_prompt_tokens,
-        "completion_tokens": reply.n_tokens,
-        "total_tokens": reply.n_prompt_tokens + reply.n_tokens,
-    }
-
-
-def _object(raw: bytes) -> Mapping[str, Any]:
-    body = parse_json(raw, max_values=MAX_VALUES)
-    if not isinstance(body, Mapping):
-        raise RequestError(400, "the body of the request must be a JSON object")
-    return body
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    found = value if isinstance(value, list) else []
-    try:
-        messages = [as_message(m) for m in found]
-    except (TypeError, ValueError) as error:  # of a tool call
-        raise RequestError(400, str(error), param="messages") from error
-    if not messages or None in messages:
-        raise RequestError(
-            400,
-            "messages must be a non-empty list of objects with role and text content; other "
-            "content is not supported",
-            param="messages",
-        )
-    return tuple(m for m in messages if m is not None)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Json, ...]:
@@ -179,16 +142,3 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
             raise RequestError(400, f"{name}={shown} is no number of tokens above 0", param=name)
         return value
     return None
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
-    if not valid or len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_LEN:
-        raise RequestError(
-            400,
-            f"stop must be a non-empty string or a list of at most {MAX_STOPS}, of at most "
-            f"{MAX_STOP_LEN} characters each",
-            param="stop",
-        )
-    return tuple(strings)

@@ -19,7 +19,7 @@ from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.generate import Response
 from jaxrl.rollout.multi_turn import ActiveEpisode
 from jaxrl.tool_calls.calls import calls_of
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 from jaxrl.types import Episode, Prompt, Rollout
 
 MAX_TOKEN_CHARS = 32  # larger requests than this per token of the context are not rendered

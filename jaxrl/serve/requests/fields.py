@@ -20,14 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "suffix": ("",),
 }
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +53,7 @@ class Fields(ModelFields):
     stream_options: StreamOptions = dataclasses.field(default_factory=StreamOptions)
     top_k: int = key(0, "sample from the k most likely tokens; 0 or -1 = off", ge=-1, le=MAX_INT)
     min_p: float = key(
-        0.0,
-        "minimum probability of a token, relative to that of the most likely one",
-        ge=0,
-        le=1,
+        0.0, "minimum probability of a token, relative to that of the most likely one", ge=0, le=1
     )
     frequency_penalty: float = key(
         0.0, "subtracted from a logit per occurrence of its token in the response", ge=-2, le=2
@@ -88,13 +78,8 @@ class Fields(ModelFields):
 @dataclasses.dataclass(frozen=True)
 class ChatFields(Fields):
     untyped = (
-        "chat_template_kwargs",
-        "logit_bias",
-        "messages",
-        "response_format",
-        "stop",
-        "tool_choice",
-        "tools",
+        *("chat_template_kwargs", "logit_bias", "messages", "response_format", "stop"),
+        *("tool_choice", "tools"),
     )
     max_completion_tokens: int = key(0, "OpenAI's newer name of max_tokens", ge=0, le=MAX_INT)
     parallel_tool_calls: bool = key(True, "allow several tool calls in a response")
@@ -117,15 +102,13 @@ class CompletionFields(Fields):
 
 
 def read_fields[F: ModelFields](
-    schema: type[F], body: Any, models: Sequence[str]
+    schema: type[F], body: Mapping[str, Any], models: Sequence[str]
 ) -> tuple[F, dict[str, Any]]:
     """(typed fields with defaults, the values that the body sets by dotted name).
 
-    Raises RequestError if the body is no JSON object, has an unknown or unsupported field, a value
-    of the wrong type or range, or names a model that is not in `models`.
+    Raises RequestError for an unknown or unsupported field, a value of the wrong type or range, or
+    a model that is not in `models`.
     """
-    if not isinstance(body, Mapping):
-        raise RequestError(400, "the body of the request must be a JSON object")
     known = keys(schema)
     present = {
         name: value
@@ -155,6 +138,18 @@ def unknown_model(name: str, models: Sequence[str]) -> RequestError:
     )
 
 
+def unsupported_field(name: str) -> RequestError:
+    return RequestError(400, f"{name} is not supported by this server; leave it out", param=name)
+
+
+def unknown_field(name: str, known: Iterable[str]) -> RequestError:
+    """The error for a field that is not in `known`, with the most similar one."""
+    name = name[:64]
+    guess = nearest(name, known)
+    hint = f"; did you mean {guess}?" if guess else ""
+    return RequestError(400, f"unknown field {name}{hint}", param=name)
+
+
 def _members(
     body: Mapping[str, Any], known: Iterable[str], untyped: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -180,14 +175,11 @@ def _has_no_effect(name: str, value: Any) -> bool:
 def _check_field(name: str, value: Any, known: Iterable[str]) -> None:
     """Checks that cost little, before any value is converted or printed."""
     if name in UNSUPPORTED:
-        raise RequestError(400, f"{name} is not supported by this server; leave it out", param=name)
+        raise unsupported_field(name)
     if any(other.startswith(f"{name}.") for other in known):
         raise RequestError(400, f"{name} must be an object", param=name)
     if name not in known:
-        name = name[:64]
-        guess = nearest(name, known)
-        hint = f"; did you mean {guess}?" if guess else ""
-        raise RequestError(400, f"unknown field {name}{hint}", param=name)
+        raise unknown_field(name, known)
     if isinstance(value, Mapping):
         raise RequestError(400, f"{name} must not be an object", param=name)
     if isinstance(value, str | list) and len(value) > MAX_FIELD_LEN:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,20 +11,18 @@ import numpy as np
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer, opens_thought
 from jaxrl.engine.api import LogitAdjustments
-from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.http.openai import read_messages, read_object, read_stop
 from jaxrl.json_text import Message
 from jaxrl.serve.requests.fields import ChatFields, CompletionFields, Fields, read_fields
 from jaxrl.serve.requests.logit_fields import read_adjustments
 from jaxrl.serve.requests.prompt import ServerLimits, check_size, encode_text, is_id, too_long
 from jaxrl.serve.structured.response_format import read_response_format
 from jaxrl.serve.structured.tools import ToolJson, ToolUse, read_tools
-from jaxrl.tool_calls.messages import as_message
 
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion request that sets none, as OpenAI
 GREEDY_BELOW = 1e-4  # smaller temperatures would overflow the logits
 MAX_ARGUMENTS_LEN = 4096  # characters of chat_template_kwargs as JSON
-MAX_STOPS, MAX_STOP_LEN = 4, 256  # stop strings as in OpenAI's API, and characters of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +69,16 @@ class GenerationRequest:
 
 def parse_chat(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
     """The request of a body of /v1/chat/completions. Raises RequestError if it is invalid."""
-    return chat_request(parse_json(raw, max_values=limits.max_values), renderer, limits)
+    return chat_request(read_object(raw, max_values=limits.max_values), renderer, limits)
 
 
-def chat_request(body: Any, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
-    """The request of the JSON value of a body. Raises RequestError if it is invalid."""
+def chat_request(
+    body: Mapping[str, Any], renderer: ChatRenderer, limits: ServerLimits
+) -> GenerationRequest:
+    """The request of the fields of a body. Raises RequestError if it is invalid."""
     fields, present = read_fields(ChatFields, body, limits.model_names)
     _check_limits(fields, limits, n_prompts=1)
-    messages = read_messages(body, limits)
+    messages = messages_in_context(body, limits)
     tools = read_tools(body, limits.tool_format, parallel=fields.parallel_tool_calls)
     renderer = with_template_arguments(body, renderer)
     text = render_messages(messages, renderer, tools=tools and tools.tools)
@@ -106,7 +106,7 @@ def chat_request(body: Any, renderer: ChatRenderer, limits: ServerLimits) -> Gen
 
 def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -> GenerationRequest:
     """The request of a body of /v1/completions. Raises RequestError if it is invalid."""
-    body = parse_json(raw, max_values=limits.max_values)
+    body = read_object(raw, max_values=limits.max_values)
     fields, present = read_fields(CompletionFields, body, limits.model_names)
     texts = _prompts(body.get("prompt"))
     _check_limits(fields, limits, len(texts))
@@ -127,7 +127,7 @@ def parse_completion(raw: bytes, renderer: ChatRenderer, limits: ServerLimits) -
 
 def _request(
     fields: Fields,
-    body: dict[str, Any],
+    body: Mapping[str, Any],
     limits: ServerLimits,
     prompts: list[np.ndarray],
     *,
@@ -161,7 +161,7 @@ def _request(
             top_k=min(max(fields.top_k, 0), limits.vocab),
             top_p=fields.top_p,
             min_p=fields.min_p,
-            stop=_stop_strings(body.get("stop")),
+            stop=read_stop(body.get("stop")),
             stop_token_ids=fields.stop_token_ids,
         ),
         adjustments=adjustments,
@@ -217,7 +217,7 @@ def _max_tokens(prompt_len: int, wanted: int | None, fields: Fields, limits: Ser
     return n_tokens
 
 
-def with_template_arguments(body: dict[str, Any], renderer: ChatRenderer) -> ChatRenderer:
+def with_template_arguments(body: Mapping[str, Any], renderer: ChatRenderer) -> ChatRenderer:
     """The renderer with the `chat_template_kwargs` of a body. Raises RequestError (400)."""
     arguments, param = body.get("chat_template_kwargs"), "chat_template_kwargs"
     if arguments is None:
@@ -247,37 +247,19 @@ def render_messages(
         raise RequestError(400, str(error), param=param) from error
 
 
-def read_messages(body: dict[str, Any], limits: ServerLimits) -> list[Message]:
+def messages_in_context(body: Mapping[str, Any], limits: ServerLimits) -> list[Message]:
     """The messages of a body. Raises RequestError (400) if they are invalid or too long.
 
     The size of tools counts as that of messages.
     """
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(400, "messages must be a non-empty list", param="messages")
-    if len(messages) > limits.max_model_len:
+    if isinstance(messages, list) and len(messages) > limits.max_model_len:
         raise too_long(f"{len(messages)} messages", limits.max_model_len)
-    read = [_message(message) for message in messages]
+    read = read_messages(messages)
     others = [{k: m[k] for k in m if k not in ("role", "content")} for m in read]
     n_bytes = len(json.dumps([body.get("tools"), others], ensure_ascii=False).encode())
     check_size(n_bytes + sum(len(m["content"].encode()) for m in read), limits)
     return read
-
-
-def _message(message: Any) -> Message:
-    """Role, text and tool calls of a chat message; text parts are joined."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    try:
-        if isinstance(calls, list | None) and (found := as_message(message)) is not None:
-            return found
-    except ValueError as error:
-        raise RequestError(400, str(error), param="messages") from error
-    raise RequestError(
-        400,
-        "a message needs a role and text content, or a list of tool calls; other content is not "
-        "supported",
-        param="messages",
-    )
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -304,16 +286,3 @@ def _tokenize(prompt: str | list[int], renderer: ChatRenderer, limits: ServerLim
             400, f"token ids of a prompt must be 0 to {limits.vocab - 1}", param="prompt"
         )
     return np.array(prompt, np.int32)
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise RequestError(400, "stop must be a non-empty string or a list of them", param="stop")
-    if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_LEN:
-        raise RequestError(
-            400,
-            f"stop accepts at most {MAX_STOPS} strings of at most {MAX_STOP_LEN} characters",
-            param="stop",
-        )
-    return tuple(strings)

@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.config.schema import nearest
 from jaxrl.data.chat.encoding import ChatRenderer
-from jaxrl.http.body import parse_json
 from jaxrl.http.errors import RequestError
+from jaxrl.http.openai import read_object
 from jaxrl.json_text import Json
-from jaxrl.serve.requests.fields import IGNORED
+from jaxrl.serve.requests.fields import IGNORED, unknown_field, unsupported_field
 from jaxrl.serve.requests.prompt import ServerLimits
 from jaxrl.serve.requests.request import GenerationRequest, chat_request
 
@@ -59,10 +58,8 @@ def parse_responses(
 
     Raises RequestError if the body is invalid.
     """
-    body = parse_json(raw, max_values=limits.max_values)
-    if not isinstance(body, Mapping):
-        raise RequestError(400, "the body of the request must be a JSON object")
-    body = {name: value for name, value in body.items() if value is not None}
+    found = read_object(raw, max_values=limits.max_values)
+    body = {name: value for name, value in found.items() if value is not None}
     _check_names(body)
     with responses_names():
         request = chat_request(_chat_body(body), renderer, limits)
@@ -83,14 +80,9 @@ def _check_names(body: Json) -> None:
     known = (*SAME, *CHAT_NAMES, *OTHER)
     for name, value in body.items():
         if name in NO_EFFECT and value not in NO_EFFECT[name]:
-            raise RequestError(
-                400, f"{name} is not supported by this server; leave it out", param=name
-            )
+            raise unsupported_field(name)
         if name not in known and name not in NO_EFFECT:
-            name = name[:64]
-            guess = nearest(name, known)
-            hint = f"; did you mean {guess}?" if guess else ""
-            raise RequestError(400, f"unknown field {name}{hint}", param=name)
+            raise unknown_field(name, known)
 
 
 def _chat_body(body: Json) -> Json:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,9 @@ def known_format(template: str, name: str) -> ToolFormat | None:
         raise
 
 
-def read_tools(body: dict[str, Any], known: ToolFormat | None, *, parallel: bool) -> ToolUse | None:
+def read_tools(
+    body: Mapping[str, Any], known: ToolFormat | None, *, parallel: bool
+) -> ToolUse | None:
     """The tools of a body; None if it has none, or with tool_choice "none".
 
     Raises RequestError (400) with the name of the field that is invalid.

@@ -11,13 +11,12 @@ from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.items import ItemMaker
 from jaxrl.data.packing import gather, padding_fraction, shared_fraction
 from jaxrl.learner.prefixes import pack_samples
-from jaxrl.models.config import DecoderConfig
 from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.first_samples import show_first_samples
 from jaxrl.trainer.metrics import speed_metrics
 from jaxrl.trainer.phases.mini_batches import MiniBatch
 from jaxrl.trainer.phases.update import update
-from jaxrl.trainer.run import Core
 from jaxrl.types import Batch, Demonstration, TrainingSample
 
 # Sections and keys of the config that offline training does not use.
@@ -77,28 +76,19 @@ def with_objective(cfg: RunConfig, objective: OfflineObjective) -> RunConfig:
     return dataclasses.replace(cfg, algorithm=algorithm, critic=critic)
 
 
-def check_context(cfg: RunConfig, decoder: DecoderConfig) -> None:
-    """Raises ValueError if sequences may be longer than the model's context, as the engine does."""
-    if cfg.data.max_len > decoder.context_len:
-        raise ValueError(
-            f"prompt and response may take {cfg.data.max_len} tokens, the model supports "
-            f"{decoder.context_len}; lower config.data.max_prompt_len or "
-            "config.data.max_response_len"
-        )
-
-
 def train_step(run: OfflineRun) -> None:
     """One step on the next items. Samples of a mini-batch are made with the current weights."""
     core, objective = run.core, run.objective
-    core.stop.check()
+    core.session.stop.check()
     found: list[dict[str, float]] = []
     n_tokens, size, trained = 0, core.cfg.mini_batch_prompts, []
-    with core.timed("step"):
+    with core.clock.timed("step"):
         items = next(core.iterator)
-        show_first_samples(core, items)
+        if core.clock.step == 0:
+            show_first_samples(core, items)
         for start in range(0, len(items), size):
             samples, metrics = objective.make_samples(run, items[start : start + size])
-            packed = pack_samples(samples, core.cfg, core.n_ranks)
+            packed = pack_samples(samples, core.cfg, core.learner.n_ranks)
             updated = update(core, [MiniBatch(packed)])
             metrics |= {shown: updated[name] for name, shown in objective.metric_names.items()}
             metrics |= {name: v for name, v in updated.items() if name.startswith("optim/")}
@@ -115,11 +105,11 @@ def train_step(run: OfflineRun) -> None:
 def validate(run: OfflineRun) -> None:
     """Evaluates the validation items with the current weights and logs val/*."""
     core = run.core
-    with core.timed("val"):
-        core.val_metrics = run.objective.evaluate(run, core.val)
-    core.validated_at = core.step
-    seconds = sum(core.take_seconds().values())  # all phases, including scoring
-    core.logger.metrics(core.step, core.val_metrics | {"time/val_s": seconds})
+    with core.clock.timed("val"):
+        core.clock.val_metrics = run.objective.evaluate(run, core.val)
+    core.clock.validated_at = core.clock.step
+    seconds = sum(core.clock.take_seconds().values())  # all phases, including scoring
+    core.logger.metrics(core.clock.step, core.clock.val_metrics | {"time/val_s": seconds})
 
 
 def logps(
@@ -131,6 +121,6 @@ def logps(
 
     `score` is policy_logps or reference_logps.
     """
-    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.n_ranks)
+    packed = pack_samples([to_sample(d) for d in demonstrations], core.cfg, core.learner.n_ranks)
     found = gather(score(core, [p.batch for p in packed]), packed)
     return [logp[d.loss_mask] for d, logp in zip(demonstrations, found, strict=True)]

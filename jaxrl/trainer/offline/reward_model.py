@@ -43,11 +43,11 @@ def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
 
 def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarray, np.ndarray]:
     """(loss with margins, scores of the chosen completions, scores of the rejected ones)."""
-    assert run.core.value_scorer is not None
-    with run.core.timed("values"):
+    assert run.core.learner.value_scorer is not None
+    with run.core.clock.timed("values"):
         samples = [to_sequence(r) for r in completions_of(pairs)]
         scores = last_scores(
-            run.core.value_scorer, run.core.state.params, samples, run.core.check_stop
+            run.core.learner.value_scorer, run.core.state.params, samples, run.core.check_stop
         )
     margins = run.core.cfg.preference.margin_weight * np.array(
         [pair.margin for pair in pairs], np.float32

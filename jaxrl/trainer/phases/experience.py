@@ -1,4 +1,4 @@
-"""The experience of a step: training samples with values, advantages and logprobs, packed."""
+"""The experience of a step: training samples with advantages, packed; and their scores."""
 
 import dataclasses
 import functools
@@ -12,11 +12,23 @@ from jaxrl.data.packing import gather
 from jaxrl.learner.critic import ValueScorer
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import needs_old_logp, needs_ref_logp
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.metrics import reward_metrics
-from jaxrl.trainer.phases.mini_batches import MiniBatch, make_mini_batches, to_samples
-from jaxrl.trainer.phases.sampling import Collected, end_rollouts, with_baselines
-from jaxrl.trainer.phases.shaping import RewardScale, scale_metrics, scaled_rewards, turn_rewards
-from jaxrl.trainer.run import Core, Run
+from jaxrl.trainer.phases.mini_batches import (
+    MiniBatch,
+    Score,
+    make_mini_batches,
+    to_samples,
+    with_scores,
+)
+from jaxrl.trainer.phases.rewards import (
+    Group,
+    RewardScale,
+    scale_metrics,
+    scaled_rewards,
+    turn_rewards,
+)
+from jaxrl.trainer.phases.sampling import Collected
 from jaxrl.types import Batch, ScoredRollout, TrainingSample
 from sharding import hosts, to_device
 
@@ -31,25 +43,22 @@ class Experience:
     metrics: dict[str, float]
 
 
-def make_experience(run: Run, collected: Collected) -> Experience:
-    """Scales the rewards, computes values and advantages, packs, and scores the packed batches.
+def make_experience(
+    core: Core, collected: Collected, groups: Sequence[Group], baselines: np.ndarray | None
+) -> Experience:
+    """Scales the rewards, computes advantages and packs.
 
-    It computes only what the algorithm needs (learner/requirements.py). A step without a valid
-    group has no mini-batches.
+    Advantages may read values, and the reference's logprobs for a KL in the reward; these are
+    scored here. `baselines` as from `chosen_groups`. A step without a valid group has no
+    mini-batches.
     """
-    core, cfg = run.core, run.core.cfg
-    groups, baselines, n_failed = collected.chosen(), None, collected.n_failed
-    if cfg.algorithm.advantage == "remax":
-        n_groups = len(list(filter(None, groups)))
-        groups, baselines = with_baselines(run, groups)
-        n_failed += n_groups - len(list(filter(None, groups)))
-    end_rollouts(run)
+    cfg = core.cfg
     scale = core.reward_scale.updated(collected.sampled)
     metrics = reward_metrics(collected.sampled, cfg.reward)
-    metrics["reward/dropped_groups"] = float(n_failed)
+    metrics["reward/dropped_groups"] = float(collected.n_failed)
     rollouts = [r for group in groups for r in group]
     if not rollouts:
-        warn_no_update(core.step + 1, collected.sampled)
+        warn_no_update(core.clock.step + 1, collected.sampled)
         return Experience([], 0, scale, metrics)
 
     raw_rewards = np.array([r.reward.value for r in rollouts])
@@ -66,16 +75,15 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     rewards = np.repeat(scaled_rewards(raw_rewards, scale, cfg.reward), n_samples)
     if baselines is not None:
         baselines = np.repeat(baselines, n_samples)
-    if core.value_scorer is not None:
-        samples = add_values(core, core.value_scorer, samples)
-    with core.timed("adv"), core.no_compile("scoring"):
+    if core.learner.value_scorer is not None:
+        samples = add_values(core, core.learner.value_scorer, samples)
+    with core.clock.timed("adv"), core.no_compile("scoring"):
         mini_batches, more_metrics = make_mini_batches(
             samples,
             rewards,
             cfg,
-            n_ranks=core.n_ranks,
-            score_old=functools.partial(policy_logps, core) if needs_old_logp(cfg) else None,
-            score_ref=functools.partial(reference_logps, core) if needs_ref_logp(cfg) else None,
+            n_ranks=core.learner.n_ranks,
+            kl_reference=reference_score(core, kl_in="reward"),
             baselines=baselines,
             kl_coef=core.coefs.kl,
             seed=core.sampling_seed(validation=False),
@@ -83,12 +91,31 @@ def make_experience(run: Run, collected: Collected) -> Experience:
     return Experience(mini_batches, len(rollouts), scale, metrics | more_metrics)
 
 
+def score(core: Core, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+    """Fills the logprobs of the policy before its updates and of the reference, as needed."""
+    if not mini_batches:
+        return []
+    score_old = functools.partial(policy_logps, core) if needs_old_logp(core.cfg) else None
+    score_ref = reference_score(core, kl_in="loss")
+    with core.clock.timed("adv"), core.no_compile("scoring"):
+        return with_scores(
+            mini_batches, core.cfg.algorithm, score_old=score_old, score_ref=score_ref
+        )
+
+
+def reference_score(core: Core, *, kl_in: str) -> Score | None:
+    """Scores batches by the reference model if a KL at this place needs it, else None."""
+    if needs_ref_logp(core.cfg) and core.cfg.algorithm.kl_in == kl_in:
+        return functools.partial(reference_logps, core)
+    return None
+
+
 def warn_no_update(step: int, rollouts: Sequence[ScoredRollout]) -> None:
     """Prints that no group of the step has enough valid samples."""
     n_failed = sum(bool(r.error) for r in rollouts)
     text = (
         f"warning: step {step}: no update, because no prompt has enough valid rewards: "
-        f"{n_failed} of {len(rollouts)} responses failed. See the errors in samples.jsonl"
+        f"{n_failed} of {len(rollouts)} responses failed"
     )
     if hosts.is_main_process():
         rich.get_console().print(Text(text, "bold yellow"), soft_wrap=True)
@@ -99,24 +126,24 @@ def add_values(
 ) -> list[TrainingSample]:
     """Fills `values` with the critic's value of every response token."""
     packed = pack_samples(samples, scorer.cfg, scorer.n_ranks)
-    with core.timed("values"), core.no_compile("scoring"):
-        params = core.state.params if core.critic is None else core.critic.params
+    with core.clock.timed("values"), core.no_compile("scoring"):
+        params = core.state.params if core.learner.critic is None else core.learner.critic.params
         values = gather(scorer.values(params, packed, on_batch=core.check_stop), packed)
     return [dataclasses.replace(s, values=v) for s, v in zip(samples, values, strict=True)]
 
 
 def policy_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The policy's logprobs [B, T] of each packed batch."""
-    layout = core.scorer.layout
+    layout = core.learner.scorer.layout
     with (
-        layout.weights(core.state.params, core.timed("reshard")) as params,
-        core.timed("old_log_prob"),
+        layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+        core.clock.timed("old_log_prob"),
     ):
-        return core.scorer.logps(params, batches, on_batch=core.check_stop)
+        return core.learner.scorer.logps(params, batches, on_batch=core.check_stop)
 
 
 def reference_logps(core: Core, batches: Sequence[Batch]) -> list[np.ndarray]:
     """The reference model's logprobs [B, T] of each packed batch."""
-    with core.ref_scorer.layout.on_mesh(), core.timed("ref"):
+    with core.learner.ref_scorer.layout.on_mesh(), core.clock.timed("ref"):
         params = to_device(core.ref_params)
-        return core.ref_scorer.logps(params, batches, on_batch=core.check_stop)
+        return core.learner.ref_scorer.logps(params, batches, on_batch=core.check_stop)

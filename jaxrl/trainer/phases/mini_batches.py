@@ -1,4 +1,4 @@
-"""Mini-batches of a step: advantages, filters, token selection, packing and logprobs."""
+"""Mini-batches of a step: advantages, filters, token selection, packing, and their logprobs."""
 
 import dataclasses
 import functools
@@ -75,8 +75,7 @@ def make_mini_batches(
     cfg: RunConfig,
     *,
     n_ranks: int,
-    score_old: Score | None,
-    score_ref: Score | None,
+    kl_reference: Score | None = None,
     baselines: np.ndarray | None = None,
     kl_coef: float | None = None,
     seed: int = 0,
@@ -86,35 +85,29 @@ def make_mini_batches(
     Args:
       samples: at least one, by group; with a critic, they have `values`.
       rewards: float64 [len(samples)], after scaling.
-      score_old, score_ref: score all packed batches at once, before the first update. None if the
-        algorithm does not need them (learner/requirements.py).
+      kl_reference: the reference's logprobs, for the KL in the reward; None without it.
       baselines: see `add_advantages`.
       kl_coef: coefficient of the KL in the reward; None = algorithm.kl_coef.
       seed: seed of the random token selection of clip_cov.
 
     Returns:
-      (mini-batches, metrics).
+      (mini-batches without old_logp and ref_logp, metrics).
     """
     metrics: dict[str, float] = {}
     penalties = None
-    if score_ref is not None and cfg.algorithm.kl_in == "reward":
+    if kl_reference is not None:
         kl, metrics = clamped_kl(
-            reference_kl(samples, cfg, n_ranks, score_ref), samples, cfg.algorithm.kl_clamp
+            reference_kl(samples, cfg, n_ranks, kl_reference), samples, cfg.algorithm.kl_clamp
         )
         coef = cfg.algorithm.kl_coef if kl_coef is None else kl_coef
         penalties = [coef * k for k in kl]
-        score_ref = None
     samples = add_advantages(
         samples, rewards, cfg.algorithm, penalties=penalties, baselines=baselines
     )
     if cfg.has_critic:
         metrics |= value_metrics(samples)
     mini_batches = split_mini_batches(samples, cfg, n_ranks=n_ranks, seed=seed)
-    metrics |= packing_metrics(mini_batches, len(samples))
-    mini_batches = with_scores(mini_batches, score_old, score_ref)
-    if cfg.algorithm.correction_normalize:
-        mini_batches = [with_mean_weight(mini, cfg.algorithm) for mini in mini_batches]
-    return mini_batches, metrics
+    return mini_batches, metrics | packing_metrics(mini_batches, len(samples))
 
 
 def split_mini_batches(
@@ -249,9 +242,16 @@ def split_idle(
 
 
 def with_scores(
-    mini_batches: list[MiniBatch], score_old: Score | None, score_ref: Score | None
+    mini_batches: list[MiniBatch],
+    cfg: AlgorithmConfig,
+    *,
+    score_old: Score | None = None,
+    score_ref: Score | None = None,
 ) -> list[MiniBatch]:
-    """Fills old_logp and ref_logp of the batches. All mini-batches are scored together."""
+    """Fills old_logp, ref_logp and the mean weight. All mini-batches are scored together.
+
+    A score is None if the algorithm does not need it (learner/requirements.py).
+    """
     batches = [packed.batch for mini in mini_batches for packed in mini.packed]
     if score_old is not None:
         pairs = zip(batches, score_old(batches), strict=True)
@@ -265,7 +265,10 @@ def with_scores(
         packed = [dataclasses.replace(p, batch=next(scored)) for p in mini.packed]
         return dataclasses.replace(mini, packed=packed)
 
-    return [filled(mini) for mini in mini_batches]
+    mini_batches = [filled(mini) for mini in mini_batches]
+    if cfg.correction_normalize:
+        return [with_mean_weight(mini, cfg) for mini in mini_batches]
+    return mini_batches
 
 
 def with_mean_weight(mini: MiniBatch, cfg: AlgorithmConfig) -> MiniBatch:

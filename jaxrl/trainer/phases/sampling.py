@@ -12,7 +12,9 @@ from jaxrl.engine.engine import PagedEngine
 from jaxrl.learner.reward_model import RewardModel
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.runtime.signals import StopFlag
-from jaxrl.trainer.phases.shaping import (
+from jaxrl.trainer.core import Core, Run
+from jaxrl.trainer.metrics import sample_records
+from jaxrl.trainer.phases.rewards import (
     Group,
     add_overlong_penalty,
     solved_prompts,
@@ -21,7 +23,6 @@ from jaxrl.trainer.phases.shaping import (
     valid_groups,
     valid_samples,
 )
-from jaxrl.trainer.run import Core, Run
 from jaxrl.types import Prompt, Reward, Rollout, ScoredRollout
 from sharding import hosts, to_device, to_host
 
@@ -57,9 +58,20 @@ class Collected:
         self.engine_metrics.append(engine_metrics)
 
     @property
+    def n_batches(self) -> int:
+        return len(self.engine_metrics)
+
+    @property
     def full(self) -> bool:
-        """Whether enough groups are kept for a step."""
-        return len(self.kept) >= self.cfg.data.prompts_per_step
+        """Whether enough groups are kept for a step, or no more batches are allowed.
+
+        Dynamic sampling (DAPO, section 3.2, https://arxiv.org/abs/2503.14476) drops groups whose
+        rewards are all equal or whose mean reward is outside dynamic_sampling_range, and takes at
+        most dynamic_sampling_batches in total. Without it, the first batch fills the step.
+        """
+        algo = self.cfg.algorithm
+        most = algo.dynamic_sampling_batches if algo.dynamic_sampling else 1
+        return self.n_batches >= most or len(self.kept) >= self.cfg.data.prompts_per_step
 
     @property
     def n_tokens(self) -> int:
@@ -82,7 +94,7 @@ class Collected:
             metrics["data/solved"] = float(self.n_solved)
         if self.cfg.algorithm.dynamic_sampling:
             n_groups = max(len(self.dropped) + len(self.kept), 1)
-            metrics["rollout/batches"] = float(len(self.engine_metrics))
+            metrics["rollout/batches"] = float(self.n_batches)
             metrics["rollout/flat_fraction"] = len(self.dropped) / n_groups
         return metrics
 
@@ -97,45 +109,44 @@ def _reduction(name: str) -> Callable[[Sequence[float]], float]:
     return np.max if name.endswith("/max") else np.mean
 
 
-def collect(run: Run) -> Collected:
-    """The scored rollouts of the next batch of prompts, from the source of the schedule.
+def collect(
+    run: Run, collected: Collected, sampled: list[ScoredRollout], engine_metrics: dict[str, float]
+) -> None:
+    """Adds one batch of scored rollouts.
 
-    Dynamic sampling (algorithm.dynamic_sampling; DAPO, section 3.2, https://arxiv.org/abs/2503.14476)
-    drops groups whose rewards are all equal or whose mean reward is outside dynamic_sampling_range.
-    It takes further batches until the step is full, at most dynamic_sampling_batches in total.
     Samples whose reward or environment failed leave their group (reward.on_error).
     """
     cfg = run.core.cfg
-    n_batches = cfg.algorithm.dynamic_sampling_batches if cfg.algorithm.dynamic_sampling else 1
-    collected = Collected(cfg)
-    for draw in range(n_batches):
-        sampled, engine_metrics = run.source.next_batch(run, draw)
-        groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
-        if cfg.data.skip_solved:
-            run.source.mark_solved(run, solved_prompts(groups, cfg.data.skip_solved))
-            collected.n_solved = run.core.iterator.n_solved
-        collected.add(sampled, groups, engine_metrics)
-        if collected.full:
-            break
-    return collected
+    groups = valid_groups(split_groups(sampled, cfg.rollout.n), cfg)
+    if cfg.data.skip_solved:
+        run.source.mark_solved(run, solved_prompts(groups, cfg.data.skip_solved))
+        collected.n_solved = run.core.iterator.n_solved
+    collected.add(sampled, groups, engine_metrics)
 
 
-def with_baselines(run: Run, groups: list[Group]) -> tuple[list[Group], np.ndarray]:
-    """(groups, reward of the greedy response to the prompt of each sample, float64 [N]); ReMax.
+def chosen_groups(run: Run, collected: Collected) -> tuple[list[Group], np.ndarray | None]:
+    """(groups to train on, baselines); the baselines are None except for ReMax.
 
-    The samples of a prompt share one greedy response. If its reward failed, they have no baseline
+    A baseline is the reward of the greedy response to the prompt of each sample, float64 [N]. The
+    samples of a prompt share one greedy response. If its reward failed, they have no baseline
     and the group is empty, except with reward.on_error="value".
     """
-    cfg = run.core.cfg
+    cfg, groups = run.core.cfg, collected.chosen()
+    if cfg.algorithm.advantage != "remax":
+        return groups, None
     prompts = [group[0].rollout.prompt for group in groups if group]
     if not prompts:
         return groups, np.zeros(0)
     greedy, _ = sample(run, prompts, greedy=True)
     scored = reward(run, greedy)
-    run.reward_errors.check(scored, f"greedy baseline of step {run.core.step + 1}")
+    step = run.core.clock.step + 1
+    if failed := [r for r in scored if r.error]:
+        run.core.logger.samples(step, sample_records(failed, kind="greedy"))
+    run.reward_errors.check(scored, f"greedy baseline of step {step}")
     rewarded = iter(add_overlong_penalty(scored, cfg))
     valid = [valid_samples([next(rewarded)] if group else [], cfg.reward) for group in groups]
     groups = [group if one else [] for group, one in zip(groups, valid, strict=True)]
+    collected.n_failed += len(prompts) - len(list(filter(None, groups)))
     pairs = zip(groups, valid, strict=True)
     return groups, np.array([one[0].reward.value for group, one in pairs for _ in group])
 
@@ -168,12 +179,14 @@ def sample(
     run.source.release_engine()
     with (
         run.core.no_compile(name),
-        run.engines.layout.weights(run.core.state.params, run.core.timed("reshard")) as params,
-        run.core.timed("val" if validation else "gen"),
+        run.engines.layout.weights(
+            run.core.state.params, run.core.clock.timed("reshard")
+        ) as params,
+        run.core.clock.timed("val" if validation else "gen"),
     ):
         if cfg.rollout.release_kv:
             assert isinstance(run.engines.engine, PagedEngine)
-            with run.core.timed("kv"):
+            with run.core.clock.timed("kv"):
                 run.engines.engine.allocate()
         return run.engines.sample(
             params,
@@ -181,7 +194,7 @@ def sample(
             n=n,
             sampling=sampling,
             seed=run.core.sampling_seed(validation=validation, draw=draw),
-            version=run.core.step,
+            version=run.core.clock.step,
             name=name,
         )
 
@@ -192,14 +205,14 @@ def policy_on_host(core: Core, engine: PagedEngine) -> Iterator[None]:
 
     The KV pages, which may take their place, are freed before the weights return.
     """
-    with core.timed("reshard"):
+    with core.clock.timed("reshard"):
         params = jax.block_until_ready(to_host(core.state.params))
         core.state = dataclasses.replace(core.state, params=params)
     try:
         yield
     finally:
         engine.release()
-        with core.timed("reshard"):
+        with core.clock.timed("reshard"):
             params = jax.block_until_ready(to_device(params))
             core.state = dataclasses.replace(core.state, params=params)
 
@@ -209,14 +222,14 @@ def end_rollouts(run: Run) -> None:
     if run.core.cfg.rollout.release_kv:
         assert isinstance(run.engines.engine, PagedEngine)
         run.source.release_engine()  # its unfinished responses lose their KV
-        with run.core.timed("kv"):
+        with run.core.clock.timed("kv"):
             run.engines.engine.release()
 
 
 def reward(run: Run, rollouts: list[Rollout], *, validation: bool = False) -> list[ScoredRollout]:
     """All rollouts with their rewards, on every process."""
-    with run.core.timed("val" if validation else "reward"), run.core.no_compile("reward"):
-        return score(run.rewards, run.reward_model, rollouts, run.core.stop)
+    with run.core.clock.timed("val" if validation else "reward"), run.core.no_compile("reward"):
+        return score(run.rewards, run.reward_model, rollouts, run.core.session.stop)
 
 
 def score(

@@ -13,8 +13,8 @@ from jaxrl.learner.critic import Critic
 from jaxrl.learner.policy_objective import START_METRICS
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.phases.mini_batches import MiniBatch
-from jaxrl.trainer.run import Core
 from sharding import hosts, to_device, to_host
 
 CRITIC_METRICS = {"optim/grad_norm": "critic/grad_norm", "optim/lr": "critic/lr"}
@@ -33,14 +33,14 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     work = [mini for mini in mini_batches if mini.packed] * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
-        core.timed("update_actor"),
+        core.clock.timed("update_actor"),
         core.no_compile("update"),
-        core.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
+        core.session.progress.phase("update", total=sum(len(mini.packed) for mini in work)) as bar,
     ):
         ref_params = to_device(core.ref_params) if full_kl_in_loss(cfg) else None
         for mini in work:
             idle_lens, shares = [s.n_loss_tokens for s in mini.idle], [s.share for s in mini.idle]
-            core.state, one = core.update.update(
+            core.state, one = core.learner.update.update(
                 core.state,
                 [packed.batch for packed in mini.packed],
                 ref_params=ref_params,
@@ -49,8 +49,8 @@ def update(core: Core, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
                 on_micro_batch=lambda i: bar.advance(1),
             )
             if cfg.check_finite:
-                check_finite(one, mini.packed, core.folder, core.step + 1)
-            core.step_restartable = False
+                check_finite(one, mini.packed, core.cfg.run_path, core.clock.step + 1)
+            core.clock.step_restartable = False
             metrics.append(one)
     if not needs_old_logp(cfg):
         metrics = with_first_mismatch(metrics)
@@ -70,9 +70,9 @@ def update_critic(
     work = packs * cfg.learner.epochs
     metrics: list[dict[str, float]] = []
     with (
-        core.timed("update_critic"),
+        core.clock.timed("update_critic"),
         core.no_compile("critic"),
-        core.progress.phase("critic", total=sum(map(len, work))) as bar,
+        core.session.progress.phase("critic", total=sum(map(len, work))) as bar,
         critic.training(),
     ):
         for packed in work:
@@ -83,16 +83,16 @@ def update_critic(
             )
             one = {CRITIC_METRICS.get(name, name): value for name, value in one.items()}
             if core.cfg.check_finite:
-                check_finite(one, packed, core.folder, core.step + 1)
-            core.step_restartable = False
+                check_finite(one, packed, core.cfg.run_path, core.clock.step + 1)
+            core.clock.step_restartable = False
             metrics.append({n: value for n, value in one.items() if n.startswith("critic/")})
     return average_updates(metrics)
 
 
 def refresh_reference(core: Core) -> None:
     """Replaces the reference model by the current policy."""
-    with core.timed("ref"):
-        ref = core.ref_scorer.layout.copy(core.state.params)
+    with core.clock.timed("ref"):
+        ref = core.learner.ref_scorer.layout.copy(core.state.params)
         core.reference = to_host(ref) if "reference" in core.cfg.learner.offload else ref
 
 

@@ -17,7 +17,7 @@ from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
 from jaxrl.rollout.schedule.stream import GroupStream, ResponseStream
-from jaxrl.trainer.run import sampling_seed
+from jaxrl.trainer.core import sampling_seed
 from jaxrl.types import Prompt, Reward, Rollout, Tree
 from sharding import hosts
 

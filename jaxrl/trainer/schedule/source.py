@@ -16,8 +16,8 @@ from jaxrl.rollout.engines import merge_metrics
 from jaxrl.rollout.generate import engine_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.phases.sampling import reward, sample, with_model_scores
-from jaxrl.trainer.run import Run
 from jaxrl.trainer.schedule.engine_thread import BatchOrder, EngineThread
 from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Reward, Rollout, ScoredRollout
@@ -29,9 +29,11 @@ Scored = tuple[list[ScoredRollout], dict[str, float]]  # by group, and rollout/*
 class SyncSource:
     """Samples a batch of prompts with the current weights, then scores it (mode = "sync")."""
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
-        rollouts, metrics = sample(run, next(run.core.iterator), draw=draw)
-        return reward(run, rollouts), metrics
+    def rollout(self, run: Run, draw: int) -> tuple[list[Rollout], dict[str, float]]:
+        return sample(run, next(run.core.iterator), draw=draw)
+
+    def reward(self, run: Run, rollouts: tuple[list[Rollout], dict[str, float]]) -> Scored:
+        return reward(run, rollouts[0]), rollouts[1]
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         run.core.iterator.mark_solved(ids)
@@ -53,32 +55,36 @@ class PartialSource:
     def __init__(self, generator: GroupGenerator):
         self.generator = generator
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
+    def rollout(self, run: Run, draw: int) -> "UnscoredBatch":
         core, generator, engine = run.core, self.generator, run.engines.engine
         start = time.perf_counter()
-        if core.saved_at == core.step:
+        if core.clock.saved_at == core.clock.step:
             self.release_engine()  # a run that resumes from this checkpoint has no KV either
         engine.take_stats()
         with (
             released_on_error(self),
             core.no_compile("rollout"),
-            run.engines.layout.weights(core.state.params, core.timed("reshard")) as params,
-            core.timed("gen"),
-            core.progress.phase("rollout", total=generator.buffer.batch_size) as bar,
-            core.stop.agreed() as check,
+            run.engines.layout.weights(core.state.params, core.clock.timed("reshard")) as params,
+            core.clock.timed("gen"),
+            core.session.progress.phase("rollout", total=generator.buffer.batch_size) as bar,
+            core.session.stop.agreed() as check,
         ):
 
             def on_dispatch() -> None:
                 check()
                 bar.update(generator.buffer.n_ready)
 
-            generator.begin(core.step, core.step)
-            batch = generator.generate(params, core.step, on_dispatch)
-        waited_s, stats = time.perf_counter() - start, engine.take_stats()
-        with core.timed("reward"), core.stop.agreed() as check:
+            generator.begin(core.clock.step, core.clock.step)
+            batch = generator.generate(params, core.clock.step, on_dispatch)
+        return UnscoredBatch(batch, engine.take_stats(), time.perf_counter() - start)
+
+    def reward(self, run: Run, rollouts: "UnscoredBatch") -> Scored:
+        core, generator, batch = run.core, self.generator, rollouts.groups
+        with core.clock.timed("reward"), core.session.stop.agreed() as check:
             generator.wait_for_rewards(batch, check)
-        metrics = generator.take_metrics() | {"buffer/waited_s": waited_s}
-        return scored_shares(run, hosts.gather(Share.of(batch, stats, waited_s, metrics)))
+        metrics = generator.take_metrics() | {"buffer/waited_s": rollouts.waited_s}
+        share = Share.of(batch, rollouts.stats, rollouts.waited_s, metrics)
+        return scored_shares(run, hosts.gather(share))
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         run.core.iterator.mark_solved(ids)
@@ -105,13 +111,13 @@ class AsyncSource:
         self._version = -1  # of the weights that the thread has
         self._taken_at: float | None = None  # the end of the last wait
 
-    def next_batch(self, run: Run, draw: int) -> Scored:
+    def rollout(self, run: Run, draw: int) -> list["Share"]:
         core, start, buffer = run.core, time.perf_counter(), self.thread.generator.buffer
         self.stop.check()
         with (
             core.no_compile("rollout"),
-            core.timed("gen"),
-            core.progress.phase("rollout", total=buffer.batch_size) as bar,
+            core.clock.timed("gen"),
+            core.session.progress.phase("rollout", total=buffer.batch_size) as bar,
         ):
             while self.thread.n_ahead <= core.cfg.schedule.lag:
                 self._order(run)
@@ -132,7 +138,11 @@ class AsyncSource:
                 "perf/training_idle_fraction": (end - start) / (end - since),
             }
             shares = hosts.gather(Share.of(batch.groups, batch.stats, batch.busy_s, metrics))
-        return scored_shares(run, shares[: self.thread.generator.n_processes])
+        return shares[: self.thread.generator.n_processes]
+
+    def reward(self, run: Run, rollouts: list["Share"]) -> Scored:
+        """The thread has called the functions; the reward model is left."""
+        return scored_shares(run, rollouts)
 
     def mark_solved(self, run: Run, ids: Sequence[int]) -> None:
         """Marks them with the next order, so that what is drawn does not depend on the clock."""
@@ -158,14 +168,25 @@ class AsyncSource:
         """Orders one more batch, with the current weights."""
         core = run.core
         params = None
-        if core.step != self._version:
-            with core.timed("reshard"):
+        if core.clock.step != self._version:
+            with core.clock.timed("reshard"):
                 params = run.engines.layout.send(core.state.params)
-            self._version = core.step
-        fresh = core.saved_at == core.step  # a run that resumes from this checkpoint has no KV
-        step = core.step + self.thread.n_ahead
+            self._version = core.clock.step
+        fresh = (
+            core.clock.saved_at == core.clock.step
+        )  # a run that resumes from this checkpoint has no KV
+        step = core.clock.step + self.thread.n_ahead
         solved, self._solved = self._solved, []
-        self.thread.order(BatchOrder(step, core.step, params, fresh, solved))
+        self.thread.order(BatchOrder(step, core.clock.step, params, fresh, solved))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnscoredBatch:
+    """The groups of a batch whose rewards may still be computed."""
+
+    groups: list[PromptGroup]
+    stats: EngineStats
+    waited_s: float
 
 
 @contextlib.contextmanager
@@ -206,8 +227,8 @@ def scored_shares(run: Run, shares: Sequence[Share]) -> Scored:
     rollouts = [r for share in shares for r in share.rollouts]
     rewards = [r for share in shares for r in share.rewards]
     metrics = merge_metrics([share.metrics for share in shares])
-    scored = with_model_scores(run.reward_model, rollouts, rewards, run.core.stop)
-    return scored, metrics | staleness_metrics(rollouts, run.core.step)
+    scored = with_model_scores(run.reward_model, rollouts, rewards, run.core.session.stop)
+    return scored, metrics | staleness_metrics(rollouts, run.core.clock.step)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:

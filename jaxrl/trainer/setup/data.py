@@ -16,7 +16,6 @@ from jaxrl.data.streaming import ItemStream
 from jaxrl.data.tokenizer import check_tokenizer, load_tokenizer, stop_ids
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.functions import need_answer
-from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.setup.truths import with_checked_truths
 from jaxrl.types import Prompt
 
@@ -69,12 +68,6 @@ def load_val[T](cfg: RunConfig, maker: ItemMaker[T]) -> list[T]:
     """The validation items; none without data.val."""
     data = cfg.data
     return load_items(data.val, maker, max_rows=data.val_max_samples) if data.val else []
-
-
-def report_data(cfg: RunConfig, progress: Progress, iterator: Batches, val: Sequence) -> None:
-    """Shows how many items there are."""
-    n_train = "streamed" if cfg.data.streaming else len(iterator.items)
-    progress.status(f"data: {n_train} training items, {len(val)} for validation")
 
 
 def make_iterator[T](cfg: RunConfig, maker: ItemMaker[T]) -> Batches[T]:

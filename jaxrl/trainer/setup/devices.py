@@ -1,9 +1,7 @@
 """Opens the process group and the devices of a run; checks that the run fits their memory."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,27 +18,12 @@ from jaxrl.models.spec import count_params
 from jaxrl.planner.check import attached_plan, check_plan, device_memory, plan_line
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.programs import OfflineWorkload
-from jaxrl.runtime.compile_watch import CompileWatch
-from jaxrl.runtime.folder_lock import FolderLock
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
-from jaxrl.runtime.multihost import check_all_joined, join
-from jaxrl.runtime.signals import StopFlag
-from jaxrl.tracking.loggers import check_loggers
+from jaxrl.runtime.multihost import check_all_joined
 from jaxrl.tracking.progress import Progress
 from jaxrl.trainer.memory import explain_out_of_memory
-from jaxrl.trainer.setup.folder import hold_folder
-from jaxrl.trainer.setup.models import Models
+from jaxrl.trainer.setup.host import HostSide
 from sharding import check_host_memory, hosts
-
-
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """The process-wide services of a run."""
-
-    stop: StopFlag
-    progress: Progress
-    watch: CompileWatch
-    lock: FolderLock | None  # on the run folder; None except in the main process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,25 +35,10 @@ class Policy:
     rollout_devices: Sequence[Any] = ()  # of this process, if they are not those of training
 
 
-def open_session(cfg: RunConfig, stack: contextlib.ExitStack) -> Session:
-    """Joins the process group, locks the run folder and starts progress output."""
-    set_compilation_cache(cfg)
-    join(cfg)
-    with hosts.raise_together():
-        check_loggers(cfg.log)
-    progress = stack.enter_context(Progress())
-    lock = stack.enter_context(hold_folder(cfg, progress))
-    watch = CompileWatch(progress.compiled)
-    stack.callback(watch.detach)
-    progress.status(f"run folder {cfg.run_path}")
-    return Session(StopFlag(), progress, watch, lock)
-
-
-def open_devices(
-    cfg: RunConfig, models: Models, session: Session, stack: contextlib.ExitStack
-) -> Policy:
+def open_policy(host: HostSide) -> Policy:
     """Opens the backend and sets the mesh of training."""
-    dtype, decoder = start_devices(cfg, models.decoder, session.progress)
+    session, cfg, stack = host.session, host.session.cfg, host.session.stack
+    dtype, decoder = start_devices(cfg, host.models.decoder, session.progress)
     mesh = training_mesh(cfg)
     stack.enter_context(jax.set_mesh(mesh))
     rollout = split_devices(cfg, jax.devices())[1]
@@ -84,51 +52,29 @@ def open_devices(
     return Policy(decoder, dtype, rollout)
 
 
-def checked_plan(
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    progress: Progress,
-    *,
-    role_decoders: dict[str, DecoderConfig] | None = None,
-    workload: OfflineWorkload | None = None,
+def open_plan(
+    host: HostSide, policy: Policy, workload: OfflineWorkload | None = None
 ) -> Plan | None:
     """The plan of the run; None if plan_check is off or the devices do not report their memory.
 
-    See `check_plan` for `role_decoders` and `workload`. Raises ValueError if the run does not fit.
+    From now on running out of device memory is explained with it. `workload` is that of offline
+    training. Raises ValueError if the run does not fit.
     """
+    cfg, decoder, plan = host.session.cfg, policy.decoder, None
+    roles = host.models.folders.other_configs() if workload is None else None
     memory = device_memory()
-    if not cfg.plan_check or memory is None:
-        return None
-    with progress.waiting("planning: compiling all programs"):
-        plan = check_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
-    progress.status(plan_line(plan))
-    return plan
-
-
-def memory_report(
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    plan: Plan | None,
-    *,
-    role_decoders: dict[str, DecoderConfig] | None = None,
-    workload: OfflineWorkload | None = None,
-) -> contextlib.AbstractContextManager[None]:
-    """Explains running out of device memory in the block with `plan`; None makes it then.
-
-    See `explain_out_of_memory`.
-    """
+    if cfg.plan_check and memory is not None:
+        with host.session.progress.waiting("planning: compiling all programs"):
+            plan = check_plan(cfg, decoder, memory, role_decoders=roles, workload=workload)
+        host.session.progress.status(plan_line(plan))
 
     def make_plan() -> Plan:
         memory = device_memory() or physical_memory()
-        return attached_plan(cfg, decoder, memory, role_decoders=role_decoders, workload=workload)
+        return attached_plan(cfg, decoder, memory, role_decoders=roles, workload=workload)
 
-    return explain_out_of_memory(cfg.run_path, make_plan if plan is None else lambda: plan)
-
-
-def set_compilation_cache(cfg: RunConfig) -> None:
-    """Sets the folder of the persistent compilation cache. Call before the first compilation."""
-    cache = Path(cfg.compilation_cache or "~/.cache/jaxrl/xla").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    known = make_plan if plan is None else lambda: plan
+    host.session.stack.enter_context(explain_out_of_memory(cfg.run_path, known))
+    return plan
 
 
 def start_devices(

@@ -1,4 +1,4 @@
-"""Builds engines, environments, reward functions and the reward model of a run."""
+"""The engines of a run, the reward model, and the source of scored rollouts of its schedule."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxrl.config.keys import RolloutConfig, RunConfig
 from jaxrl.data.chat.encoding import ChatRenderer
+from jaxrl.data.shared_batches import SharedBatches
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.environments.pool import EnvironmentPool
@@ -14,42 +15,24 @@ from jaxrl.layout import Layout, check_idle_policy, rollout_layout
 from jaxrl.learner.reward_model import RewardModel, open_reward_model
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.episode import AgentLimits
-from jaxrl.rollout.agents.runner import Agents
 from jaxrl.rollout.engines import Engines
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.division import generating_processes
-from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
+from jaxrl.rollout.schedule.episodes import EpisodeStream
+from jaxrl.rollout.schedule.stream import GroupStream
 from jaxrl.tool_calls.formats import ToolFormat, tool_format
+from jaxrl.trainer.core import Core, Source
 from jaxrl.trainer.phases.sampling import policy_on_host
-from jaxrl.trainer.run import Core
-from jaxrl.trainer.setup.devices import Policy, Session
-from jaxrl.trainer.setup.models import Models
+from jaxrl.trainer.schedule.engine_thread import EngineThread
+from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
+from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
+from jaxrl.trainer.setup.devices import Policy
+from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
+from jaxrl.trainer.setup.workers import make_workers
 from sharding import hosts
-
-
-def open_environments(
-    cfg: RunConfig, stack: contextlib.ExitStack
-) -> EnvironmentPool | Agents | None:
-    """The processes of environments, or of agents with their endpoint; None if none is set."""
-    if not cfg.env.episodes:
-        return None
-    pool = stack.enter_context(EnvironmentPool(cfg.env))
-    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
-
-
-def local_engine(
-    cfg: RunConfig, rollout: RolloutConfig, models: Models, policy: Policy
-) -> tuple[Layout, PagedEngine]:
-    """The engine of this process, with the sizes in `rollout`."""
-    layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
-    engine = make_engine(
-        cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
-    )
-    return layout, engine
 
 
 def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
@@ -59,25 +42,16 @@ def check_rollout_layout(cfg: RunConfig, policy: Policy) -> None:
         check_idle_policy(cfg, layout)
 
 
-def with_idle_policy(
-    layout: Layout | RemoteWeights, engine: PagedEngine | WorkerPool, core: Core
-) -> Layout | RemoteWeights:
-    """The layout of the rollout, which has training's weights in host memory if that is set."""
-    if "policy" not in core.cfg.learner.offload:
-        return layout
-    assert isinstance(layout, Layout) and isinstance(engine, PagedEngine), "schedule.mode='sync'"
-    return dataclasses.replace(layout, while_copied=functools.partial(policy_on_host, core, engine))
-
-
-def make_engines(
-    cfg: RunConfig,
-    layout: Layout | RemoteWeights,
-    engine: PagedEngine | WorkerPool,
-    models: Models,
-    session: Session,
-    environments: EnvironmentPool | Agents | None,
-) -> Engines:
-    """The engine with everything else that a rollout needs."""
+def open_engines(host: HostSide, policy: Policy, rollout: RolloutConfig) -> Engines:
+    """The engine of this process with the sizes in `rollout`, or the workers of the rollout."""
+    session, cfg, models = host.session, host.session.cfg, host.models
+    if session.ray is None:
+        layout = rollout_layout(cfg, policy.decoder, policy.dtype, policy.rollout_devices)
+        engine = make_engine(
+            cfg, rollout, layout, policy.decoder, models.folders.policy, models.renderer
+        )
+    else:
+        layout, engine = make_workers(session.ray, host, policy)
     check_independent_engines(cfg, layout)
     return Engines(
         layout=layout,
@@ -91,16 +65,26 @@ def make_engines(
             timeout_s=cfg.env.episode_timeout_s,
             needs_reward=any(f.partition("?")[0] == "environment" for f in cfg.reward.functions),
         ),
-        environments=environments,
-        tool_format=episode_tool_format(cfg, environments, models.renderer),
+        environments=host.environments,
+        tool_format=episode_tool_format(cfg, host.environments, models.renderer),
         progress=session.progress,
         stop=session.stop,
         n_generating=generating_processes(cfg),
     )
 
 
+def with_idle_policy(engines: Engines, core: Core) -> Engines:
+    """Engines whose rollout has training's weights in host memory, if that is set."""
+    if "policy" not in core.cfg.learner.offload:
+        return engines
+    layout, engine = engines.layout, engines.engine
+    assert isinstance(layout, Layout) and isinstance(engine, PagedEngine), "schedule.mode='sync'"
+    idle = functools.partial(policy_on_host, core, engine)
+    return dataclasses.replace(engines, layout=dataclasses.replace(layout, while_copied=idle))
+
+
 def episode_tool_format(
-    cfg: RunConfig, environments: EnvironmentPool | Agents | None, renderer: ChatRenderer
+    cfg: RunConfig, environments: Environments | None, renderer: ChatRenderer
 ) -> ToolFormat | None:
     """The format of the model's tool calls; None without an environment that has tools.
 
@@ -153,16 +137,45 @@ def make_engine(
     return paged_engine(cfg, rollout, layout, decoder, eos_ids, adjustable=adjustable)
 
 
-def load_reward_model(
-    cfg: RunConfig, models: Models, policy: Policy, session: Session
-) -> RewardModel | None:
+def load_reward_model(host: HostSide, policy: Policy) -> RewardModel | None:
     """The reward model; None if none is configured."""
-    if models.folders.reward_model is None:
+    cfg, folder = host.session.cfg, host.models.folders.reward_model
+    if folder is None:
         return None
-    with session.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
-        return open_reward_model(cfg, models.folders.reward_model, policy.dtype)
+    with host.session.progress.waiting(f"loading the reward model {cfg.reward_model.path}"):
+        return open_reward_model(cfg, folder, policy.dtype)
 
 
-def reward_pool(cfg: RunConfig, renderer: ChatRenderer) -> RewardPool:
-    """The pool of reward functions."""
-    return RewardPool(cfg.reward, functools.partial(renderer.decode, skip_special=False))
+def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
+    """The source of `schedule.mode`, with what was in flight at the checkpoint.
+
+    The stack of the session stops its thread and the processes of its environments, if it has any.
+    """
+    cfg, stack = core.cfg, core.session.stack
+    if cfg.schedule.mode == "sync":
+        return SyncSource()
+    saved = None if core.in_flight is None else core.in_flight()
+    stream = make_stream(cfg, engines, stack)
+    if cfg.schedule.mode == "async":
+        core.iterator = SharedBatches(core.iterator)
+    generator = GroupGenerator(cfg, stream, rewards, core.iterator)
+    if saved is not None:
+        generator.restore(saved.get("processes", [saved]))
+    if cfg.schedule.mode == "partial":
+        return PartialSource(generator)
+    thread = EngineThread(generator, cfg.schedule.lag, engines.layout.on_mesh)
+    stack.callback(thread.close)
+    return AsyncSource(thread, core.session.stop, (saved or {}).get("solved", ()))
+
+
+def make_stream(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> GroupStream:
+    """Responses of a single turn, or episodes in separate processes.
+
+    The processes in `engines` stay free for validation and baselines, while episodes of later steps
+    are in flight.
+    """
+    environments = open_environments(cfg, stack)
+    if environments is None:
+        return response_stream(cfg, engines.engine, engines.renderer.decode)
+    runner = engines.episode_runner(environments, cfg.rollout.sampling)
+    return EpisodeStream(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)

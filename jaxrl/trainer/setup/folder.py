@@ -23,23 +23,6 @@ from sharding import hosts
 NEVER = sys.maxsize  # a step after all steps: every line is kept
 
 
-def read_run_config(folder: Path) -> RunConfig | None:
-    """The configuration of the run in `folder`; None if it is not a run folder.
-
-    Raises ValueError if its config.json has keys that no longer exist.
-    """
-    path = folder / "config.json"
-    is_run_folder = (folder / "hf").is_dir() or (folder / "checkpoints").is_dir()
-    if not is_run_folder or not path.is_file():
-        return None
-    try:
-        return from_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{error}\nTo use the exported model without this config, set {folder / 'hf'}"
-        ) from error
-
-
 @contextlib.contextmanager
 def hold_folder(cfg: RunConfig, progress: Progress) -> Iterator[FolderLock | None]:
     """Creates cfg.run_path and holds its lock for the block. Only the main process locks.

@@ -14,9 +14,9 @@ from jaxrl.learner.requirements import full_kl_in_loss, needs_old_logp, needs_re
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.runtime.compile_threads import CompileThreads, lowered_on_mesh
+from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases.mini_batches import MiniBatch, token_kl, with_mean_weight
 from jaxrl.trainer.phases.sampling import end_rollouts
-from jaxrl.trainer.run import Core, Run
 from jaxrl.trainer.setup.learner import Learner
 from jaxrl.types import Batch, Tree
 from sharding import needs_trial_run, to_device
@@ -70,12 +70,12 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
     """
     core, model = run.core, run.reward_model
     scores = {"policy": needs_old_logp(core.cfg), "reference": needs_ref_logp(core.cfg)}
-    with core.progress.waiting("compiling all programs"):
+    with core.session.progress.waiting("compiling all programs"):
         threads.wait()
         threads.add(lowered_learner(core, **scores))
         if model is not None:
             threads.add(model.scorer.lowered(to_device(model.params)))
-        with run.engines.layout.weights(core.state.params) as params, core.stop.agreed():
+        with run.engines.layout.weights(core.state.params) as params, core.session.stop.agreed():
             run.engines.engine.warmup(params, threads)
     end_rollouts(run)
     if model is not None and needs_trial_run():
@@ -85,7 +85,7 @@ def warm_up(run: Run, threads: CompileThreads) -> None:
 
 def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, reference: bool) -> None:
     """As `warm_up`, for offline training."""
-    with core.progress.waiting("compiling all programs"):
+    with core.session.progress.waiting("compiling all programs"):
         threads.wait()
         threads.add(lowered_learner(core, policy=policy, reference=reference))
         threads.wait()
@@ -95,18 +95,18 @@ def warm_up_offline(core: Core, threads: CompileThreads, *, policy: bool, refere
 def lowered_learner(core: Core, *, policy: bool, reference: bool) -> Iterator[jax.stages.Lowered]:
     """The programs of `warm_up_learner`, lowered one by one."""
     for rows, row_len in reversed(core.cfg.learner.shapes):
-        batch = empty_batch(core.n_ranks * rows, row_len)
-        yield from core.update.lowered(core.state, batch, _kl_reference(core))
+        batch = empty_batch(core.learner.n_ranks * rows, row_len)
+        yield from core.learner.update.lowered(core.state, batch, _kl_reference(core))
         if policy:
-            params = core.scorer.layout.lowered_weights(core.state.params)
-            yield from core.scorer.lowered(params, batch)
+            params = core.learner.scorer.layout.lowered_weights(core.state.params)
+            yield from core.learner.scorer.lowered(params, batch)
         if reference:
-            yield from core.ref_scorer.lowered(to_device(core.ref_params), batch)
-    if core.value_scorer is not None:
-        params = core.state.params if core.critic is None else core.critic.params
-        yield from core.value_scorer.lowered(params)
-    if core.critic is not None:
-        yield from core.critic.lowered()
+            yield from core.learner.ref_scorer.lowered(to_device(core.ref_params), batch)
+    if core.learner.value_scorer is not None:
+        params = core.state.params if core.learner.critic is None else core.learner.critic.params
+        yield from core.learner.value_scorer.lowered(params)
+    if core.learner.critic is not None:
+        yield from core.learner.critic.lowered()
 
 
 def _kl_reference(core: Core) -> Tree | None:
@@ -117,21 +117,23 @@ def _kl_reference(core: Core) -> Tree | None:
 def warm_up_learner(core: Core, *, policy: bool, reference: bool) -> None:
     """Compiles what `lowered_learner` leaves out; runs all programs on padding on accelerators."""
     for rows, row_len in core.cfg.learner.shapes:
-        batch = empty_batch(core.n_ranks * rows, row_len)
+        batch = empty_batch(core.learner.n_ranks * rows, row_len)
         if reference and core.cfg.algorithm.kl_in == "reward":
             token_kl(batch, batch.ref_logp, core.cfg.algorithm)
         if core.cfg.algorithm.correction_normalize:
             with_mean_weight(MiniBatch([Packed(batch, spans=())]), core.cfg.algorithm)
     if needs_trial_run():
         run_learner(core, policy=policy, reference=reference)
-    core.progress.steps(core.step, core.total_steps)
+    core.session.progress.steps(core.clock.step, core.clock.total_steps)
 
 
 def run_values(core: Core, scorer: ValueScorer, params: Tree, name: str) -> None:
     """Runs the forward pass of a value or reward model in every declared shape."""
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
-        with core.progress.waiting(f"running {name} on [{n_rows}, {row_len}] tokens of padding"):
+        with core.session.progress.waiting(
+            f"running {name} on [{n_rows}, {row_len}] tokens of padding"
+        ):
             scorer.values(params, [Packed(empty_batch(n_rows, row_len), spans=())])
 
 
@@ -141,7 +143,7 @@ def run_critic(core: Core, critic: Critic) -> None:
     for rows, row_len in scorer.cfg.learner.shapes:
         n_rows = scorer.n_ranks * rows
         with (
-            core.progress.waiting(
+            core.session.progress.waiting(
                 f"running the critic's update on [{n_rows}, {row_len}] tokens of padding"
             ),
             critic.training(),
@@ -151,23 +153,23 @@ def run_critic(core: Core, critic: Critic) -> None:
 
 def run_learner(core: Core, *, policy: bool, reference: bool) -> None:
     """Runs the update, the value programs, and the requested logprob programs on padding."""
-    if core.value_scorer is not None:
-        params = core.state.params if core.critic is None else core.critic.params
-        run_values(core, core.value_scorer, params, "values")
-    if core.critic is not None:
-        run_critic(core, core.critic)
+    if core.learner.value_scorer is not None:
+        params = core.state.params if core.learner.critic is None else core.learner.critic.params
+        run_values(core, core.learner.value_scorer, params, "values")
+    if core.learner.critic is not None:
+        run_critic(core, core.learner.critic)
     for rows, row_len in core.cfg.learner.shapes:
-        n_rows = core.n_ranks * rows
-        with core.progress.waiting(
+        n_rows = core.learner.n_ranks * rows
+        with core.session.progress.waiting(
             f"running score and update on [{n_rows}, {row_len}] tokens of padding"
         ):
             batch = empty_batch(n_rows, row_len)
             if policy:
-                with core.scorer.layout.weights(core.state.params) as params:
-                    core.scorer.warm_up(params, batch)
+                with core.learner.scorer.layout.weights(core.state.params) as params:
+                    core.learner.scorer.warm_up(params, batch)
             if reference:
-                with core.ref_scorer.layout.on_mesh():
-                    core.ref_scorer.warm_up(to_device(core.ref_params), batch)
+                with core.learner.ref_scorer.layout.on_mesh():
+                    core.learner.ref_scorer.warm_up(to_device(core.ref_params), batch)
             run_update(core, batch)
 
 
@@ -176,4 +178,4 @@ def run_update(core: Core, batch: Batch) -> None:
 
     Padding has weight 0, and an update of weight 0 does not change the state.
     """
-    core.state, _ = core.update.update(core.state, [batch], ref_params=_kl_reference(core))
+    core.state, _ = core.learner.update.update(core.state, [batch], ref_params=_kl_reference(core))

@@ -1,13 +1,11 @@
-"""Connects a run to Ray, and starts its rollout workers (schedule.rollout_workers)."""
+"""Starts the rollout workers of a run on Ray (schedule.rollout_workers)."""
 
-import contextlib
 from types import ModuleType
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl.config.accelerators import resources
-from jaxrl.config.keys import RunConfig
 from jaxrl.data.tokenizer import stop_ids
 from jaxrl.layout import worker_layout
 from jaxrl.rollout.remote.actors import RayActors
@@ -16,44 +14,19 @@ from jaxrl.rollout.remote.groups import WorkerGroups
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
 from jaxrl.rollout.remote.work import WorkerSettings, model_digest
-from jaxrl.runtime.ray_cluster import connect, import_ray
-from jaxrl.trainer.setup.devices import Policy, Session
-from jaxrl.trainer.setup.models import Models
-from sharding import Resharding, hosts, make_mesh, process_mesh_sizes, reshape_mesh
-
-
-def connect_to_workers(cfg: RunConfig) -> ModuleType | None:
-    """Ray, connected to its cluster; None if the run has no rollout workers.
-
-    Raises ValueError if Ray is absent or its cluster cannot be reached. Several processes need a
-    cluster that runs; one starts it if there is none.
-    """
-    if not cfg.schedule.rollout_workers:
-        return None
-    user = f"config.schedule.rollout_workers={cfg.schedule.rollout_workers}"
-    ray = import_ray(user, "set config.schedule.rollout_devices instead")
-    try:
-        connect(ray, "auto" if hosts.n_processes() > 1 else None)
-    except ConnectionError as error:
-        raise ValueError(
-            f"{user}: no Ray cluster answers ({error}); set RAY_ADDRESS to that of `ray start`, or "
-            "unset it, with which a run of one process starts a cluster on this host"
-        ) from error
-    return ray
+from jaxrl.trainer.setup.devices import Policy
+from jaxrl.trainer.setup.host import HostSide
+from sharding import Resharding, make_mesh, process_mesh_sizes, reshape_mesh
 
 
 def make_workers(
-    cfg: RunConfig,
-    ray: ModuleType,
-    models: Models,
-    policy: Policy,
-    session: Session,
-    stack: contextlib.ExitStack,
+    ray: ModuleType, host: HostSide, policy: Policy
 ) -> tuple[RemoteWeights, WorkerPool]:
     """Starts the rollout workers. Returns what publishes weights for them, and their pool.
 
-    `stack` ends them.
+    The stack of the session ends them.
     """
+    session, cfg, models = host.session, host.session.cfg, host.models
     device = make_mesh(jax.local_devices()[:1])
     layout = worker_layout(cfg, policy.decoder, policy.dtype, device)
     settings = WorkerSettings(
@@ -83,7 +56,7 @@ def make_workers(
         report=session.progress.status,
         check=session.stop.check_local,
     )
-    stack.callback(pool.close)
+    session.stack.callback(pool.close)
     weights = RemoteWeights(
         layout,
         ray.put,

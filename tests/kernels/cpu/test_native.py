@@ -1,6 +1,6 @@
 """The C decode kernels give the bits of XLA's products of many rows and run when they should.
 
-Tests of jaxrl/kernels/cpu/native.py, ops.py and skinny_matmul.py.
+Tests of jaxrl/kernels/cpu/native.py and ops.py.
 """
 
 import ctypes
@@ -14,18 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.kernels.attention import blocks
+from jaxrl.kernels.attention import online_softmax
 from jaxrl.kernels.attention_spec import AttentionSpec
 from jaxrl.kernels.cpu import native, ops
-from jaxrl.kernels.matmul import matmul, matmuls
-from sharding import make_mesh
 
 
 def thorough(*cases: tuple) -> list:
     return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]
-
-
-CALL = 'custom_call_target="jaxrl_skinny_matmul"'
 
 
 @pytest.fixture
@@ -34,12 +29,6 @@ def kernels(one_device):
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     assert native.is_available()
-
-
-@pytest.fixture
-def any_order(monkeypatch):
-    """Takes the kernel for every shape, in whatever order XLA sums on this processor."""
-    monkeypatch.setattr(ops, "matmul_bits_match", lambda n_out, n_in: True)
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -115,23 +104,6 @@ def test_which_processors_execute_whole_avx512_vectors(processor, wide):
     assert native._is_wide(processor) == wide
 
 
-def test_weights_of_one_input_are_read_in_one_call(kernels, any_order):
-    """Weight sizes end at and inside a work item."""
-    x, weights = normal(8, 1, 64), [normal(n, 64) for n in (192, 200, 576)]
-    together = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
-    assert together.lower(x, *weights).compile().as_text().count(CALL) == 1
-    for y, w in zip(together(x, *weights), weights, strict=True):
-        np.testing.assert_array_equal(y, jax.jit(ops.skinny_matmul)(x[:, 0], w)[0][:, None])
-
-
-def test_an_unsupported_weight_does_not_affect_the_others(kernels, any_order):
-    x, weights = normal(8, 1, 64), [normal(200, 64), normal(192, 64).astype(jnp.bfloat16)]
-    mixed = jax.jit(lambda x, *ws: matmuls(x, ws, out_shardings=[jax.P()] * len(ws)))
-    assert mixed.lower(x, *weights).compile().as_text().count(CALL) == 1
-    for y, w in zip(mixed(x, *weights), weights, strict=True):
-        np.testing.assert_allclose(y[:, 0], x[:, 0] @ np.float32(w).T, rtol=1e-4, atol=1e-4)
-
-
 def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
     """Softmax state over the blocks of gathered pages, as in training."""
     k, v = (np.concatenate(list(np.swapaxes(p[table], 0, 1)), axis=2) for p in (k_pages, v_pages))
@@ -139,16 +111,19 @@ def state_by_xla(q, k_pages, v_pages, table, first, last, scale: float):
 
     @jax.jit
     def run(q, k, v):
-        v = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % blocks.BLOCK),))
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, -H % online_softmax.BLOCK),))
 
         def add(j, state):
             k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, j * 64, 64, 2) for x in (k, v))
             key = j * 64 + np.arange(64)
             seen = ((key >= first[..., None]) & (key <= last[..., None]))[:, None]
-            return blocks.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
+            return online_softmax.add_block(state, q, k_block, v_block, seen, AttentionSpec(scale))
 
         state = jax.lax.fori_loop(
-            0, k.shape[2] // 64, add, blocks.init_softmax(q.shape[:3], H + -H % blocks.BLOCK)
+            0,
+            k.shape[2] // 64,
+            add,
+            online_softmax.init_softmax(q.shape[:3], H + -H % online_softmax.BLOCK),
         )
         return state.replace(numerator=state.numerator[..., :H])
 
@@ -177,7 +152,9 @@ def test_attention_reads_pages_in_place_and_gives_the_bits_of_training(kernels, 
     ):
         mine, xla = (np.moveaxis(np.asarray(x), 1, 2) for x in (mine, xla))  # [B, M, K, ...]
         np.testing.assert_array_equal(mine[live], xla[live])
-    assert np.all(np.asarray(got.max_score).swapaxes(1, 2)[~live] == np.float32(blocks.MASKED))
+    assert np.all(
+        np.asarray(got.max_score).swapaxes(1, 2)[~live] == np.float32(online_softmax.MASKED)
+    )
     assert not np.asarray(got.denominator).swapaxes(1, 2)[~live].any()
 
 
@@ -202,31 +179,6 @@ def test_the_exponential_is_that_of_xla(kernels):
     want = jax.jit(jnp.exp)(scores - scores.max(axis=-1, keepdims=True))
     np.testing.assert_array_equal(got, want)
     assert 0 < np.sum(want == 0) < want.size / 2
-
-
-def test_xla_keeps_products_that_it_sums_in_another_order(kernels):
-    """XLA splits the sums of some narrow products differently; which ones is unspecified."""
-    x, w = normal(64, 1, 576), normal(96, 576)
-    f = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
-    np.testing.assert_array_equal(f(x[:8], w)[:, 0], f(x.swapaxes(0, 1), w)[0, :8])
-
-
-def compiled(x, w) -> str:
-    f = jax.jit(lambda x, w: matmul(x, w, out_sharding=jax.P()))
-    return f.lower(x, w).compile().as_text()
-
-
-def test_only_one_token_per_row_uses_the_kernel(kernels):
-    w = normal(128, 64)
-    assert "jaxrl_skinny_matmul" in compiled(normal(8, 1, 64), w)
-    for x, weight in (
-        (normal(8, 2, 64), w),  # a chunk of prefill, or training
-        (normal(65, 1, 64), w),
-        (normal(8, 1, 64).astype(jnp.bfloat16), w.astype(jnp.bfloat16)),
-    ):
-        assert "jaxrl_skinny_matmul" not in compiled(x, weight)
-    with jax.set_mesh(make_mesh(tensor=2)):
-        assert "jaxrl_skinny_matmul" not in compiled(normal(8, 1, 64), w)
 
 
 def test_without_a_compiler_xla_does_the_products_and_the_log_says_why(

@@ -154,7 +154,9 @@ def test_weights_merged_on_devices_are_those_of_a_merged_export(name, one_device
 
 def test_merged_tables_are_those_that_peft_adds_up(tmp_path, one_device):
     folder = Path(shutil.copytree(ADAPTERS / "llama_tables", tmp_path / "adapter"))
-    convert.main([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+    convert.main(
+        convert.read([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+    )
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = load_file(GOLDEN / "llama" / "model.safetensors")
     weights = load_file(folder / "adapter_model.safetensors")
@@ -173,13 +175,17 @@ def test_a_trained_copy_of_a_base_table_is_refused(tmp_path, capsys):
     weights["base_model.model.lm_head.base_layer.weight"][3, 4] += 1
     save_file(weights, path)
     with pytest.raises(SystemExit):
-        convert.main([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+        convert.main(
+            convert.read([str(GOLDEN / "llama"), str(tmp_path / "merged"), f"--adapter={folder}"])
+        )
     assert "that is not the base model's lm_head.weight" in capsys.readouterr().err
 
 
 def test_convert_merges_an_adapter(tmp_path, capsys, one_device):
     target = tmp_path / "merged"
-    convert.main([str(GOLDEN / "llama"), str(target), f"--adapter={ADAPTERS / 'llama'}"])
+    convert.main(
+        convert.read([str(GOLDEN / "llama"), str(target), f"--adapter={ADAPTERS / 'llama'}"])
+    )
     assert "merged, llama, " in capsys.readouterr().out
     written = load_file(target / "model.safetensors")
     wanted = {tensor.name: tensor.read() for tensor in param_tensors(load("llama"), None)}
@@ -188,7 +194,7 @@ def test_convert_merges_an_adapter(tmp_path, capsys, one_device):
         np.testing.assert_array_equal(written[name], values, err_msg=name)
     options = [str(GOLDEN / "qwen3"), str(tmp_path / "no"), f"--adapter={ADAPTERS / 'llama'}"]
     with pytest.raises(SystemExit):
-        convert.main(options)
+        convert.main(convert.read(options))
     assert "is of another model" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 

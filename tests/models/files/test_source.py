@@ -13,7 +13,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
-import jaxrl.models.files.gguf.cache as cache_module
+import jaxrl.models.files.gguf.conversion_cache as cache_module
 import jaxrl.models.files.source as source
 from jaxrl import convert
 from jaxrl.models.decoder import Decoder
@@ -164,7 +164,9 @@ def test_the_error_of_an_unreachable_hub_names_the_model(cache, monkeypatch):
 
 
 def test_convert_writes_a_folder_in_another_dtype(tmp_path, capsys):
-    convert.main([str(GOLDEN / "qwen2"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    convert.main(
+        convert.read([str(GOLDEN / "qwen2"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    )
     shown = capsys.readouterr().out
     assert "qwen2, 3 layers" in shown
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -174,7 +176,7 @@ def test_convert_writes_a_folder_in_another_dtype(tmp_path, capsys):
 
 def test_convert_ends_with_one_line_where_there_is_no_model(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        convert.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
+        convert.main(convert.read([str(tmp_path / "nothing"), str(tmp_path / "out")]))
     assert stop.value.code == 1
     assert "there is no model folder" in capsys.readouterr().err
 

@@ -12,9 +12,9 @@ import pytest
 from jaxrl.config.keys import LoRAConfig
 from jaxrl.kernels.grouped_matmul import triton
 from jaxrl.models import decoder
-from jaxrl.models.cache import init_cache
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import decoder_specs, init_model, restrict
+from jaxrl.models.kv_cache import init_cache
 from jaxrl.models.layers.experts import ExpertMatrix, local_experts
 from jaxrl.models.layers.moe import route
 from jaxrl.models.lora import adapters, add_adapters, merge, without_adapters

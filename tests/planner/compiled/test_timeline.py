@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.compiled.timeline import Collective, HloDone, HloStart, Kernel, Loop, times
-from jaxrl.planner.topology import CHIPS
 
 CHIP = dataclasses.replace(
     CHIPS["h100"],

@@ -1,11 +1,10 @@
 """`python -m jaxrl.plan --schedule=...` (jaxrl/planner/schedules/command.py and report.py)."""
 
 import pathlib
-import sys
 
 import pytest
 
-from jaxrl.plan import main
+from jaxrl.plan import main, read
 
 ROOT = pathlib.Path(__file__).parents[3]
 QUICKSTART = (
@@ -15,23 +14,22 @@ QUICKSTART = (
 )
 
 
-def printed(capsys, monkeypatch, *options: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["plan", *QUICKSTART, *options])
-    assert main() == 0
+def printed(capsys, *options: str) -> str:
+    assert main(read([*QUICKSTART, *options])) == 0
     return capsys.readouterr().out
 
 
-def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys, monkeypatch):
+def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("2 2 2 2 2 2 2 16\n4 4 4 4 4 4 4 8\n")
-    text = printed(capsys, monkeypatch, "--schedule=async", f"--lengths={lengths}")
+    text = printed(capsys, "--schedule=async", f"--lengths={lengths}")
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in row] for row in rows[1:]] == [
         ["sync", "2"],
         ["async", "1 + 1"],
     ]
     assert "best: " in text and "peak rates" in text
-    partial = printed(capsys, monkeypatch, "--schedule=partial", f"--lengths={lengths}")
+    partial = printed(capsys, "--schedule=partial", f"--lengths={lengths}")
     assert "| partial  | 2 " in partial
 
 
@@ -61,7 +59,6 @@ def test_a_saved_plan_is_simulated_without_compiling(tmp_path, capsys, monkeypat
         ),
     ],
 )
-def test_options_that_cannot_be_simulated_are_rejected(options, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan", *QUICKSTART, *options])
+def test_options_that_cannot_be_simulated_are_rejected(options, message):
     with pytest.raises(SystemExit, match=message):
-        main()
+        main(read([*QUICKSTART, *options]))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxrl.rewards.judge.blocks import last_program
+from jaxrl.rewards.judge.code_blocks import last_program
 from jaxrl.rewards.judge.comparison import same_output
 from jaxrl.rewards.judge.tests import read_tests
 from jaxrl.rewards.sandbox import jail, runner

@@ -17,7 +17,7 @@ from jaxrl.rewards.verifiers.format import format
 from jaxrl.rewards.verifiers.gsm8k import gsm8k
 from jaxrl.rewards.verifiers.last_number import last_number
 from jaxrl.rewards.verifiers.math import math
-from jaxrl.rewards.verifiers.numbers import find_numbers
+from jaxrl.rewards.verifiers.numbers import _NUMBER, _plain, _value
 from jaxrl.rewards.verifiers.reasoning_gym import extract, reasoning_gym
 
 
@@ -36,7 +36,9 @@ from jaxrl.rewards.verifiers.reasoning_gym import extract, reasoning_gym
     ],
 )
 def test_numbers_in_text(text, numbers):
-    assert find_numbers(text) == [Decimal(n) for n in numbers]
+    assert [_value(match) for match in _NUMBER.finditer(_plain(text))] == [
+        Decimal(n) for n in numbers
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.checkpoint.weights import read_weights
+from jaxrl.checkpoint.saved_arrays import read_weights
 from jaxrl.models.files.hf_load import load_model
 from sharding import make_mesh
 from sharding.rules import TRAIN

@@ -35,7 +35,7 @@ from jaxrl.trainer.offline.dpo import (
 )
 from jaxrl.trainer.offline.objective import with_objective
 from jaxrl.trainer.offline.sft import SFT
-from jaxrl.trainer.setup.run import open_offline
+from jaxrl.trainer.setup.opening import open_offline
 from jaxrl.types import Demonstration
 from sharding.rules import TRAIN
 from tests.marks import graded
@@ -191,7 +191,7 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
         samples, _ = make_samples(run, pairs)
         packed = pack(samples, shapes=cfg.learner.shapes, align=64, n_ranks=1)
 
-        batches = [run.core.update.put(p.batch) for p in packed]
+        batches = [run.core.learner.update.put(p.batch) for p in packed]
 
         def row_logps(params, batch, weights):
             logp, _ = score_tokens(params, batch, cfg=cfg, rules=TRAIN)
@@ -206,7 +206,9 @@ def test_the_gradient_of_dpo_equals_that_of_its_loss(dpo_config, loss):
                 pack([to_sample(d)], shapes=((1, 256),), align=64, n_ranks=1)[0].batch
                 for d in demonstrations
             ]
-            return run.core.update.put(jax.tree.map(lambda *row: np.concatenate(row), *rows))
+            return run.core.learner.update.put(
+                jax.tree.map(lambda *row: np.concatenate(row), *rows)
+            )
 
         sides = [
             one_per_row([getattr(pair, side) for pair in pairs]) for side in ("chosen", "rejected")
@@ -248,7 +250,7 @@ def test_an_interrupted_run_resumes_bitwise(dpo_config, tmp_path, monkeypatch):
     dpo_config.run_dir = str(tmp_path / "resumed")
 
     def interrupt_at_step_4(run, pairs):
-        if run.core.step == 3 and run.core.first_step == 0:
+        if run.core.clock.step == 3 and run.core.clock.first_step == 0:
             raise Interrupted("SIGINT")
         return make_samples(run, pairs)
 

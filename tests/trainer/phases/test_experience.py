@@ -10,12 +10,11 @@ import pytest
 from jaxrl.config.resolve import resolve
 from jaxrl.data.packing import sequence_lens
 from jaxrl.learner.coefficients import initial_coefficients
+from jaxrl.trainer.core import Core, Run
 from jaxrl.trainer.phases import sampling
 from jaxrl.trainer.phases.experience import make_experience
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.sampling import Collected
-from jaxrl.trainer.phases.shaping import RewardScale, split_groups, valid_groups
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale, split_groups, valid_groups
+from jaxrl.trainer.phases.sampling import Collected, chosen_groups
 from jaxrl.types import Episode, Reward
 from tests.trainer.phases.test_mini_batches import EXPECTED, advantages_of, config
 from tests.trainer.phases.test_shaping import rollouts_with
@@ -57,20 +56,22 @@ def collected_of(cfg, *batches):
 def experience(cfg, *batches):
     """The experience of a step whose batches of rollouts are given."""
     run = object.__new__(Run)  # without models and engines
-    core = types.SimpleNamespace(
+    core = object.__new__(Core)
+    vars(core).update(
         cfg=cfg,
-        step=6,
-        n_ranks=1,
+        clock=types.SimpleNamespace(step=6, timed=lambda phase: contextlib.nullcontext()),
+        learner=types.SimpleNamespace(n_ranks=1, value_scorer=None),
         reward_scale=RewardScale(),
-        value_scorer=None,
         coefs=initial_coefficients(cfg),
-        timed=lambda phase: contextlib.nullcontext(),
+        logger=types.SimpleNamespace(samples=lambda step, records: None),
         no_compile=lambda phase: contextlib.nullcontext(),
         sampling_seed=lambda validation: 0,
     )
     object.__setattr__(run, "core", core)
     object.__setattr__(run, "reward_errors", RewardErrors(1.0))
-    return make_experience(run, collected_of(cfg, *batches))
+    collected = collected_of(cfg, *batches)
+    groups, baselines = chosen_groups(run, collected)
+    return make_experience(core, collected, groups, baselines)
 
 
 def trained(made):

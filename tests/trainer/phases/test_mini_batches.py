@@ -18,6 +18,7 @@ from jaxrl.trainer.phases.mini_batches import (
     reference_kl,
     select_tokens,
     split_idle,
+    with_scores,
 )
 from jaxrl.types import TrainingSample
 
@@ -103,8 +104,7 @@ def test_remax_has_the_kl_in_the_reward_as_reward_to_go():
         *rewarded([[1, 0]]),
         cfg,
         n_ranks=1,
-        score_old=None,
-        score_ref=constant_scores(-1.5),
+        kl_reference=constant_scores(-1.5),
         baselines=np.array([0.25, 0.25]),
     )
     # k1 = -1 - -1.5 = 0.5 per token, times 0.5: 0.75, 0.5 and 0.25 from each token on
@@ -130,7 +130,9 @@ def test_the_kl_penalty_applies_to_the_response_or_to_its_tokens():
 def test_a_group_of_equal_rewards_is_not_trained_on_but_counted():
     cfg = resolve(config())
     minis, metrics = make_mini_batches(
-        *rewarded([[1, 0], [3, 3]]), cfg, n_ranks=1, score_old=None, score_ref=None
+        *rewarded([[1, 0], [3, 3]]),
+        cfg,
+        n_ranks=1,
     )
     assert len(minis) == 1
     assert [s.prompt_id for s in minis[0].idle] == [1, 1]
@@ -172,8 +174,7 @@ def test_distillation_ignores_the_rewards():
         *rewarded([[1, 0], [3, 3]]),
         cfg,
         n_ranks=1,
-        score_old=None,
-        score_ref=constant_scores(-1.5),
+        kl_reference=constant_scores(-1.5),
     )
     for packed in minis[0].packed:
         np.testing.assert_allclose(packed.batch.advantages, -packed.batch.mask, atol=1e-6)
@@ -190,10 +191,8 @@ def test_only_configured_scorers_fill_their_fields():
         *rewarded([[1, 0], [0, 1]]),
         cfg,
         n_ranks=1,
-        score_old=constant_scores(-2.0),
-        score_ref=None,
     )
-    batch = minis[0].packed[0].batch
+    batch = with_scores(minis, cfg.algorithm, score_old=constant_scores(-2.0))[0].packed[0].batch
     assert (batch.old_logp == -2.0).all() and (batch.ref_logp == 0.0).all()
 
 
@@ -201,7 +200,9 @@ def test_mini_batches_split_the_prompts_in_order():
     c = config()
     c.learner.mini_batch_prompts = 1
     minis, _ = make_mini_batches(
-        *rewarded([[1, 0], [0, 1]]), resolve(c), n_ranks=1, score_old=None, score_ref=None
+        *rewarded([[1, 0], [0, 1]]),
+        resolve(c),
+        n_ranks=1,
     )
     assert len(minis) == 2
     batches = [p.batch for p in minis[0].packed]
@@ -297,7 +298,7 @@ def test_observation_tokens_have_no_kl_penalty():
     # k1 = -1 - -1.5 at loss tokens, 0 at observation tokens
     np.testing.assert_allclose(kl[0], [0.5, 0, 0, 0.5])
     _, metrics = make_mini_batches(
-        *episodes(), cfg, n_ranks=1, score_old=None, score_ref=lambda batches: list(half(batches))
+        *episodes(), cfg, n_ranks=1, kl_reference=lambda batches: list(half(batches))
     )
     assert metrics["reward/kl"] == pytest.approx(0.5)
 
@@ -339,10 +340,8 @@ def test_the_mean_weight_is_over_all_micro_batches(token_budget):
 
     samples, rewards = rewarded([[1, 0], [0, 1]])  # sampled under filters, which raise logprobs
     filtered = [dataclasses.replace(s, behavior_logp=np.full(3, -0.5, np.float32)) for s in samples]
-    minis, _ = make_mini_batches(
-        filtered, rewards, cfg, n_ranks=1, score_old=old_logps, score_ref=None
-    )
-    [mini] = minis
+    minis, _ = make_mini_batches(filtered, rewards, cfg, n_ranks=1)
+    [mini] = with_scores(minis, cfg.algorithm, score_old=old_logps)
     assert len(mini.packed) == (4 if token_budget == 64 else 1)
     masks = np.concatenate([p.batch.mask.ravel() for p in mini.packed]) > 0
     ratio = np.concatenate(
@@ -360,7 +359,7 @@ def test_the_kl_in_the_reward_is_clamped_and_counted():
         return [np.where(b.positions % 2, -1.25, -3.0).astype(np.float32) for b in batches]
 
     _, metrics = make_mini_batches(
-        *rewarded([[1, 0], [0, 1]]), cfg, n_ranks=1, score_old=None, score_ref=ref_logps
+        *rewarded([[1, 0], [0, 1]]), cfg, n_ranks=1, kl_reference=ref_logps
     )
     # three tokens per response at positions 4, 5, 6: 2, 0.25, 2
     assert metrics["reward/kl_clamped_fraction"] == pytest.approx(2 / 3)

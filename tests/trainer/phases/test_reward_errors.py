@@ -1,8 +1,10 @@
-"""Tests of jaxrl/trainer/phases/reward_errors.py and of runs that end with an error (loop.py,
+"""Tests of jaxrl/trainer/phases/rewards.py and of runs that end with an error (loop.py,
 checkpointing.py)."""
 
+import dataclasses
 import json
 import re
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,18 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.evaluate import evaluate, read
 from jaxrl.train import train
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.loop import exit_status
-from jaxrl.trainer.phases.reward_errors import MAX_WARNINGS, RewardErrors, RewardsFailed, kind_of
+from jaxrl.trainer.phases.rewards import MAX_WARNINGS, RewardErrors, RewardsFailed, kind_of
+from jaxrl.trainer.rl_step import check_rewards
 from jaxrl.types import Episode, Prompt, Reward, Rollout, ScoredRollout
 from tests.trainer.test_train import assert_same_weights, metrics
 
 
 def scored(*errors, episode=None):
     """Responses with these reward errors; "" is a success."""
-    prompt = Prompt(id=0, messages=(), tokens=np.zeros(3, np.int32), answer="1", source="s")
+    messages = ({"role": "user", "content": "q"},)
+    prompt = Prompt(id=0, messages=messages, tokens=np.zeros(3, np.int32), answer="1", source="s")
     tokens, logp, mask = np.zeros(4, np.int32), np.zeros(4, np.float32), np.ones(4, bool)
     rollout = Rollout(
         prompt, 0, tokens, logp, mask, versions=tokens, finish="stop", text="", episode=episode
@@ -61,6 +66,7 @@ def test_each_kind_of_error_is_reported_once(capsys):
     assert capsys.readouterr().out == (
         "warning: step 1: the rewards of 2 of 3 responses failed. First error: f: KeyError: 'a'. "
         "More in samples.jsonl; each kind of error is reported once\n"
+        "  response: ''\n  row 1 of the data: data_source 's', answer '1'\n"
     )
     errors.check(scored("f: KeyError: 'c'"), "step 2")
     assert capsys.readouterr().out == ""
@@ -71,6 +77,38 @@ def test_each_kind_of_error_is_reported_once(capsys):
     for i in range(2 * MAX_WARNINGS):
         errors.check(scored("x" * i), f"step {i}")
     assert capsys.readouterr().out.count("warning") <= MAX_WARNINGS
+
+
+def test_an_error_is_shown_with_its_lines_the_response_and_the_row(capsys):
+    [failed] = scored("f: KeyError: 'boxed'\n  File \"r.py\", line 7, in f\n    return p['boxed']")
+    prompt = dataclasses.replace(failed.rollout.prompt, id=11, extra={"index": 3, "level": 1})
+    rollout = dataclasses.replace(failed.rollout, prompt=prompt, text="I think " + "x" * 400)
+    with pytest.raises(RewardsFailed) as raised:
+        RewardErrors(0.0, in_file=False).check([ScoredRollout(rollout, failed.reward)], "step 1")
+    out = capsys.readouterr().out
+    assert "First error: f: KeyError: 'boxed'. Each kind of error is reported once\n" in out
+    assert "samples.jsonl" not in out  # the run writes none
+    for text in (out, str(raised.value)):
+        assert (
+            "\n  File \"r.py\", line 7, in f\n    return p['boxed']\n  response: 'I think xx"
+            in text
+        )
+        assert "row 12 of the data: data_source 's', answer '1'; extra_info: index, level" in text
+
+
+def test_samples_are_logged_before_their_errors_end_the_run():
+    logged = []
+    core = types.SimpleNamespace(logger=types.SimpleNamespace(samples=lambda *a: logged.append(a)))
+    run = object.__new__(Run)
+    object.__setattr__(run, "core", core)
+    object.__setattr__(run, "reward_errors", RewardErrors(0.5))
+    rollouts = scored("a", "b", "")
+    check_rewards(run, rollouts[2:], "step 3", step=3, kind="train")
+    assert not logged  # the end of the step logs them
+    with pytest.raises(RewardsFailed, match="step 3: the rewards of 2 of 3"):
+        check_rewards(run, rollouts, "step 3", step=3, kind="train")
+    [(step, records)] = logged
+    assert step == 3 and [record["error"] for record in records] == ["a", "b", ""]
 
 
 def test_errors_of_one_kind_differ_in_numbers_and_quoted_texts():

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/phases/shaping.py: flat groups, solved prompts, overlong, scale."""
+"""Tests of jaxrl/trainer/phases/rewards.py: flat groups, solved prompts, overlong, scale."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config.keys import RewardConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.trainer.phases.mini_batches import drop_overlong, make_mini_batches
-from jaxrl.trainer.phases.shaping import (
+from jaxrl.trainer.phases.rewards import (
     RewardScale,
     add_overlong_penalty,
     scale_metrics,
@@ -130,7 +130,7 @@ def test_overlong_filtering_masks_truncated_responses_but_keeps_them_in_the_base
     cfg = resolve(config(overlong_filtering=True, advantage="dr_grpo"))
     assert len(drop_overlong(some, cfg)) == 3
     assert len(drop_overlong(some, resolve(config()))) == 4
-    minis, _ = make_mini_batches(some, rewards, cfg, n_ranks=1, score_old=None, score_ref=None)
+    minis, _ = make_mini_batches(some, rewards, cfg, n_ranks=1)
     batches = [p.batch for p in minis[0].packed]
     assert sum(b.mask.sum() for b in batches) == 9 and not minis[0].idle
     # the baseline of the first group is still the mean of both

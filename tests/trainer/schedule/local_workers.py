@@ -89,7 +89,7 @@ def use_local_workers(patch: Callable[[str, object], None]) -> LocalActors:
     actors, ray = LocalActors(), types.ModuleType("ray")
     ray.__dict__["put"] = lambda value: value
     patch(
-        "jaxrl.trainer.setup.run.connect_to_workers",
+        "jaxrl.trainer.setup.session.connect_to_workers",
         lambda cfg: ray if cfg.schedule.rollout_workers else None,
     )
     patch("jaxrl.trainer.setup.workers.RayActors", actors.open)

@@ -13,9 +13,9 @@ import pytest
 from jaxrl.config import default_config, resolve
 from jaxrl.rollout.engines import merge_metrics
 from jaxrl.runtime.signals import Interrupted, StopFlag
-from jaxrl.trainer.run import Run
+from jaxrl.trainer.core import Run
 from jaxrl.trainer.schedule.source import PartialSource
-from jaxrl.trainer.setup.source import check_processes
+from jaxrl.trainer.setup.session import check_processes
 from sharding import hosts
 from tests.trainer.schedule.test_generator import CASE, drawn, make_generator
 
@@ -146,12 +146,9 @@ def fake_run(engine, step):
 
     progress = types.SimpleNamespace(phase=block(types.SimpleNamespace(update=lambda n: None)))
     core = types.SimpleNamespace(
-        stop=StopFlag(),
-        step=step,
-        saved_at=-1,
+        session=types.SimpleNamespace(stop=StopFlag(), progress=progress),
+        clock=types.SimpleNamespace(step=step, saved_at=-1, timed=block()),
         state=types.SimpleNamespace(params=step),
-        progress=progress,
-        timed=block(),
         no_compile=block(),
     )
     engines = types.SimpleNamespace(
@@ -170,7 +167,8 @@ def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
         source = PartialSource(make_generator(BATCHES, BATCHES.seed + i))
         engine, found, errors = source.generator.stream.engine, [], []
         for number in range(4):
-            scored, metrics = source.next_batch(fake_run(engine, number), 0)
+            run = fake_run(engine, number)
+            scored, metrics = source.reward(run, source.rollout(run, 0))
             found.append([one.rollout.prompt.id for one in scored])
             assert metrics["staleness/max"] <= 2 and len(scored) == n_samples
             assert all(one.reward.value == len(one.rollout.tokens) for one in scored)
@@ -180,9 +178,9 @@ def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
             if i == 1 and broken:
                 monkeypatch.setattr(source.generator, "poll_rewards", lambda wait: int("x"))
             elif i == 1:
-                run.core.stop.signal = "SIGTERM"
+                run.core.session.stop.signal = "SIGTERM"
             try:
-                source.next_batch(run, 0)
+                source.reward(run, source.rollout(run, 0))
             except (Interrupted, hosts.AgreedError) as error:
                 errors.append(error)
             assert not engine.n_unfinished  # free for a save or a validation

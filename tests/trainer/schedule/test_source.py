@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/schedule/source.py and setup/source.py: whole runs of the schedules."""
+"""Tests of jaxrl/trainer/schedule/source.py and setup/engines.py: whole runs of the schedules."""
 
 import time
 
@@ -10,7 +10,7 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.engine.api import Request
 from jaxrl.train import train
-from jaxrl.trainer.phases.sampling import with_baselines
+from jaxrl.trainer.phases.sampling import chosen_groups
 from jaxrl.trainer.schedule.source import PartialSource
 from sharding import make_mesh
 from tests.engine.engine_cases import trainer_logps
@@ -83,12 +83,12 @@ def test_arrival_order_keeps_the_limit_of_staleness_with_remax_baselines(
 ):
     baselines = []
 
-    def recorded(run, groups):
-        found = with_baselines(run, groups)
+    def recorded(run, collected):
+        found = chosen_groups(run, collected)
         baselines.append(found[1])
         return found
 
-    monkeypatch.setattr("jaxrl.trainer.phases.experience.with_baselines", recorded)
+    monkeypatch.setattr("jaxrl.trainer.rl_step.chosen_groups", recorded)
     config.total_steps, config.eval.every = 3, 0
     config.algorithm.advantage = "remax"
     run = {"partial": partial, "async": separate}[mode]
@@ -111,15 +111,15 @@ def test_logprobs_of_a_response_are_those_of_the_versions_of_its_tokens(
     config, tmp_path, monkeypatch
 ):
     """Rescores every token with the weights of the version that sampled it."""
-    weights, rollouts, take = {}, [], PartialSource.next_batch
+    weights, rollouts, take = {}, [], PartialSource.reward
 
-    def recorded(self, run, draw):
-        weights[run.core.step] = jax.tree.map(jnp.copy, run.core.state.params)
-        scored, found = take(self, run, draw)
+    def recorded(self, run, generated):
+        weights[run.core.clock.step] = jax.tree.map(jnp.copy, run.core.state.params)
+        scored, found = take(self, run, generated)
         rollouts.extend(one.rollout for one in scored)
         return scored, found
 
-    monkeypatch.setattr(PartialSource, "next_batch", recorded)
+    monkeypatch.setattr(PartialSource, "reward", recorded)
     config.total_steps, config.eval.every, config.learner.lr = 3, 0, 1e-2
     partial(config, tmp_path, "partial")
     scores = {v: rescored(params, rollouts) for v, params in weights.items()}

@@ -1,10 +1,9 @@
-"""The state of a run: `Core` for all training programs, `Run` for RL, `Evaluation`."""
+"""The state of a run: `Core` for all training programs, `Run` for RL."""
 
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,71 +11,38 @@ import numpy as np
 
 from jaxrl.checkpoint.checkpointer import Checkpointer
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.content import Content
 from jaxrl.data.iterator import Batches
 from jaxrl.learner.coefficients import Coefficients
-from jaxrl.learner.critic import Critic, ValueScorer
-from jaxrl.learner.optimizer import Optimizer
 from jaxrl.learner.requirements import shares_base
 from jaxrl.learner.reward_model import RewardModel
-from jaxrl.learner.step import Scorer, Update
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.lora import without_adapters
 from jaxrl.report.charts import PHASES
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.engines import Engines
-from jaxrl.runtime.compile_watch import CompileWatch
-from jaxrl.runtime.folder_lock import FolderLock
-from jaxrl.runtime.signals import StopFlag
 from jaxrl.tracking.logger import Logger
-from jaxrl.tracking.progress import Progress
-from jaxrl.trainer.phases.reward_errors import RewardErrors
-from jaxrl.trainer.phases.shaping import RewardScale
-from jaxrl.types import Prompt, ScoredRollout, TrainState
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
+from jaxrl.trainer.setup.learner import Learner
+from jaxrl.trainer.setup.models import Models
+from jaxrl.trainer.setup.session import Session
+from jaxrl.types import ScoredRollout, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
-class Core:
-    """State shared by all training programs. Built by trainer/setup/core.py."""
+class Clock:
+    """How far a run is: the steps done, what is due, and the seconds of the current step."""
 
     cfg: RunConfig
-    folder: Path
-    model_folder: Path
     total_steps: int
-    n_ranks: int  # data-parallel ranks
-    renderer: ChatRenderer
-    iterator: Batches
-    val: Sequence  # validation items, of the same type as the iterator's
-    contents: Mapping[str, Content]  # hashes of data.train and data.val
-    optimizer: Optimizer
-    update: Update
-    scorer: Scorer  # computes the policy's logprobs
-    ref_scorer: Scorer  # computes the reference model's logprobs
-    reference: Decoder | None  # a separate reference model; see `ref_params`
-    value_scorer: ValueScorer | None  # None if the algorithm needs no values
-    critic: Critic | None  # separate critic; None if the value head shares the policy's backbone
-    checkpoints: Checkpointer
-    logger: Logger
-    progress: Progress
-    watch: CompileWatch
-    stop: StopFlag
-    lock: FolderLock | None  # on the run folder; None except in the main process
-    state: TrainState  # the only reference: an update donates it
-    coefs: Coefficients  # KL and entropy coefficients of the next step
-    reward_scale: RewardScale  # running moments of all rewards
+    validates: bool  # whether there are validation items
     step: int = 0  # steps done
-    step_restartable: bool = True  # no update of the current step has changed `state` yet
-    position: dict = dataclasses.field(default_factory=dict)  # iterator state after `step` steps
-    # Makes JSON of what was in flight after `step` steps; None: a step leaves nothing in flight.
-    in_flight: Callable[[], dict[str, Any]] | None = None
     first_step: int = 0  # steps done when this process started
+    step_restartable: bool = True  # no update of the current step has changed the state yet
     validated_at: int = -1  # the last step that was validated ...
     val_metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # ... and its result
     saved_at: int = -1
-    seconds: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # time/* of the current step
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # time/* of this step
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -105,33 +71,6 @@ class Core:
         seconds, self.seconds = self.seconds, {}
         return seconds
 
-    def check_stop(self) -> None:
-        """Raises Interrupted on a stop signal, only before the first update of the step."""
-        if self.step_restartable:
-            self.stop.check()
-
-    def check_lock(self) -> None:
-        """Raises FolderLockError if another process took over the run folder."""
-        if self.lock is not None:
-            self.lock.check()
-
-    def end_step(self, metrics: dict[str, float]) -> None:
-        """Increments the step counter and logs the metrics."""
-        self.check_lock()
-        self.step, self.position, self.step_restartable = self.step + 1, self.iterator.state(), True
-        self.logger.metrics(self.step, metrics | self.take_seconds())
-        self.progress.steps(self.step, self.total_steps)
-
-    def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Raises RecompileError if the block compiles, except in a process's first step."""
-        armed = self.cfg.assert_no_recompile and self.step > self.first_step
-        return self.watch.no_compile(phase, step=self.step + 1, armed=armed)
-
-    @property
-    def ref_params(self) -> Decoder | None:
-        """The weights of the reference model: separate ones, or the base of the adapters."""
-        return without_adapters(self.state.params) if shares_base(self.cfg) else self.reference
-
     @property
     def done(self) -> bool:
         return self.step >= self.total_steps
@@ -139,7 +78,7 @@ class Core:
     @property
     def validation_due(self) -> bool:
         """Whether to validate now: before training, every eval.every steps, and at the end."""
-        if not self.val or self.validated_at == self.step:
+        if not self.validates or self.validated_at == self.step:
             return False
         if self.step == 0:
             return self.cfg.eval.before_train
@@ -155,9 +94,56 @@ class Core:
             return False
         return self.done or _every(self.cfg.checkpoint.every, self.step)
 
+
+@dataclasses.dataclass(kw_only=True)
+class Core:
+    """What a step of any training program reads and changes, with the services of the run."""
+
+    cfg: RunConfig
+    session: Session
+    checkpoints: Checkpointer
+    logger: Logger
+    models: Models
+    learner: Learner
+    iterator: Batches
+    val: Sequence  # validation items, of the same type as the iterator's
+    contents: Mapping[str, Content]  # hashes of data.train and data.val
+    clock: Clock
+    state: TrainState  # the only reference: an update donates it
+    reference: Decoder | None  # a separate reference model; see `ref_params`
+    coefs: Coefficients  # KL and entropy coefficients of the next step
+    reward_scale: RewardScale  # running moments of all rewards
+    position: dict  # iterator state after the steps done
+    # Makes JSON of what was in flight after these steps; None: a step leaves nothing in flight.
+    in_flight: Callable[[], dict[str, Any]] | None
+
+    def check_stop(self) -> None:
+        """Raises Interrupted on a stop signal, only before the first update of the step."""
+        if self.clock.step_restartable:
+            self.session.stop.check()
+
+    def end_step(self, metrics: dict[str, float]) -> None:
+        """Increments the step counter and logs the metrics."""
+        self.session.check_lock()
+        clock, self.position = self.clock, self.iterator.state()
+        clock.step, clock.step_restartable = clock.step + 1, True
+        self.logger.metrics(clock.step, metrics | clock.take_seconds())
+        self.session.progress.steps(clock.step, clock.total_steps)
+
+    def no_compile(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Raises RecompileError if the block compiles, except in a process's first step."""
+        step = self.clock.step
+        armed = self.cfg.assert_no_recompile and step > self.clock.first_step
+        return self.session.watch.no_compile(phase, step=step + 1, armed=armed)
+
+    @property
+    def ref_params(self) -> Decoder | None:
+        """The weights of the reference model: separate ones, or the base of the adapters."""
+        return without_adapters(self.state.params) if shares_base(self.cfg) else self.reference
+
     def sampling_seed(self, *, validation: bool, draw: int = 0) -> int:
         """The sampling seed of this step."""
-        return sampling_seed(self.cfg.seed, self.step, validation=validation, draw=draw)
+        return sampling_seed(self.cfg.seed, self.clock.step, validation=validation, draw=draw)
 
 
 @runtime_checkable
@@ -172,10 +158,17 @@ class HasCore(Protocol):
 class Source(Protocol):
     """Where the scored rollouts of a step come from: the schedule (trainer/schedule/)."""
 
-    def next_batch(self, run: "Run", draw: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """The rollouts of the next `data.prompts_per_step` groups, by group, and their metrics.
+    def rollout(self, run: "Run", draw: int) -> Any:
+        """The rollouts of the next `data.prompts_per_step` groups, in the schedule's own form.
 
         `draw` is the index of the batch within the step.
+        """
+        ...
+
+    def reward(self, run: "Run", rollouts: Any) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """These rollouts with their rewards, by group, and their metrics.
+
+        Some schedules compute rewards during the rollout, and wait here for the last ones.
         """
         ...
 
@@ -202,17 +195,6 @@ class Run:
     reward_model: RewardModel | None
     engines: Engines
     source: Source
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """A model, prompts and rewards for sampling without training."""
-
-    prompts: list[Prompt]
-    rewards: RewardPool
-    reward_model: RewardModel | None
-    engines: Engines
-    params: Decoder  # sharded by engines.layout
 
 
 def sampling_seed(seed: int, step: int, *, validation: bool, draw: int = 0) -> int:

@@ -1,10 +1,9 @@
 """Which choices of the algorithm go together: every pair of names, checked as a run checks them.
 
-python -m jaxrl.config.combinations    prints the section of docs/reference/algorithms.md
+python -m scripts.pages.combinations    prints the section of docs/reference/algorithms.md
 """
 
 import dataclasses
-import itertools
 from typing import Any
 
 from jaxrl.config import choices
@@ -68,15 +67,6 @@ def outcome(chosen: dict[str, str]) -> str:
     if algorithm_errors(run):
         return "refused"
     return "warned" if algorithm_warnings(run) else "accepted"
-
-
-def outcomes() -> dict[tuple[tuple[str, str], tuple[str, str]], str]:
-    """The outcome of every pair of names of two keys, in the order of `NAMES`."""
-    return {
-        ((key, name), (other, value)): outcome({key: name, other: value})
-        for key, other in itertools.combinations(NAMES, 2)
-        for name, value in itertools.product(NAMES[key], NAMES[other])
-    }
 
 
 def markdown() -> str:

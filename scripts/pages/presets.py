@@ -5,6 +5,8 @@ are of the engine's probability over the trainer's, here they are of the trainer
 engine's: a_b becomes 1 / b and 1 / a. TRL: vllm_importance_sampling_mode with
 vllm_importance_sampling_clip_max = 3, and two more keys. OpenRLHF: is_correction_type with
 is_correction_threshold = 0.5 5.0; its seq-mask-tis does not truncate.
+
+python -m scripts.pages.presets    prints their table of docs/reference/algorithms.md
 """
 
 from typing import Any

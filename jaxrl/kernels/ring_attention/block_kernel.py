@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.kernels.attention.blocks import MASKED, combine, pad_axis
+from jaxrl.kernels.attention.online_softmax import MASKED, combine, pad_axis
 from jaxrl.kernels.attention_spec import SAVED_NAME
 from jaxrl.kernels.key_ranges import KeyRanges
 from jaxrl.kernels.ring_attention.ring import Ring

@@ -1,8 +1,8 @@
-"""Tests of jaxrl/tool_calls/messages.py."""
+"""Tests of jaxrl/tool_calls/chat_message.py."""
 
 import pytest
 
-from jaxrl.tool_calls.messages import as_message
+from jaxrl.tool_calls.chat_message import as_message
 
 CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 

@@ -7,7 +7,7 @@ assistant; results are messages of the role "tool". The chat template renders bo
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.json_text import Message, parse_json
+from jaxrl.json_text import Message, parse_json, shown
 from jaxrl.tool_calls.calls import read_arguments
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek's, gpt-oss's, vLLM's name
@@ -78,12 +78,3 @@ def joined_text(parts: list[Any]) -> str | None:
         and isinstance(part.get("text"), str)
     ]
     return "".join(texts) if len(texts) == len(parts) else None
-
-
-def shown(value: Any) -> str:
-    """The value for an error message, in at most 80 characters."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"a {type(value).__name__} that is nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,6 +1,6 @@
-"""The page docs/reference/keys.md: the key here for each key of verl, OpenRLHF and TRL.
+"""The page of the keys of verl, OpenRLHF and TRL, with the key here for each.
 
-python -m jaxrl.config.keys_page > docs/reference/keys.md
+python -m scripts.pages.keys > docs/reference/keys.md
 """
 
 import itertools
@@ -17,7 +17,7 @@ config file such a key is answered with its row. [config.md](config.md) has ever
 default. "Not needed" means that it always happens, or that there is nothing to choose; "not yet"
 means that it is missing. `python scripts/migrate_config.py VERL.yaml` (or a launch script) writes
 the config file for you and lists what has no counterpart. The page is generated from
-`jaxrl/config/other_frameworks.tsv` by `python -m jaxrl.config.keys_page > docs/reference/keys.md`.
+`jaxrl/config/other_frameworks.tsv` by `python -m scripts.pages.keys > docs/reference/keys.md`.
 
 Three differences explain most rows:
 

@@ -1,6 +1,6 @@
-"""The entries of config.json by family as a page, docs/reference/model_fields.md.
+"""The page of the entries of config.json, by model family.
 
-python -m jaxrl.models.families.docs > docs/reference/model_fields.md
+python -m scripts.pages.model_fields > docs/reference/model_fields.md
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ INTRODUCTION = """\
 
 After this page you know what each field of a model's `config.json` does. This page is generated
 from `jaxrl/models/families/` by
-`python -m jaxrl.models.families.docs > docs/reference/model_fields.md`.
+`python -m scripts.pages.model_fields > docs/reference/model_fields.md`.
 
 Every field is read, neutral or refused. A field that no table below names is refused, unless it is
 `null`, `false`, 0 or empty: it may change the numbers of the model. The error names the field and

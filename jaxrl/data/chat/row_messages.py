@@ -6,8 +6,8 @@ from typing import Any
 from jaxrl.config.choices import PROMPT_COLUMNS, SYSTEM_COLUMNS
 from jaxrl.data.chat.dialects import canonical, is_learned
 from jaxrl.data.sources.columns import first
-from jaxrl.json_text import Message
-from jaxrl.tool_calls.messages import as_message, parse_or_none, shown
+from jaxrl.json_text import Message, shown
+from jaxrl.tool_calls.chat_message import as_message, parse_or_none
 from jaxrl.tool_calls.schema import check_tool
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # verl's and TRL's names

@@ -1,12 +1,12 @@
-"""Tests of jaxrl/trainer/setup/workers.py: the messages of a run that finds no Ray."""
+"""Tests of jaxrl/trainer/setup/session.py: the messages of a run that finds no Ray."""
 
 import types
 
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.trainer.setup import workers
-from jaxrl.trainer.setup.workers import connect_to_workers
+from jaxrl.trainer.setup import session
+from jaxrl.trainer.setup.session import connect_to_workers
 from sharding import hosts
 from tests.config.runnable import runnable
 
@@ -35,7 +35,7 @@ def test_a_cluster_that_does_not_answer_is_named(cfg, monkeypatch, n, address):
     ray = types.ModuleType("ray")
     monkeypatch.setattr(ray, "init", init, raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False, raising=False)
-    monkeypatch.setattr(workers, "import_ray", lambda *names: ray)
+    monkeypatch.setattr(session, "import_ray", lambda *names: ray)
     monkeypatch.setattr(hosts, "n_processes", lambda: n)
     message = r"rollout_workers=3: no Ray cluster answers \(no answer at 10.*set RAY_ADDRESS"
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,113 @@
+"""Stage two of opening a run: models, data, rewards and environments, before any device is opened.
+
+A wrong tokenizer, dataset or reward ends a run here, in seconds.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.items import ItemMaker
+from jaxrl.data.iterator import Batches
+from jaxrl.data.tokenizer import stop_ids
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.models.config import DecoderConfig
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.agents.endpoint import AgentEndpoint
+from jaxrl.rollout.agents.runner import Agents
+from jaxrl.runtime.multihost import check_same_data, check_same_order
+from jaxrl.trainer.setup.data import load_val, make_iterator, make_prompt_maker
+from jaxrl.trainer.setup.models import Models, open_models
+from jaxrl.trainer.setup.session import Session
+from jaxrl.trainer.setup.truths import report_truths
+from jaxrl.types import Prompt
+from sharding import hosts
+
+Environments = EnvironmentPool | Agents  # agents with their endpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSide:
+    """What a run has before its devices are opened."""
+
+    session: Session
+    models: Models
+    val: Sequence  # validation items
+    iterator: Batches | None = None  # None in an evaluation
+    rewards: RewardPool | None = None  # None in offline training
+    environments: Environments | None = None
+
+
+def open_host(session: Session) -> HostSide:
+    """Prompts for training and validation, their rewards, and environments if they are set."""
+    cfg, models = session.cfg, open_models(session.cfg, session.progress)
+    with hosts.raise_together():
+        maker = make_prompt_maker(cfg, models.renderer)
+        iterator, val = make_iterator(cfg, maker), load_val(cfg, maker)
+        rewards = open_rewards(session, models, iterator.items, val)
+        environments = open_environments(cfg, session.stack)
+    check_items(session, iterator, val)
+    return HostSide(session, models, val, iterator, rewards, environments)
+
+
+def open_offline_host(session: Session, maker: Callable[..., ItemMaker]) -> HostSide:
+    """The items of offline training; `maker` as in OfflineObjective."""
+    cfg, models = session.cfg, open_models(session.cfg, session.progress)
+    with hosts.raise_together():
+        check_context(cfg, models.decoder)
+        stop = stop_ids(models.folders.policy, models.renderer.tokenizer)
+        made = maker(models.renderer, cfg.data, stop=stop)
+        iterator, val = make_iterator(cfg, made), load_val(cfg, made)
+    check_items(session, iterator, val)
+    return HostSide(session, models, val, iterator)
+
+
+def open_evaluation_host(session: Session) -> HostSide:
+    """The prompts of an evaluation, their rewards, and environments if they are set."""
+    cfg, models = session.cfg, open_models(session.cfg, session.progress)
+    with hosts.raise_together():
+        prompts = load_val(cfg, make_prompt_maker(cfg, models.renderer))
+        rewards = open_rewards(session, models, prompts, [])
+        environments = open_environments(cfg, session.stack)
+    session.progress.status(f"data: {len(prompts)} prompts")
+    check_same_data([], prompts)
+    return HostSide(session, models, prompts, rewards=rewards, environments=environments)
+
+
+def check_context(cfg: RunConfig, decoder: DecoderConfig) -> None:
+    """Raises ValueError if sequences may be longer than the model's context, as the engine does."""
+    if cfg.data.max_len > decoder.context_len:
+        raise ValueError(
+            f"prompt and response may take {cfg.data.max_len} tokens, the model supports "
+            f"{decoder.context_len}; lower config.data.max_prompt_len or "
+            "config.data.max_response_len"
+        )
+
+
+def open_rewards(
+    session: Session, models: Models, prompts: Sequence[Prompt], more: Sequence[Prompt]
+) -> RewardPool:
+    """The pool of reward functions, after checks of the columns and truths of the prompts."""
+    decode = functools.partial(models.renderer.decode, skip_special=False)
+    rewards = session.stack.enter_context(RewardPool(session.cfg.reward, decode))
+    rewards.check_columns(prompts)
+    report_truths(session.cfg, rewards, [*prompts, *more], session.progress)
+    return rewards
+
+
+def open_environments(cfg: RunConfig, stack: contextlib.ExitStack) -> Environments | None:
+    """The processes of environments, or of agents with their endpoint; None if none is set."""
+    if not cfg.env.episodes:
+        return None
+    pool = stack.enter_context(EnvironmentPool(cfg.env))
+    return Agents(pool, stack.enter_context(AgentEndpoint())) if cfg.env.agent else pool
+
+
+def check_items(session: Session, iterator: Batches, val: Sequence) -> None:
+    """Shows how many items there are. Raises AgreedError if the processes read different ones."""
+    n_train = "streamed" if session.cfg.data.streaming else len(iterator.items)
+    session.progress.status(f"data: {n_train} training items, {len(val)} for validation")
+    check_same_data(iterator.items, val)
+    check_same_order(iterator.state())

@@ -1,0 +1,247 @@
+"""Opens a run from its config in four stages, each of which takes the value of the one before.
+
+    session    the process group, the lock of the run folder, progress output     session.py
+    host side  models' folders, tokenizer, data, rewards, environments            host.py
+    devices    mesh, plan, learner, engine; programs compile from now on          this file
+    run        weights, checkpoints, loggers; the rest of the compilation         this file
+
+RL, offline training and evaluation share them. The errors of a stage are ValueError or OSError, and
+come before the work of the next one.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from jaxrl.checkpoint.checkpointer import Checkpointer
+from jaxrl.config.keys import RunConfig
+from jaxrl.data.content import check_content, content
+from jaxrl.layout import Layout
+from jaxrl.learner.coefficients import Coefficients, initial_coefficients
+from jaxrl.learner.requirements import needs_ref, shares_base
+from jaxrl.learner.reward_model import RewardModel
+from jaxrl.models.decoder import Decoder
+from jaxrl.models.files.hf_load import load_params
+from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.rewards.pool import RewardPool
+from jaxrl.rollout.engines import Engines
+from jaxrl.runtime.compile_threads import CompileThreads
+from jaxrl.runtime.start import end_loading
+from jaxrl.tracking.loggers import make_loggers
+from jaxrl.trainer.core import Clock, Core, Run
+from jaxrl.trainer.loop import run_to_end
+from jaxrl.trainer.memory import explain_out_of_memory
+from jaxrl.trainer.offline.objective import (
+    OfflineObjective,
+    OfflineRun,
+    train_step,
+    validate,
+    with_objective,
+)
+from jaxrl.trainer.phases.rewards import RewardErrors, RewardScale
+from jaxrl.trainer.setup.devices import Policy, open_plan, open_policy
+from jaxrl.trainer.setup.engines import (
+    check_rollout_layout,
+    load_reward_model,
+    make_source,
+    open_engines,
+    with_idle_policy,
+)
+from jaxrl.trainer.setup.folder import record_start
+from jaxrl.trainer.setup.host import HostSide, open_evaluation_host, open_host, open_offline_host
+from jaxrl.trainer.setup.learner import Learner, build_learner, load_reference, load_state
+from jaxrl.trainer.setup.session import open_session
+from jaxrl.trainer.setup.warmup import lowered_before_loading, warm_up, warm_up_offline
+from jaxrl.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What a training run has before its weights are loaded."""
+
+    host: HostSide
+    policy: Policy
+    learner: Learner
+    threads: CompileThreads  # compile the programs that read the policy
+    engines: Engines | None = None  # None in offline training
+    reward_model: RewardModel | None = None  # None if none is configured
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A model, prompts and rewards for sampling without training."""
+
+    prompts: list[Prompt]
+    rewards: RewardPool
+    reward_model: RewardModel | None
+    engines: Engines
+    params: Decoder  # sharded by engines.layout
+
+
+@contextlib.contextmanager
+def open_run(cfg: RunConfig) -> Iterator[Run]:
+    """Opens an RL run, resumed from the newest checkpoint in its folder.
+
+    Raises ValueError or OSError if the config, the models, the data or the folder is invalid.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        host = open_host(session)
+        devices = open_devices(host)
+        yield start_run(devices)
+
+
+@contextlib.contextmanager
+def open_offline(cfg: RunConfig, objective: OfflineObjective) -> Iterator[OfflineRun]:
+    """Opens an offline training run (SFT, DPO, reward modelling).
+
+    Raises the errors of `open_run`.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        host = open_offline_host(session, objective.maker)
+        devices = open_offline_devices(host, objective.workload)
+        yield start_offline(devices, objective)
+
+
+@contextlib.contextmanager
+def open_evaluation(cfg: RunConfig) -> Iterator[Evaluation]:
+    """Opens a model with its compiled engine, the validation prompts and the rewards.
+
+    Raises the errors of `open_run`.
+    """
+    with contextlib.ExitStack() as stack:
+        session = open_session(cfg, stack)
+        host = open_evaluation_host(session)
+        stack.enter_context(explain_out_of_memory(cfg.run_path, None))
+        policy = open_policy(host)
+        reward_model = load_reward_model(host, policy)
+        engines = open_engines(host, policy, cfg.rollout)
+        layout = engines.layout
+        assert isinstance(layout, Layout) and host.rewards is not None
+        stack.enter_context(layout.on_mesh())
+        with session.progress.waiting("loading weights, compiling prefill and decode"):
+            folder = host.models.folders.policy
+            params = load_params(folder, layout.rules, policy.decoder, layout.dtype)
+            params = layout.prepare(params)
+            engines.engine.warmup(params)
+        yield Evaluation(list(host.val), host.rewards, reward_model, engines, params)
+
+
+def open_devices(host: HostSide) -> Devices:
+    """The mesh, the plan, the learner and the engine of an RL run. Compilation has started."""
+    cfg = host.session.cfg
+    policy = open_policy(host)
+    check_rollout_layout(cfg, policy)
+    plan = open_plan(host, policy)
+    reward_model = load_reward_model(host, policy)
+    rollout = dataclasses.replace(cfg.rollout, n_pages=plan.kv_pages) if plan else cfg.rollout
+    learner = build_learner(host, policy)
+    engines = open_engines(host, policy, rollout)
+    threads = host.session.stack.enter_context(CompileThreads())
+    threads.lower(lowered_before_loading(cfg, learner, engines.layout, engines.engine))
+    return Devices(host, policy, learner, threads, engines, reward_model)
+
+
+def open_offline_devices(host: HostSide, workload: OfflineWorkload) -> Devices:
+    """As `open_devices`, for offline training: there is no engine."""
+    policy = open_policy(host)
+    decoder = dataclasses.replace(policy.decoder, heads=workload.heads)
+    policy = dataclasses.replace(policy, decoder=decoder)
+    open_plan(host, policy, workload)
+    learner = build_learner(host, policy)
+    threads = host.session.stack.enter_context(CompileThreads())
+    threads.lower(lowered_before_loading(host.session.cfg, learner))
+    return Devices(host, policy, learner, threads)
+
+
+def start_run(devices: Devices) -> Run:
+    """Loads the weights of an RL run and compiles the rest of its programs."""
+    host, engines = devices.host, devices.engines
+    assert engines is not None and host.rewards is not None
+    cfg = host.session.cfg
+    core = load_core(devices, has_reference=needs_ref(cfg))
+    engines = with_idle_policy(engines, core)
+    run = Run(
+        core=core,
+        rewards=host.rewards,
+        reward_errors=RewardErrors(
+            cfg.reward.max_error_fraction, in_file="jsonl" in cfg.log.loggers
+        ),
+        reward_model=devices.reward_model,
+        engines=engines,
+        source=make_source(core, engines, host.rewards),
+    )
+    if not core.clock.done:
+        warm_up(run, devices.threads)
+    return run
+
+
+def start_offline(devices: Devices, objective: OfflineObjective) -> OfflineRun:
+    """As `start_run`, for offline training."""
+    workload = objective.workload
+    core = load_core(devices, has_reference=workload.has_reference)
+    if not core.clock.done:
+        policy, reference = "vocab" in workload.heads, workload.has_reference
+        warm_up_offline(core, devices.threads, policy=policy, reference=reference)
+    return OfflineRun(core, objective)
+
+
+def load_core(devices: Devices, *, has_reference: bool) -> Core:
+    """Loads weights; opens checkpoints and loggers.
+
+    Restores the state from the newest checkpoint if there is one.
+    """
+    host, learner = devices.host, devices.learner
+    session, cfg, iterator = host.session, host.session.cfg, host.iterator
+    assert iterator is not None
+    checkpoints = Checkpointer(cfg.run_path / "checkpoints", cfg.checkpoint)
+    session.stack.callback(checkpoints.close)
+    state, saved = load_state(host, devices.policy, learner, checkpoints)
+    step = saved.get("step", 0)
+    contents = {"data.train": content(iterator.items), "data.val": content(host.val)}
+    if saved:
+        iterator.restore(saved["iterator"])
+        check_content(saved.get("contents", {}), contents)
+    state, reference = dataclasses.replace(state, ref=None), state.ref
+    if has_reference and reference is None and not shares_base(cfg):
+        reference = load_reference(host, learner, state, step)
+    resume_step = step if saved else None
+    record_start(cfg.run_path, resume_step)
+    logger = make_loggers(cfg.log, cfg.run_path, cfg, resume_step, total_steps=learner.total_steps)
+    session.stack.callback(logger.close)
+    clock = Clock(
+        cfg=cfg,
+        total_steps=learner.total_steps,
+        validates=bool(host.val),
+        step=step,
+        first_step=step,
+        validated_at=saved.get("validated_at", -1),
+        val_metrics=saved.get("val_metrics", {}),
+        saved_at=step if saved else -1,
+    )
+    return Core(
+        cfg=cfg,
+        session=session,
+        checkpoints=checkpoints,
+        logger=logger,
+        models=host.models,
+        learner=learner,
+        iterator=iterator,
+        val=host.val,
+        contents=contents,
+        clock=clock,
+        state=state,
+        reference=reference,
+        coefs=Coefficients(**saved["coefs"]) if saved else initial_coefficients(cfg),
+        reward_scale=RewardScale(**saved.get("reward_scale", {})),
+        position=iterator.state(),
+        in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
+    )
+
+
+def train_offline(cfg: RunConfig, objective: OfflineObjective) -> bool:
+    """Trains to the last step. Returns False if the run was interrupted and its state saved."""
+    with open_offline(with_objective(cfg, objective), objective) as run:
+        end_loading()
+        return run_to_end(run, train_step, validate)
