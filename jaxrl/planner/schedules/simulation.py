@@ -14,9 +14,9 @@ import numpy as np
 from jaxrl.config.keys import ScheduleConfig
 from jaxrl.engine.api import Request
 from jaxrl.planner.schedules.engine import SimulatedEngine
-from jaxrl.rollout.generate import Response
+from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.schedule.buffer import GroupBuffer, PromptGroup
-from jaxrl.rollout.schedule.stream import ResponseStream
+from jaxrl.rollout.single_turn import SingleTurnRunner
 from jaxrl.types import Prompt
 
 
@@ -140,23 +140,17 @@ class _Rollout:
             arrival=schedule.order == "arrival",
         )
 
-        def request(group: PromptGroup, response: Response) -> Request:
+        def request(group: PromptGroup, sample: int) -> Request:
             return Request(
                 tokens=group.prompt.tokens,
-                max_tokens=engine.n_units(self.lengths_of(group)[response.sample]),
+                max_tokens=engine.n_units(self.lengths_of(group)[sample]),
                 prompt_id=group.prompt.id,
-                sample=response.sample,
+                sample=sample,
                 ignore_stop=True,
             )
 
-        self.stream = ResponseStream(
-            engine,
-            request,
-            n=lengths.shape[1],
-            stop=(),
-            decode=lambda tokens: "",
-            keep_kv=schedule.keep_kv,
-        )
+        runner = SingleTurnRunner(engine, request, decode=lambda tokens: "")
+        self.loop = RolloutLoop(runner, n=lengths.shape[1], keep_kv=schedule.keep_kv)
         self._numbers = itertools.count()
 
     def lengths_of(self, group: PromptGroup) -> list[int]:
@@ -169,12 +163,11 @@ class _Rollout:
             number = next(self._numbers)
             tokens = np.full(self.prompt_len, -1 - number, np.int32)
             prompt = Prompt(number, (), tokens, answer="")
-            responses = self.stream.responses(prompt)
-            self.buffer.waiting.append(PromptGroup(prompt, 0, 0, number, responses))
+            self.buffer.waiting.append(PromptGroup(prompt, 0, 0, number))
         self.buffer.start(version)
-        self.stream.resume(version, self.buffer.started)
+        self.loop.resume(version, self.buffer.started)
         while (batch := self.buffer.next_batch(step)) is None:
-            for group in self.stream.dispatch(None):
+            for group in self.loop.dispatch(None):
                 self.buffer.arrive(group)
         self.buffer.take(batch)
         return batch
