@@ -17,7 +17,7 @@ from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import find_key, keys
 from jaxrl.data.sources.files import read_rows
 from jaxrl.rewards.functions import load_reward
-from scripts import draw_step
+from scripts import config_gallery, draw_step
 from scripts.pages import combinations, presets
 from scripts.pages import config as config_page
 
@@ -41,6 +41,14 @@ def test_config_page_is_up_to_date():
     assert page == config_page.markdown(), (
         "run: python -m scripts.pages.config > docs/reference/config.md"
     )
+
+
+def test_the_gallery_of_configs_is_up_to_date():
+    page = (ROOT / "docs" / "reference" / "configs.md").read_text()
+    assert page == config_gallery.page(), (
+        "run: scripts/config_gallery.py > docs/reference/configs.md"
+    )
+    assert page.count("### `configs/") == len(list((ROOT / "configs").glob("*.py")))
 
 
 @pytest.mark.parametrize("name", ["training_step", "data_flow"])
@@ -181,6 +189,16 @@ def metric_names() -> set[str]:
         found |= set(re.findall(rf'(?<!f)"((?:{METRIC_GROUPS})/[a-z][a-z_0-9]*)"', text))
         found |= {f"time/{phase}_s" for phase in re.findall(r'\.timed\(\s*"(\w+)"', text)}
     return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_metric_named_exists(page):
+    """Metrics of the tables are checked below; those of earlier releases are in the log."""
+    if page.name in ("LOG.md", "metrics.md"):
+        return
+    found = names(rf"`((?:{METRIC_GROUPS})/[a-z][a-z_0-9]*)`", page)
+    unknown = [name for name in found if f"`{name}`" not in METRICS]
+    assert not unknown, f"{page.name} names {unknown}"
 
 
 def test_every_logged_metric_is_on_the_page_of_metrics():
