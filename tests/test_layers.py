@@ -34,6 +34,7 @@ LAYERS = [  # lowest first; packages of one layer do not import each other
         "jaxrl.reward_model",
         "jaxrl.evaluate",
         "jaxrl.convert",
+        "jaxrl.migrate",
         "jaxrl.launch",
         "jaxrl.plan",
         "jaxrl.serve",
@@ -46,6 +47,7 @@ WITHOUT_JAX = (
     "jaxrl/rewards/",
     "jaxrl/environments/",
     "jaxrl/http/",
+    "jaxrl/migrate/",
     "jaxrl/engine/pages.py",
     "jaxrl/engine/scheduler.py",
 )

@@ -15,8 +15,8 @@ INTRODUCTION = """\
 This page has the jaxrl key for each key of verl, OpenRLHF and TRL. On the command line and in a
 config file such a key is answered with its row. [config.md](config.md) has every key with its
 default. "Not needed" means that it always happens, or that there is nothing to choose; "not yet"
-means that it is missing. `python scripts/migrate_config.py VERL.yaml` (or a launch script) writes
-the config file for you and lists what has no counterpart. The page is generated from
+means that it is missing. `python -m jaxrl.migrate FILE` (a launch script or a YAML file) writes the
+config file for you and lists what has no counterpart. The page is generated from
 `jaxrl/config/other_frameworks.tsv` by `python -m scripts.pages.keys > docs/reference/keys.md`.
 
 Three differences explain most rows:
@@ -43,6 +43,7 @@ NOTES = {
     "before.",
     "OpenRLHF, SFT, DPO and reward models": "Keys of `openrlhf.cli.train_sft`, "
     "`openrlhf.cli.train_dpo` and `openrlhf.cli.train_rm`; the others are above.",
+    "other names": "Common names of settings in other trainers, engines and papers.",
     "TRL": "Arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, "
     "`RewardConfig` and `ModelConfig`, and those of transformers' `TrainingArguments`.",
 }

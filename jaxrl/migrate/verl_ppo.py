@@ -1,0 +1,427 @@
+"""verl's reinforcement learning: main_ppo, the one-step-off and the fully asynchronous trainer."""
+
+import math
+
+from jaxrl.config.choices import RATIO_REJECTIONS, REJECTIONS
+from jaxrl.migrate.migration import DECIDE, DIFFERS, NONE, UNNEEDED, Migration
+from jaxrl.migrate.verl_names import (
+    ACTOR,
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTION,
+    CRITIC,
+    DEFAULTS,
+    DISTILLATION,
+    EPISODES,
+    KLS,
+    LOSS_KEYS,
+    LOSSES,
+    MODEL,
+    MULTI_TURN,
+    OVERLONG_BUFFERS,
+    REF,
+    RENAMED,
+    ROLLOUT,
+)
+from jaxrl.migrate.verl_training import (
+    SECTIONS,
+    adapters,
+    data_files,
+    devices,
+    length,
+    mesh,
+    offload,
+    optimizer,
+    optimizer_offload,
+    recomputation,
+    sizes,
+    token_budget,
+    trainer,
+)
+
+
+def ppo(found: Migration) -> None:
+    """Translates a run of main_ppo, which other programs of verl extend."""
+    for name, ours in RENAMED.items():
+        found.carry(name, ours)
+    devices(found)
+    data(found)
+    length(found)
+    prefixes = (ACTOR, *(ACTOR + section for section in SECTIONS))
+    mesh(found, prefixes)
+    batch(found)
+    advantage(found)
+    loss(found)
+    distillation(found)
+    kl(found)
+    sampling(found)
+    engine(found)
+    prompts = found.config["data.prompts_per_step"]
+    updates = math.ceil(prompts / (found.config["learner.mini_batch_prompts"] or prompts))
+    optimizer(found, ACTOR + "optim.", updates * found.number(ACTOR + "ppo_epochs", 1))
+    recomputation(found, prefixes, MODEL)
+    optimizer_offload(found, (ACTOR, "critic."))
+    adapters(found, MODEL)
+    has_reference = found.config.get("algorithm.kl_coef") and not found.config.get("lora.rank")
+    roles = {REF: "reference"} if has_reference else {}
+    if found.config.get("algorithm.advantage") == "gae":
+        roles["critic."] = "critic"
+    if found.get("reward_model.enable"):
+        roles["reward_model.model."] = "reward_model"
+    offload(found, roles)
+    correction(found)
+    rewards(found)
+    episodes(found)
+    trainer(found)
+
+
+def one_step_off(found: Migration) -> None:
+    ppo(found)
+    found.config |= {"schedule.mode": "async", "schedule.max_staleness": 1}
+    rollout_devices(found)
+
+
+def fully_async(found: Migration) -> None:
+    """Prompts between two transfers of weights are a step here, their mini-batches its updates."""
+    section = "async_training."
+    mini = found.number(ACTOR + "ppo_mini_batch_size", 256)
+    batches = found.number(section + "require_batches", 1)
+    every = found.number(section + "trigger_parameter_sync_step", 1)
+    prompts = mini * batches * every
+    found.settings.put("data.train_batch_size", prompts)
+    ppo(found)
+    n_prompts = found.number("rollout.total_rollout_steps", 0)
+    found.config["total_steps"] = n_prompts // prompts
+    found.config.pop("total_epochs", None)
+    threshold = found.number(section + "staleness_threshold", 0)
+    staleness = max(1, math.ceil(threshold))
+    found.config |= {"schedule.mode": "async", "schedule.max_staleness": staleness}
+    found.note(
+        DIFFERS,
+        section + "staleness_threshold",
+        f"schedule.max_staleness={staleness}: a bound for every response, in training steps of "
+        f"{prompts} prompts; verl's is a share of stale samples",
+    )
+    if found.get(section + "partial_rollout", True) is False:
+        found.note(DIFFERS, section + "partial_rollout", "unfinished responses always continue")
+    rollout_devices(found)
+
+
+def rollout_devices(found: Migration) -> None:
+    """Devices that generate. Every host here has both kinds, in verl whole hosts may generate."""
+    if found.config.pop("rollout.release_kv", False):
+        found.note(UNNEEDED, ROLLOUT + "free_cache_engine", "training has other devices")
+    n_nodes, per_node = (found.number(f"rollout.{n}", 1) for n in ("nnodes", "n_gpus_per_node"))
+    n_training = found.n_devices or 0
+    total = n_training + n_nodes * per_node
+    hosts = max(found.number("trainer.nnodes", 1), 1) + (n_nodes if n_nodes * per_node >= 8 else 0)
+    hosts = 1 if total <= 8 else hosts
+    if n_nodes * per_node % hosts or n_training % hosts:
+        found.refuse(
+            "rollout.n_gpus_per_node",
+            f"{n_nodes * per_node} devices that generate and {n_training} that train cannot be "
+            f"divided over {hosts} hosts; set the devices of the rollout per process, or workers",
+            "schedule.rollout_devices",
+            "schedule.rollout_workers",
+        )
+        return
+    found.config["schedule.rollout_devices"] = n_nodes * per_node // hosts
+    found.n_devices = total
+    found.n_processes = hosts
+
+
+def data(found: Migration) -> None:
+    data_files(found)
+    names = (("prompt", "prompt_key"), ("data_source", "reward_fn_key"))
+    columns = [(ours, found.get(f"data.{key}")) for ours, key in names]
+    if renamed := tuple(f"{ours}:{name}" for ours, name in columns if name not in (None, ours)):
+        found.config["data.columns"] = renamed
+    for name in ("image_key", "video_key", "audio_key"):
+        if found.settings.values.get(f"data.{name}"):
+            found.refuse(
+                f"data.{name}",
+                f"jaxrl trains on text only; add ~data.{name} if the rows have nothing but text",
+            )
+    if found.settings.values.get("data.custom_cls.path"):
+        found.refuse(
+            "data.custom_cls.path",
+            "a dataset class has no counterpart; write its rows to a file, and add "
+            "~data.custom_cls.path",
+        )
+
+
+def batch(found: Migration) -> None:
+    """Mini-batch and token budgets. verl counts tokens per GPU, jaxrl per data-parallel rank."""
+    prompts = found.number("data.train_batch_size", DEFAULTS["data.train_batch_size"])
+    mini = found.number(ACTOR + "ppo_mini_batch_size", prompts)
+    found.config["data.prompts_per_step"] = prompts
+    found.config["learner.mini_batch_prompts"] = 0 if mini >= prompts else mini
+    longest = sum(found.number(f"data.max_{part}_length", 512) for part in ("prompt", "response"))
+    sequences = found.number(ACTOR + "ppo_micro_batch_size_per_gpu", None)
+    dynamic = found.get(ACTOR + "use_dynamic_bsz")
+    shared = found.config["mesh.sequence"]
+    tokens = found.number(ACTOR + "ppo_max_token_len_per_gpu", 16384) * shared
+    if not dynamic and sequences:
+        tokens = sequences * longest
+    budget = token_budget(found, tokens, longest)
+    found.config["learner.token_budget"] = budget
+    for role, ours in ((ROLLOUT, "score"), (REF, "ref")):
+        scored = found.number(role + "log_prob_max_token_len_per_gpu", 0) * shared
+        if found.get(role + "log_prob_use_dynamic_bsz", dynamic) and scored >= 2 * budget:
+            found.config[f"{ours}.token_budget"] = scored // budget * budget
+    critic = found.number("critic.ppo_max_token_len_per_gpu", 0)
+    if critic and found.get("algorithm.adv_estimator") == "gae":
+        n_gpus = found.number("critic.ulysses_sequence_parallel_size", 1)
+        found.config["critic.token_budget"] = token_budget(found, critic * n_gpus, longest)
+
+
+def advantage(found: Migration) -> None:
+    found.choose("algorithm.adv_estimator", ADVANTAGES, "algorithm.advantage")
+    name = found.config.get("algorithm.advantage")
+    if name == "gae":
+        for theirs, ours in CRITIC.items():
+            found.carry(theirs, ours)
+        found.carry("algorithm.lam", "algorithm.lam")
+    elif found.settings.values.get("trainer.critic_warmup"):
+        found.note(UNNEEDED, "trainer.critic_warmup", f"{name} has no critic")
+    if name in ("gae", "reinforce_plus_plus"):
+        found.carry("algorithm.gamma", "algorithm.gamma")
+    if found.get("algorithm.filter_groups.enable", False):
+        batches = found.number("algorithm.filter_groups.max_num_gen_batches", 0)
+        found.config["algorithm.dynamic_sampling"] = True
+        found.config["algorithm.dynamic_sampling_batches"] = batches or 10
+        if not batches:
+            found.note(
+                DIFFERS,
+                "algorithm.filter_groups.max_num_gen_batches",
+                "no limit in verl; algorithm.dynamic_sampling_batches is set to 10",
+            )
+
+
+def loss(found: Migration) -> None:
+    found.choose(ACTOR + "policy_loss.loss_mode", LOSSES, "algorithm.policy_loss")
+    name = found.config.get("algorithm.policy_loss", "")
+    both = found.number(ACTOR + "clip_ratio", 0.2)
+    for end in ("low", "high"):
+        found.config[f"algorithm.clip_{end}"] = found.number(f"{ACTOR}clip_ratio_{end}", both)
+    if name != "gmpo":  # a ratio is above 0, so a lower bound below that is none
+        found.config["algorithm.clip_low"] = min(1.0, found.config["algorithm.clip_low"])
+    if found.given(ACTOR + "clip_ratio") and not found.given(ACTOR + "clip_ratio_low"):
+        found.note(
+            DIFFERS,
+            ACTOR + "clip_ratio",
+            "recent versions of verl read only clip_ratio_low and clip_ratio_high; both are set to "
+            "it here",
+        )
+    for theirs, ours in LOSS_KEYS.get(name, {}).items():
+        found.carry(ACTOR + theirs, f"algorithm.{ours}")
+    if name == "sapo":  # verl ignores the mode for it
+        found.config["algorithm.aggregation"] = "seq_mean_token_mean"
+    else:
+        found.choose(ACTOR + "loss_agg_mode", AGGREGATIONS, "algorithm.aggregation")
+    mode = found.settings.values.get("critic.loss_agg_mode")
+    if mode is not None and found.config.get("algorithm.advantage") == "gae":
+        found.choose("critic.loss_agg_mode", AGGREGATIONS, "critic.aggregation")
+    # verl trains on groups of equal rewards too: their tokens count in the mean.
+    found.config["algorithm.drop_flat_groups"] = False
+
+
+def kl(found: Migration) -> None:
+    """The KL term: verl may have one in the loss and one in the reward, jaxrl has one."""
+    if "algorithm.kl_coef" in found.config:  # of the distillation
+        return
+    in_loss = found.get(ACTOR + "use_kl_loss", False)
+    in_reward = found.get("algorithm.use_kl_in_reward", False)
+    if in_loss and in_reward:
+        found.refuse(
+            "algorithm.use_kl_in_reward",
+            f"jaxrl has one KL term, and {ACTOR}use_kl_loss=True is a second one",
+            "algorithm.kl_in",
+        )
+    if in_loss:
+        found.config["algorithm.kl_in"] = "loss"
+        found.carry(ACTOR + "kl_loss_coef", "algorithm.kl_coef")
+        found.choose(ACTOR + "kl_loss_type", KLS, "algorithm.kl")
+        if found.config.get("algorithm.kl", "").startswith("k3"):
+            found.config["algorithm.kl_clamp"] = 10.0  # as verl clamps it
+        found.carry(REF + "model.path", "algorithm.teacher")
+    elif in_reward:
+        found.config["algorithm.kl_in"] = "reward"
+        found.carry("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef")
+        found.choose("algorithm.kl_penalty", KLS, "algorithm.kl")
+        if found.get("algorithm.kl_ctrl.type") == "adaptive":
+            found.carry("algorithm.kl_ctrl.target_kl", "algorithm.kl_target")
+            found.carry("algorithm.kl_ctrl.horizon", "algorithm.kl_horizon", float)
+        found.carry(REF + "model.path", "algorithm.teacher")
+    else:
+        found.config["algorithm.kl_coef"] = 0.0
+
+
+def distillation(found: Migration) -> None:
+    """On-policy distillation from one teacher by its log ratio as the only reward."""
+    if not found.get(DISTILLATION + "enabled", False):
+        return
+    models = DISTILLATION + "teacher_models."
+    paths = [n for n in found.settings.values if n.startswith(models) and n.endswith(".model_path")]
+    teachers = {found.get(name) for name in paths}
+    section = DISTILLATION + "distillation_loss."
+    mode = found.get(section + "loss_mode")
+    only_teacher = found.get(section + "use_task_rewards", True) is False
+    if (
+        len(teachers) == 1
+        and mode == "k1"
+        and only_teacher
+        and found.get(section + "use_policy_gradient")
+    ):
+        found.config |= {
+            "algorithm.advantage": "distill",
+            "algorithm.teacher": str(teachers.pop()),
+            "algorithm.kl": "k1",
+            "algorithm.kl_in": "reward",
+            "algorithm.kl_coef": 1.0,
+        }
+        found.carry(section + "loss_max_clamp", "algorithm.kl_clamp", float)
+        return
+    found.refuse(
+        DISTILLATION + "enabled",
+        f"loss_mode={mode} with {len(teachers)} teacher{'s' * (len(teachers) != 1)} and "
+        f"use_task_rewards={not only_teacher}: jaxrl distills from one teacher, by policy gradient "
+        "of k1 and without other rewards (algorithm.advantage=distill)",
+        "algorithm.advantage",
+    )
+
+
+def sampling(found: Migration) -> None:
+    for name, ours in ((ROLLOUT + "top_k", "rollout"), (ROLLOUT + "val_kwargs.top_k", "eval")):
+        k = found.number(name, -1)
+        found.config[f"{ours}.sampling.top_k"] = k if 0 < k < 1_000_000 else 0  # -1, or all
+    temperature = found.number(ROLLOUT + "val_kwargs.temperature", 0)
+    found.config["eval.sampling.temperature"] = temperature
+    if found.get(ROLLOUT + "val_kwargs.do_sample", False) is not True and temperature:
+        found.note(
+            DIFFERS,
+            ROLLOUT + "val_kwargs.temperature",
+            "validation samples, as in recent versions of verl; earlier ones are greedy without "
+            "val_kwargs.do_sample=True: set eval.sampling.temperature=0 for that",
+        )
+
+
+def engine(found: Migration) -> None:
+    """Devices of an engine replica. vLLM's expert groups are its tensor and data groups."""
+    tensor = found.number(ROLLOUT + "tensor_model_parallel_size", 0)
+    experts = found.number(ROLLOUT + "expert_parallel_size", 1)
+    ranks = found.number(ROLLOUT + "data_parallel_size", 1)
+    found.config["rollout.tensor"] = tensor
+    if experts > 1:
+        found.config["rollout.expert"] = ranks
+        found.note(
+            DIFFERS,
+            ROLLOUT + "expert_parallel_size",
+            f"a replica has rollout.tensor x rollout.expert = {tensor or 1} x "
+            f"{found.config['rollout.expert']} devices",
+        )
+    own, of_reference = found.config, sizes(found, (REF, *(REF + s for s in SECTIONS)))
+    names = [REF + s + n for s in ("", *SECTIONS) for n in ("ulysses_sequence_parallel_size",)]
+    if any(found.given(name) for name in [*names, REF + "megatron.tensor_model_parallel_size"]):
+        for axis in ("sequence", "tensor"):
+            if of_reference[axis] != own[f"mesh.{axis}"]:
+                found.config[f"ref.{axis}"] = of_reference[axis]
+
+
+def correction(found: Migration) -> None:
+    """Rollout correction: importance weights and rejection between engine and trainer."""
+    bypass = found.get(CORRECTION + "bypass_mode", False)
+    reinforce = found.get(CORRECTION + "loss_type", "ppo_clip") == "reinforce"
+    kinds = {"None": "none", "token": "token_tis", "sequence": "seq_tis"}
+    if bypass:
+        found.config["algorithm.old_logp"] = "rollout"
+        if reinforce:
+            found.config["algorithm.policy_loss"] = "policy_gradient"
+    if bypass and not reinforce and found.settings.values.get(CORRECTION + "rollout_is"):
+        found.note(
+            UNNEEDED,
+            CORRECTION + "rollout_is",
+            "with bypass_mode the ratio itself is against the engine's logprobs",
+        )
+    else:
+        found.choose(CORRECTION + "rollout_is", kinds, "algorithm.correction")
+    if found.config.get("algorithm.correction", "none") != "none":
+        weight_bounds(found)
+        normalize = CORRECTION + "rollout_is_batch_normalize"
+        found.carry(normalize, "algorithm.correction_normalize")
+    names = {name: name for name in REJECTIONS} | {"None": "none"}
+    found.choose(CORRECTION + "rollout_rs", names, "algorithm.rejection")
+    rejection = found.config.get("algorithm.rejection", "none")
+    if rejection == "none":
+        return
+    bounds = str(found.get(CORRECTION + "rollout_rs_threshold", ""))
+    if rejection in RATIO_REJECTIONS:
+        low, high = ratio_bounds(bounds)
+        found.config |= {"algorithm.rejection_low": low, "algorithm.rejection_high": high}
+    else:
+        found.config["algorithm.rejection_max"] = float(bounds or 0.01)
+
+
+def weight_bounds(found: Migration) -> None:
+    """The maximum of importance weights; with a minimum, "low_high", those outside are masked."""
+    bounds = str(found.get(CORRECTION + "rollout_is_threshold", 2.0))
+    low, _, high = bounds.rpartition("_")
+    if low:
+        masks = {"token_tis": "icepop", "seq_tis": "seq_icepop"}
+        found.config["algorithm.correction"] = masks[found.config["algorithm.correction"]]
+        found.config["algorithm.correction_low"] = float(low)
+    found.config["algorithm.correction_high"] = float(high)
+
+
+def ratio_bounds(bounds: str) -> tuple[float, float]:
+    """Bounds of the trainer's over the engine's probability.
+
+    verl bounds the engine's over the trainer's, as "low_high" or one number for 1 / high and high.
+    """
+    low, _, high = bounds.partition("_")
+    if not high:
+        low, high = str(1 / float(low or 2.0)), low or "2.0"
+    return 1 / float(high), 1 / float(low)
+
+
+def rewards(found: Migration) -> None:
+    section = "custom_reward_function."
+    path = found.first(section + "path", "reward." + section + "path")
+    name = found.first(section + "name", "reward." + section + "name")
+    found.config["reward.functions"] = (
+        f"{path}:{name or 'compute_score'}" if path else "by_source",
+    )
+    for prefix in OVERLONG_BUFFERS:
+        if found.get(prefix + "enable", False):
+            found.carry(prefix + "len", "reward.overlong_buffer")
+            found.config["reward.overlong_penalty"] = found.get(prefix + "penalty_factor", 1.0)
+    manager = found.first("reward_model.reward_manager", "reward.reward_manager.name")
+    if manager not in (None, "naive", "dapo"):
+        given = "reward.reward_manager.name"
+        name = given if found.given(given) else "reward_model.reward_manager"
+        found.note(NONE, name, "functions are called once per response")
+    for switch, model in (
+        ("reward_model.enable", "reward_model.model.path"),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ):
+        if found.get(switch, False):
+            found.carry(model, "reward_model.path")
+
+
+def episodes(found: Migration) -> None:
+    """Several turns need an environment here, which no setting of verl gives."""
+    loop = found.settings.values.get(ROLLOUT + "agent.default_agent_loop")
+    enabled = found.get(MULTI_TURN + "enable", False)
+    if not enabled and loop in (None, "single_turn_agent"):
+        return
+    for name, ours in EPISODES.items():
+        found.carry(name, ours)
+    found.refuse(
+        MULTI_TURN + "enable" if enabled else ROLLOUT + "agent.default_agent_loop",
+        "write the tools as an environment (docs/how_to/environments.md) and give its name",
+        "env.name",
+        "env.agent",
+    )
+    for name in ("tool_config_path", "interaction_config_path"):
+        if found.settings.values.get(MULTI_TURN + name):
+            found.note(DECIDE, MULTI_TURN + name, "its classes become those of env.name")
