@@ -26,6 +26,8 @@ templates_path = []
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxrl"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": True,

@@ -32,6 +32,7 @@ from jaxrl.planner.compilation import ProgramTooLarge
 from jaxrl.planner.model_shape import model_shape
 from jaxrl.planner.plan import Plan, make_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload
+from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import search_text, show
 from jaxrl.planner.schedules.command import (
     Simulation,
@@ -63,9 +64,9 @@ def main(arguments: PlanArguments) -> int:
             _check_all_devices(cfg)
             check_devices(cfg, math.prod(plan["mesh"].values()))
         else:
-            compiled = _compiled_plan(cfg, decoder, options, simulation)
+            compiled, job = _compiled_plan(cfg, decoder, options, simulation)
             if simulation is None or compiled is None:
-                return _show(compiled, options)
+                return _show(compiled, job, options)
             plan = compiled.json()
         assert simulation is not None, "read_schedule rejects --plan without --schedule"
         print(simulate_text(simulation, cfg, decoder, plan), end="")
@@ -79,8 +80,8 @@ def main(arguments: PlanArguments) -> int:
 
 def _compiled_plan(
     cfg: RunConfig, decoder: DecoderConfig, options: dict[str, str], simulation: Simulation | None
-) -> Plan | None:
-    """The plan, compiled for the topology; None if a program is too large."""
+) -> tuple[Plan | None, Job]:
+    """(plan or None if a program is too large, the run), compiled for the topology."""
     kind, n = split_name(options["topology"])
     if kind == "cpu":
         jax.config.update("jax_num_cpu_devices", n)
@@ -96,7 +97,7 @@ def _compiled_plan(
         int(options.get("response-len", response_len)),
     )
     job = _job(cfg, decoder, machine, lengths, options.get("job", "train"))
-    return _search(job, options) if searches else _plan(job)
+    return _search(job, options) if searches else _plan(job), job
 
 
 def _check_all_devices(cfg: RunConfig) -> None:
@@ -108,14 +109,16 @@ def _check_all_devices(cfg: RunConfig) -> None:
         )
 
 
-def _show(plan: Plan | None, options: dict[str, str]) -> int:
-    """Prints a plan; returns the exit status."""
+def _show(plan: Plan | None, job: Job, options: dict[str, str]) -> int:
+    """Prints a plan, and what to change if it does not fit; returns the exit status."""
     if plan is None:
         return 2
     if "json" in options:
         print(json.dumps(plan.json()))
     else:
         show(plan)
+    if not plan.fits and "search" not in options:
+        print(remedies_text(job), file=sys.stderr if "json" in options else sys.stdout)
     return 0 if plan.fits else 2
 
 
@@ -165,16 +168,19 @@ def _job(
 
 
 def _plan(job: Job) -> Plan:
-    """The plan of the config as it is."""
-    return make_plan(
-        job.cfg,
-        job.decoder,
-        job.machine,
-        role_decoders=job.role_decoders,
-        workload=job.workload,
-        lengths=job.lengths,
-        on_start=_report_progress,
-    )
+    """The plan of the config as it is. Raises ProgramTooLarge, with what to change."""
+    try:
+        return make_plan(
+            job.cfg,
+            job.decoder,
+            job.machine,
+            role_decoders=job.role_decoders,
+            workload=job.workload,
+            lengths=job.lengths,
+            on_start=_report_progress,
+        )
+    except ProgramTooLarge as error:
+        raise ProgramTooLarge(f"{error}\n{remedies_text(job)}") from error
 
 
 def _report_progress(line: str) -> None:

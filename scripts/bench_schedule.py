@@ -118,8 +118,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(engine, params, lens: np.ndarray, args: argparse.Namespace, *, max_staleness: int):
     """All steps of one schedule: rates, and what the engine computed."""
+    from jaxrl.rollout.loop import RolloutLoop
     from jaxrl.rollout.schedule.buffer import GroupBuffer
-    from jaxrl.rollout.schedule.stream import ResponseStream
+    from jaxrl.rollout.single_turn import SingleTurnRunner
 
     buffer = GroupBuffer(
         args.prompts,
@@ -128,21 +129,15 @@ def run(engine, params, lens: np.ndarray, args: argparse.Namespace, *, max_stale
         arrival=False,
     )
     buffer.waiting.extend(groups(lens, args, engine.cfg.V))
-    stream = ResponseStream(
-        engine,
-        request_of(lens),
-        n=args.samples,
-        stop=(),
-        decode=lambda tokens: "",
-        keep_kv=args.keep_kv,
-    )
+    runner = SingleTurnRunner(engine, request_of(lens), lambda tokens: "")
+    loop = RolloutLoop(runner, n=args.samples, keep_kv=args.keep_kv)
     engine.take_stats()
     wall, cpu, n_tokens, ages = time.perf_counter(), time.process_time(), 0, []
     for step in range(args.steps):
         buffer.start(step)
-        stream.resume(step, buffer.started)
+        loop.resume(step, buffer.started)
         while (batch := buffer.next_batch(step)) is None:
-            for group in stream.dispatch(params):
+            for group in loop.dispatch(params):
                 buffer.arrive(group)
         buffer.take(batch)
         n_tokens += sum(len(r.tokens) for group in batch for r in group.responses)
@@ -163,7 +158,6 @@ def run(engine, params, lens: np.ndarray, args: argparse.Namespace, *, max_stale
 
 def groups(lens: np.ndarray, args: argparse.Namespace, n_vocab: int) -> list:
     """One group per prompt, of random tokens, in the order of the steps."""
-    from jaxrl.rollout.generate import Response
     from jaxrl.rollout.schedule.buffer import PromptGroup
     from jaxrl.types import Prompt
 
@@ -171,14 +165,12 @@ def groups(lens: np.ndarray, args: argparse.Namespace, n_vocab: int) -> list:
         n_vocab, size=(args.steps * args.prompts, args.prompt_len), dtype=np.int32
     )
     prompts = [Prompt(i, (), row, answer="") for i, row in enumerate(tokens)]
-    samples = range(args.samples)
     return [
         PromptGroup(
             prompt,
             seed=args.seed,
             draw=prompt.id // args.prompts,
             index=prompt.id % args.prompts,
-            responses=[Response(prompt, sample) for sample in samples],
         )
         for prompt in prompts
     ]
@@ -188,12 +180,12 @@ def request_of(lens: np.ndarray) -> Callable:
     """A function that makes the request of a response with its forced length."""
     from jaxrl.engine.api import Request
 
-    def request(group, response):
+    def request(group, sample):
         return Request(
             tokens=group.prompt.tokens,
-            max_tokens=int(lens[group.draw, group.index, response.sample]),
+            max_tokens=int(lens[group.draw, group.index, sample]),
             prompt_id=group.prompt.id,
-            sample=response.sample,
+            sample=sample,
             seed=group.seed,
             ignore_stop=True,
         )

@@ -21,6 +21,7 @@ Prints one JSON line with medians over the steps after --warm:
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -228,25 +229,23 @@ class Trainer:
         self.losses.append(self.metrics["loss/total"])
 
     def generate(self, engine, i: int, work: dict, lens: list[int]) -> list:
-        from jaxrl.rollout.generate import generate
+        from jaxrl.rollout.loop import generate
+        from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
         from jaxrl.types import Prompt
 
         rollout = self.cfg.rollout
+
+        def make_request(group, sample):
+            request = sampled_requests(rollout.sampling, lens[group.index * rollout.n + sample])
+            return dataclasses.replace(request(group, sample), ignore_stop=True)
+
         prompts = [
             Prompt(j, (), np.array(p["ids"], np.int32), "") for j, p in enumerate(work["prompts"])
         ]
         with self.layout.weights(self.state.params) as weights:
+            runner = SingleTurnRunner(engine, make_request, lambda tokens: "")
             rollouts, self.stats = generate(
-                engine,
-                weights,
-                prompts,
-                n=rollout.n,
-                sampling=rollout.sampling,
-                max_tokens=lens,
-                seed=i,
-                version=i,
-                decode=lambda tokens: "",
-                ignore_stop=True,
+                runner, weights, prompts, n=rollout.n, seed=i, version=i
             )
         return rollouts
 

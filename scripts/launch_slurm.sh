@@ -3,7 +3,7 @@
 #
 #   sbatch --nodes=8 --gpus-per-node=8 scripts/launch_slurm.sh --config=configs/grpo_7b.py [--config.KEY=VALUE ...]
 #
-# Submit it from the clone of this repository, on a disk that all nodes share, after `uv sync --extra cuda`.
+# Submit it from the clone of this repository, on a disk that all nodes share, after `uv sync --inexact --extra cuda`.
 # A job that Slurm requeues after a node failure or preemption resumes from the newest checkpoint.
 # SIGTERM arrives two minutes before the time limit: the run saves and stops.
 #SBATCH --job-name=jaxrl

@@ -4,7 +4,7 @@
 #   scripts/launch_tpu_pod.sh NAME ZONE FOLDER --config=configs/grpo_7b.py [--config.KEY=VALUE ...]
 #
 # NAME and ZONE are those of the TPU (gcloud compute tpus tpu-vm list). FOLDER is the clone of this
-# repository on its hosts, with `uv sync --extra tpu` done there. The run folder must be on a disk that
+# repository on its hosts, with `uv sync --inexact --extra tpu` done there. The run folder must be on a disk that
 # all hosts share. The hosts join through the TPU's metadata. After a host failure, start it again: the
 # run resumes from its newest checkpoint.
 set -euo pipefail

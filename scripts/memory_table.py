@@ -66,12 +66,12 @@ def measure(cfg: RunConfig, machine: Topology) -> tuple[list[str], float]:
     check_mesh(decoder, mesh.shape)
     with jax.set_mesh(mesh):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes)
-        for name in set(run.table.lower) - set(PROGRAMS):
-            del run.table.lower[name]
+        for name in set(run.table) - set(PROGRAMS):
+            del run.table[name]
         lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
         programs = compile_programs(run, lengths, machine)
     live = {name: live_bytes(program, run, 0) for name, program in programs.items()}
-    idle = set(run.table.counted_state["accumulate"]) & set(run.host_resident)
+    idle = set(run.table["accumulate"].counted_state) & set(run.host_resident)
     state = sum(n_bytes for name, n_bytes in run.resident.items() if name not in idle)
     others = {name: n for name, n in run.host_resident.items() if name != "gradients"}
     host = sum(others.values()) + programs["accumulate"].host_bytes

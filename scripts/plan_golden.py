@@ -23,7 +23,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from jaxrl.config.command_line import load_config, override
+from jaxrl.config.command_line import override
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.planner.compilation import compile_programs
@@ -197,7 +198,8 @@ def work_of(name: str) -> dict:
     decoder = dataclasses.replace(model_shape(cfg.model.path), L=SMALL_LAYERS)
     with jax.set_mesh(make_mesh(machine.devices, **dataclasses.asdict(cfg.mesh))):
         run = run_programs(cfg, decoder, machine.chip.memory_bytes)
-        run.table.lower = {program: run.table.lower[program] for program in SMALL_PROGRAMS}
+        table = {program: run.table[program] for program in SMALL_PROGRAMS}
+        run = dataclasses.replace(run, table=table)
         lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
         programs = compile_programs(run, lengths, machine)
     return {

@@ -20,6 +20,7 @@ from jaxrl.config.keys import LearnerConfig, MeshConfig, RolloutConfig, RunConfi
 from jaxrl.engine.engine import PagedEngine
 from jaxrl.layout import training_rules
 from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.programs import abstract_batch
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
 from jaxrl.models.config import DecoderConfig
@@ -27,7 +28,6 @@ from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.spec import abstract_params
 from jaxrl.planner.compiled.cost import program_cost
 from jaxrl.planner.compiled.timeline import Collective
-from jaxrl.planner.programs import abstract_batch
 from sharding import make_mesh
 from sharding.rules import DECODE
 from tests.marks import graded
@@ -174,8 +174,10 @@ def compiled_update(name: str, devices: Sequence[Any] | None = None, dtype: str 
         specs = decoder_specs(model)
         optimizer = make_optimizer(learner, 10, specs)
         state = abstract_state(specs, jnp.dtype(dtype), optimizer, rules, mesh)
-        batch = abstract_batch(cfg, rules, mesh)
-        return make_update(cfg, optimizer, rules).lower(state, batch)["accumulate"].compile()
+        rows, row_len = cfg.learner.shapes[-1]
+        batch = abstract_batch(rules.n_shards("batch") * rows, row_len, rules)
+        lowerings = make_update(cfg, optimizer, rules).lowerings(state, batch)
+        return lowerings["accumulate"]().compile()
 
 
 @functools.cache

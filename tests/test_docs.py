@@ -1,16 +1,23 @@
 """What the documentation names exists: commands, files, keys."""
 
+import json
 import pathlib
 import re
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
-from jaxrl.config.command_line import load_config, override
+from jaxrl.algorithms.table import lookup
+from jaxrl.algorithms.user_rows import TABLES, check_user_rows
+from jaxrl.config.command_line import override
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import find_key, keys
-from scripts import draw_step
+from jaxrl.data.sources.files import read_rows
+from jaxrl.rewards.functions import load_reward
+from scripts import config_gallery, draw_step
 from scripts.pages import combinations, presets
 from scripts.pages import config as config_page
 
@@ -34,6 +41,14 @@ def test_config_page_is_up_to_date():
     assert page == config_page.markdown(), (
         "run: python -m scripts.pages.config > docs/reference/config.md"
     )
+
+
+def test_the_gallery_of_configs_is_up_to_date():
+    page = (ROOT / "docs" / "reference" / "configs.md").read_text()
+    assert page == config_gallery.page(), (
+        "run: scripts/config_gallery.py > docs/reference/configs.md"
+    )
+    assert page.count("### `configs/") == len(list((ROOT / "configs").glob("*.py")))
 
 
 @pytest.mark.parametrize("name", ["training_step", "data_flow"])
@@ -128,13 +143,35 @@ def test_every_key_of_the_algorithm_is_on_the_page_of_algorithms():
     assert not missing, f"say in docs/reference/algorithms.md what {missing} are for"
 
 
+def write_files(page: str, folder: pathlib.Path) -> None:
+    """Writes the Python blocks of a page that begin with the name of their file."""
+    for text in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        if name := re.match(r"# (\w+\.py)\n", text):
+            (folder / name[1]).write_text(text)
+
+
 @pytest.mark.parametrize(
     "page, name", [("README.md", "my_run"), ("docs/how_to/migrating.md", "my_grpo")]
 )
 def test_the_config_of_a_page_resolves(page, name, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    (tmp_path / "config.py").write_text(blocks[0])
-    assert resolve(load_config(str(tmp_path / "config.py"))).name == name
+    write_files(page, tmp_path)
+    assert resolve(load_config(str(tmp_path / f"{name}.py"))).name == name
+
+
+def test_the_four_pieces_of_an_experiment_in_the_readme_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files("README.md", tmp_path)
+    row = json.loads(names(r"```json\n(.*?)\n```", ROOT / "README.md")[0])
+    pathlib.Path("train.jsonl").write_text(json.dumps(row))
+    run = resolve(load_config("my_run.py"))
+    assert [found for _, found in read_rows(run.data.train[0])] == [row]
+    score = load_reward(run.reward.functions[0])
+    assert (score("", " 312", "312"), score("", "95", "312")) == (1.0, 0.0)
+    check_user_rows(run)
+    loss = lookup(TABLES["policy_loss"], run.algorithm.policy_loss, "algorithm.policy_loss")
+    # ratios 3 and 1, the first truncated to 2: -2 * 1 * -1.5 and -1 * -1 * -0.5
+    inputs = np.log([[3.0, 1.0]]), np.array([[-1.5, -0.5]]), np.array([[1.0, -1.0]])
+    np.testing.assert_allclose(loss.function(*inputs), [[3.0, -0.5]], rtol=1e-6)
 
 
 METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
@@ -152,6 +189,16 @@ def metric_names() -> set[str]:
         found |= set(re.findall(rf'(?<!f)"((?:{METRIC_GROUPS})/[a-z][a-z_0-9]*)"', text))
         found |= {f"time/{phase}_s" for phase in re.findall(r'\.timed\(\s*"(\w+)"', text)}
     return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_metric_named_exists(page):
+    """Metrics of the tables are checked below; those of earlier releases are in the log."""
+    if page.name in ("LOG.md", "metrics.md"):
+        return
+    found = names(rf"`((?:{METRIC_GROUPS})/[a-z][a-z_0-9]*)`", page)
+    unknown = [name for name in found if f"`{name}`" not in METRICS]
+    assert not unknown, f"{page.name} names {unknown}"
 
 
 def test_every_logged_metric_is_on_the_page_of_metrics():

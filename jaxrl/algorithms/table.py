@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl.config.keys import AlgorithmConfig
 from jaxrl.config.options import options
 from jaxrl.config.plugins import load_object
+from jaxrl.config.schema import is_import_path
 
 
 @runtime_checkable
@@ -36,7 +37,7 @@ def lookup[T](table: Mapping[str, T], name: str, key: str) -> T:
 
     Raises ValueError with the known names for an unknown one, and the errors of `user_row`.
     """
-    if ":" in name:
+    if is_import_path(name):
         return user_row(type(next(iter(table.values()))), name, key)
     if name not in table:
         raise ValueError(

@@ -22,6 +22,7 @@ from jaxrl.algorithms.losses.policy_loss import POLICY_LOSSES
 from jaxrl.algorithms.losses.rejection import REJECTIONS
 from jaxrl.algorithms.table import Row, apply, lookup
 from jaxrl.config.keys import AlgorithmConfig, RunConfig
+from jaxrl.config.schema import is_import_path
 from jaxrl.config.user_code import error_text
 
 TABLES: dict[str, Mapping[str, Any]] = {
@@ -44,7 +45,7 @@ def check_user_rows(run: RunConfig) -> None:
     errors = [
         f"config.algorithm.{key} = {spec!r}: {line}"
         for key, table in TABLES.items()
-        if ":" in (spec := getattr(run.algorithm, key))
+        if is_import_path(spec := getattr(run.algorithm, key))
         for line in _errors(key, lookup(table, spec, f"algorithm.{key}"), run)
     ]
     if errors:

@@ -230,13 +230,39 @@ class Checkpointer:
                     path.unlink() if is_link(path) else path.rmtree()
         self._cleaned = True
 
-    def _check_space(self, state: TrainState) -> None:
-        """Raises CheckpointError, before anything is written, if the disk lacks room for a save.
+    def check_room(self, state: TrainState, *, n_saves: int, export_bytes: int) -> str:
+        """A warning if the disk lacks room for a later one of `n_saves` or for the export, else "".
 
-        Each process's disk must have room for all processes: they usually share one.
+        Raises CheckpointError if the next save does not fit.
+        """
+        if (room := self._check_space(state)) is None:
+            return ""
+        n_bytes, free = room
+        there, kept = len(self.all_steps()), self.cfg.keep + bool(self.cfg.best_metric)
+        n_peak = max(
+            min(there + n_saves, kept + 1) - there, 1
+        )  # one goes when the next is complete
+        n_end = max(min(there + n_saves, kept) - there, 0)
+        needed = max(n_peak * n_bytes, n_end * n_bytes + export_bytes)
+        if needed <= free:
+            return ""
+        export = f" and the export {gib(export_bytes)}" if export_bytes else ""
+        return (
+            f"the disk of {self.directory} has {gib(free)} free and the run needs {gib(needed)}: a "
+            f"checkpoint takes {gib(n_bytes)}{export}. The first checkpoint fits, a later one or "
+            f"the export does not; free disk space, lower config.checkpoint.keep (now "
+            f"{self.cfg.keep}), set config.checkpoint.every=0 for a single one at the end or "
+            "config.checkpoint.export_hf=False, or set another config.run_dir"
+        )
+
+    def _check_space(self, state: TrainState) -> tuple[int, int] | None:
+        """(bytes of a save, free bytes); None in object storage.
+
+        Raises CheckpointError, before anything is written, if the disk lacks room for a save. Each
+        process's disk must have room for all processes: they usually share one.
         """
         if "://" in str(self.directory):
-            return
+            return None
         local = sum(
             shard.data.nbytes
             for leaf in jax.tree.leaves(state)
@@ -247,10 +273,15 @@ class Checkpointer:
         needed, free = sum(n for n, _ in found), min(n for _, n in found)
         if needed > free:
             raise CheckpointError(
-                f"no room for the checkpoint in {self.directory}: it needs {needed / 2**30:.2f} "
-                f"GiB and {free / 2**30:.2f} GiB are free; free disk space, lower "
-                f"config.checkpoint.keep (now {self.cfg.keep}) or set another config.run_dir"
+                f"no room for the checkpoint in {self.directory}: it needs {gib(needed)} and "
+                f"{gib(free)} are free; free disk space, lower config.checkpoint.keep (now "
+                f"{self.cfg.keep}) or set another config.run_dir"
             )
+        return needed, free
+
+
+def gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 def manager_options(

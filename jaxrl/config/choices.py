@@ -17,6 +17,7 @@ PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "q
 CONVERSATION_COLUMNS = ("messages", "conversations")  # with the turns that SFT learns
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth", "label", "solution", "target")
 COMPLETION_COLUMNS = ("response", "completion", "output", "answer")
+TEXT_COLUMN = "text"  # of SFT: plain text without turns
 PAIR_COLUMNS = ("chosen", "rejected", "margin")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 OTHER_COLUMNS = ("history", "tools", "data_source", "ability", "extra_info")

@@ -6,21 +6,18 @@
 """
 
 import ast
-import importlib.util
 import os
-import pathlib
 import re
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-import jaxrl
+from jaxrl.config.config_file import load_config
 from jaxrl.config.help import USAGE, default, help_text
 from jaxrl.config.keys import RunConfig
-from jaxrl.config.resolve import resolve
+from jaxrl.config.resolve import default_config, resolve
 from jaxrl.config.schema import Key, convert, find_key, key_hint, keys, nearest, unknown_key
 
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
@@ -33,12 +30,17 @@ def parse(argv: Sequence[str]) -> RunConfig:
     Exits after printing the keys for --help and --config.help, and with one message and status 1 on
     any error.
     """
-    config, rest = read_args(argv)
-    if rest:
-        name, known = rest[0].lstrip("-+").split("=")[0], keys(RunConfig)
+    config, rest, errors = _read(argv, None)
+    known = keys(RunConfig)
+    for argument in rest:
+        name = argument.lstrip("-+").split("=")[0]
         is_key = name in known
         hint = f"did you mean --config.{name}?" if is_key else key_hint(name, known, "--config.")
-        stop(f"unknown argument {rest[0]}; {hint}; {USAGE}")
+        errors.append(f"unknown argument {argument}; {hint}")
+    if rest:
+        errors[-1] += f"; {USAGE}"
+    if errors:
+        stop(*errors)
     try:
         return resolve(config)
     except ValueError as error:
@@ -53,33 +55,50 @@ def read_args(
     For entry points with additional arguments. `config` is the default if --config is not given.
     Exits as `parse` does.
     """
-    try:
-        path, overrides, rest = _split(argv)
-        if path is not None:
+    config, rest, errors = _read(argv, config)
+    if errors:
+        stop(*errors)
+    return config, rest
+
+
+def _read(
+    argv: Sequence[str], config: ConfigDict | None
+) -> tuple[ConfigDict, list[str], list[str]]:
+    """As `read_args`, with all errors."""
+    path, overrides, rest, errors = _split(argv)
+    if path is None and config is None:
+        errors.append(f"no config file is given; {USAGE}")
+    elif path is not None:
+        try:
             config = load_config(path)
-        if config is None:
-            raise ValueError(f"no config file is given; {USAGE}")
-        for name, text in overrides:
+        except (ValueError, FileNotFoundError) as error:
+            errors.append(str(error))
+    config = default_config() if config is None else config
+    for name, text in overrides:
+        try:
             override(config, name, text)
-        return config, rest
-    except (ValueError, FileNotFoundError) as error:
-        stop(str(error))
+        except ValueError as error:
+            errors.append(str(error))
+    return config, rest, errors
 
 
 def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     """{name: text} of an entry point's additional arguments, --name=text or a bare --name ("").
 
-    Exits with one message for an argument that is not in `known`.
+    Exits with one message for all arguments that are not in `known`.
     """
-    options = {}
+    options, errors = {}, []
     for argument in arguments:
-        name, _, text = argument.lstrip("-").partition("=")
+        name, _, options[name] = argument.lstrip("-").partition("=")
         if name not in known:
             guess = nearest(name, known)
             hint = f"did you mean --{guess}? " if guess else ""
             listed = ", --".join(known)
-            stop(f"unknown argument {argument}; {hint}known: --{listed}; --help explains them")
-        options[name] = text
+            errors.append(
+                f"unknown argument {argument}; {hint}known: --{listed}; --help explains them"
+            )
+    if errors:
+        stop(*errors)
     return options
 
 
@@ -92,8 +111,10 @@ def print_help(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def stop(message: str) -> NoReturn:
-    """Ends the program with a message instead of a traceback."""
+def stop(message: str, *more: str) -> NoReturn:
+    """Ends the program with messages instead of a traceback."""
+    if more:
+        message = "\n  - ".join(("these arguments are invalid:", message, *more))
     raise SystemExit(f"error: {message}")
 
 
@@ -119,33 +140,11 @@ def override(config: ConfigDict, name: str, text: str) -> None:
         section[last] = _typed(text, spec)
 
 
-def load_config(path: str) -> ConfigDict:
-    """The result of get_config() in a Python file; text after a colon is its argument.
-
-    A relative path is searched in the working directory, then next to the installed package.
-    """
-    name, *argument = path.split(":", 1)
-    module = _run_file(_find(name))
-    if not hasattr(module, "get_config"):
-        raise ValueError(
-            f"{name} has no function get_config(); define one that returns a ConfigDict"
-        )
-    try:
-        config = module.get_config(*argument)
-    except (AttributeError, KeyError, TypeError) as error:
-        line = traceback.extract_tb(error.__traceback__)[1].lineno
-        raise ValueError(f"{name}, line {line}: {_message(error)}") from error
-    if not isinstance(config, ConfigDict):
-        raise ValueError(
-            f"get_config() of {name} returned a {type(config).__name__}; "
-            "return the edited ConfigDict of jaxrl.config.default_config()"
-        )
-    return config
-
-
-def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[str]]:
-    """Config path, (key, text) overrides in order, and the other arguments."""
-    path, overrides, rest = None, [], []
+def _split(
+    argv: Sequence[str],
+) -> tuple[str | None, list[tuple[str, str]], list[str], list[str]]:
+    """Config path, (key, text) overrides in order, the other arguments, and errors."""
+    path, overrides, rest, errors = None, [], [], []
     known, queue = keys(RunConfig), list(argv)
     while queue:
         arg = queue.pop(0)
@@ -155,16 +154,21 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list
             path = match[1] if match[1] is not None else (queue.pop(0) if queue else None)
         elif match := OVERRIDE.fullmatch(arg):
             negated, name, text = match.groups()
-            _check_key(name, known)
-            if text is None:
-                text = _bare_value(name, known.get(name), bool(negated), queue)
-            overrides.append((name, text))
+            try:
+                _check_key(name, known)
+                if text is None:
+                    text = _bare_value(name, known.get(name), bool(negated), queue)
+                overrides.append((name, text))
+            except ValueError as error:
+                errors.append(str(error))
+                if text is None and queue and not queue[0].startswith("-"):
+                    queue.pop(0)  # the value of an unknown key
         else:
             rest.append(arg)
-    return path, overrides, rest
+    return path, overrides, rest, errors
 
 
-def _check_key(name: str, known: dict[str, Key]) -> None:
+def _check_key(name: str, known: Mapping[str, Key]) -> None:
     if find_key(name, known) is not None:
         return
     if inside := [key for key in known if key.startswith(name + ".")]:
@@ -216,38 +220,3 @@ def _python(text: str) -> Any:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text
-
-
-def shipped_file(name: str) -> pathlib.Path:
-    """Where a file of the repository's configs/ is, in a clone and in an installed package."""
-    package = pathlib.Path(jaxrl.__path__[0])
-    installed = package / name  # the wheel has configs/ inside the package
-    return installed if installed.exists() else package.parent / name
-
-
-def _find(name: str) -> pathlib.Path:
-    path, shipped = pathlib.Path(name), shipped_file(name)
-    for candidate in (path, shipped):
-        if candidate.is_file():
-            return candidate
-    folder = shipped_file(str(path.parent))
-    known = sorted(file.name for file in folder.glob("*.py"))
-    hint = f"; {folder.name}/ has {', '.join(known)}" if known else ""
-    raise FileNotFoundError(f"there is no config file {name}{hint}")
-
-
-def _run_file(path: pathlib.Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file; give a .py file with a function get_config()")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _message(error: Exception) -> str:
-    """The message of an ml-collections error; for an unknown key, with the closest known key."""
-    text = str(error.args[0]) if error.args else repr(error)
-    if match := re.search(r'Key "(\w+)" does not exist', text):
-        return unknown_key(match[1], keys(RunConfig))
-    return text

@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from jaxrl.config.schema import convert, keys, nearest, out_of_range
+from jaxrl.config.schema import convert, did_you_mean, keys, out_of_range
 
 
 def options(spec: str) -> dict[str, Any]:
@@ -24,8 +24,7 @@ def read_options[T](schema: type[T], spec: str, no_options: str = "none") -> tup
     known, used, errors = keys(schema), {}, []
     for option, value in options(spec).items():
         if option not in known:
-            guess = nearest(option, known)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(option, known)
             listed = ", ".join(known) or no_options
             errors.append(
                 f"{spec!r} has the unknown option {option!r}; {hint}the options of "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 NOT_NEEDED, NOT_YET = "not needed", "not yet"
 _FILE = "other_frameworks.tsv"
+_OTHER = "other names"  # of no framework in particular
 _SECTIONS = {  # sections of other frameworks' configs whose keys are not all in the table
     "actor_rollout_ref": "verl",
     "trainer": "verl",
@@ -66,7 +67,9 @@ def answer(name: str) -> str:
 
 def answer_by_last_part(name: str) -> str:
     """As `answer`, for the last part of a dotted name: "ppo_mini_batch_size"."""
-    if "." in name or "_" not in name:
+    if exact := answer(name):
+        return exact
+    if "_" not in name:
         return ""
     return "; ".join(_rows(lambda theirs: theirs.endswith("." + name))[:_MAX_ANSWERS])
 
@@ -82,7 +85,8 @@ def _rows(matches: Callable[[str], bool]) -> list[str]:
 
 
 def _sentence(row: Counterpart, theirs: str) -> str:
-    named, remark = f"{row.framework.partition(',')[0]}'s {theirs}", plain(row.remark)
+    owner = "" if row.framework == _OTHER else f"{row.framework.partition(',')[0]}'s "
+    named, remark = owner + theirs, plain(row.remark)
     if row.ours:
         return f"{named} is {' and '.join(row.ours)} here" + (f" ({remark})" if remark else "")
     reason = remark.removeprefix(NOT_NEEDED).removeprefix(NOT_YET)

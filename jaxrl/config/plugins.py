@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl.config.options import options
+from jaxrl.config.schema import is_import_path
 from jaxrl.config.user_code import user_frames
 
 MAX_SHOWN = 12  # functions of a module in an error message
@@ -60,7 +61,7 @@ def load_object(
 def import_path(spec: str, *, built_in: Mapping[str, str], key: str) -> str:
     """ "module:function" for a built-in name or an import path. Raises ValueError if unknown."""
     name = spec.partition("?")[0]
-    if ":" in name:
+    if is_import_path(name):
         return name
     if name not in built_in:
         raise ValueError(

@@ -8,6 +8,7 @@ import dataclasses
 
 from jaxrl.config.choices import ADVANTAGES, DISCOUNTED_ADVANTAGES, FULL_KLS, KLS
 from jaxrl.config.keys import AlgorithmConfig
+from jaxrl.config.schema import is_import_path
 
 RESPONSE_ADVANTAGES = tuple(a for a in ADVANTAGES if a not in DISCOUNTED_ADVANTAGES)
 
@@ -120,8 +121,9 @@ def unmet(algorithm: AlgorithmConfig, *, refused: bool) -> list[str]:
         name = algorithm.kl_estimator if key == "kl" else getattr(algorithm, key)
         for rule in table.get(name, ()):
             value = getattr(algorithm, rule.key)
-            named = ":" not in value  # the user's own rows declare what they need
-            if named and value not in rule.values and rule.refused == refused:
+            if is_import_path(value):  # the user's own rows declare what they need
+                continue
+            if value not in rule.values and rule.refused == refused:
                 lines.append(
                     f"algorithm.{key}={name!r} with algorithm.{rule.key}={value!r}: {rule.reason}; "
                     f"{rule.remedy}"

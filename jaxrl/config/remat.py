@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxrl.config.choices import REMATS
 from jaxrl.config.options import read_options
-from jaxrl.config.schema import key, nearest
+from jaxrl.config.schema import did_you_mean, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,7 @@ def read_remat(spec: str) -> tuple[Remat, list[str]]:
     name = spec.partition("?")[0]
     found, errors = read_options(RematOptions, spec)
     if name not in REMATS:
-        guess = nearest(name, REMATS)
-        hint = f"did you mean {guess!r}? " if guess else ""
+        hint = did_you_mean(name, REMATS)
         errors = [f"{spec!r} is not known; {hint}set one of {', '.join(REMATS)}"]
     elif name == "none" and found.first and found.group == 1:
         errors.append(f"{spec!r}: none recomputes no layer; leave out first")

@@ -7,6 +7,7 @@ mapping (a ConfigDict, parsed JSON) into the dataclass and reports all errors at
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -67,13 +68,14 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def keys(schema: type, prefix: str = "") -> dict[str, Key]:
+@functools.cache
+def keys(schema: type) -> Mapping[str, Key]:
     """Dotted name -> Key for every leaf, in the order of the schema.
 
     Defaults of a nested schema come from the default of its field, so two fields of one type may
     have different ones.
     """
-    return _keys(schema(), prefix)
+    return _keys(schema(), "")
 
 
 def _keys(instance: Any, prefix: str) -> dict[str, Key]:
@@ -96,13 +98,28 @@ def find_key(name: str, known: Mapping[str, Key]) -> Key | None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name closest to `name`, or "" if none is close.
 
-    If the dotted name has no match, its last part is compared alone: the section may be wrong.
+    A longer name comes first, then a similar one. If the dotted name has no match, its last part is
+    compared alone: the section may be wrong.
     """
     known, leaf = list(known), _leaf(name)
+    longer = [other for other in known if len(leaf) > 2 and _leaf(other).startswith(leaf)]
+    if longer:
+        return difflib.get_close_matches(name, longer, n=1, cutoff=0.0)[0]
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
         return close[0]
     close = difflib.get_close_matches(leaf, map(_leaf, known), n=1, cutoff=0.75)
     return next((other for other in known if close and _leaf(other) == close[0]), "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The start of a remedy: a question with the known name closest to `name`, or ""."""
+    guess = nearest(name, known)
+    return f"did you mean {guess!r}? " if guess else ""
+
+
+def is_import_path(spec: str) -> bool:
+    """Whether a name is of the user's code: "file.py:NAME" or "package.module:NAME"."""
+    return ":" in spec.partition("?")[0]
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
@@ -116,8 +133,9 @@ def key_hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     known = list(known)
     if there := other_frameworks.answer(name):
         return there
-    same = [other for other in known if _leaf(other) == _leaf(name)]
-    if not same and (there := other_frameworks.answer_by_last_part(name)):
+    leaf = _leaf(name)
+    same = [other for other in known if _leaf(other) == leaf]
+    if not same and (there := other_frameworks.answer_by_last_part(leaf)):
         return there
     meant = same or [other for other in (nearest(name, known),) if other]
     shown = " or ".join(prefix + other for other in meant)
@@ -144,23 +162,27 @@ def convert(value: Any, spec: Key) -> Any:
             return spec.type(value)
         except OverflowError:
             raise ValueError(f"{spec.name}={value!r} is too large for a float") from None
-    article = "an" if spec.type_name == "int" else "a"
-    hint = " such as ('a', 'b')" if element is str else ""
-    hint = " of names to numbers, texts, True, False or None" if spec.is_mapping else hint
     raise ValueError(
-        f"{spec.name}={value!r} is of type {type(value).__name__}; "
-        f"set {article} {spec.type_name}{hint}"
+        f"{spec.name}={value!r} is of type {type(value).__name__}; set {type_text(spec, value)}"
     )
+
+
+def type_text(spec: Key, value: Any = None) -> str:
+    """The type of a key with an example: the `value` that is to be in a tuple."""
+    element, article = _element(spec.type), "an" if spec.type_name == "int" else "a"
+    hint = " such as ('a', 'b')" if element is str else ""
+    hint = f" such as ({value!r},)" if element and _is(element, value) else hint
+    hint = " of names to numbers, texts, True, False or None" if spec.is_mapping else hint
+    return f"{article} {spec.type_name}{hint}"
 
 
 def out_of_range(value: Any, spec: Key) -> list[str]:
     """One line per value of the key outside its range or choices."""
     errors = []
     for one in value if isinstance(value, tuple) else (value,):
-        named = one in spec.choices or (spec.or_path and ":" in one)
+        named = one in spec.choices or (spec.or_path and is_import_path(one))
         if spec.choices and not named:
-            guess = nearest(one, spec.choices)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(one, spec.choices)
             known = ", ".join(spec.choices) + (", or 'file.py:NAME'" if spec.or_path else "")
             errors.append(f"{spec.name}={one!r} is not known; {hint}set one of {known}")
         low = (spec.ge is not None and not one >= spec.ge) or (

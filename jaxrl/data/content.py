@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.data.digest import digest
-from jaxrl.data.preferences import Pair
+from jaxrl.data.preferences import Labelled, Pair
 from jaxrl.types import Demonstration, Prompt
 
-Item = Prompt | Demonstration | Pair  # one training item
+Item = Prompt | Demonstration | Pair | Labelled  # one training item
 Content = dict[str, str]  # "rows" and "tokens" -> hash
 
 _RENDERING = (
@@ -66,6 +66,8 @@ def _tokens(item: Item) -> Iterator[bytes]:
     """What the model reads of an item, and what it is trained on."""
     if isinstance(item, Pair):
         yield from (*_tokens(item.chosen), *_tokens(item.rejected), repr(item.margin).encode())
+    elif isinstance(item, Labelled):
+        yield from (*_tokens(item.completion), repr(item.desirable).encode())
     elif isinstance(item, Demonstration):
         arrays = item.prompt_tokens, item.tokens, item.loss_mask
         yield from (*(array.tobytes() for array in arrays), item.source.encode())

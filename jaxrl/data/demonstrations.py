@@ -1,4 +1,4 @@
-"""Demonstrations for SFT: conversations whose assistant turns are learned.
+"""Demonstrations for SFT: conversations whose assistant turns are learned, or plain text.
 
 A row of any file type has one of these forms; other columns are named at the start.
 
@@ -6,6 +6,8 @@ A row of any file type has one of these forms; other columns are named at the st
                               tool_calls, except those with weight, train or loss_mask 0
   a prompt: prompt | question | problem | instruction | query | input, a string or messages, with
   its completion: response | completion | output | answer, a string or messages
+
+  text       plain text, all of it is learned; only if the row has neither of the above
 
   system     optional: the system message
   history    optional: the turns before a prompt that is text, [[question, answer], ...]
@@ -18,7 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config.choices import COMPLETION_COLUMNS, CONVERSATION_COLUMNS, PROMPT_COLUMNS
+from jaxrl.config.choices import (
+    COMPLETION_COLUMNS,
+    CONVERSATION_COLUMNS,
+    PROMPT_COLUMNS,
+    TEXT_COLUMN,
+)
 from jaxrl.config.keys import DataConfig
 from jaxrl.data.chat.encoding import ChatRenderer, Tools
 from jaxrl.data.chat.row_messages import (
@@ -62,6 +69,8 @@ def _reading(row: Mapping[str, Any]) -> Reading:
     if column := columns.first(row, CONVERSATION_COLUMNS):
         names = [n for n in columns_of_prompt(row, column) if n != "history"]
         return Reading(names, learns=True)
+    if is_text(row):
+        return Reading([TEXT_COLUMN], note="text has no turns, so all of its tokens are learned")
     prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
     return Reading([*prompt, completion_column(row)], learns=True)
 
@@ -82,9 +91,12 @@ def make_demonstrations(
     """The demonstrations of the rows; the lengths of dropped ones go to `dropped`."""
     found: list[Demonstration] = []
     for row in rows:
-        messages, given = conversation(row.columns, row.place)
-        tools = tools_of(row.columns, row.place)
-        rendered = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
+        if is_text(row.columns):
+            rendered = [rendered_text(row, renderer, stop)]
+        else:
+            messages, given = conversation(row.columns, row.place)
+            tools = tools_of(row.columns, row.place)
+            rendered = rendered_turns(messages, renderer, stop, tools, row.place, given=given)
         for tokens, loss_mask in rendered:
             if len(tokens) > data.max_len:
                 if data.filter_overlong_prompts:
@@ -111,6 +123,40 @@ def rendered_turns(
         return render_turns(renderer, messages, stop, tools, given=given)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+def is_text(row: Mapping[str, Any]) -> bool:
+    """Whether a row is plain text: without a conversation, and without a prompt's completion."""
+    if columns.first(row, CONVERSATION_COLUMNS) or not isinstance(row.get(TEXT_COLUMN), str):
+        return False
+    return not (columns.first(row, GIVEN_COLUMNS) and completion_column(row))
+
+
+def rendered_text(row: SourceRow, renderer: ChatRenderer, stop: Sequence[int]) -> MaskedTokens:
+    """(tokens, loss mask) of plain text: all learned, with a stop token at the end.
+
+    The chat template is not applied. Raises ValueError for empty text, and for special tokens in it
+    as `ChatRenderer.check_text`.
+    """
+    text = row.columns[TEXT_COLUMN]
+    if not text.strip():
+        raise ValueError(f"{row.place}: text is empty; remove the row")
+    message = {"role": "user", "content": text}
+    try:
+        renderer.check_text(
+            [message],
+            "If it is rendered by the chat template, set data.special_tokens=token to read it as "
+            "such. ",
+        )
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from error
+    [tokens] = renderer.tokenize([renderer.hidden([message])[0]["content"]])
+    start = renderer.tokenizer("", add_special_tokens=True)["input_ids"][:1]
+    start = [i for i in start if i == renderer.tokenizer.bos_token_id and i != tokens[0]]
+    stops = sorted(stop, key=lambda i: i != renderer.tokenizer.eos_token_id)
+    end = [] if tokens[-1] in stop else stops[:1]
+    tokens = np.array([*start, *tokens.tolist(), *end], np.int32)
+    return tokens, np.arange(len(tokens)) >= len(start)
 
 
 def demonstration(
@@ -159,8 +205,8 @@ def conversation(row: dict[str, Any], place: str) -> tuple[Conversation, Collect
         raise ValueError(
             f"{place} has the columns {columns.names(row)}; required are messages, or a prompt "
             f"({', '.join(GIVEN_COLUMNS)}) and a completion as text or messages "
-            f"({', '.join(COMPLETION_COLUMNS)}); set data.columns, for example to "
-            "prompt:NAME,completion:NAME"
+            f"({', '.join(COMPLETION_COLUMNS)}), or plain text ({TEXT_COLUMN}); set data.columns, "
+            "for example to prompt:NAME,completion:NAME"
         )
     completion = completion_of(row[answer], answer, place)
     excluded = not_learned(row[answer], place)

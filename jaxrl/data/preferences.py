@@ -5,6 +5,8 @@ A row of any file type has one of these forms; other columns are named at the st
   chosen, rejected    two lists of {role, content}: conversations that end with an answer
   prompt | question | problem | instruction | query | input    a string or messages, with
   chosen, rejected    two strings (or lists of one message): the answers
+  prompt, completion, one answer and whether it is desirable (true or false), for KTO
+  label
   margin              optional: how much better `chosen` is, for reward models
   system, history     optional, as in jaxrl/data/demonstrations.py
 
@@ -32,6 +34,7 @@ from jaxrl.data.demonstrations import (
     GIVEN_COLUMNS,
     Conversation,
     check_turn_order,
+    completion_column,
     completion_of,
     demonstration,
     max_len_text,
@@ -45,6 +48,17 @@ from jaxrl.data.usage import Reading, Usage
 from jaxrl.json_text import Message
 from jaxrl.types import Demonstration
 
+LABEL = "label"
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """One answer to a prompt, and whether it is desirable. Only its last turn is in the loss."""
+
+    id: int  # row in the dataset
+    completion: Demonstration
+    desirable: bool
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
@@ -56,20 +70,29 @@ class Pair:
     margin: float = 0.0  # the row's column `margin`
 
 
-def pair_maker(renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int]) -> ItemMaker[Pair]:
+def pair_maker(
+    renderer: ChatRenderer, data: DataConfig, *, stop: Sequence[int], takes_labels: bool = False
+) -> ItemMaker[Pair | Labelled]:
     """Makes the pairs of rows. `stop` are the tokens that end an answer.
+
+    With `takes_labels` a row may have one answer with a label instead; else that is refused.
 
     A pair with a conversation over max_prompt_len + max_response_len tokens is dropped with
     data.filter_overlong_prompts and raises ValueError otherwise. So do rows without the required
     columns.
     """
-    make = functools.partial(make_pairs, renderer=renderer, data=data, stop=stop)
+    make = functools.partial(
+        make_pairs, renderer=renderer, data=data, stop=stop, takes_labels=takes_labels
+    )
     return ItemMaker("pairs", max_len_text(data), data.columns, make, Usage(_reading))
 
 
 def _reading(row: Mapping[str, Any]) -> Reading:
     """The columns that make_pairs() reads."""
     prompt = columns_of_prompt(row, columns.first(row, GIVEN_COLUMNS))
+    if is_labelled(row):
+        note = "each answer is learned by its label, without a pair"
+        return Reading([*prompt, completion_column(row), LABEL], note=note)
     return Reading([*prompt, *PAIR_COLUMNS])
 
 
@@ -80,17 +103,29 @@ def make_pairs(
     renderer: ChatRenderer,
     data: DataConfig,
     stop: Sequence[int],
-) -> list[Pair]:
+    takes_labels: bool,
+) -> list[Pair | Labelled]:
     """The pairs of the rows; the lengths of dropped ones go to `dropped`."""
-    pairs: list[Pair] = []
+    pairs: list[Pair | Labelled] = []
     for row in rows:
         tools = tools_of(row.columns, row.place)
-        chosen, rejected = (
+        labelled = is_labelled(row.columns)
+        if labelled and not takes_labels:
+            raise ValueError(
+                f"{row.place} has one answer with a label, which only KTO learns from; run "
+                "jaxrl.dpo with preference.loss='kto', or give pairs: the columns chosen and "
+                "rejected"
+            )
+        sides = labelled_answer if labelled else conversations
+        answers = [
             _answer(row, messages, renderer, stop, tools)
-            for messages in conversations(row.columns, row.place)
-        )
-        n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in (chosen, rejected))
-        if n_tokens <= data.max_len:
+            for messages in sides(row.columns, row.place)
+        ]
+        n_tokens = max(len(d.prompt_tokens) + len(d.tokens) for d in answers)
+        if n_tokens <= data.max_len and labelled:
+            pairs.append(Labelled(row.number, answers[0], bool(row.columns[LABEL])))
+        elif n_tokens <= data.max_len:
+            chosen, rejected = answers
             pairs.append(Pair(row.number, chosen, rejected, margin_of(row.columns, row.place)))
         elif data.filter_overlong_prompts:
             dropped.append(n_tokens)
@@ -123,6 +158,27 @@ def conversations(row: dict[str, Any], place: str) -> tuple[Conversation, Conver
     if chosen == rejected:
         raise ValueError(f"{place}: chosen and rejected are equal; remove such rows")
     return chosen, rejected
+
+
+def is_labelled(row: Mapping[str, Any]) -> bool:
+    """Whether a row has one answer with a label, and no pair."""
+    has_pair = any(row.get(name) is not None for name in ("chosen", "rejected"))
+    return not has_pair and row.get(LABEL) is not None and bool(completion_column(row))
+
+
+def labelled_answer(row: dict[str, Any], place: str) -> list[Conversation]:
+    """The prompt with the answer of a row with a label.
+
+    Raises ValueError with the place for another label than true and false, and as `conversations`.
+    """
+    check_text_only(row, place)
+    if row[LABEL] not in (True, False):
+        raise ValueError(
+            f"{place}: label={row[LABEL]!r:.80} is neither true (a desirable answer) nor false; "
+            "correct it"
+        )
+    prompt = prompt_of(row, place, GIVEN_COLUMNS) or ()
+    return [_conversation(prompt, row, completion_column(row), place)]
 
 
 def margin_of(row: dict[str, Any], place: str) -> float:

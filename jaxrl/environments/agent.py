@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, SupportsFloat
 
 from jaxrl.environments.api import AGENT_KEY, Turn
-from jaxrl.rewards.worker_messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import check_score
 
 # (base URL, API key, task) -> reward, numbers by name, or None; or an awaitable of one of them
 AgentFunction = Callable[[str, str, dict[str, Any]], Any]
@@ -69,6 +69,5 @@ def agent_turn(value: Any) -> Turn:
     if not all(map(math.isfinite, counts.values())):
         raise ValueError(f"the agent returned {value!r:.200}; return finite numbers")
     rewarded, reward = "reward" in counts, counts.pop("reward", 0.0)
-    if abs(reward) > MAX_SCORE:
-        raise ValueError(f"the agent returned the reward {reward:g}, which is beyond float32")
+    check_score(reward, "the agent")
     return Turn([], reward, done=True, counts=counts, rewarded=rewarded)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.environments.api import Turn
 from jaxrl.json_text import Message
-from jaxrl.rewards.worker_messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import is_score
 from jaxrl.subprocesses.channel import ProtocolError, is_text
 from jaxrl.tool_calls.chat_message import as_message
 
@@ -29,7 +29,7 @@ def read_turn(value: Any) -> Turn:
             "rewarded": bool(rewarded),
             "tools": [*tools],
         } if (
-            abs(reward) <= MAX_SCORE
+            is_score(reward)
             and all(map(_is_finite, counts.values()))
             and all(map(is_text, [error, *counts]))
             and all(map(_is_tool, tools))

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxrl.config.keys import EnvConfig
 from jaxrl.environments.api import AGENT_KEY, KEY, StepLimits, Turn
 from jaxrl.environments.messages import read_turn
@@ -21,6 +23,7 @@ from jaxrl.subprocesses.process import (
     WorkerProcess,
 )
 from jaxrl.tool_calls.calls import ParsedTurn
+from jaxrl.types import Prompt
 
 _FORK_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0
@@ -235,6 +238,17 @@ class EnvironmentPool:
             case other:
                 server.kill()
                 raise WorkerFailed(f"{self._key} {self._spec!r}: its import sent {other!r:.80}")
+
+
+def episode_task(prompt: Prompt, seed: int) -> dict[str, Any]:
+    """What an episode's process gets; its seed is the same for all samples of a prompt."""
+    return {
+        "messages": list(prompt.messages),
+        "answer": prompt.answer,
+        "source": prompt.source,
+        "extra": prompt.extra,
+        "seed": int(np.random.SeedSequence([seed, prompt.id]).generate_state(1)[0]),
+    }
 
 
 def _reply(server: WorkerProcess, timeout_s: float) -> Any:

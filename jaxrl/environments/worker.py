@@ -29,7 +29,7 @@ from jaxrl.environments.api import (
 from jaxrl.environments.messages import write_turn
 from jaxrl.environments.tools import environment_tools, offered_schemas, run_calls
 from jaxrl.json_text import Message
-from jaxrl.rewards.worker_messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import check_score
 from jaxrl.subprocesses.channel import WorkerChannel
 from jaxrl.subprocesses.process import connect, time_limit
 from jaxrl.tool_calls.calls import ParsedTurn
@@ -209,10 +209,9 @@ def checked_step(value: Any) -> Turn:
             "(observation, reward, done, counts)"
         )
     observation, reward, done, counts = (*value, {})[:4]
-    if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
+    if not isinstance(reward, SupportsFloat):
         raise ValueError(f"step returned the reward {reward!r}; return a finite number")
-    if abs(float(reward)) > MAX_SCORE:
-        raise ValueError(f"step returned the reward {reward!r}, which is beyond float32")
+    check_score(float(reward), "step")
     if not isinstance(done, bool):
         raise TypeError(f"step returned done={done!r}; return True or False")
     numbers = {str(k): float(v) for k, v in dict(counts).items()}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config.keys import RunConfig
-from jaxrl.data.packing import Packed, empty_batch
+from jaxrl.data.packing import Packed
 from jaxrl.layout import Layout, role_layout, training_rules
 from jaxrl.learner.optimizer import Optimizer, check_opt_state, make_optimizer
 from jaxrl.learner.optimizers.patterns import found_patterns
@@ -52,14 +52,6 @@ class ValueScorer:
                 result.append(take_tokens(values, rules))
         return result
 
-    def lowered(self, params: Tree) -> Iterator[jax.stages.Lowered]:
-        """The programs of `values` in every declared shape, lowered from (abstract) parameters."""
-        for rows, row_len in self.cfg.learner.shapes:
-            with self.layout.on_mesh():
-                batch = put_batch(empty_batch(self.n_ranks * rows, row_len), self.layout.rules)
-                program = self.program.lower(params, batch)
-            yield program
-
 
 @dataclasses.dataclass
 class Critic:
@@ -95,14 +87,6 @@ class Critic:
             )
             self.state = init_state(params, self.optimizer, offload=offload)
             self._rest()
-
-    def lowered(self) -> Iterator[jax.stages.Lowered]:
-        """The programs of the update in every declared shape."""
-        for rows, row_len in self.scorer.cfg.learner.shapes:
-            batch = empty_batch(self.scorer.n_ranks * rows, row_len)
-            with self.training():
-                found = list(self.update.lowered(self.state, batch))
-            yield from found
 
     def restore(self, saved: TrainState) -> None:
         """Takes a saved state over; frozen parameters are read from the model's folder again."""

@@ -18,6 +18,7 @@ from jaxrl.config.keys.optimizer import (
     LionOptions,
     MuonOptions,
 )
+from jaxrl.config.schema import is_import_path
 from jaxrl.learner.optimizers.adafactor import scale_by_adafactor
 from jaxrl.learner.optimizers.blocks import check_blocks
 from jaxrl.learner.optimizers.layerwise import Recipe
@@ -94,17 +95,13 @@ def _transformation(
     cfg: LearnerConfig, lr: optax.Schedule, specs: Tree, decays: Tree, factors: Tree | None
 ) -> optax.GradientTransformation:
     """The transformation of parameters like `specs`, with their weight decays and factors."""
-    if _is_plugin(cfg):
+    if is_import_path(cfg.optimizer):
         steps = [load_optimizer(cfg.optimizer, lr, specs), _decay_by_schedule(decays, lr)]
     else:
         steps = [_direction(cfg, specs), _decay(decays), optax.scale_by_learning_rate(lr)]
     if factors is not None:
         steps.append(optax.stateless(lambda updates, _: jax.tree.map(_times, updates, factors)))
     return optax.chain(*steps)
-
-
-def _is_plugin(cfg: LearnerConfig) -> bool:
-    return ":" in cfg.optimizer.partition("?")[0]
 
 
 def _has_independent_layers(cfg: LearnerConfig, specs: Tree) -> bool:
@@ -114,7 +111,7 @@ def _has_independent_layers(cfg: LearnerConfig, specs: Tree) -> bool:
     """
     stacked = any("{layer}" in spec.hf for spec in jax.tree.leaves(specs, is_leaf=is_spec))
     rounds = cfg.moment_dtype == "bfloat16" or not cfg.master_weights
-    return not _is_plugin(cfg) and not (stacked and rounds)
+    return not is_import_path(cfg.optimizer) and not (stacked and rounds)
 
 
 def _is_elementwise(cfg: LearnerConfig) -> bool:

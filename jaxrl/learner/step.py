@@ -110,7 +110,7 @@ class Scorer:
         self.layout, self.restricted, self.of_training = layout, restricted, of_training
         self.score = make_score(cfg, layout.rules)
         self.n_joined = micro_batches_per_call(cfg, layout, role.token_budget)
-        self._n_least = micro_batches_per_call(cfg, layout)
+        self.n_least = micro_batches_per_call(cfg, layout)
 
     def logps(
         self,
@@ -151,28 +151,16 @@ class Scorer:
 
     def warm_up(self, params: Tree, batch: Batch) -> None:
         """Runs the calls for micro-batches of the shape of `batch`."""
-        joined = self.n_joined > self._n_least
+        joined = self.n_joined > self.n_least
         self.logps(params, [batch] * (self.n_joined + 1 if joined else 1))
-
-    def lowered(self, params: Tree, batch: Batch) -> Iterator[jax.stages.Lowered]:
-        """The programs of `warm_up`, lowered from (abstract) parameters on training's mesh."""
-        if self.of_training:
-            params = self.layout.lowered_weights(params)
-        n_vocab = params.cfg.V if self.restricted else 0
-        for n_joined in sorted({self._n_least, self.n_joined}):
-            joined = join_batches([batch] * n_joined)
-            with self.layout.on_mesh():
-                placed = put_batch(joined, self.layout.rules, n_vocab)
-                program = self.score.lower(params, placed)
-            yield program
 
     def _groups(self, indices: list[int]) -> Iterator[tuple[list[int], int]]:
         """(micro-batches of a call, their number with padding)."""
         whole = len(indices) - len(indices) % self.n_joined
         for start in range(0, whole, self.n_joined):
             yield indices[start : start + self.n_joined], self.n_joined
-        for start in range(whole, len(indices), self._n_least):
-            yield indices[start : min(start + self._n_least, len(indices))], self._n_least
+        for start in range(whole, len(indices), self.n_least):
+            yield indices[start : min(start + self.n_least, len(indices))], self.n_least
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
@@ -257,7 +245,7 @@ class Update:
         (learner/router.py).
         """
         total = self.zeros(state.params)
-        n_vocab = self._n_vocab(state.params)
+        n_vocab = self.n_vocab(state.params)
         balance = self.balance(state.params, batches, extra_weight)
         for i, batch in enumerate(batches):
             total = self.accumulate(
@@ -277,30 +265,15 @@ class Update:
         state = dataclasses.replace(state, params=combine(state.params, frozen))
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
-    def lowered(
-        self, state: TrainState, batch: Batch, ref_params: Tree | None = None
-    ) -> Iterator[jax.stages.Lowered]:
-        """The programs of `update` for a micro-batch on the host, lowered one by one."""
-        placed = self.put(batch, n_vocab=self._n_vocab(state.params))
-        for lower in self._lowerings(state, placed, ref_params).values():
-            yield lower()
-        yield self.zeros.lower(state.params)
-
-    def _n_vocab(self, params: Tree) -> int:
+    def n_vocab(self, params: Tree) -> int:
         """Ids in the bitsets of a batch; 0 if the loss does not restrict the policy to them."""
         restricts = self._restricts and "vocab" in params.cfg.heads
         return params.cfg.V if restricts else 0
 
-    def lower(
+    def lowerings(
         self, state: TrainState, batch: Batch, ref_params: Tree | None = None
-    ) -> dict[str, jax.stages.Lowered]:
-        """The programs of an update with (abstract) arguments, for ahead-of-time compilation."""
-        lowerings = self._lowerings(state, batch, ref_params)
-        return {name: lower() for name, lower in lowerings.items()}
-
-    def _lowerings(
-        self, state: TrainState, batch: Batch, ref_params: Tree | None
     ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """The programs of `update`, to be lowered from (abstract) arguments."""
         total = self.abstract_zeros(state.params)
         balance, counting = None, {}
         if self._balances:
@@ -312,6 +285,7 @@ class Update:
         return counting | {
             "accumulate": functools.partial(self.accumulate.lower, *accumulated),
             "apply": functools.partial(self.apply.lower, *applied),
+            "zeros": functools.partial(self.zeros.lower, state.params),
         }
 
     def abstract_zeros(self, params: Tree) -> GradSums:

@@ -1,6 +1,5 @@
 """The config file that a migration writes, and the checks that it passes."""
 
-import functools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ def check(
     config: Mapping[str, Any], n_devices: int | None, n_processes: int
 ) -> tuple[list[str], list[str]]:
     """The errors and the warnings of the checks of a config with these keys set."""
-    tree, known = to_dict(RunConfig()), _known()
+    tree, known = to_dict(RunConfig()), keys(RunConfig)
     for name, value in config.items():
         *parts, last = name.split(".")
         section: Any = tree
@@ -29,11 +28,6 @@ def check(
         except ValueError as error:
             return [line.removeprefix("  - ") for line in str(error).splitlines()[1:]], []
     return [], [str(one.message) for one in caught]
-
-
-@functools.cache
-def _known() -> dict[str, Key]:
-    return keys(RunConfig)
 
 
 def _converted(value: Any, spec: Key) -> Any:
@@ -52,7 +46,7 @@ def text(config: Mapping[str, Any], source: str, command: str, notes: Sequence[s
     lines += ["def get_config() -> ConfigDict:"]
     lines += [f"    # {note}" for note in notes]
     lines += ["    config = default_config()"]
-    for name, spec in _known().items():
+    for name, spec in keys(RunConfig).items():
         value = _converted(config.get(name, spec.default), spec)
         if value != spec.default:
             lines.append(f"    config.{name} = {_literal(value)}")

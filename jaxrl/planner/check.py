@@ -12,7 +12,9 @@ from jaxrl.planner.chips import CHIPS
 from jaxrl.planner.compilation import ProgramTooLarge, compile_programs
 from jaxrl.planner.plan import Plan, assemble_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, run_programs
+from jaxrl.planner.remedies import remedies_text
 from jaxrl.planner.report import as_text, format_bytes
+from jaxrl.planner.sizes import Job
 from jaxrl.planner.topology import Topology
 from sharding import target_platform
 
@@ -38,17 +40,19 @@ def check_plan(
     Raises ValueError with the numbers of the plan if the run does not fit.
     """
     advice = "set plan_check=False to try anyway"
+    machine = attached_machine(cfg, memory_bytes)
+    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    job = Job(cfg, decoder, machine, lengths, role_decoders or {}, workload)
     try:
         plan = attached_plan(
             cfg, decoder, memory_bytes, role_decoders=role_decoders, workload=workload
         )
     except ProgramTooLarge as error:
-        raise ValueError(f"the plan of this run {error}; {advice}") from error
+        raise ValueError(f"the plan of this run {error}; {advice}\n{remedies_text(job)}") from error
     if not plan.fits:
         raise ValueError(
-            f"the plan of this run does not fit its devices: {plan.misfit}. Lower "
-            "learner.token_budget, rollout.max_num_seqs or the lengths, or shard over more "
-            f"devices; {advice}.\n{as_text(plan)}"
+            f"the plan of this run does not fit its devices: {plan.misfit}; "
+            f"{advice}\n{remedies_text(job)}\n{as_text(plan)}"
         )
     return plan
 
@@ -67,20 +71,26 @@ def attached_plan(
     runs out of device memory.
     """
     mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
+    machine = attached_machine(cfg, memory_bytes)
+    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
+    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
+    programs = compile_programs(run, lengths, machine)
+    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
+
+
+def attached_machine(cfg: RunConfig, memory_bytes: int | float) -> Topology:
+    """The devices of the current mesh and those of the rollout, with `memory_bytes` each."""
+    mesh, rollout = jax.sharding.get_mesh(), split_devices(cfg, jax.devices())[1]
     platform = target_platform()
     chip = dataclasses.replace(
         CHIPS["cpu"], name=jax.local_devices()[0].device_kind, memory_bytes=float(memory_bytes)
     )
-    machine = Topology(
+    return Topology(
         f"{mesh.size + len(rollout) * jax.process_count()} {platform} devices",
         platform,
         chip,
         [*mesh.devices.flatten().tolist(), *rollout],
     )
-    lengths = Lengths(cfg.data.max_prompt_len, cfg.data.max_response_len)
-    run = run_programs(cfg, decoder, memory_bytes, role_decoders, workload, rollout)
-    programs = compile_programs(run, lengths, machine)
-    return assemble_plan(run, programs, machine, dict(mesh.shape), lengths)
 
 
 def plan_line(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from jaxrl.kernels.attention.online_softmax import BLOCK
 from jaxrl.kernels.logprob import grouped_chunks
 from jaxrl.layout import training_rules
 from jaxrl.learner.loss import logprob_chunk
+from jaxrl.learner.programs import Lower
 from jaxrl.learner.xla import SPARSE_CORES, WITH_SPARSE_CORES, compiler_options
 from jaxrl.models.paged import DECODE_SCOPE
 from jaxrl.planner.compiled.cost import Cost, TripCounts, program_cost
@@ -25,7 +26,7 @@ from jaxrl.planner.compiled.kernels import (
     grouped_work,
     paged_work,
 )
-from jaxrl.planner.programs import Lengths, Lower, RunPrograms
+from jaxrl.planner.programs import Lengths, RunPrograms
 from jaxrl.planner.topology import Topology
 
 
@@ -41,7 +42,7 @@ class Program:
     host_bytes: int  # of host memory per device: arguments, temporaries and new outputs
     cost: Cost
     compile_s: float
-    counted_state: tuple[str, ...]  # as in ProgramTable
+    counted_state: tuple[str, ...]  # as in PlannedProgram
 
     @property
     def footprint_bytes(self) -> int:
@@ -69,16 +70,16 @@ def compile_programs(
     kind = machine.devices[0].device_kind
     chosen = compiler_options(cfg.learner.xla, machine.platform, kind)
     options = {name: on for name, on in machine.compiler_options.items() if name not in chosen}
-    for name, lower in table.lower.items():
+    for name, program in table.items():
         same_as_score = cfg.ref == cfg.score and not cfg.algorithm.teacher
         if name == "reference" and "score" in compiled and same_as_score:
             compiled[name] = dataclasses.replace(
-                compiled["score"], compile_s=0.0, counted_state=table.counted_state["reference"]
+                compiled["score"], compile_s=0.0, counted_state=program.counted_state
             )
             continue
         on_start(f"compiling {name}")
         start = time.perf_counter()
-        executable = _compile(name, lower, options)
+        executable = _compile(name, program.lower, options)
         seconds = time.perf_counter() - start
         memory, text = executable.memory_analysis(), executable.as_text()
         assert memory is not None and text is not None, "CPU, GPU and TPU backends have both"
@@ -96,7 +97,7 @@ def compile_programs(
             - memory.host_alias_size_in_bytes,
             cost=program_cost(text, trips, kernels),
             compile_s=seconds,
-            counted_state=table.counted_state[name],
+            counted_state=program.counted_state,
         )
     return compiled
 
@@ -190,9 +191,9 @@ def _scored_tokens(program: str, cfg: RunConfig) -> float:
 
 def _ring_size(program: str, programs: RunPrograms) -> int:
     """Places of the ring that shares a row, if attention is a ring."""
-    if scorer := programs.value_scorers.get(program):
-        with scorer.layout.on_mesh():
-            return scorer.layout.rules.ring_size
+    if row := programs.table[program].row:
+        with row.on_mesh():
+            return row.rules.ring_size
     return training_rules(programs.cfg).ring_size
 
 
@@ -207,6 +208,6 @@ def _paged_keys(program: str, op_name: str, lengths: Lengths) -> float:
 
 def _segment_len(program: str, programs: RunPrograms, lengths: Lengths) -> int:
     """Tokens of an average segment of a packed row."""
-    scorer = programs.value_scorers.get(program)
-    cfg = programs.cfg if scorer is None else scorer.cfg
+    row = programs.table[program].row
+    cfg = programs.cfg if row is None else row.cfg
     return min(lengths.prompt + lengths.response, cfg.learner.shapes[-1][1])

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from jaxrl.config.command_line import shipped_file
+from jaxrl.config.config_file import shipped_file
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.files.hf_config import read_decoder_config
 

@@ -14,20 +14,14 @@ from jaxrl.models.mesh_check import check_mesh
 from jaxrl.planner.chips import Chip
 from jaxrl.planner.compilation import Program, compile_programs, machine_note
 from jaxrl.planner.compiled.timeline import Times, collective_seconds, times
-from jaxrl.planner.offload import IDLE_STATE, n_transfers, state_before_offload
+from jaxrl.planner.offload import IDLE_STATE, state_before_offload
 from jaxrl.planner.pipeline import PipelinePlan, pipeline_plan
 from jaxrl.planner.programs import Lengths, OfflineWorkload, RunPrograms, run_programs
 from jaxrl.planner.rollout_devices import n_copies, sides
 from jaxrl.planner.topology import Topology
 from sharding import make_mesh
 
-PHASES = {
-    "rollout": ("reshard", "prefill", "mixed", "copy_pages", "decode"),
-    "scoring": ("reward_model", "reshard_score", "score", "reshard_ref", "reference", "values"),
-    "update": ("count", "accumulate", "apply", "critic_accumulate", "critic_apply", "send"),
-}
-
-POOL_PROGRAMS = (*PHASES["rollout"], "reward_model")
+PHASES = ("rollout", "scoring", "update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +182,10 @@ def assemble_plan(
     calls = calls_per_step(run.cfg, run, max(memory.sequences, 1), lengths)
     phases = {
         phase: _plan_phase(phase, present, run, programs, memory, calls, machine.chip, lengths)
-        for phase, names in PHASES.items()
-        if (present := [name for name in names if name in programs])
+        for phase in PHASES
+        if (present := [name for name in programs if run.table[name].phase == phase])
     }
+    with_pages = {run.table[name].phase for name in memory.with_pages}
     dtype = for_platform(run.cfg, run.decoder, machine.platform)[0]
     step_s = step_seconds(run, {name: phase.roofline_s for name, phase in phases.items()})
     return Plan(
@@ -206,7 +201,7 @@ def assemble_plan(
         budget_bytes=memory.budget_bytes,
         page_bytes=run.page_bytes,
         kv_pages=memory.kv_pages,
-        kv_phases=tuple(name for name in phases if memory.with_pages & set(PHASES[name])),
+        kv_phases=tuple(name for name in phases if name in with_pages),
         max_concurrent_sequences=memory.sequences * run.n_replicas,
         expected_step_s=step_s,
         serial_step_s=step_seconds(run, {name: phase.serial_s for name, phase in phases.items()}),
@@ -251,11 +246,13 @@ def divide_memory(run: RunPrograms, programs: dict[str, Program], chip: Chip) ->
     pages = min_pages = sequences = 0
     # With release_kv only the rollout and the reward model, which runs between rollouts, see pages.
     with_pages = frozenset(programs)
+    rollout = {name for name in programs if run.table[name].phase == "rollout"}
     if run.n_rollout_devices:
-        with_pages = frozenset(name for name in programs if name in PHASES["rollout"])
+        with_pages = frozenset(rollout)
     elif cfg.release_kv:
-        before_pages = ["reshard"] if "policy" in run.cfg.learner.offload else []
-        with_pages = frozenset(programs) & frozenset(POOL_PROGRAMS) - frozenset(before_pages)
+        before_pages = {"reshard"} if "policy" in run.cfg.learner.offload else set()
+        between = {name for name in programs if (row := run.table[name].row) and row.with_pages}
+        with_pages = frozenset(rollout | between) - before_pages
     if engine is not None:
         wanted = cfg.n_pages or cfg.max_num_seqs * engine.shapes.max_pages_per_seq
         peak = max(n_bytes for name, n_bytes in live.items() if name in with_pages)
@@ -295,7 +292,11 @@ def _moved_bytes(run: RunPrograms, names: list[str]) -> int:
     moved = 0
     for role in run.cfg.learner.offload:
         n_bytes = sum(run.resident.get(name, 0) for name in IDLE_STATE.get(role, ()))
-        moved += n_bytes * n_transfers(run.cfg, names, role)
+        n_copies = any(role in run.table[name].offloads for name in names)
+        n_copies += role == "critic" and "critic_apply" in names  # changed weights, to the host
+        if role == "policy":  # to the host and back around a rollout
+            n_copies = 2 * ("decode" in names)
+        moved += n_bytes * n_copies
     return moved
 
 
@@ -373,20 +374,11 @@ def calls_per_step(
 
     `sequences` is the number that an engine replica decodes at the same time.
     """
-    rows, row_len = cfg.learner.shapes[-1]
     tokens = run.n_sequences * (lengths.prompt + lengths.response)
-    micro_batches = math.ceil(tokens / (run.n_ranks * rows * row_len))
-    per_call = run.micro_batches_per_call
-    learner = {
-        "reshard_score": 1,
-        "reshard_ref": 1,
-        "score": math.ceil(micro_batches / per_call["score"]),
-        "reference": math.ceil(micro_batches / per_call["reference"]),
-        "count": micro_batches * cfg.learner.epochs,
-        "accumulate": micro_batches * cfg.learner.epochs,
-        "apply": cfg.updates_per_step,
-    }
-    return _engine_calls(cfg, run, sequences, lengths) | learner | _value_calls(run, tokens)
+    table = run.table.items()
+    training = {name: program.row.calls(name, tokens) for name, program in table if program.row}
+    resharding = {"reshard_score": 1, "reshard_ref": 1}
+    return _engine_calls(cfg, run, sequences, lengths) | resharding | training
 
 
 def _engine_calls(
@@ -411,21 +403,6 @@ def _engine_calls(
         "copy_pages": 0,
         "decode": steps - mixed,
     }
-
-
-def _value_calls(run: RunPrograms, tokens: int) -> dict[str, int]:
-    """Calls of the critic's and the reward model's programs, with their own micro-batches."""
-    calls = {}
-    for name, scorer in run.value_scorers.items():
-        cfg = scorer.cfg
-        rows, row_len = cfg.learner.shapes[-1]
-        micro_batches = math.ceil(tokens / (scorer.n_ranks * rows * row_len))
-        updates = {
-            "critic_accumulate": micro_batches * cfg.learner.epochs,
-            "critic_apply": cfg.updates_per_step,
-        }
-        calls[name] = updates.get(name, micro_batches)
-    return calls
 
 
 def mixed_dispatches(

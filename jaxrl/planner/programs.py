@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +20,25 @@ from jaxrl.layout import (
     worker_layout,
     worker_mesh,
 )
-from jaxrl.learner.critic import (
-    Critic,
-    ValueScorer,
-    make_critic,
-    reward_model_scorer,
-    shared_value_scorer,
-)
+from jaxrl.learner.critic import make_critic, reward_model_scorer, shared_value_scorer
 from jaxrl.learner.optimizer import check_opt_state, make_optimizer
+from jaxrl.learner.programs import Lower, TrainingModels, TrainingProgram, training_programs
 from jaxrl.learner.requirements import (
     full_kl_in_loss,
     needs_old_logp,
-    needs_ref,
     needs_ref_logp,
     shares_base,
 )
 from jaxrl.learner.state import abstract_state
-from jaxrl.learner.step import make_score, make_update, make_value_update, micro_batches_per_call
+from jaxrl.learner.step import Scorer, make_update, make_value_update
 from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import Decoder, decoder_specs
 from jaxrl.models.lora import split, with_adapters, without_adapters
 from jaxrl.models.spec import abstract_params
-from jaxrl.planner.batch import abstract_batch
-from jaxrl.planner.offload import (
-    CRITIC_PROGRAMS,
-    IDLE_STATE,
-    add_host_state,
-    host_state,
-    uses_weights,
-)
+from jaxrl.planner.offload import IDLE_STATE, host_state
 from jaxrl.planner.rollout_devices import n_copies
-from jaxrl.types import TrainState, Tree
-from sharding import bytes_per_device, target_platform
-
-Lower = Callable[[], jax.stages.Lowered]
+from jaxrl.types import Tree
+from sharding import bytes_per_device, host_bytes_per_device, target_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +61,16 @@ class OfflineWorkload:
     heads: tuple[str, ...] = ("vocab",)  # of the trained model
 
 
-@dataclasses.dataclass
-class ProgramTable:
-    """Programs that can be lowered, in the order in which they are compiled."""
+class PlannedProgram(NamedTuple):
+    """A program of the plan that can be lowered."""
 
-    lower: dict[str, Lower] = dataclasses.field(default_factory=dict)
-    # Run state that needs no extra memory while a program runs: it is among the program's
+    lower: Lower
+    phase: str  # of a step: "rollout", "scoring" or "update"
+    # Run state that needs no extra memory while the program runs: it is among the program's
     # arguments, or offloaded to host memory at that time.
-    counted_state: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    def add(self, name: str, lower: Lower, *counted_state: str) -> None:
-        self.lower[name] = lower
-        self.counted_state[name] = counted_state
+    counted_state: tuple[str, ...]
+    offloads: tuple[str, ...] = ("policy",)  # roles of learner.offload on the devices meanwhile
+    row: TrainingProgram | None = None  # None: it reshards weights, or is the engine's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +79,7 @@ class RunPrograms:
 
     cfg: RunConfig
     decoder: DecoderConfig
-    table: ProgramTable
+    table: dict[str, PlannedProgram]  # in the order in which they are compiled
     # State on the devices throughout: params, base (frozen weights below adapters), opt_state,
     # ref, critic, critic_base, critic_opt_state, reward_model.
     resident: dict[str, int]
@@ -108,9 +91,6 @@ class RunPrograms:
     # merged or quantized. With separate devices of the rollout, rollout_aliased are the weights
     # there and rollout_copied what training reshards to send them.
     role_weights: dict[str, int]
-    micro_batches_per_call: dict[str, int]  # of "score" and "reference"
-    value_scorers: dict[str, ValueScorer]  # by program: the critic and the reward model
-    n_ranks: int  # data-parallel ranks of training
     n_sequences: int  # per step
     # Of the rollout; None and 0 in offline training.
     engine: PagedEngine | None = None
@@ -148,171 +128,116 @@ def run_programs(
         ref_decoder = dataclasses.replace(ref_decoder, base_dtype=decoder.base_dtype)
     if workload is not None:
         decoder = dataclasses.replace(decoder, heads=workload.heads)
-    rules, table, host = training_rules(cfg), ProgramTable(), dict[str, int]()
-    state = _add_update(table, host, cfg, decoder, ref_decoder, dtype)
-    trained, frozen = split(state.params)
-    resident = {
-        "params": bytes_per_device(trained),
-        "opt_state": bytes_per_device(state.opt_state),
-    }
-    if decoder.lora is not None:
-        resident["base"] = bytes_per_device(frozen)
-    value_scorers = _add_critic(table, resident, host, cfg, decoder, state, roles["critic"], dtype)
-    if cfg.reward_model.path:
-        reward_scorer = _add_reward_model(table, resident, cfg, roles["reward_model"], dtype)
-        value_scorers["reward_model"] = reward_scorer
+    models = _update(cfg, decoder, ref_decoder, dtype)
     layouts = {
         "score": role_layout(cfg, "score", decoder, dtype),
         "reference": role_layout(cfg, "ref", ref_decoder, dtype),
     }
-    scoring = {"score": cfg.score, "reference": cfg.ref}
-    decoders = {"score": decoder, "reference": ref_decoder}
-    _add_scoring(table, resident, cfg, decoders, layouts, workload)
-    role_weights = _add_resharding(table, cfg, layouts, state.params)
+    _add_scoring(models, ref_decoder, layouts, workload)
+    _add_values(models, decoder, roles, dtype)
+    rows = training_programs(models)
+    table = {
+        name: PlannedProgram(lower, row.phase, row.reads[name], ("policy", *row.offloads), row)
+        for row in rows
+        for name, lower in row.largest().items()
+    }
+    state = {name: tree for row in rows for name, tree in row.state.items()}
+    if models.kl_params is not None and not shares_base(cfg):
+        state["ref"] = layouts["reference"].abstract_weights(ref_decoder, jax.sharding.get_mesh())
+    resident = {name: bytes_per_device(tree) for name, tree in state.items()}
+    on_host = {"opt_state": 0, "gradients": _sums_on_host(models)} | {
+        name: host_bytes_per_device(tree) for name, tree in state.items() if "opt_state" in name
+    }
+    role_weights = _add_resharding(table, cfg, layouts, models.state.params)
     responses = cfg.rollout.n if workload is None else workload.responses_per_example
     programs = RunPrograms(
         cfg=cfg,
         decoder=decoder,
         table=table,
         resident=resident,
-        host_resident=host_state(cfg, resident, host),
+        host_resident=host_state(cfg, resident, on_host),
         role_weights=role_weights,
-        micro_batches_per_call={
-            name: micro_batches_per_call(cfg, layout, scoring[name].token_budget)
-            for name, layout in layouts.items()
-        },
-        value_scorers=value_scorers,
-        n_ranks=rules.n_shards("batch"),
         n_sequences=cfg.data.prompts_per_step * responses,
     )
     if workload is None and (rollout_devices or not cfg.schedule.rollout_workers):
-        programs = _with_engine(programs, state.params, dtype, memory_bytes, rollout_devices)
+        params = models.state.params
+        programs = _with_engine(programs, params, dtype, memory_bytes, rollout_devices)
     for role in cfg.learner.offload:
         idle = [name for name in IDLE_STATE.get(role, ()) if name in resident]
-        for name, counted in table.counted_state.items():
-            if not uses_weights(cfg, name, role):
-                table.counted_state[name] = (*counted, *idle)
+        for name, program in table.items():
+            if role not in program.offloads:
+                counted = (*program.counted_state, *idle)
+                table[name] = program._replace(counted_state=counted)
     return programs
 
 
-def policy_weights(decoder: DecoderConfig) -> tuple[str, ...]:
-    """The entries of `RunPrograms.resident` that are the policy's weights."""
-    return ("params",) if decoder.lora is None else ("params", "base")
-
-
-def _add_update(
-    table: ProgramTable,
-    host: dict[str, int],
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    ref_decoder: DecoderConfig,
-    dtype: jnp.dtype,
-) -> TrainState:
-    """Adds the policy update; returns the abstract state."""
+def _update(
+    cfg: RunConfig, decoder: DecoderConfig, ref_decoder: DecoderConfig, dtype: jnp.dtype
+) -> TrainingModels:
+    """The policy with an abstract state, its update, and the reference of a full KL."""
     mesh, rules, specs = jax.sharding.get_mesh(), training_rules(cfg), decoder_specs(decoder)
     trained, n_updates = split(specs)[0], cfg.total_steps * cfg.updates_per_step or 10**6
     check_opt_state(cfg.learner, trained, rules)
     optimizer = make_optimizer(cfg.learner, n_updates, trained, rules)
     offload = "optimizer" in cfg.learner.offload
     state = abstract_state(specs, dtype, optimizer, rules, mesh, offload=offload)
-    ref = None
+    make = make_update if "vocab" in decoder.heads else make_value_update
+    kl_params = None
     if full_kl_in_loss(cfg):
-        ref = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
-    policy = policy_weights(decoder)
-    make = make_update if "vocab" in state.params.cfg.heads else make_value_update
-    n_vocab = decoder.V if cfg.algorithm.keep_sampling_mask else 0
-    update, batch = make(cfg, optimizer, rules), abstract_batch(cfg, rules, mesh, n_vocab=n_vocab)
-    lowered = functools.cache(lambda: update.lower(state, batch, ref))
-    if cfg.learner.router_aux_coef:  # counts the tokens per expert
-        table.add("count", lambda: lowered()["count"], *policy)
-    ref_names = () if ref is None or shares_base(cfg) else ("ref",)
-    table.add("accumulate", lambda: lowered()["accumulate"], *policy, *ref_names)
-    table.add("apply", lambda: lowered()["apply"], "params", "opt_state")
-    add_host_state(host, "opt_state", state, update)
-    return state
+        kl_params = abstract_params(decoder_specs(ref_decoder), rules, dtype, mesh)
+    return TrainingModels(cfg, state, make(cfg, optimizer, rules), kl_params)
 
 
-def _add_critic(
-    table: ProgramTable,
-    resident: dict[str, int],
-    host: dict[str, int],
-    cfg: RunConfig,
+def _add_values(
+    models: TrainingModels,
     decoder: DecoderConfig,
-    state: TrainState,
-    critic_decoder: DecoderConfig,
+    roles: Mapping[str, DecoderConfig],
     dtype: jnp.dtype,
-) -> dict[str, ValueScorer]:
-    """Adds the programs of a value head or a separate critic; returns their model by program."""
+) -> None:
+    """Adds a value head or a separate critic, and the reward model, as the run has them."""
+    cfg = models.cfg
     if "score" in decoder.heads:
-        scorer = shared_value_scorer(cfg, dtype)
-        values = functools.partial(_lower_values, scorer, state.params)
-        table.add("values", values, *policy_weights(decoder))
-        return {"values": scorer}
-    if not cfg.has_critic:
-        return {}
-    critic = make_critic(cfg, Path(), critic_decoder, dtype, cfg.total_steps or 10**6)
-    trained, frozen = split(critic.state.params)
-    resident["critic"], base = bytes_per_device(trained), bytes_per_device(frozen)
-    if base:
-        resident["critic_base"] = base
-    model = ("critic", "critic_base") if base else ("critic",)
-    resident["critic_opt_state"] = bytes_per_device(critic.state.opt_state)
-    with critic.scorer.layout.on_mesh():
-        add_host_state(host, "critic_opt_state", critic.state, critic.update)
-    lowered = functools.cache(lambda: _lower_critic_update(critic))
-    values = functools.partial(_lower_values, critic.scorer, critic.state.params)
-    table.add("values", values, *model)
-    table.add("critic_accumulate", lambda: lowered()["accumulate"], *model)
-    table.add("critic_apply", lambda: lowered()["apply"], "critic", "critic_opt_state")
-    return dict.fromkeys(CRITIC_PROGRAMS, critic.scorer)
-
-
-def _add_reward_model(
-    table: ProgramTable,
-    resident: dict[str, int],
-    cfg: RunConfig,
-    reward_decoder: DecoderConfig,
-    dtype: jnp.dtype,
-) -> ValueScorer:
-    scorer, reward_decoder = reward_model_scorer(cfg, reward_decoder, dtype)
-    weights = scorer.layout.abstract_weights(reward_decoder, jax.sharding.get_mesh())
-    resident["reward_model"] = bytes_per_device(weights)
-    lower = functools.partial(_lower_values, scorer, weights)
-    table.add("reward_model", lower, "reward_model")
-    return scorer
+        models.value_scorer = shared_value_scorer(cfg, dtype)
+    elif cfg.has_critic:
+        critic = make_critic(cfg, Path(), roles["critic"], dtype, cfg.total_steps or 10**6)
+        models.critic, models.value_scorer = critic, critic.scorer
+    if cfg.reward_model.path:
+        scorer, shape = reward_model_scorer(cfg, roles["reward_model"], dtype)
+        models.reward_scorer = scorer
+        models.reward_params = scorer.layout.abstract_weights(shape, jax.sharding.get_mesh())
 
 
 def _add_scoring(
-    table: ProgramTable,
-    resident: dict[str, int],
-    cfg: RunConfig,
-    decoders: Mapping[str, DecoderConfig],
+    models: TrainingModels,
+    ref_decoder: DecoderConfig,
     layouts: Mapping[str, Layout],
     workload: OfflineWorkload | None,
 ) -> None:
-    """Adds the scoring of old and reference logprobs, if the run needs them."""
-    mesh = jax.sharding.get_mesh()
-    budgets = {"score": cfg.score.token_budget, "reference": cfg.ref.token_budget}
-    needed = {"score": needs_old_logp(cfg), "reference": needs_ref_logp(cfg)}
+    """Adds the scorers of old and reference logprobs, if the run needs them."""
+    cfg, mesh = models.cfg, jax.sharding.get_mesh()
+    needs_policy, needs_reference = needs_old_logp(cfg), needs_ref_logp(cfg)
     if workload is not None:
-        needed = {"score": workload.scores_policy, "reference": workload.has_reference}
-    shared = shares_base(cfg)
-    if (needed["reference"] or needs_ref(cfg)) and not shared:
-        weights = layouts["reference"].abstract_weights(decoders["reference"], mesh)
-        resident["ref"] = bytes_per_device(weights)
-    ref_name = "ref_aliased" if shared else "ref"
-    for name, counted in {"score": "score_aliased", "reference": ref_name}.items():
-        if needed[name]:
-            restricted = name == "score" and cfg.algorithm.keep_sampling_mask
-            n_joined = micro_batches_per_call(cfg, layouts[name], budgets[name])
-            lower = functools.partial(
-                _lower_score, cfg, decoders[name], layouts[name], mesh, n_joined, restricted
-            )
-            table.add(name, lower, counted)
+        needs_policy, needs_reference = workload.scores_policy, workload.has_reference
+    restricted = cfg.algorithm.keep_sampling_mask
+    scorer = Scorer(cfg, layouts["score"], cfg.score, restricted=restricted)
+    ref_scorer = Scorer(cfg, layouts["reference"], cfg.ref)
+    models.scorer = scorer if needs_policy else None
+    if needs_reference:
+        models.ref_scorer = ref_scorer
+        models.ref_params = layouts["reference"].abstract_weights(ref_decoder, mesh)
+
+
+def _sums_on_host(models: TrainingModels) -> int:
+    """Bytes of host memory per device that summed gradients take; the updates take turns."""
+    sums = [models.update.abstract_zeros(models.state.params).grads]
+    if (critic := models.critic) is not None:
+        with critic.scorer.layout.on_mesh():
+            sums.append(critic.update.abstract_zeros(critic.state.params).grads)
+    return max(map(host_bytes_per_device, sums))
 
 
 def _add_resharding(
-    table: ProgramTable, cfg: RunConfig, layouts: Mapping[str, Layout], params: Decoder
+    table: dict[str, PlannedProgram], cfg: RunConfig, layouts: Mapping[str, Layout], params: Decoder
 ) -> dict[str, int]:
     """Adds the resharding of training's weights for scoring; returns the bytes of its roles.
 
@@ -325,9 +250,9 @@ def _add_resharding(
     for name, (role, training) in weights.items():
         aliased, copied = layouts[name].weight_bytes(training)
         role_weights |= {f"{role}_aliased": aliased, f"{role}_copied": copied}
-        if copied and name in table.lower:
+        if copied and name in table:
             lower = functools.partial(layouts[name].lower, training)
-            table.add(f"reshard_{role}", lower, f"{role}_copied")
+            table[f"reshard_{role}"] = PlannedProgram(lower, "scoring", (f"{role}_copied",))
     return role_weights
 
 
@@ -377,16 +302,18 @@ def _with_engine(
         with jax.set_mesh(layout.mesh(mesh)):
             return engine.runner.lower_largest(weights, n_pages, kind)
 
+    reshard = functools.partial(layout.lower, params)
     if devices:
         aliased, copied = n_bytes, 0 if n_workers else layout.sent_bytes(params)
         if copied:
-            table.add("send", functools.partial(layout.lower, params), "rollout_copied")
+            table["send"] = PlannedProgram(reshard, "update", ("rollout_copied",))
     elif copied:
-        table.add("reshard", functools.partial(layout.lower, params), "rollout_copied")
+        table["reshard"] = PlannedProgram(reshard, "rollout", ("rollout_copied",))
     shared = () if "policy" in cfg.learner.offload else ("rollout_aliased",)
-    for name in ("prefill", *("mixed",) * engine.shapes.mixed, "copy_pages", "decode"):
+    for name in dict.fromkeys(one.kind for one in engine.runner.declared(adjustable=False)):
         counted = ("kv",) if name == "copy_pages" else (*shared, "kv")
-        table.add(name, functools.partial(engine_program, name), *counted)
+        lower = functools.partial(engine_program, name)
+        table[name] = PlannedProgram(lower, "rollout", counted, offloads=())
     return dataclasses.replace(
         programs,
         engine=engine,
@@ -402,33 +329,3 @@ def _with_engine(
         n_rollout_devices=len(devices) * n_sides,
         n_workers=n_workers,
     )
-
-
-def _lower_critic_update(critic: Critic) -> dict[str, jax.stages.Lowered]:
-    layout, cfg = critic.scorer.layout, critic.scorer.cfg
-    with layout.on_mesh():
-        batch = abstract_batch(cfg, layout.rules, jax.sharding.get_mesh())
-        return critic.update.lower(critic.state, batch)
-
-
-def _lower_values(scorer: ValueScorer, params: Tree) -> jax.stages.Lowered:
-    with scorer.layout.on_mesh():
-        mesh = jax.sharding.get_mesh()
-        return scorer.program.lower(params, abstract_batch(scorer.cfg, scorer.layout.rules, mesh))
-
-
-def _lower_score(
-    cfg: RunConfig,
-    decoder: DecoderConfig,
-    layout: Layout,
-    mesh: jax.sharding.Mesh,
-    n_joined: int,
-    restricted: bool,
-) -> jax.stages.Lowered:
-    params, score = layout.abstract_weights(decoder, mesh), make_score(cfg, layout.rules)
-    n_ranks = training_rules(cfg).n_shards("batch") * n_joined
-    with layout.on_mesh():
-        role_mesh = jax.sharding.get_mesh()
-        n_vocab = decoder.V if restricted else 0
-        batch = abstract_batch(cfg, layout.rules, role_mesh, n_ranks, n_vocab=n_vocab)
-        return score.lower(params, batch)

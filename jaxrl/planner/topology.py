@@ -107,8 +107,8 @@ def _cpu(name: str, n: int) -> Topology:
 def _tpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"{name} needs the TPU compiler, which is not installed; uv pip install libtpu, or the "
-            "extra jaxrl[tpu] (no TPU is needed)"
+            f"{name} needs the TPU compiler, which is not installed; add it with "
+            "`uv pip install libtpu` (no TPU is needed)"
         )
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -127,9 +127,9 @@ def _tpu_devices(name: str) -> Sequence[Any]:
 def _gpu_devices(kind: str, n: int) -> Sequence[Any]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ValueError(
-            f"{kind}:{n} needs the CUDA compiler, which is not installed; uv pip install "
-            "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, or the extra "
-            "jaxrl[cuda] (no GPU is needed)"
+            f"{kind}:{n} needs the CUDA compiler, which is not installed; add it with `uv "
+            f"pip install jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} "
+            "nvidia-cuda-nvcc nvidia-nvvm` (no GPU is needed)"
         )
     chip = CHIPS[kind]
     node = min(n, chip.node)

@@ -17,7 +17,7 @@ from jaxrl.rewards.call_runner import CallKey, CallRunner, FunctionCall
 from jaxrl.rewards.functions import check_start, metric_names, pool_option
 from jaxrl.rewards.sandbox.folder import remove_left
 from jaxrl.rewards.signatures import CallSignature
-from jaxrl.rewards.worker_messages import MAX_SCORE, RewardResult
+from jaxrl.rewards.worker_messages import RewardResult, is_score
 from jaxrl.subprocesses.output import OutputLog, print_line
 from jaxrl.types import Prompt, Reward, Rollout
 
@@ -184,7 +184,7 @@ class RewardPool:
         if not errors:
             weighted = zip(self._weights, results, strict=True)
             reward = sum(w * r.score for w, r in weighted if r.score is not None)
-        if abs(reward) > MAX_SCORE:  # the scores are not, but their weighted sum is
+        if not is_score(reward):  # the scores are not, but their weighted sum is
             errors.append(f"the sum {reward:g} of the rewards is beyond the range of float32")
             reward = self._cfg.error_value
         return Reward(float(reward), parts, "; ".join(errors))

@@ -160,7 +160,7 @@ def _result(value: Any) -> RewardResult:
     if "score" not in numbers:
         raise TypeError(f"the function returned {value!r}; return a number or a dict with 'score'")
     score = numbers.pop("score")
-    check_score(score)
+    check_score(score, "the function")
     return RewardResult(score, {k: v for k, v in numbers.items() if math.isfinite(v)}, "")
 
 

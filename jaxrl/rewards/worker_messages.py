@@ -28,13 +28,19 @@ class RewardResult(NamedTuple):
 MAX_SCORE = 3.4028234663852886e38  # the largest float32: advantages and losses have that type
 
 
-def check_score(score: float) -> None:
-    """Raises ValueError unless a score, or the weighted sum of several, is a finite float32."""
+def is_score(number: float | int) -> bool:
+    """Whether a number, or the weighted sum of several, is a finite float32."""
+    return abs(number) <= MAX_SCORE
+
+
+def check_score(score: float, subject: str) -> None:
+    """Raises ValueError unless the score that `subject` returned is a finite float32."""
     if not math.isfinite(score):
-        raise ValueError(f"the function returned {score}; return a finite number")
-    if abs(score) > MAX_SCORE:
+        raise ValueError(f"{subject} returned {score}; return a finite number")
+    if not is_score(score):
         raise ValueError(
-            f"the score {score:g} is beyond the range of float32; return a smaller one"
+            f"{subject} returned a score that is too large: {score:g} is beyond the range of "
+            "float32"
         )
 
 
@@ -69,7 +75,7 @@ def _signature(value: Any) -> CallSignature:
 def _result(value: Any) -> RewardResult:
     match value:
         case [float() | None as score, dict(parts), error] if (
-            (score is None or abs(score) <= MAX_SCORE)
+            (score is None or is_score(score))
             and all(isinstance(part, float) and math.isfinite(part) for part in parts.values())
             and all(map(is_text, [error, *parts]))
         ):

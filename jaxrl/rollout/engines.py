@@ -9,11 +9,8 @@ only on seed, prompt, sample and position.
 
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
@@ -23,11 +20,12 @@ from jaxrl.layout import Layout
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.episodes import EpisodeRunner, run_episodes
-from jaxrl.rollout.generate import generate
+from jaxrl.rollout.loop import EpisodeRunner, generate
+from jaxrl.rollout.metrics import merge_metrics
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.remote.pool import WorkerPool
 from jaxrl.rollout.remote.weights import RemoteWeights
+from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.tool_calls.formats import ToolFormat
 from jaxrl.tracking.progress import Progress
@@ -87,8 +85,14 @@ class Engines:
                 check()
                 bar.update(n_done, f"{n_tokens / (time.perf_counter() - start):.0f} tok/s")
 
-            rollouts, metrics = self._generate(sampling)(
-                params, mine, n=n, seed=seed, version=version, on_progress=on_progress
+            rollouts, metrics = generate(
+                self.runner(self.environments, sampling),
+                params,
+                mine,
+                n=n,
+                seed=seed,
+                version=version,
+                on_progress=on_progress,
             )
         return self._gather(prompts, rollouts, metrics, n) if per_process else (rollouts, metrics)
 
@@ -98,10 +102,16 @@ class Engines:
             return {}
         return self.engine.take_metrics() | self.layout.take_metrics()
 
-    def episode_runner(
-        self, environments: EnvironmentPool | Agents, sampling: SamplingConfig
+    def runner(
+        self, environments: EnvironmentPool | Agents | None, sampling: SamplingConfig
     ) -> EpisodeRunner:
-        """Plays episodes in `environments`, which may be others than those of `sample`."""
+        """Plays episodes in `environments`, which may be others than those of `sample`.
+
+        With None, an episode is a response of a single turn.
+        """
+        if environments is None:
+            make_request = sampled_requests(sampling, self.limits.max_tokens)
+            return SingleTurnRunner(self.engine, make_request, self.renderer.decode)
         if isinstance(environments, Agents):
             return AgentRunner(
                 self.engine,
@@ -120,19 +130,6 @@ class Engines:
             tool_format=self.tool_format,
         )
 
-    def _generate(self, sampling: SamplingConfig) -> Callable[..., Sampled]:
-        """Single-turn or multi-turn generation, with its fixed arguments."""
-        if self.environments is not None:
-            runner = self.episode_runner(self.environments, sampling)
-            return functools.partial(run_episodes, runner)
-        return functools.partial(
-            generate,
-            self.engine,
-            sampling=sampling,
-            max_tokens=self.limits.max_tokens,
-            decode=self.renderer.decode,
-        )
-
     def _gather(
         self, prompts: Sequence[Prompt], mine: list[Rollout], metrics: dict[str, float], n: int
     ) -> Sampled:
@@ -148,25 +145,3 @@ class Engines:
             for i, fields in enumerate(gathered)
         ]
         return rollouts, merge_metrics(hosts.gather(metrics)[: self.n_generating])
-
-
-SUMMED = (
-    *("tokens_per_s", "running", "waiting", "preempted", "prefill_tokens", "shared_tokens"),
-    *("buffer/size", "buffer/dropped"),
-    *("workers/ready", "workers/lost", "workers/moved_requests", "weights/published_bytes"),
-)
-
-
-def merge_metrics(per_engine: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all engines: sum of counts and rates, maximum of *_max, or mean."""
-    merged = {}
-    for name in per_engine[0]:
-        values = [metrics[name] for metrics in per_engine if name in metrics]
-        short = name.removeprefix("rollout/")
-        if short in SUMMED:
-            merged[name] = float(sum(values))
-        elif short.endswith("_max"):
-            merged[name] = float(max(values))
-        else:
-            merged[name] = float(np.mean(values))
-    return merged

@@ -6,6 +6,8 @@ import signal
 import socket
 from types import ModuleType
 
+from jaxrl.config.packages import install_advice
+
 FORWARDED_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "HF_", "WANDB_", "MLFLOW_", "PYTHONPATH")
 
 
@@ -18,7 +20,7 @@ def import_ray(user: str, alternative: str) -> ModuleType:
     except ImportError as error:
         raise ValueError(
             f"{user} needs Ray, which cannot be imported ({error}); install it on all hosts "
-            f"with `uv sync --extra ray` or pip install 'jaxrl[ray]', or {alternative}"
+            f"with {install_advice('ray')}; or {alternative}"
         ) from error
 
 

@@ -34,6 +34,9 @@ def begin_loading() -> None:
     """
     begin_program()
     print("jaxrl: loading", flush=True)
+    if "JAX_PLATFORMS" not in os.environ and _has_plugin() and not _has_accelerator():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise libtpu and CUDA print errors
+        print("jaxrl: no TPU or NVIDIA GPU on this machine; JAX_PLATFORMS=cpu", flush=True)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     gc.disable()
 
@@ -41,3 +44,18 @@ def begin_loading() -> None:
 def end_loading() -> None:
     """Resumes garbage collection."""
     gc.enable()
+
+
+def _has_plugin() -> bool:
+    """Whether a package is installed that looks for an accelerator, as the planner needs them."""
+    names = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+def _has_accelerator(root: Path = Path("/")) -> bool:
+    """Whether the machine has a TPU or an NVIDIA GPU, as a PCI device or as a device file."""
+    vendors = {"0x10de", "0x1ae0"}  # NVIDIA, Google
+    files = ("dev/nvidia[0-9]*", "dev/accel*", "dev/vfio/[0-9]*", "dev/dxg")
+    return any(
+        path.read_text().strip() in vendors for path in root.glob("sys/bus/pci/devices/*/vendor")
+    ) or any(found for pattern in files for found in root.glob(pattern))

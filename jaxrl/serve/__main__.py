@@ -24,9 +24,9 @@ if __name__ == "__main__":  # answers a mistyped argument before the imports tha
 try:
     import prometheus_client  # noqa: F401, the only package that the extra `serve` installs
 except ModuleNotFoundError as missing:
-    raise SystemExit(
-        f"error: there is no {missing.name}; pip install 'jaxrl[serve]', or uv sync --extra serve"
-    ) from missing
+    from jaxrl.config.packages import install_advice
+
+    raise SystemExit(f"error: there is no {missing.name}; {install_advice('serve')}") from missing
 
 from jaxrl.checkpoint.errors import CheckpointError
 from jaxrl.ending import default_on_signals

@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from jaxrl.config.packages import install_advice
+
 
 class MissingPackage(ValueError):
     """The package of a configured logger is not installed."""
@@ -27,5 +29,5 @@ def missing(module: str, extra: str, reason: str) -> MissingPackage:
     key = "log.prometheus_port" if extra == "prometheus" else "log.loggers"
     return MissingPackage(
         f"the logger {extra!r} needs the package {module}, which {reason}; install it with "
-        f"`uv sync --extra {extra}`, or change config.{key}"
+        f"{install_advice(extra)}; or change config.{key}"
     )

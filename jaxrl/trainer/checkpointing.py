@@ -5,6 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import jax
+
 from jaxrl.checkpoint.errors import CheckpointError, one_line
 from jaxrl.learner.state import averaged, checkpoint_state
 from jaxrl.models.decoder import Decoder, with_heads
@@ -12,6 +14,7 @@ from jaxrl.models.files.adapter import save_adapter
 from jaxrl.models.files.hf_save import save_model
 from jaxrl.report import write_report
 from jaxrl.runtime.folder_lock import FolderLockError
+from jaxrl.tracking.logger import warn
 from jaxrl.trainer.core import Core
 from jaxrl.trainer.export import classifier_settings, language_model_settings
 from jaxrl.trainer.phases.update import NonFiniteError
@@ -47,6 +50,28 @@ def saved_state(core: Core) -> TrainState:
     ref = core.ref_params if core.cfg.algorithm.ref_refresh_every else None
     critic = None if core.learner.critic is None else checkpoint_state(core.learner.critic.state)
     return dataclasses.replace(checkpoint_state(core.state), ref=ref, critic=critic)
+
+
+def check_disk(core: Core) -> None:
+    """Warns if a later checkpoint or the export of the run does not fit the disk.
+
+    Raises CheckpointError if the first one does not fit.
+    """
+    step, total = core.clock.step, core.clock.total_steps
+    if core.clock.done:
+        return
+    every = core.cfg.checkpoint.every or total
+    n_saves = -(-total // every) - step // every
+    exported = [core.state.params] * (1 + bool(core.cfg.learner.ema))
+    exported += [] if core.learner.critic is None else [core.learner.critic.params]
+    n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported))
+    warning = core.checkpoints.check_room(
+        saved_state(core),
+        n_saves=n_saves,
+        export_bytes=n_bytes if core.cfg.checkpoint.export_hf else 0,
+    )
+    if warning and hosts.is_main_process():
+        warn(warning)
 
 
 def save_after_error(core: Core, error: Exception) -> None:

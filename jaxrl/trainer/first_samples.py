@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrl.data.demonstrations import to_sample
-from jaxrl.data.preferences import Pair
+from jaxrl.data.preferences import Labelled, Pair
 from jaxrl.tracking.console import MAX_CHARS
 from jaxrl.tracking.first_samples import with_brackets, write_first_samples
 from jaxrl.tracking.logger import warn
@@ -11,10 +11,11 @@ from jaxrl.trainer.core import Core
 from jaxrl.types import Demonstration, Rollout, TrainingSample
 from sharding.hosts import is_main_process
 
+OfflineItem = Demonstration | Pair | Labelled
 N_WRITTEN = 8  # sequences in first_samples.jsonl
 
 
-def show_first_samples(core: Core, items: Sequence[Rollout | Demonstration | Pair]) -> None:
+def show_first_samples(core: Core, items: Sequence[Rollout | OfflineItem]) -> None:
     """Writes the first sequences of a new run to first_samples.jsonl and logs some of them.
 
     A full disk does not end the run.
@@ -36,9 +37,11 @@ def show_first_samples(core: Core, items: Sequence[Rollout | Demonstration | Pai
         core.logger.text(f"sample of row {prompt_id}, with what is learned in ⟦⟧:\n{text}")
 
 
-def _sequences(item: Rollout | Demonstration | Pair) -> list[TrainingSample]:
+def _sequences(item: Rollout | OfflineItem) -> list[TrainingSample]:
     if isinstance(item, Pair):
         return [to_sample(item.chosen), to_sample(item.rejected)]
+    if isinstance(item, Labelled):
+        return [to_sample(item.completion)]
     if isinstance(item, Demonstration):
         return [to_sample(item)]
     return [

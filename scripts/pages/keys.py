@@ -43,6 +43,7 @@ NOTES = {
     "before.",
     "OpenRLHF, SFT, DPO and reward models": "Keys of `openrlhf.cli.train_sft`, "
     "`openrlhf.cli.train_dpo` and `openrlhf.cli.train_rm`; the others are above.",
+    "other names": "Common names of settings in other trainers, engines and papers.",
     "TRL": "Arguments of `GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, "
     "`RewardConfig` and `ModelConfig`, and those of transformers' `TrainingArguments`.",
 }

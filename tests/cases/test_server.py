@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -362,24 +359,3 @@ def test_a_reward_of_many_digits_is_read():
     assert parse_reward(b'{"reward": ' + b"1" * 30 + b"}") == {"reward": float("1" * 30)}
     with pytest.raises(RequestError, match="within float32's range"):
         parse_reward(b'{"reward": ' + b"1" * 300 + b"}")
-
-
-LOADING = """
-import time
-from jaxrl.serve.interrupt import begin_interrupts
-begin_interrupts()
-print("loading", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_loading_server_with_one_line(number, status):
-    server = subprocess.Popen(
-        [sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None and server.stdout.readline() == "loading\n"
-    server.send_signal(number)
-    _, errors = server.communicate(timeout=60)
-    assert server.returncode == status
-    assert errors.strip() == f"error: {number.name} before the server was ready"

@@ -291,6 +291,37 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("there", "n_saves", "export", "needed"),
+    [
+        (0, 1, 0, 0),  # the one that fits
+        (0, 2, 0, 2),  # keep=2: no third one
+        (0, 9, 0, 3),  # the oldest of two goes when the third is complete
+        (2, 9, 0, 0),  # two are there
+        (0, 1, 1, 2),  # the last one and the export
+        (0, 9, 2, 4),  # two and the export
+    ],
+)
+def test_later_checkpoints_and_the_export_are_checked_before_the_first_step(
+    open_checkpointer, monkeypatch, there, n_saves, export, needed
+):
+    checkpointer, state = open_checkpointer(keep=2), numbers(1, shape=(64, 64))
+    n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    monkeypatch.setattr(checkpointer, "all_steps", lambda: list(range(there)))
+    monkeypatch.setattr("jaxrl.checkpoint.checkpointer.gib", lambda n: f"{n / n_bytes:g} saves")
+    usage = type("Usage", (), {"free": int(1.5 * n_bytes)})()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    warning = checkpointer.check_room(state, n_saves=n_saves, export_bytes=export * n_bytes)
+    if not needed:
+        assert warning == ""
+        return
+    assert f"has 1.5 saves free and the run needs {needed} saves: a checkpoint takes 1" in warning
+    assert "config.checkpoint.keep (now 2)" in warning and "config.checkpoint.every=0" in warning
+    usage.free = 100
+    with pytest.raises(CheckpointError, match="no room for the checkpoint"):
+        checkpointer.check_room(state, n_saves=n_saves, export_bytes=0)
+
+
 def test_a_failed_write_leaves_the_last_good_checkpoint(open_checkpointer, capfd):
     checkpointer = open_checkpointer()
     good = numbers(1, n=20, shape=(256, 256))

@@ -482,7 +482,7 @@ def test_quantized_products_need_the_package_and_unquantized_weights(monkeypatch
     quantized = runnable(learner__matmul_dtype="fp8", lora__rank=2, lora__base_dtype="int8")
     assert "learner.matmul_dtype='fp8' with lora.base_dtype='int8'" in complaint(quantized)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "uv sync --extra qwix" in complaint(runnable(learner__matmul_dtype="int8"))
+    assert "uv pip install 'qwix" in complaint(runnable(learner__matmul_dtype="int8"))
 
 
 @pytest.mark.parametrize("key", ["dtype", "kv_dtype"])

@@ -124,9 +124,37 @@ def test_an_unknown_key_in_a_config_file_gets_a_suggestion(config_file):
     assert "did you mean rollout.max_num_seqs?" in message
 
 
+def test_all_errors_of_a_config_file_and_of_the_arguments_are_reported_at_once(config_file):
+    path = config_file(
+        "config.learner.learning_rate = 1e-5",
+        "config.data.val = 'val.jsonl'",
+        "config.rollout.n = 8",
+        "config.trainer.logger = 'wandb'",  # no such section
+    )
+    arguments = ("--config.qwerty", "3", "--config.learner.lr=fast", "--azerty=1", "--config.foo=2")
+    message = stopped(path, *arguments)
+    assert message.count("\n  - ") == 5 and "mine.py has 3 wrong lines" in message
+    for line in (
+        "line 7: there is no key learner.learning_rate; TRL's learning_rate is learner.lr here",
+        "line 8: data.val='val.jsonl' is of type str; set a tuple of str such as ('val.jsonl',)",
+        "line 10: there is no key trainer.logger; verl's trainer.logger is log.loggers here",
+        "there is no key qwerty;",
+        "learner.lr='fast' is of type str",
+        "there is no key foo;",
+        "unknown argument --azerty=1;",
+    ):
+        assert line in message
+    assert "argument 3" not in message
+
+
+def test_a_text_of_a_variable_in_place_of_a_tuple_is_explained(config_file):
+    message = stopped(config_file("file = 'a.jsonl'", "config.data.train = file"))
+    assert "line 8: a value of another type for data.train; set a tuple of str such as" in message
+
+
 def test_a_wrong_type_in_a_config_file_stops_with_its_line(config_file):
     message = stopped(config_file("config.rollout.n = 'many'"))
-    assert "mine.py, line 7" in message and "'n'" in message and "many" in message
+    assert "mine.py, line 7: rollout.n='many' is of type str; set an int" in message
 
 
 def test_text_after_a_colon_is_the_argument_of_get_config(config_file):
@@ -147,7 +175,7 @@ def test_shipped_configs_load_next_to_a_package_of_the_user_with_their_name(tmp_
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").touch()
     code = (
-        "from jaxrl.config.command_line import load_config, shipped_file\n"
+        "from jaxrl.config.config_file import load_config, shipped_file\n"
         "for path in shipped_file('configs').glob('*.py'): load_config(f'configs/{path.name}')\n"
         "print(load_config('configs/quickstart_lora.py').lora.rank)"
     )

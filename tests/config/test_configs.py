@@ -13,7 +13,7 @@ import pytest
 from jaxrl.algorithms import advantages, kl
 from jaxrl.algorithms.losses import aggregation, importance, policy_loss, rejection
 from jaxrl.config import choices
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import LearnerConfig, LogConfig, RunConfig
 from jaxrl.config.resolve import resolve
 from jaxrl.config.schema import to_dict

@@ -48,6 +48,30 @@ def test_the_prompt_of_an_answer_is_what_the_model_sees_in_training(renderer, tm
     assert one.loss_mask.all() and one.n_loss_tokens == len(one.tokens)
 
 
+def test_all_tokens_of_plain_text_are_learned_and_the_log_says_so(renderer, tmp_path, caplog):
+    [one] = load(tmp_path, renderer, {"text": "It is 3."})
+    sequence = np.concatenate([one.prompt_tokens, one.tokens])
+    assert renderer.decode(sequence, skip_special=False) == "It is 3.<|im_end|>"
+    assert one.loss_mask.all() and len(one.prompt_tokens) == 1  # the first has no predecessor
+    assert "text has no turns, so all of its tokens are learned" in caplog.text
+    rendered = {"text": "<|im_start|>user\n1?<|im_end|>"}
+    with pytest.raises(ValueError, match=r"jsonl:1: .* set data\.special_tokens=token"):
+        load(tmp_path, renderer, rendered)
+    reading = ChatRenderer(renderer.tokenizer, template="chatml", special_tokens="token")
+    [one] = load(tmp_path, reading, rendered)
+    sequence = np.concatenate([one.prompt_tokens, one.tokens])
+    assert renderer.decode(sequence, skip_special=False) == rendered["text"]
+    with pytest.raises(ValueError, match="text is empty"):
+        load(tmp_path, renderer, {"text": " "})
+
+
+def test_text_next_to_a_conversation_is_not_read(renderer, tmp_path):
+    rows = [{"question": "1 + 2?", "answer": "It is 3.", "text": "other"}]
+    rows.append({"messages": [QUESTION, ANSWER], "text": "other"})
+    for one in load(tmp_path, renderer, *rows):
+        assert renderer.decode(one.tokens) == "It is 3."
+
+
 # As DeepSeek-R1-Distill's: the generation prompt opens the reasoning, finished turns lose it.
 R1 = (
     "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}<A>"

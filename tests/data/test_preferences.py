@@ -14,10 +14,11 @@ QUESTION = {"role": "user", "content": "1 + 2?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is 3.", "4"))
 
 
-def load(tmp_path, renderer, *rows, **data):
+def load(tmp_path, renderer, *rows, takes_labels=False, **data):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return load_items([str(path)], pair_maker(renderer, DataConfig(**data), stop=STOP))
+    maker = pair_maker(renderer, DataConfig(**data), stop=STOP, takes_labels=takes_labels)
+    return load_items([str(path)], maker)
 
 
 FORMS = [
@@ -39,6 +40,24 @@ def test_all_forms_give_the_same_pair(row, renderer, tmp_path):
         np.testing.assert_array_equal(one.prompt_tokens, renderer.render([QUESTION]))
         shown = renderer.decode(one.tokens, skip_special=False)
         assert shown == answer["content"] + "<|im_end|>" and one.loss_mask.all()
+
+
+def test_one_answer_with_a_label_is_for_kto_alone(renderer, tmp_path, caplog):
+    rows = [
+        {"prompt": "1 + 2?", "completion": "It is 3.", "label": True},
+        {"prompt": [QUESTION], "completion": [BAD], "label": False},  # as TRL has them
+    ]
+    good, bad = load(tmp_path, renderer, *rows, takes_labels=True)
+    [pair] = load(tmp_path, renderer, FORMS[0])
+    assert (good.desirable, bad.desirable) == (True, False)
+    for one, same in ((good, pair.chosen), (bad, pair.rejected)):
+        np.testing.assert_array_equal(one.completion.tokens, same.tokens)
+        np.testing.assert_array_equal(one.completion.prompt_tokens, same.prompt_tokens)
+    assert "each answer is learned by its label" in caplog.text
+    with pytest.raises(ValueError, match=r"jsonl:1 has one answer with a label.*loss='kto'"):
+        load(tmp_path, renderer, *rows)
+    with pytest.raises(ValueError, match=r"label='yes' is neither true .* nor false"):
+        load(tmp_path, renderer, rows[0] | {"label": "yes"}, takes_labels=True)
 
 
 def test_a_row_may_have_a_margin(renderer, tmp_path):

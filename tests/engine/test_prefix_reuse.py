@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.rollout.generate import generate
+from jaxrl.rollout.loop import generate
+from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
 from jaxrl.types import Prompt
 from tests.engine.engine_cases import (
     FAMILIES,
@@ -96,17 +97,9 @@ def test_new_weights_reuse_no_kv_of_the_old(llama):
     ]
 
     def answer(engine, params, version):
-        rollouts, metrics = generate(
-            engine,
-            params,
-            prompts,
-            n=2,
-            sampling=SamplingConfig(),
-            max_tokens=12,
-            seed=3,
-            version=version,
-            decode=lambda tokens: "",
-        )
+        make_request = sampled_requests(SamplingConfig(), 12)
+        runner = SingleTurnRunner(engine, make_request, lambda tokens: "")
+        rollouts, metrics = generate(runner, params, prompts, n=2, seed=3, version=version)
         return [(r.tokens.tolist(), r.logp.tolist()) for r in rollouts], metrics
 
     engine = make_engine(cfg)

@@ -10,11 +10,11 @@ import pytest
 from jaxrl.config.keys import AlgorithmConfig, LearnerConfig, MeshConfig, RunConfig
 from jaxrl.layout import training_rules
 from jaxrl.learner.optimizer import make_optimizer
+from jaxrl.learner.programs import abstract_batch
 from jaxrl.learner.state import abstract_state
 from jaxrl.learner.step import make_update
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import decoder_specs
-from jaxrl.planner.programs import abstract_batch
 from sharding import make_mesh
 from tests.learner.tiny_policy import QUICK_COMPILE
 
@@ -48,7 +48,9 @@ def temporaries(row_len: int, method: str, n_devices: int, n_kv_heads: int = MOD
         optimizer = make_optimizer(cfg.learner, 10, specs)
         state = abstract_state(specs, jnp.dtype("float32"), optimizer, rules, mesh)
         update = make_update(cfg, optimizer, rules)
-        lowered = update.lower(state, abstract_batch(cfg, rules, mesh))["accumulate"]
+        rows, row_len = cfg.learner.shapes[-1]
+        batch = abstract_batch(rules.n_shards("batch") * rows, row_len, rules)
+        lowered = update.lowerings(state, batch)["accumulate"]()
         memory = lowered.compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 from jaxrl.migrate.__main__ import main
 
 SCRIPT = """\

@@ -92,7 +92,7 @@ def growth(schedule: str) -> tuple[int, int]:
     for rows in (4, 12):
         cfg = in_order(schedule, rows, learner__remat="full")
         with jax.set_mesh(make_mesh(None, stage=2, fsdp=2, tensor=2)):
-            program = run_programs(cfg, DEEP, 2**30).table.lower["accumulate"]().compile()
+            program = run_programs(cfg, DEEP, 2**30).table["accumulate"].lower().compile()
         memory = program.memory_analysis()
         assert memory is not None
         temporaries.append(memory.temp_size_in_bytes)

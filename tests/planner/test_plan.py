@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config.command_line import load_config
+from jaxrl.config.config_file import load_config
 from jaxrl.config.keys import MeshConfig, RoleConfig
 from jaxrl.config.keys.schedule import ScheduleConfig
 from jaxrl.config.resolve import resolve
@@ -29,7 +29,6 @@ from jaxrl.planner.chips import CHIPS, chip_of
 from jaxrl.planner.compilation import compile_programs, machine_note, trip_counts
 from jaxrl.planner.compiled.timeline import Collective, collective_seconds
 from jaxrl.planner.model_shape import model_shape
-from jaxrl.planner.offload import CRITIC_PROGRAMS
 from jaxrl.planner.options import read
 from jaxrl.planner.plan import (
     Plan,
@@ -174,7 +173,7 @@ def test_adapters_alone_have_moments_and_the_base_is_the_reference():
     assert parts.resident["base"] == full.resident["params"]
     assert 0 <= parts.resident["opt_state"] - 2 * 4 * adapters <= 16
     assert "ref" in full.resident and "ref" not in parts.resident
-    counted = parts.table.counted_state
+    counted = {name: program.counted_state for name, program in parts.table.items()}
     assert counted["accumulate"] == ("params", "base")
     assert counted["reference"] == ("ref_aliased",)  # training's base
     assert parts.role_weights["ref_aliased"] == parts.resident["base"]
@@ -203,7 +202,7 @@ def test_merged_adapters_take_a_copy_of_the_weights_that_they_change(sizes):
     merged = 4 * 2 * (64 * 64 + 64 * 128) // 2  # q and down of 2 layers over tensor
     aliased = [p.role_weights["rollout_aliased"] for p in (parts, before)]
     if "fsdp" not in sizes:  # the other weights are read in place
-        assert "reshard" not in parts.table.lower
+        assert "reshard" not in parts.table
         assert aliased[0] == parts.resident["base"] - merged
     assert aliased[0] <= aliased[1]
     assert weights.cfg.lora is None and bytes_per_device(weights) - aliased[0] >= merged
@@ -240,7 +239,7 @@ def test_offloaded_state_takes_no_device_memory_while_unused(plan):
     assert parts.resident["opt_state"] < 64  # counters
     live = {
         name: live_bytes(
-            dataclasses.replace(p, counted_state=parts.table.counted_state[name]), parts, 0
+            dataclasses.replace(p, counted_state=parts.table[name].counted_state), parts, 0
         )
         for name, p in plan.programs.items()
     }
@@ -259,7 +258,7 @@ def test_offloaded_state_takes_no_device_memory_while_unused(plan):
 def test_offloaded_gradients_are_arguments_in_host_memory(plan):
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(run(learner__offload=("gradients",)), TINY, plan.chip.memory_bytes)
-        accumulate = parts.table.lower["accumulate"]()
+        accumulate = parts.table["accumulate"].lower()
     sums = parts.host_resident["gradients"]
     assert sums == plan.resident["params"]  # both float32
     kinds = [a.sharding.memory_kind for a in jax.tree.leaves(accumulate.out_info.grads)]
@@ -290,8 +289,9 @@ def test_offloaded_roles_take_no_device_memory_in_other_phases(plan):
         parts = run_programs(cfg, TINY, plan.chip.memory_bytes)
     on_host = ("critic", "reward_model")
     assert parts.host_resident == {name: parts.resident[name] for name in on_host}
-    for counted in parts.table.counted_state.values():
-        assert {"critic", "reward_model"} <= set(counted)  # arguments, or in host memory
+    for program in parts.table.values():
+        counted = set(program.counted_state)  # arguments, or in host memory
+        assert {"critic", "reward_model"} <= counted
 
 
 def test_an_offloaded_policy_takes_no_device_memory_in_rollouts(plan):
@@ -301,7 +301,8 @@ def test_an_offloaded_policy_takes_no_device_memory_in_rollouts(plan):
         before = run_programs(run(), TINY, plan.chip.memory_bytes)
     params, aliased = parts.resident["params"], parts.role_weights["rollout_aliased"]
     assert parts.host_resident == {"params": params}
-    decode, now = plan.programs["decode"], parts.table.counted_state
+    decode = plan.programs["decode"]
+    now = {name: program.counted_state for name, program in parts.table.items()}
     moved = dataclasses.replace(decode, counted_state=now["decode"])
     # The copy has the shared arrays, which counted as training's before.
     assert live_bytes(decode, before, 0) - live_bytes(moved, parts, 0) == params - aliased
@@ -338,8 +339,8 @@ def test_separate_rollout_devices_have_two_copies_of_the_weights_and_no_training
     devices = jax.devices()[:8]
     with jax.set_mesh(make_mesh(devices[:4], fsdp=2, tensor=2)):
         parts = run_programs(cfg, TINY, 2**30, rollout_devices=devices[4:])
-        assert "all-gather" in parts.table.lower["send"]().compile().as_text()
-    assert "reshard" not in parts.table.lower
+        assert "all-gather" in parts.table["send"].lower().compile().as_text()
+    assert "reshard" not in parts.table
     programs = {name: p for name, p in plan.programs.items() if name != "reshard"}
     machine = topology("cpu:8")
     split = assemble_plan(parts, programs, machine, {"fsdp": 2, "tensor": 2}, plan.lengths)
@@ -368,9 +369,9 @@ def test_each_rollout_worker_has_an_engine_and_one_copy_of_the_weights(plan):
     assert (len(training), len(worker)) == (8, 1)
     with jax.set_mesh(make_mesh(training, fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, 2**30, rollout_devices=worker)
-    assert not {"send", "reshard"} & set(parts.table.lower)
+    assert not {"send", "reshard"} & set(parts.table)
     weights = parts.role_weights["rollout_aliased"]
-    decoding = parts.table.lower["decode"]().compile().memory_analysis()
+    decoding = parts.table["decode"].lower().compile().memory_analysis()
     assert decoding.argument_size_in_bytes > weights > 1.9 * plan.rollout_weight_bytes  # tensor 2
     programs = {name: p for name, p in plan.programs.items() if name != "reshard"}
     split = assemble_plan(parts, programs, machine, {"fsdp": 4, "tensor": 2}, plan.lengths)
@@ -404,7 +405,7 @@ def test_an_int8_rollout_has_smaller_weights_and_pages(plan):
     cfg = run(rollout__dtype="int8", rollout__kv_dtype="int8", algorithm__correction="token_tis")
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
-        programs = {name: parts.table.lower[name]().compile() for name in ("reshard", "decode")}
+        programs = {name: parts.table[name].lower().compile() for name in ("reshard", "decode")}
     reshard, decode = (program.memory_analysis() for program in programs.values())
     # a page: 2 * L * K * 64 tokens * (H bytes and a float32), over tensor 2
     assert parts.page_bytes == 2 * 2 * 2 * 64 * (16 + 4) // 2
@@ -431,7 +432,8 @@ def test_a_separate_critic_has_its_own_state_and_programs(plan):
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes, {"critic": small})
         calls = calls_per_step(cfg, parts, 8, plan.lengths)
-        compiled = {name: parts.table.lower[name]().compile() for name in CRITIC_PROGRAMS}
+        critic_programs = ("values", "critic_accumulate", "critic_apply")
+        compiled = {name: parts.table[name].lower().compile() for name in critic_programs}
     # V*D + L * (q, o, k, v: 4 * 32*32, mlp: 3 * 64*32) over 4 x 2; q, k, v biases over 4;
     # a head over 2; norms
     matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
@@ -440,7 +442,7 @@ def test_a_separate_critic_has_its_own_state_and_programs(plan):
     assert resident["critic"] == 4 * (matrices // 8 + biases // 4 + head // 2 + norms)
     assert 0 <= resident["critic_opt_state"] - 2 * resident["critic"] <= 16
     for name, program in compiled.items():
-        held = sum(resident[part] for part in parts.table.counted_state[name])
+        held = sum(resident[part] for part in parts.table[name].counted_state)
         assert held <= program.memory_analysis().argument_size_in_bytes, name
     # 32 sequences of 128 tokens: 2 ranks x 512 tokens a micro-batch; the policy's 4 ranks have 256
     assert (calls["values"], calls["critic_accumulate"], calls["critic_apply"]) == (4, 4, 2)
@@ -458,7 +460,7 @@ def test_a_teacher_has_its_own_weights_and_scoring_program(plan):
         parts = run_programs(
             run(algorithm__teacher="small"), TINY, CHIPS["cpu"].memory_bytes, {"teacher": small}
         )
-        scoring = parts.table.lower["reference"]().compile().memory_analysis()
+        scoring = parts.table["reference"].lower().compile().memory_analysis()
     # as above, over fsdp 4 x tensor 2
     matrices, biases, norms = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32), 2 * 3 * 32, 5 * 32
     assert parts.resident["ref"] == 4 * (matrices // 8 + biases // 2 + norms)
@@ -481,8 +483,8 @@ def test_a_reward_model_has_its_own_weights_and_scoring_program(plan):
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes, {"reward_model": small})
         calls = calls_per_step(cfg, parts, 8, plan.lengths)
-        scoring = parts.table.lower["reward_model"]().compile().memory_analysis()
-    assert set(parts.table.lower) == {*plan.programs, "reward_model"}
+        scoring = parts.table["reward_model"].lower().compile().memory_analysis()
+    assert set(parts.table) == {*plan.programs, "reward_model"}
     # as of the critic above, with the same shape
     matrices = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 64 * 32)
     biases, norms, head = 2 * 3 * 32, (2 * 2 + 1) * 32, 32
@@ -503,8 +505,8 @@ def test_a_shared_critic_costs_a_head_and_a_program(plan):
     cfg = run(algorithm__advantage="gae", critic__shared=True)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
-    assert set(parts.table.lower) == {*plan.programs, "values"}
-    assert parts.table.counted_state["values"] == ("params",)
+    assert set(parts.table) == {*plan.programs, "values"}
+    assert parts.table["values"].counted_state == ("params",)
     assert parts.resident["params"] == plan.resident["params"] + 4 * 64 // 4
 
 
@@ -512,10 +514,11 @@ def test_scoring_by_other_rules_is_another_program():
     cfg = run(score__tensor=1, learner__mini_batch_prompts=4)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
-        assert parts.micro_batches_per_call == {"score": 2, "reference": 1}  # 8 ranks instead of 4
+        joined = [parts.table[name].row.n_joined[-1] for name in ("score", "reference")]
+        assert joined == [2, 1]  # 8 ranks instead of 4
         programs = (
-            parts.table.lower["reshard_score"]().compile(),
-            parts.table.lower["score"]().compile(),
+            parts.table["reshard_score"].lower().compile(),
+            parts.table["score"].lower().compile(),
         )
     copy, score = (program.memory_analysis() for program in programs)
     weights = parts.role_weights["score_aliased"] + copy.output_size_in_bytes
@@ -530,8 +533,8 @@ def test_a_reference_on_another_mesh_is_the_base_of_the_adapters_resharded_for_s
     assert "ref" not in parts.resident  # no second base
     aliased, copied = (parts.role_weights[f"ref_{kind}"] for kind in ("aliased", "copied"))
     assert 0 < aliased < copied and aliased + copied == parts.resident["base"]
-    assert parts.table.counted_state["reshard_ref"] == ("ref_copied",)
-    assert parts.table.counted_state["reference"] == ("ref_aliased",)
+    assert parts.table["reshard_ref"].counted_state == ("ref_copied",)
+    assert parts.table["reference"].counted_state == ("ref_aliased",)
 
 
 def test_flops_of_the_update_are_four_passes_over_the_weights_and_attention(plan):
@@ -556,9 +559,8 @@ def test_the_head_is_counted_for_the_tokens_of_a_device(plan):
     machine, lengths = topology("cpu:8"), Lengths(64, 64)
     with jax.set_mesh(make_mesh(machine.devices, fsdp=4, sequence=2)):
         parts = run_programs(cfg, TINY, machine.chip.memory_bytes)
-        for name in set(parts.table.lower) - {"score"}:
-            del parts.table.lower[name]
-        score = compile_programs(parts, lengths, machine)["score"]
+        only = dataclasses.replace(parts, table={"score": parts.table["score"]})
+        score = compile_programs(only, lengths, machine)["score"]
         trips = [trip_counts(name, parts, lengths) for name in ("score", "reference")]
     # 128 of the 256 tokens of a rank, in chunks of 32; scoring joins two micro-batches.
     assert [trip("logprob/while") for trip in trips] == [8, 4]
@@ -598,7 +600,7 @@ def test_a_run_that_never_mixes_has_no_program_for_it(changes, plan):
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
         parts = run_programs(cfg, TINY, CHIPS["cpu"].memory_bytes)
         calls = calls_per_step(cfg, parts, 3, Lengths(10_000, 64))
-    assert set(parts.table.lower) == set(plan.programs) - {"mixed"}
+    assert set(parts.table) == set(plan.programs) - {"mixed"}
     assert calls["mixed"] == 0 and calls["prefill"] > 0
 
 
@@ -775,8 +777,8 @@ def update_memory(config) -> tuple[int, int]:
     machine, cfg = topology("cpu:1"), resolve(config, n_devices=1)
     with jax.set_mesh(make_mesh(machine.devices)):
         parts = run_programs(cfg, model_shape(cfg.model.path), machine.chip.memory_bytes)
-        for name in set(parts.table.lower) - {"accumulate", "apply"}:
-            del parts.table.lower[name]
+        for name in set(parts.table) - {"accumulate", "apply"}:
+            del parts.table[name]
         programs = compile_programs(parts, Lengths(32, 32), machine)
     live = max(live_bytes(program, parts, 0) for program in programs.values())
     return live, parts.resident["opt_state"]

@@ -52,7 +52,7 @@ def test_a_port_in_use_is_refused_with_the_remedy(port):
 
 def test_the_missing_package_is_refused_with_its_extra(monkeypatch, port):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ValueError, match="uv sync --extra prometheus"):
+    with pytest.raises(ValueError, match=r"uv pip install .prometheus-client"):
         check_loggers(LogConfig(loggers=(), prometheus_port=port))
 
 

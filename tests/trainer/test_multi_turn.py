@@ -21,7 +21,7 @@ from jaxrl.evaluate import evaluate, read
 from jaxrl.layout import Layout
 from jaxrl.learner.prefixes import pack_samples
 from jaxrl.models.files.hf_load import load_model
-from jaxrl.rollout.episodes import run_episodes
+from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.train import train
 from jaxrl.trainer.phases.mini_batches import make_mini_batches, to_sample
@@ -82,7 +82,7 @@ def run_script(script, pool, renderer, *, answer="", stop=(), **limits):
         sampling=SamplingConfig(stop=stop),
         limits=EpisodeLimits(**limits),
     )
-    rollouts, found = run_episodes(runner, None, [prompt], n=len(script), seed=3, version=1)
+    rollouts, found = generate(runner, None, [prompt], n=len(script), seed=3, version=1)
     assert not engine.left and pool.n_free == 3 and found["time/env_s"] >= 0
     return rollouts, engine.requests
 
@@ -269,7 +269,7 @@ def test_turns_reuse_kv_pages_without_changing_results(
                 sampling=SamplingConfig(stop=stop),
                 limits=EpisodeLimits(120, 130, 3),
             )
-            return run_episodes(runner, params, prompts, n=2, seed=11, version=0)
+            return generate(runner, params, prompts, n=2, seed=11, version=0)
 
     rollouts, cached = run()
     plain, uncached = run(prefix_cache=False)

@@ -8,7 +8,7 @@ from jaxrl.config.keys import EnvConfig, RunConfig, SamplingConfig
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.rollout.episodes import run_episodes
+from jaxrl.rollout.loop import generate
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.tool_calls.calls import MalformedCall, ToolCall
 from jaxrl.tool_calls.formats import tool_format
@@ -132,7 +132,7 @@ def run(script, pool, renderer):
         limits=EpisodeLimits(prompt_len=2000, max_tokens=2000, max_turns=4),
         tool_format=tool_format(renderer.template),
     )
-    rollouts, _ = run_episodes(runner, None, [prompt], n=len(script), seed=3, version=1)
+    rollouts, _ = generate(runner, None, [prompt], n=len(script), seed=3, version=1)
     return rollouts, engine.requests
 
 

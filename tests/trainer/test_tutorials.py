@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config.command_line import load_config, read_args
+from jaxrl.config.command_line import read_args
+from jaxrl.config.config_file import load_config
 from jaxrl.config.resolve import resolve
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 PairLoss = Callable[[Float[Array, " N"], Float[Array, " N"]], Float[Array, " N"]]
 
@@ -65,6 +65,24 @@ def kto(
     good = chosen_weight * jax.nn.sigmoid(-beta * (chosen - kl))
     bad = rejected_weight * jax.nn.sigmoid(-beta * (kl - rejected))
     return 0.5 * (good + bad)
+
+
+def kto_labelled(
+    ratio: Float[Array, " N"],
+    desirable: Bool[Array, " N"],
+    *,
+    beta: float,
+    kl: float,
+    chosen_weight: float,
+    rejected_weight: float,
+) -> Float[Array, " N"]:
+    """λ_D (1 - σ(β (r - z))) or λ_U (1 - σ(β (z - r))) of each completion: KTO, eq. 8.
+
+    As `kto`, for completions that are no pairs; N counts completions.
+    """
+    sign = jnp.where(desirable, 1.0, -1.0)
+    weight = jnp.where(desirable, chosen_weight, rejected_weight)
+    return weight * jax.nn.sigmoid(-beta * sign * (ratio - kl))
 
 
 def bradley_terry(

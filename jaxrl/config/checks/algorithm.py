@@ -10,7 +10,7 @@ from jaxrl.config.choices import (
 )
 from jaxrl.config.keys import AlgorithmConfig, CriticConfig, RunConfig
 from jaxrl.config.preconditions import unmet
-from jaxrl.config.schema import flatten, to_dict
+from jaxrl.config.schema import flatten, is_import_path, to_dict
 
 SHARED_CRITIC_KEYS = ("shared", "loss_coef", "value_clip")
 
@@ -102,13 +102,14 @@ def _advantage_errors(run: RunConfig) -> list[str]:
             "response and averages them; set algorithm.kl_in='loss', or "
             "algorithm.policy_loss='gspo_token'"
         )
-    if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES and ":" not in name:
+    users_own = is_import_path(name)
+    if algorithm.gamma != 1.0 and name not in DISCOUNTED_ADVANTAGES and not users_own:
         errors.append(
             f"algorithm.gamma={algorithm.gamma} has no effect with algorithm.advantage={name!r}, "
             "which gives a response one advantage; set algorithm.gamma=1.0, or "
             "algorithm.advantage='reinforce_plus_plus'"
         )
-    if algorithm.lam != 1.0 and name != "gae" and ":" not in name:
+    if algorithm.lam != 1.0 and name != "gae" and not users_own:
         errors.append(
             f"algorithm.lam={algorithm.lam} has no effect with algorithm.advantage={name!r}, which "
             "has no values; set algorithm.lam=1.0, or algorithm.advantage='gae'"
@@ -222,7 +223,8 @@ def _correction_errors(algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.correction_floor={algorithm.correction_floor} is not below "
             f"algorithm.correction_high={algorithm.correction_high}; set bounds around 1"
         )
-    floored = algorithm.correction in ("token_tis", "seq_tis") or ":" in algorithm.correction
+    name = algorithm.correction
+    floored = name in ("token_tis", "seq_tis") or is_import_path(name)
     if algorithm.correction_floor and not floored:
         errors.append(
             f"algorithm.correction_floor={algorithm.correction_floor} has no effect with "

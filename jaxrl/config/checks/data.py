@@ -9,6 +9,7 @@ from jaxrl.config.choices import (
     PAIR_COLUMNS,
     PROMPT_COLUMNS,
     SYSTEM_COLUMNS,
+    TEXT_COLUMN,
     TRUTH_COLUMNS,
 )
 from jaxrl.config.keys import DataConfig
@@ -21,6 +22,7 @@ _COLUMNS = (
     *COMPLETION_COLUMNS,
     *PAIR_COLUMNS,
     *SYSTEM_COLUMNS,
+    TEXT_COLUMN,
     *OTHER_COLUMNS,
 )
 

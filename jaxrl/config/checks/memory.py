@@ -3,6 +3,7 @@
 import importlib.util
 
 from jaxrl.config.keys import RunConfig
+from jaxrl.config.packages import install_advice
 from jaxrl.config.remat import parse_remat, read_remat
 
 
@@ -99,8 +100,8 @@ def _matmul_errors(run: RunConfig) -> list[str]:
         return errors
     if importlib.util.find_spec("qwix") is None:
         errors.append(
-            f"learner.matmul_dtype={kind!r} needs the package qwix; install it with uv sync "
-            "--extra qwix or pip install 'jaxrl[qwix]', or set 'auto'"
+            f"learner.matmul_dtype={kind!r} needs the package qwix; install it with "
+            f"{install_advice('qwix')}; or set 'auto'"
         )
     if run.lora.base_dtype != "auto":
         errors.append(

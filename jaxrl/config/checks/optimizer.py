@@ -7,7 +7,7 @@ from jaxrl.config.choices import OPTIMIZERS, OPTIMIZERS_WITH_MOMENTS
 from jaxrl.config.keys import LearnerConfig, RunConfig
 from jaxrl.config.keys.optimizer import OPTIMIZER_OPTIONS, OptimizerOptions
 from jaxrl.config.options import read_options
-from jaxrl.config.schema import nearest
+from jaxrl.config.schema import did_you_mean, is_import_path
 
 
 def optimizer_errors(run: RunConfig) -> list[str]:
@@ -50,12 +50,11 @@ def pattern_errors(key: str, patterns: tuple[str, ...]) -> list[str]:
 
 def _name_errors(learner: LearnerConfig) -> list[str]:
     name = learner.optimizer.partition("?")[0]
-    if ":" in name:
+    if is_import_path(name):
         return []
     if name in OPTIMIZERS:
         return optimizer_options(learner.optimizer)[1]
-    guess = nearest(name, OPTIMIZERS)
-    hint = f"did you mean {guess!r}? " if guess else ""
+    hint = did_you_mean(name, OPTIMIZERS)
     return [
         f"learner.optimizer has {name!r}, which is not known; {hint}set one of "
         f"{', '.join(OPTIMIZERS)}, or 'package.module:function' such as 'optax:adabelief'"

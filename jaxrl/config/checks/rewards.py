@@ -2,7 +2,7 @@
 
 from jaxrl.config.choices import REWARDS
 from jaxrl.config.keys import RewardModelConfig, RunConfig
-from jaxrl.config.schema import flatten, nearest, to_dict
+from jaxrl.config.schema import did_you_mean, flatten, is_import_path, to_dict
 
 
 def reward_errors(run: RunConfig) -> list[str]:
@@ -41,9 +41,8 @@ def _function_errors(run: RunConfig) -> list[str]:
             "or reward_model.path"
         )
     for name in (function.partition("?")[0] for function in reward.functions):
-        if ":" not in name and name not in REWARDS:
-            guess = nearest(name, REWARDS)
-            hint = f"did you mean {guess!r}? " if guess else ""
+        if not is_import_path(name) and name not in REWARDS:
+            hint = did_you_mean(name, REWARDS)
             errors.append(
                 f"reward.functions has {name!r}, which is not known; {hint}set names among "
                 f"{', '.join(REWARDS)}, or 'package.module:function'"

@@ -2,7 +2,7 @@
 
 from jaxrl.config.choices import ENVIRONMENTS, FULL_KLS
 from jaxrl.config.keys import RunConfig, ScoringConfig
-from jaxrl.config.schema import nearest, to_dict
+from jaxrl.config.schema import did_you_mean, is_import_path, to_dict
 
 PAGE_ALIGN = 64  # tokens; with multiples of it, engine and trainer logprobs are bitwise equal
 
@@ -110,14 +110,13 @@ def _eval_errors(run: RunConfig) -> list[str]:
 def _env_errors(run: RunConfig) -> list[str]:
     errors, env = [], run.env
     name = env.name.partition("?")[0]
-    if name and ":" not in name and name not in ENVIRONMENTS:
-        guess = nearest(name, ENVIRONMENTS)
-        hint = f"did you mean {guess!r}? " if guess else ""
+    if name and not is_import_path(name) and name not in ENVIRONMENTS:
+        hint = did_you_mean(name, ENVIRONMENTS)
         errors.append(
             f"env.name={env.name!r} is not known; {hint}set one of {', '.join(ENVIRONMENTS)}, or "
             "'package.module:Class'"
         )
-    if env.agent and ":" not in env.agent.partition("?")[0]:
+    if env.agent and not is_import_path(env.agent):
         errors.append(
             f"env.agent={env.agent!r} is no function; set 'path/to/file.py:function' or "
             "'package.module:function'"

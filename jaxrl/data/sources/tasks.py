@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
+from jaxrl.config.packages import install_advice
+
 PREFIXES = ("task:", "reasoning_gym:")
 _MAX_ENUMERATED = 20_000  # questions; larger pools are sampled instead of shuffled
 _VAL_FRACTION = 0.1  # of all questions
@@ -168,8 +170,8 @@ def _reasoning_gym(name: str, options: dict[str, str]) -> list[Question]:
         gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ImportError(
-            f"the dataset reasoning_gym:{name} needs reasoning-gym; install the extra "
-            "jaxrl[reasoning-gym]"
+            f"the dataset reasoning_gym:{name} needs reasoning-gym; install it with "
+            f"{install_advice('reasoning-gym')}"
         ) from error
     settings = {key: _literal(value) for key, value in options.items()}
     settings = {"size": 1000, "seed": 0} | settings

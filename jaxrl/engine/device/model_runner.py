@@ -55,27 +55,24 @@ class ModelRunner:
         A failed call loses the donated cache; then `on_failure` drops all references to its pages.
         """
         self.pool, self.shapes = pool, shapes
-        self.max_steps = rollout.steps_per_dispatch
         self.speculation = (
             SpeculationConfig(rollout.spec_tokens, rollout.spec_ngram)
             if rollout.spec_tokens
             else None
         )
+        model = {"rules": pool.rules, "implementation": implementation}
+        samples = model | {"keep_support": keep_support}
+        decodes = {"max_steps": rollout.steps_per_dispatch, "speculation": self.speculation}
+        self._static: dict[str, dict[str, Any]] = {  # arguments of the programs
+            "prefill": model,
+            "mixed": samples,
+            "copy_pages": {"rules": pool.rules, "stacked": pool.cfg.stacked},
+            "decode": samples | decodes,
+        }
         self.cache: KVCache | None = None
         self.device_s = 0.0  # wall time of program calls
         self.dispatched: set[tuple[str, int]] = set()  # (program, bucket)
         self._eos_ids = eos_ids
-        # Static arguments of each kind of program.
-        prefill = {"rules": pool.rules, "implementation": implementation}
-        mixed = prefill | {"keep_support": keep_support}
-        decode = mixed | {"max_steps": self.max_steps, "speculation": self.speculation}
-        copy_pages = {"rules": pool.rules, "stacked": pool.cfg.stacked}
-        self._static: dict[str, dict[str, Any]] = {
-            "prefill": prefill,
-            "mixed": mixed,
-            "decode": decode,
-            "copy_pages": copy_pages,
-        }
         self._n_pages, self._on_failure = n_pages, on_failure
 
     def allocated_cache(self) -> KVCache:
@@ -164,7 +161,7 @@ class ModelRunner:
         prefill = [Dispatch("prefill", bucket) for bucket in shapes.prefill_buckets]
         mixed = [Dispatch("mixed", shapes.prefill_buckets[-1], v) for v in variants if shapes.mixed]
         decode = [Dispatch("decode", b, v) for v in variants for b in shapes.decode_buckets]
-        return [*prefill, Dispatch("copy_pages", COPIES_PER_CALL), *mixed, *decode]
+        return [*prefill, *mixed, Dispatch("copy_pages", COPIES_PER_CALL), *decode]
 
     def run_on_padding(self, params: Tree, program: Dispatch) -> None:
         """Runs a program without rows, which compiles it if it is not compiled yet."""

@@ -4,6 +4,7 @@ import importlib
 import re
 from typing import Any
 
+from jaxrl.config.packages import install_advice
 from jaxrl.environments.api import StepResult
 from jaxrl.json_text import Message
 
@@ -23,7 +24,7 @@ class TextGame:
         try:
             gym = importlib.import_module("gymnasium")
         except ImportError as error:
-            raise ImportError(f"{error}; install the extra jaxrl[gymnasium]") from error
+            raise ImportError(f"{error}; {install_advice('gymnasium')}") from error
         if imports:
             importlib.import_module(imports)
         self.game = gym.make(id, **options)

@@ -11,6 +11,7 @@ import shutil
 import sys
 from typing import Any
 
+from jaxrl.config.packages import install_advice
 from jaxrl.environments.api import Tool
 from jaxrl.environments.builtin.answers import Answers
 
@@ -134,7 +135,7 @@ def _client(command: str, url: str, pass_env: str) -> Any:
     try:
         mcp = importlib.import_module("mcp")
     except ImportError as error:
-        raise ImportError(f"{error}; install the extra jaxrl[mcp]") from error
+        raise ImportError(f"{error}; {install_advice('mcp')}") from error
     if url:
         return mcp.Client(url)
     words = shlex.split(command)

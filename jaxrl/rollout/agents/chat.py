@@ -9,7 +9,7 @@ from jaxrl.data.chat.row_messages import tools_of
 from jaxrl.http.errors import RequestError
 from jaxrl.http.openai import read_messages, read_object, read_stop, response_head, usage
 from jaxrl.json_text import Json, Message, json_size
-from jaxrl.rewards.worker_messages import MAX_SCORE
+from jaxrl.rewards.worker_messages import is_score
 
 MODEL = "policy"  # the name in responses; requests may name any model
 MAX_VALUES = 1 << 20  # JSON values of a body
@@ -88,7 +88,7 @@ def parse_reward(raw: bytes) -> dict[str, float]:
             400, 'the body must be an object of numbers with the key "reward"', param="reward"
         )
     for name, value in numbers.items():
-        if not abs(value) <= MAX_SCORE:
+        if not is_score(value):
             raise RequestError(400, f"{name} must be a number within float32's range", param=name)
     return {name: float(value) for name, value in numbers.items()}
 

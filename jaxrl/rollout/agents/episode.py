@@ -15,9 +15,9 @@ import numpy as np
 from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.json_text import Message
+from jaxrl.rewards.arguments import Decode
 from jaxrl.rollout.agents.chat import ChatRequest
-from jaxrl.rollout.generate import Response
-from jaxrl.rollout.multi_turn import ActiveEpisode
+from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import calls_of
 from jaxrl.tool_calls.chat_message import as_message
 from jaxrl.types import Episode, Prompt, Rollout
@@ -48,7 +48,7 @@ class TurnEnd:
 class Branch:
     """A conversation: one training sample."""
 
-    sequence: ActiveEpisode  # tokens, logprobs and loss mask after the prompt
+    response: Response  # all tokens after the prompt
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
     n_prompt_messages: int  # messages before its first turn of the model
@@ -71,8 +71,8 @@ class Branch:
 
     def tokens(self, end: TurnEnd) -> np.ndarray:
         """int32, what the model saw and wrote up to a turn."""
-        after = np.array(self.sequence.tokens[: end.n_tokens], np.int32)
-        return np.concatenate([self.sequence.prompt.tokens, after])
+        after = np.array(self.response.tokens[: end.n_tokens], np.int32)
+        return np.concatenate([self.response.prompt.tokens, after])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,8 +200,8 @@ class AgentEpisode:
 
     def _new_branch(self, request: ChatRequest, tokens: np.ndarray) -> Branch:
         prompt = dataclasses.replace(self.prompt, tokens=tokens)
-        sequence = ActiveEpisode(prompt, self.sample)
-        return Branch(sequence, request.messages, request.tools, len(request.messages))
+        response = Response(prompt, self.sample)
+        return Branch(response, request.messages, request.tools, len(request.messages))
 
     def _turn_seed(self, tokens: np.ndarray) -> int:
         """A seed for the turn that does not depend on the order in which requests arrive."""
@@ -224,13 +224,13 @@ class AgentEpisode:
             self.branches.remove(branch)
         self.branches.append(branch)
         if len(turn.observation):
-            branch.sequence.append_observation(turn.observation.tolist())
-        branch.sequence.append_turn(response)
-        branch.sequence.finish = response.finish
+            branch.response.append_given(turn.observation.tolist())
+        branch.response.extend(response)
+        branch.response.finish = response.finish
         canonical = as_message(message)
         assert canonical is not None  # it has a role and text
         branch.messages = (*turn.request.messages, canonical)
-        branch.ends.append(TurnEnd(len(branch.messages), len(branch.sequence.tokens)))
+        branch.ends.append(TurnEnd(len(branch.messages), len(branch.response.tokens)))
         self._n_turns += 1
         self.counts["malformed_calls"] += n_malformed
 
@@ -253,22 +253,19 @@ class AgentEpisode:
             error = missing + "a number from it, or send one to {base_url}/reward"
         self.error, self.ended = error, True
 
-    def rollout(self, renderer: ChatRenderer) -> Rollout:
+    def freeze(self, decode: Decode) -> Rollout:
         """The conversation with the latest turn, and the others as its branches.
 
         Their order does not depend on the order in which requests arrived.
         """
-        for branch in self.branches:
-            branch.sequence.episode = branch.conversation()
-        main = ActiveEpisode(self.prompt, self.sample)
-        main.episode = Episode(prompt_messages=self.prompt.messages)
+        main = Response(self.prompt, self.sample)
+        conversation = Episode(prompt_messages=self.prompt.messages)
         if self.branches:
-            main = self.branches[-1].sequence
-        rewards = () if self.reward is None else ((len(main.tokens), self.reward),)
-        main.episode = dataclasses.replace(
-            main.episode,
+            main, conversation = self.branches[-1].response, self.branches[-1].conversation()
+        episode = dataclasses.replace(
+            conversation,
             n_turns=self._n_turns,
-            step_rewards=rewards,
+            step_rewards=() if self.reward is None else ((len(main.tokens), self.reward),),
             counts=self.counts | {"branches": float(len(self.branches))},
             error=self.error,
         )
@@ -276,9 +273,9 @@ class AgentEpisode:
             main.finish = "error"
         elif main.finish != "length":
             main.finish = self._finish
-        others = [b.sequence.rollout(renderer) for b in self.branches[:-1]]
+        others = [b.response.freeze(decode, b.conversation()) for b in self.branches[:-1]]
         others.sort(key=lambda r: (r.prompt.tokens.tolist(), r.tokens.tolist()))
-        return dataclasses.replace(main.rollout(renderer), branches=tuple(others))
+        return dataclasses.replace(main.freeze(decode, episode), branches=tuple(others))
 
 
 def same(ours: Message, theirs: Message) -> bool:

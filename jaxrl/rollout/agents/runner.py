@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxrl.config.keys import SamplingConfig
 from jaxrl.engine.api import Request, RequestEngine
-from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.environments.pool import EnvironmentPool, episode_task
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import Reply
 from jaxrl.rollout.agents.endpoint import (
@@ -24,9 +24,8 @@ from jaxrl.rollout.agents.endpoint import (
 )
 from jaxrl.rollout.agents.episode import AgentEpisode, AgentLimits, PendingTurn
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.episodes import episode_task
-from jaxrl.rollout.generate import Response, append_generated, continued
-from jaxrl.types import Prompt, Tree
+from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.rollout.turns import ActiveTurn, ActiveTurns, Response
 
 N_RENDER_THREADS = 2
 IDLE_S = 0.02  # wait for requests when idle, between two looks at the agents' processes
@@ -40,14 +39,13 @@ class Agents:
     endpoint: AgentEndpoint
 
 
-@dataclasses.dataclass(eq=False)
-class ActiveTurn:
-    """A turn in the engine, or waiting for it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CalledTurn:
+    """A turn that the model writes for a request of an agent."""
 
     number: int  # the episode's, in the pool
     call: TurnCall
     turn: PendingTurn
-    response: Response
 
 
 class AgentRunner:
@@ -66,13 +64,10 @@ class AgentRunner:
         sampling: SamplingConfig,
         limits: AgentLimits,
     ):
-        self.engine, self.agents, self.reader = engine, agents, reader
-        self.renderer = reader.renderer
-        self.sampling, self.limits = sampling, limits
+        self.agents, self.reader, self.sampling, self.limits = agents, reader, sampling, limits
+        self.turns: ActiveTurns[CalledTurn] = ActiveTurns(engine, reader.renderer.decode)
         self.waiting: collections.deque[AgentEpisode] = collections.deque()
         self.started: dict[int, AgentEpisode] = {}  # by number in the pool
-        self.in_engine: dict[int, ActiveTurn] = {}  # by slot
-        self._paused: list[ActiveTurn] = []
         self._threads = ThreadPoolExecutor(N_RENDER_THREADS, "render")
         self._rendering: dict[TurnCall, int] = {}  # number of the episode
         self._numbers: dict[str, int] = {}  # by id of the endpoint
@@ -83,10 +78,11 @@ class AgentRunner:
     def n_unfinished(self) -> int:
         return len(self.waiting) + len(self.started)
 
-    def add(self, prompt: Prompt, sample: int, seed: int) -> AgentEpisode:
+    def add(self, group: PromptGroup, sample: int) -> AgentEpisode:
         """A new episode, which waits to start."""
-        self.waiting.append(AgentEpisode(prompt, sample, seed=seed, limits=self.limits))
-        return self.waiting[-1]
+        episode = AgentEpisode(group.prompt, sample, seed=group.seed, limits=self.limits)
+        self.waiting.append(episode)
+        return episode
 
     def start_waiting(self) -> None:
         """Starts waiting episodes while the pool has free processes."""
@@ -107,36 +103,15 @@ class AgentRunner:
         self._poll_agents()
         self._drop_cancelled()
 
-    def decode(self, params: Tree) -> int:
-        """Runs one dispatch of the engine. Returns the number of tokens that it sampled."""
-        n_tokens = 0
-        for generated in self.engine.generate(params):
-            active = self.in_engine[generated.slot]
-            n_tokens += len(generated.tokens)
-            stop = (*self.sampling.stop, *active.turn.request.stop)
-            append_generated(active.response, generated, stop, self.renderer.decode)
-            if active.response.finish:
-                del self.in_engine[generated.slot]
-                if not generated.finish:
-                    self.engine.free(generated.slot)
-                self._after_turn(active, stop)
-        return n_tokens
+    def postpone(self, seconds: float) -> None:
+        self.agents.pool.postpone(seconds)
+        self._deadlines = {number: end + seconds for number, end in self._deadlines.items()}
 
-    def pause(self) -> None:
-        """Takes unfinished turns of the model out of the engine."""
-        self._paused += [self._drop(slot) for slot in list(self.in_engine)]
-
-    def resume(self, paused_s: float) -> None:
-        """Continues the turns, with other weights or not; time limits move by `paused_s`."""
-        self.agents.pool.postpone(paused_s)
-        self._deadlines = {number: end + paused_s for number, end in self._deadlines.items()}
-        paused, self._paused = self._paused, []
-        for active in paused:
-            self._queue(active)
-
-    def cancel(self) -> None:
-        """Cancels all unfinished episodes."""
-        for number in list(self.started):
+    def cancel(self, episode: AgentEpisode) -> None:
+        if episode in self.waiting:
+            self.waiting.remove(episode)
+        else:
+            [number] = [number for number, one in self.started.items() if one is episode]
             self._end(number, "the run was interrupted")
 
     def _take_calls(self, timeout_s: float) -> None:
@@ -161,11 +136,9 @@ class AgentRunner:
 
     def _drop_cancelled(self) -> None:
         """Frees the slots of turns whose client has disconnected."""
-        for slot, active in list(self.in_engine.items()):
-            if active.call.future.cancelled():
-                self._drop(slot)
-                self.started[active.number].cancel_turn(active.turn)
-                self._resume(active.number)
+        for turn in self.turns.cancel(lambda called: called.call.future.cancelled()):
+            self.started[turn.owner.number].cancel_turn(turn.owner.turn)
+            self._resume(turn.owner.number)
 
     def _handle(self, call: AgentCall) -> None:
         if isinstance(call, RenderedTurn):
@@ -213,44 +186,37 @@ class AgentRunner:
             episode.withdraw(rendered.placed)
             episode.reject()
             return self._fail(call, error)
-        self._queue(ActiveTurn(number, call, turn, Response(episode.prompt, episode.sample)))
-        return self.agents.pool.pause(number)
-
-    def _queue(self, active: ActiveTurn) -> None:
-        """Queues the rest of a turn."""
-        turn, response = active.turn, active.response
         request = Request(
             tokens=turn.tokens,
             max_tokens=turn.max_tokens,
             sampling=self.sampling,
-            prompt_id=response.prompt.id,
-            sample=response.sample,
+            prompt_id=episode.prompt.id,
+            sample=episode.sample,
             seed=turn.seed,
         )
-        self.in_engine[self.engine.submit(continued(request, response.tokens))] = active
+        called = CalledTurn(number, call, turn)
+        response = Response(episode.prompt, episode.sample)
+        stop = (*self.sampling.stop, *turn.request.stop)
+        self.turns.submit(ActiveTurn(called, request, response, stop))
+        return self.agents.pool.pause(number)
 
-    def _after_turn(self, active: ActiveTurn, stop: tuple[str, ...]) -> None:
+    def after_turn(self, turn: ActiveTurn[CalledTurn]) -> None:
         """Keeps a finished turn and answers the request, unless its client has disconnected."""
-        episode, response = self.started[active.number], active.response
-        if not active.call.future.set_running_or_notify_cancel():
-            episode.cancel_turn(active.turn)
-            return self._resume(active.number)
-        message, finish, n_malformed = self.reader.message(active.turn, response, stop)
-        episode.end_turn(active.turn, response, message, n_malformed)
-        self._resume(active.number)
-        reply = Reply(message, finish, len(active.turn.tokens), len(response.tokens))
-        return active.call.future.set_result(reply)
+        called, response = turn.owner, turn.response
+        episode, future = self.started[called.number], called.call.future
+        if not future.set_running_or_notify_cancel():
+            episode.cancel_turn(called.turn)
+            return self._resume(called.number)
+        message, finish, n_malformed = self.reader.message(called.turn, response, turn.stop)
+        episode.end_turn(called.turn, response, message, n_malformed)
+        self._resume(called.number)
+        reply = Reply(message, finish, len(called.turn.tokens), len(response.tokens))
+        return future.set_result(reply)
 
     def _resume(self, number: int) -> None:
         """Starts the time limit of the agent again, unless it waits for another turn."""
-        waiting = (*self.in_engine.values(), *self._paused)
-        if all(active.number != number for active in waiting):
+        if all(turn.owner.number != number for turn in self.turns.all):
             self.agents.pool.resume(number)
-
-    def _drop(self, slot: int) -> ActiveTurn:
-        with contextlib.suppress(KeyError):  # the engine no longer has it
-            self.engine.free(slot)
-        return self.in_engine.pop(slot)
 
     def _fail(self, call: TurnCall | RewardCall, error: RequestError) -> None:
         if call.future.set_running_or_notify_cancel():
@@ -258,11 +224,9 @@ class AgentRunner:
 
     def _end(self, number: int, error: str) -> None:
         """Ends an episode; the turns that the model is writing for it are cancelled."""
-        slots = [slot for slot, active in self.in_engine.items() if active.number == number]
-        paused = [active for active in self._paused if active.number == number]
-        self._paused = [active for active in self._paused if active.number != number]
+        turns = self.turns.cancel(lambda called: called.number == number)
         rendering = [call for call, owner in self._rendering.items() if owner == number]
-        for call in [active.call for active in (*paused, *map(self._drop, slots))] + rendering:
+        for call in [turn.owner.call for turn in turns] + rendering:
             self._rendering.pop(call, None)
             self._fail(call, RequestError(503, "this episode has ended"))
         name = self._ids.pop(number)

@@ -9,7 +9,7 @@ from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.http.errors import RequestError
 from jaxrl.rollout.agents.chat import ChatRequest
 from jaxrl.rollout.agents.episode import AgentEpisode, PendingTurn, PlacedTurn
-from jaxrl.rollout.generate import Response
+from jaxrl.rollout.turns import Response
 from jaxrl.tool_calls.calls import openai_form
 from jaxrl.tool_calls.formats import ToolFormat, tool_format
 from jaxrl.tool_calls.parser import parse_turn

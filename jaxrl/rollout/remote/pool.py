@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.engine.api import EngineStats, Generated, Request
-from jaxrl.rollout.generate import continued
 from jaxrl.rollout.remote.actors import Actors, WorkerLost
 from jaxrl.rollout.remote.weights import Version
 from jaxrl.rollout.remote.work import Location, Registration, Work, WorkDone
+from jaxrl.rollout.turns import continued
 
 POLL_S = 0.1  # longest wait for news, so that signals are seen
 MAX_ERRORS = 3  # of workers, one after the other, before the run fails

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jaxrl.rollout.generate import Response
+from jaxrl.rollout.turns import Response
 from jaxrl.types import Prompt, Reward, Rollout
 
 NOT_STARTED = -1
@@ -22,7 +22,8 @@ class PromptGroup:
     seed: int  # of the samples
     draw: int  # number of the draw of prompts that it is from, from 0
     index: int  # of its prompt in that draw
-    responses: list[Response]  # as far as they are sampled; none in groups of episodes
+    # Once they are started, as far as they are sampled; none in groups of episodes
+    responses: list[Response] = dataclasses.field(default_factory=list)
     version: int = NOT_STARTED  # policy version when it was started
     rollouts: list[Rollout] | None = None  # once all responses or episodes have ended
     rewards: list[Reward] | None = None  # of the rollouts, once they are known

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.support import join
-from jaxrl.rollout.generate import Response
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, PromptGroup
+from jaxrl.rollout.turns import FIELDS, Response
 from jaxrl.types import Prompt, Reward, TokenSets
 
-FIELDS = {
-    "tokens": np.int32,
-    "logp": np.float32,
-    "behavior_logp": np.float32,
-    "versions": np.int32,
-}
+# The model has sampled all tokens of a response in flight, so their loss mask is not saved.
+SAVED = {name: dtype for name, dtype in FIELDS.items() if name != "loss_mask"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +27,14 @@ class GroupState:
 
     group: PromptGroup
     version: int
-    lengths: tuple[int, ...]  # tokens of the responses
+    lengths: tuple[int, ...]  # tokens of the responses; none if it was not started
     finish: tuple[str, ...]
     rewards: list[Reward] | None
+
+    @property
+    def responses(self) -> list[Response]:
+        """Those that the group had; it may have been started since."""
+        return self.group.responses[: len(self.lengths)]
 
     def json(self) -> dict[str, Any]:
         """Everything except the arrays of the responses."""
@@ -44,7 +45,7 @@ class GroupState:
             "version": self.version,
             "lengths": self.lengths,
             "finish": self.finish,
-            "restricted": [bool(r.support) for r in self.group.responses],
+            "restricted": [bool(r.support) for r in self.responses],
             "rewards": self.rewards and [dataclasses.asdict(r) for r in self.rewards],
         }
 
@@ -65,12 +66,12 @@ def group_states(groups: Iterable[PromptGroup]) -> list[GroupState]:
 
 def encode(states: Sequence[GroupState]) -> dict[str, Any]:
     """JSON of the groups. The arrays are a compressed npz file in base64."""
-    pairs = [(r, n) for s in states for r, n in zip(s.group.responses, s.lengths, strict=True)]
+    pairs = [(r, n) for s in states for r, n in zip(s.responses, s.lengths, strict=True)]
     arrays: dict[str, np.ndarray] = {
         name: np.concatenate(
             [np.zeros(0, t), *(np.array(getattr(r, name)[:n], t) for r, n in pairs)]
         )
-        for name, t in FIELDS.items()
+        for name, t in SAVED.items()
     }
     sets = [join(r.support, n) for r, n in pairs if r.support]
     arrays["counts"] = np.concatenate([np.zeros(0, np.int64), *(s.counts for s in sets)])
@@ -118,9 +119,10 @@ class _Reader:
         self, prompt: Prompt, sample: int, n: int, finish: str, restricted: bool
     ) -> Response:
         first, self._n = self._n, self._n + n
-        fields = {name: self.arrays[name][first : self._n].tolist() for name in FIELDS}
+        fields = {name: self.arrays[name][first : self._n].tolist() for name in SAVED}
         support = [self._sets(n)] if restricted else []
-        return Response(prompt, sample, **fields, support=support, finish=finish)
+        mask = [True] * n
+        return Response(prompt, sample, **fields, loss_mask=mask, support=support, finish=finish)
 
     def _sets(self, n: int) -> TokenSets:
         first, self._n_sets = self._n_sets, self._n_sets + n

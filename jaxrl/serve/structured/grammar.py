@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from jaxrl.config.packages import install_advice
 from jaxrl.data.support import n_words
 from jaxrl.engine.api import GrammarError, TokenMatcher
 from jaxrl.http.errors import RequestError
@@ -169,7 +170,7 @@ def grammar_compiler(
 def missing_compiler(param: str) -> RequestError:
     return RequestError(
         400,
-        f"{param} needs the package llguidance (pip install 'jaxrl[grammar]'), and a model with a "
+        f"{param} needs the package llguidance ({install_advice('grammar')}), and a model with a "
         "fast tokenizer and an end-of-sequence token; this server lacks one of them",
         param=param,
     )

@@ -3,7 +3,6 @@
 The equations are in algorithms/losses/preference.py.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -11,22 +10,33 @@ import numpy as np
 
 from jaxrl.algorithms.losses.preference import PairLoss, advantages, dpo, ipo, kto
 from jaxrl.algorithms.table import lookup
-from jaxrl.config.keys import PreferenceConfig
+from jaxrl.config.keys import PreferenceConfig, RunConfig
+from jaxrl.data.chat.encoding import ChatRenderer
 from jaxrl.data.demonstrations import to_sample
-from jaxrl.data.preferences import Pair, pair_maker
+from jaxrl.data.items import ItemMaker
+from jaxrl.data.preferences import Labelled, Pair, pair_maker
 from jaxrl.planner.programs import OfflineWorkload
 from jaxrl.trainer.offline.objective import UNUSED_SECTIONS, OfflineObjective, OfflineRun, logps
+from jaxrl.trainer.offline.unpaired import (
+    as_labelled,
+    labelled_metrics,
+    labelled_samples,
+    measure_labelled,
+    with_prompts,
+)
 from jaxrl.trainer.phases.experience import policy_logps, reference_logps
 from jaxrl.types import Demonstration, TrainingSample
 
 
 def make_samples(
-    run: OfflineRun, pairs: Sequence[Pair]
+    run: OfflineRun, items: Sequence[Pair | Labelled]
 ) -> tuple[list[TrainingSample], dict[str, float]]:
-    """Both completions of each pair as samples.
+    """Both completions of each pair as samples, or that of each row with a label.
 
     Their advantages give the gradient of the configured loss at the current weights.
     """
+    if (pairs := all_pairs(items)) is None:
+        return labelled_samples(run, as_labelled(items))
     cfg, completions = run.core.cfg.preference, completions_of(pairs)
     loss, chosen, rejected = measure(run, pairs)
     _, up, down = advantages(loss, jnp.asarray(chosen), jnp.asarray(rejected))
@@ -36,10 +46,19 @@ def make_samples(
     return samples, preference_metrics(cfg.beta, loss, chosen, rejected)
 
 
-def evaluate(run: OfflineRun, pairs: Sequence[Pair]) -> dict[str, float]:
-    """val/loss, val/accuracy, val/margin, val/reward_chosen and val/reward_rejected."""
-    metrics = preference_metrics(run.core.cfg.preference.beta, *measure(run, pairs))
+def evaluate(run: OfflineRun, items: Sequence[Pair | Labelled]) -> dict[str, float]:
+    """val/loss, val/accuracy, val/margin; of pairs val/reward_chosen and val/reward_rejected."""
+    if (pairs := all_pairs(items)) is None:
+        metrics = labelled_metrics(measure_labelled(run, as_labelled(items)))
+    else:
+        metrics = preference_metrics(run.core.cfg.preference.beta, *measure(run, pairs))
     return {f"val/{name.split('/')[1]}": value for name, value in metrics.items()}
+
+
+def all_pairs(items: Sequence[Pair | Labelled]) -> list[Pair] | None:
+    """The items, if all are pairs."""
+    pairs = [item for item in items if isinstance(item, Pair)]
+    return pairs if len(pairs) == len(items) else None
 
 
 def measure(run: OfflineRun, pairs: Sequence[Pair]) -> tuple[PairLoss, np.ndarray, np.ndarray]:
@@ -92,18 +111,8 @@ def mismatched(pairs: Sequence[Pair], max_len: int) -> list[Demonstration]:
     if len(pairs) < 2:
         return []
 
-    def combined(completion: Demonstration, prompt_tokens: np.ndarray) -> Demonstration:
-        n = max(max_len - len(prompt_tokens), 1)
-        return dataclasses.replace(
-            completion,
-            prompt_tokens=prompt_tokens,
-            tokens=completion.tokens[:n],
-            loss_mask=completion.loss_mask[:n],
-        )
-
     others = completions_of([*pairs[1:], *pairs[:1]])
-    matches = zip(completions_of(pairs), others, strict=True)
-    return [combined(completion, other.prompt_tokens) for completion, other in matches]
+    return with_prompts(completions_of(pairs), others, max_len)
 
 
 def preference_metrics(
@@ -123,8 +132,14 @@ def preference_metrics(
     }
 
 
+def _maker(
+    renderer: ChatRenderer, cfg: RunConfig, *, stop: Sequence[int]
+) -> ItemMaker[Pair | Labelled]:
+    return pair_maker(renderer, cfg.data, stop=stop, takes_labels=cfg.preference.loss == "kto")
+
+
 DPO = OfflineObjective(
-    maker=pair_maker,
+    maker=_maker,
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

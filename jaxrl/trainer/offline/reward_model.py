@@ -65,7 +65,7 @@ def to_sequence(item: Demonstration) -> TrainingSample:
 
 
 REWARD_MODEL = OfflineObjective(
-    maker=pair_maker,
+    maker=lambda renderer, cfg, *, stop: pair_maker(renderer, cfg.data, stop=stop),
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="seq_mean_token_sum",

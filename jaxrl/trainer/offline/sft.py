@@ -37,7 +37,7 @@ def evaluate(run: OfflineRun, items: Sequence[Demonstration]) -> dict[str, float
 
 
 SFT = OfflineObjective(
-    maker=demonstration_maker,
+    maker=lambda renderer, cfg, *, stop: demonstration_maker(renderer, cfg.data, stop=stop),
     make_samples=make_samples,
     evaluate=evaluate,
     aggregation="token_mean",

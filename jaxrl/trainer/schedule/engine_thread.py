@@ -117,7 +117,7 @@ class EngineThread:
         self._wait(self._idle, check)
         with self._changed:
             self._held = True
-        self.generator.stream.release()
+        self.generator.loop.release()
 
     def mark(self) -> Callable[[Check], InFlight]:
         """A function that gives what is in flight once all orders of this moment are done.
@@ -202,14 +202,14 @@ class EngineThread:
     def _generate_batch(self, order: BatchOrder, params: Tree, idle_s: float) -> GeneratedBatch:
         generator, start = self.generator, time.perf_counter()
         if order.fresh:
-            generator.stream.release()
-        generator.stream.engine.take_stats()
+            generator.loop.release()
+        generator.loop.engine.take_stats()
         generator.iterator.mark_solved(order.solved)
         generator.begin(order.step, order.version)
         groups = generator.generate(params, order.step, self._check_closed)
         return GeneratedBatch(
             groups,
-            generator.stream.engine.take_stats(),
+            generator.loop.engine.take_stats(),
             busy_s=time.perf_counter() - start,
             idle_s=idle_s,
             metrics=generator.take_metrics(),

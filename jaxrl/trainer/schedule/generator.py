@@ -10,13 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import Batches
-from jaxrl.engine.api import Request, RequestEngine
-from jaxrl.rewards.arguments import Decode
-from jaxrl.rollout.generate import Response
+from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.schedule import saved
 from jaxrl.rollout.schedule.buffer import NOT_STARTED, GroupBuffer, PromptGroup
-from jaxrl.rollout.schedule.stream import GroupStream, ResponseStream
 from jaxrl.trainer.core import sampling_seed
 from jaxrl.types import Prompt, Reward, Rollout, Tree
 from sharding import hosts
@@ -60,7 +57,7 @@ class GroupGenerator:
     def __init__(
         self,
         cfg: RunConfig,
-        stream: GroupStream,
+        loop: RolloutLoop,
         rewards: Rewards,
         iterator: Batches[Prompt],
     ):
@@ -70,7 +67,7 @@ class GroupGenerator:
         mine = hosts.local_slice(cfg.data.prompts_per_step, self.n_processes)
         self._indices = range(mine.start, mine.stop)  # of its prompts in a draw
         size = len(self._indices)
-        self.cfg, self.stream, self.rewards, self.iterator = cfg, stream, rewards, iterator
+        self.cfg, self.loop, self.rewards, self.iterator = cfg, loop, rewards, iterator
         self.buffer = GroupBuffer(
             size,
             max_started=schedule.max_started(size),
@@ -92,7 +89,7 @@ class GroupGenerator:
         while self.buffer.n_missing > 0:
             self._draw(step)
         self.buffer.start(version)
-        self.stream.resume(version, self.buffer.started)
+        self.loop.resume(version, self.buffer.started)
         for group in self.buffer.started:
             self._arrive(group)
 
@@ -102,9 +99,9 @@ class GroupGenerator:
         `check` is called after every dispatch.
         """
         while (batch := self.buffer.next_batch(step)) is None:
-            for group in self.stream.dispatch(params) if self.stream.n_running else ():
+            for group in self.loop.dispatch(params) if self.loop.n_unfinished else ():
                 self._arrive(group)
-            self.poll_rewards(wait=not self.stream.n_running)
+            self.poll_rewards(wait=not self.loop.n_unfinished)
             check()
         self.buffer.take(batch)
         return batch
@@ -128,7 +125,7 @@ class GroupGenerator:
         return {
             "buffer/size": float(len(self.buffer.started)),
             "buffer/dropped": float(n_dropped),
-        } | self.stream.take_metrics()
+        } | self.loop.take_metrics()
 
     def snapshot(self, done: Sequence[PromptGroup] = ()) -> InFlight:
         """Everything in flight now; `done` are groups that were taken but not trained on."""
@@ -182,7 +179,7 @@ class GroupGenerator:
         dropped = self.buffer.drop_stale(step)
         if dropped:
             self.n_dropped += len(dropped)
-            self.stream.release()
+            self.loop.release()
             self._scoring = {t: g for t, g in self._scoring.items() if g not in dropped}
 
     def _draw(self, step: int) -> None:
@@ -196,29 +193,4 @@ class GroupGenerator:
         seed = sampling_seed(self.cfg.seed, step, validation=False, draw=n)
         prompts = next(self.iterator)
         for index in self._indices:
-            responses = self.stream.responses(prompts[index])
-            group = PromptGroup(prompts[index], seed, draw.number, index, responses)
-            self.buffer.waiting.append(group)
-
-
-def response_stream(cfg: RunConfig, engine: RequestEngine, decode: Decode) -> ResponseStream:
-    """Responses of a single turn, as the run samples them."""
-
-    def request(group: PromptGroup, response: Response) -> Request:
-        return Request(
-            tokens=group.prompt.tokens,
-            max_tokens=cfg.data.max_response_len,
-            sampling=cfg.rollout.sampling,
-            prompt_id=group.prompt.id,
-            sample=response.sample,
-            seed=group.seed,
-        )
-
-    return ResponseStream(
-        engine,
-        request,
-        n=cfg.rollout.n,
-        stop=cfg.rollout.sampling.stop,
-        decode=decode,
-        keep_kv=cfg.schedule.keep_kv,
-    )
+            self.buffer.waiting.append(PromptGroup(prompts[index], seed, draw.number, index))

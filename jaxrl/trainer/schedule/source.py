@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.engine.api import EngineStats
-from jaxrl.rollout.engines import merge_metrics
-from jaxrl.rollout.generate import engine_metrics
+from jaxrl.rollout.metrics import engine_metrics, merge_metrics
 from jaxrl.rollout.schedule.buffer import PromptGroup
 from jaxrl.runtime.signals import StopFlag
 from jaxrl.trainer.core import Run
@@ -91,7 +90,7 @@ class PartialSource:
 
     def release_engine(self) -> None:
         """Frees the engine for other requests."""
-        self.generator.stream.release()
+        self.generator.loop.release()
 
     def in_flight(self) -> Callable[[], dict[str, Any]]:
         snapshot = self.generator.snapshot()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.config.checks.memory import offload_keys
 from jaxrl.config.keys import RunConfig
@@ -15,9 +16,17 @@ from jaxrl.models.config import DecoderConfig, for_platform
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.lora import split, with_adapters
 from jaxrl.models.spec import count_params
-from jaxrl.planner.check import attached_plan, check_plan, device_memory, plan_line
+from jaxrl.planner.check import (
+    attached_machine,
+    attached_plan,
+    check_plan,
+    device_memory,
+    plan_line,
+)
+from jaxrl.planner.cpu_time import cpu_time_line
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.programs import OfflineWorkload
+from jaxrl.planner.programs import Lengths, OfflineWorkload
+from jaxrl.planner.sizes import Job
 from jaxrl.runtime.host_memory import keep_freed_memory, physical_memory
 from jaxrl.runtime.multihost import check_all_joined
 from jaxrl.tracking.progress import Progress
@@ -74,7 +83,22 @@ def open_plan(
 
     known = make_plan if plan is None else lambda: plan
     host.session.stack.enter_context(explain_out_of_memory(cfg.run_path, known))
+    if workload is None:
+        report_cpu_time(host, decoder)
     return plan
+
+
+def report_cpu_time(host: HostSide, decoder: DecoderConfig) -> None:
+    """Shows the rough time of a step of RL if this process alone runs it on CPUs."""
+    cfg, iterator = host.session.cfg, host.iterator
+    alone = hosts.n_processes() == 1 and cfg.schedule.mode == "sync"
+    if jax.default_backend() != "cpu" or not alone or iterator is None:
+        return
+    machine = attached_machine(cfg, device_memory() or physical_memory())
+    prompt_len = float(np.mean([len(prompt.tokens) for prompt in iterator.items]))
+    lengths = Lengths(max(round(prompt_len), 1), cfg.data.max_response_len)
+    job = Job(cfg, decoder, machine, lengths, host.models.folders.other_configs())
+    host.session.progress.status(cpu_time_line(job))
 
 
 def start_devices(

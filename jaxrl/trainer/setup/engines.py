@@ -17,17 +17,16 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.pool import RewardPool
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.engines import Engines
+from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EpisodeLimits
 from jaxrl.rollout.paged_engine import paged_engine
 from jaxrl.rollout.remote.division import generating_processes
 from jaxrl.rollout.remote.weights import RemoteWeights
-from jaxrl.rollout.schedule.episodes import EpisodeStream
-from jaxrl.rollout.schedule.stream import GroupStream
 from jaxrl.tool_calls.formats import ToolFormat, tool_format
 from jaxrl.trainer.core import Core, Source
 from jaxrl.trainer.phases.sampling import policy_on_host
 from jaxrl.trainer.schedule.engine_thread import EngineThread
-from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
+from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.trainer.schedule.source import AsyncSource, PartialSource, SyncSource
 from jaxrl.trainer.setup.devices import Policy
 from jaxrl.trainer.setup.host import Environments, HostSide, open_environments
@@ -155,10 +154,10 @@ def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
     if cfg.schedule.mode == "sync":
         return SyncSource()
     saved = None if core.in_flight is None else core.in_flight()
-    stream = make_stream(cfg, engines, stack)
+    loop = make_loop(cfg, engines, stack)
     if cfg.schedule.mode == "async":
         core.iterator = SharedBatches(core.iterator)
-    generator = GroupGenerator(cfg, stream, rewards, core.iterator)
+    generator = GroupGenerator(cfg, loop, rewards, core.iterator)
     if saved is not None:
         generator.restore(saved.get("processes", [saved]))
     if cfg.schedule.mode == "partial":
@@ -168,14 +167,11 @@ def make_source(core: Core, engines: Engines, rewards: RewardPool) -> Source:
     return AsyncSource(thread, core.session.stop, (saved or {}).get("solved", ()))
 
 
-def make_stream(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> GroupStream:
+def make_loop(cfg: RunConfig, engines: Engines, stack: contextlib.ExitStack) -> RolloutLoop:
     """Responses of a single turn, or episodes in separate processes.
 
     The processes in `engines` stay free for validation and baselines, while episodes of later steps
     are in flight.
     """
-    environments = open_environments(cfg, stack)
-    if environments is None:
-        return response_stream(cfg, engines.engine, engines.renderer.decode)
-    runner = engines.episode_runner(environments, cfg.rollout.sampling)
-    return EpisodeStream(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)
+    runner = engines.runner(open_environments(cfg, stack), cfg.rollout.sampling)
+    return RolloutLoop(runner, n=cfg.rollout.n, keep_kv=cfg.schedule.keep_kv)

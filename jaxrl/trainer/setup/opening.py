@@ -28,6 +28,7 @@ from jaxrl.rollout.engines import Engines
 from jaxrl.runtime.compile_threads import CompileThreads
 from jaxrl.runtime.start import end_loading
 from jaxrl.tracking.loggers import make_loggers
+from jaxrl.trainer.checkpointing import check_disk
 from jaxrl.trainer.core import Clock, Core, Run
 from jaxrl.trainer.loop import run_to_end
 from jaxrl.trainer.memory import explain_out_of_memory
@@ -220,7 +221,7 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         val_metrics=saved.get("val_metrics", {}),
         saved_at=step if saved else -1,
     )
-    return Core(
+    core = Core(
         cfg=cfg,
         session=session,
         checkpoints=checkpoints,
@@ -238,6 +239,8 @@ def load_core(devices: Devices, *, has_reference: bool) -> Core:
         position=iterator.state(),
         in_flight=(lambda: saved["in_flight"]) if "in_flight" in saved else None,
     )
+    check_disk(core)
+    return core
 
 
 def train_offline(cfg: RunConfig, objective: OfflineObjective) -> bool:

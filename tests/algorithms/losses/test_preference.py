@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.losses.preference import advantages, bradley_terry, dpo, ipo, kto
+from jaxrl.algorithms.losses.preference import (
+    advantages,
+    bradley_terry,
+    dpo,
+    ipo,
+    kto,
+    kto_labelled,
+)
 
 CHOSEN, REJECTED = jnp.array([1.0, -2.0]), jnp.array([-1.0, 1.0])
 LOSSES = {
@@ -44,6 +51,9 @@ def test_kto_by_hand():
     good = 1.0 - sigmoid(0.5 * (np.array([1.0, -2.0]) - 0.2))
     bad = 2.0 * (1.0 - sigmoid(0.5 * (0.2 - np.array([-1.0, 1.0]))))
     np.testing.assert_allclose(LOSSES["kto"](CHOSEN, REJECTED), 0.5 * (good + bad), rtol=1e-6)
+    ratio, desirable = jnp.concatenate([CHOSEN, REJECTED]), jnp.array([True, True, False, False])
+    each = kto_labelled(ratio, desirable, beta=0.5, kl=0.2, chosen_weight=1.0, rejected_weight=2.0)
+    np.testing.assert_allclose(each, [*good, *bad], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -22,7 +22,7 @@ def test_a_decode_step_does_not_copy_weights():
     machine, cfg = topology("h100:8"), run(mesh__fsdp=8, mesh__tensor=1)
     with jax.set_mesh(make_mesh(machine.devices, fsdp=8)):
         programs = run_programs(cfg, MODEL, machine.chip.memory_bytes)
-        lowered = programs.table.lower["decode"]()
+        lowered = programs.table["decode"].lower()
         text = lowered.compile(dict(machine.compiler_options)).as_text()
     rows = {int(n) for n in re.findall(r"\w+\[(\d+),64\]", text)}
     assert MODEL.F in rows and 2 * MODEL.F not in rows

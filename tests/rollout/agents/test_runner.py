@@ -18,7 +18,7 @@ from jaxrl.rollout.agents.endpoint import AgentEndpoint
 from jaxrl.rollout.agents.episode import AgentLimits
 from jaxrl.rollout.agents.runner import AgentRunner, Agents
 from jaxrl.rollout.agents.turn import TurnReader
-from jaxrl.rollout.episodes import run_episodes
+from jaxrl.rollout.loop import generate
 from jaxrl.types import Prompt
 from tests.trainer.test_multi_turn import EOS, REPLY, Scripted, ids
 
@@ -277,7 +277,7 @@ def play(agents, renderer, answers, script, *, engine=Scripted, **limits):
         sampling=SamplingConfig(),
         limits=AgentLimits(**defaults | limits),
     )
-    rollouts, found = run_episodes(runner, None, prompts, n=1, seed=3, version=1)
+    rollouts, found = generate(runner, None, prompts, n=1, seed=3, version=1)
     assert not scripted.left and agents.pool.n_free == 3 and found["time/env_s"] > 0
     return rollouts, scripted.requests
 

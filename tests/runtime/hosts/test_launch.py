@@ -83,7 +83,7 @@ def test_unknown_rollout_hosts_are_rejected(wrong):
 
 def test_a_missing_ray_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"jaxrl.launch needs Ray.*uv sync --extra ray.*or wait"):
+    with pytest.raises(ValueError, match=r"jaxrl.launch needs Ray.*uv pip install .ray.*or wait"):
         import_ray("jaxrl.launch", "wait")
 
 

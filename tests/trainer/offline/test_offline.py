@@ -4,6 +4,7 @@ They cover jaxrl/sft.py, jaxrl/dpo.py, and sft.py, dpo.py and objective.py in ja
 tests/trainer/test_reward_models.py covers reward_model.py."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,14 +18,15 @@ from safetensors.numpy import load_file
 from jaxrl import dpo, sft
 from jaxrl.algorithms.losses.preference import dpo as dpo_loss
 from jaxrl.algorithms.losses.preference import ipo as ipo_loss
-from jaxrl.config.keys import PreferenceConfig
+from jaxrl.config.keys import PreferenceConfig, RunConfig
 from jaxrl.config.resolve import default_config, resolve
 from jaxrl.data.demonstrations import to_sample
 from jaxrl.data.packing import pack
-from jaxrl.data.preferences import Pair
+from jaxrl.data.preferences import Labelled, Pair
 from jaxrl.learner.loss import score_tokens
 from jaxrl.runtime.signals import Interrupted
 from jaxrl.tracking.first_samples import read_first_samples
+from jaxrl.trainer.core import Core
 from jaxrl.trainer.offline.dpo import (
     DPO,
     completions_of,
@@ -33,8 +35,9 @@ from jaxrl.trainer.offline.dpo import (
     mismatched,
     pair_loss,
 )
-from jaxrl.trainer.offline.objective import with_objective
+from jaxrl.trainer.offline.objective import OfflineRun, with_objective
 from jaxrl.trainer.offline.sft import SFT
+from jaxrl.trainer.offline.unpaired import as_labelled, labelled_samples
 from jaxrl.trainer.setup.opening import open_offline
 from jaxrl.types import Demonstration
 from sharding.rules import TRAIN
@@ -156,6 +159,36 @@ def test_kto_estimates_its_kl_from_all_answers_with_the_prompts_of_other_pairs()
     assert answers == [[11], [12], [13], [21, 31], [22], [23, 33]]
     assert all(len(d.loss_mask) == len(d.tokens) for d in found)
     assert mismatched(PAIRS[:1], max_len=4) == [], "a single pair has no other prompt"
+
+
+def test_labelled_answers_have_the_advantages_of_pairs(monkeypatch):
+    given = itertools.count()
+
+    def fake_logps(core, completions, score):
+        return [np.full(d.n_loss_tokens, 0.1 * next(given)) for d in completions]
+
+    monkeypatch.setattr("jaxrl.trainer.offline.unpaired.logps", fake_logps)
+    core = object.__new__(Core)
+    core.cfg = RunConfig(preference=PreferenceConfig(loss="kto", rejected_weight=2.0))
+    run = OfflineRun(core, DPO)
+    items = as_labelled([PAIRS[0], Labelled(7, PAIRS[1].chosen, True), *PAIRS[2:]])
+    assert [item.desirable for item in items] == [True, False, True, True, False]
+    samples, found = labelled_samples(run, items)
+    assert [s.prompt_id for s in samples] == [item.completion.id for item in items]
+    signs = [float(np.sign(s.advantages[0])) for s in samples if s.advantages is not None]
+    assert signs == [1, -1, 1, 1, -1]
+    assert set(found) == {"preference/loss", "preference/accuracy", "preference/margin"}
+
+
+@pytest.mark.thorough
+def test_kto_learns_from_labels_without_pairs(dpo_config, tmp_path):
+    rows = [{"prompt": q, "completion": f"It is {a}.", "label": True} for q, a, _ in QUESTIONS]
+    rows += [{"prompt": q, "completion": f"{b}?", "label": False} for q, _, b in QUESTIONS[:12]]
+    config = offline(dpo_config, write(tmp_path, rows))
+    config.preference.loss, config.checkpoint.export_hf = "kto", False
+    assert dpo.train(resolve(config))
+    first, last = [line for line in metrics(config.run_dir) if "val/loss" in line]
+    assert last["val/loss"] < first["val/loss"] and last["val/accuracy"] > 0.6
 
 
 def test_ipo_divides_by_the_tokens_of_a_completion_if_it_averages():

@@ -120,7 +120,7 @@ def test_without_staleness_every_token_is_sampled_by_the_weights_of_its_step():
 def test_the_error_of_an_engine_ends_the_wait_and_what_was_in_flight_is_saved():
     with trainer(ASYNC) as one:
         one.take()
-        engine = one.generator.stream.engine
+        engine = one.generator.loop.engine
 
         def fail(params):
             raise RuntimeError("the device is gone")
@@ -141,7 +141,7 @@ def test_an_interrupted_wait_stops_the_engine_and_saves_what_is_in_flight():
 
     with trainer(ASYNC) as one:
         one.take()
-        engine, generate = one.generator.stream.engine, one.generator.stream.engine.generate
+        engine, generate = one.generator.loop.engine, one.generator.loop.engine.generate
         engine.generate = lambda params: []  # never ends
         one.version = -1  # the next order has weights
         with pytest.raises(Interrupted):
@@ -156,7 +156,7 @@ def test_a_held_engine_is_free_and_its_responses_continue_with_the_next_order():
     with trainer(ASYNC) as one:
         steps = [one.take()]
         one.thread.hold(one.patience())
-        assert one.generator.stream.n_running == 0 and not one.generator.stream.engine.slots
+        assert not one.generator.loop.turns.in_engine and not one.generator.loop.engine.slots
         steps += [one.take() for _ in range(3)]
     assert steps == run(ASYNC, 4)
 

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/rollout/schedule/episodes.py: episodes that outlive weight updates."""
+"""Tests of jaxrl/rollout/loop.py: episodes that outlive weight updates."""
 
 import time
 
@@ -8,9 +8,9 @@ import pytest
 from jaxrl.config import resolve
 from jaxrl.config.keys import EnvConfig, SamplingConfig
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.rollout.loop import RolloutLoop
 from jaxrl.rollout.multi_turn import EnvironmentRunner, EpisodeLimits
 from jaxrl.rollout.schedule.buffer import PromptGroup
-from jaxrl.rollout.schedule.episodes import EpisodeStream
 from jaxrl.train import train
 from jaxrl.types import Prompt
 from tests.trainer.schedule.test_source import partial, separate, trained
@@ -47,61 +47,63 @@ class Continuing(Scripted):
 def group(renderer):
     message = {"role": "user", "content": "hi"}
     prompt = Prompt(5, (message,), renderer.render([message]), "")
-    return PromptGroup(prompt, seed=3, draw=0, index=0, responses=[])
+    return PromptGroup(prompt, seed=3, draw=0, index=0)
 
 
-def make_stream(renderer, pool):
+def make_loop(renderer, pool):
     engine = Continuing([[ids(renderer, turn) for turn in turns] for turns in SCRIPT])
     limits = EpisodeLimits(prompt_len=99, max_tokens=200, max_turns=4)
     runner = EnvironmentRunner(
         engine, pool, renderer, (EOS,), sampling=SamplingConfig(), limits=limits
     )
-    return EpisodeStream(runner, n=len(SCRIPT))
+    return RolloutLoop(runner, n=len(SCRIPT))
 
 
-def start(stream):
+def start(loop):
     """Returns once all episodes have a turn in the engine."""
-    stream.runner.start_waiting()
-    while len(stream.runner.in_engine) < len(SCRIPT):
-        stream.runner.poll(idle=True)
+    loop.runner.start_waiting()
+    while len(loop.turns.in_engine) < len(SCRIPT):
+        loop.runner.poll(idle=True)
 
 
-def finish(stream, group):
-    """Runs the stream until the group is complete."""
+def finish(loop, group):
+    """Runs the loop until the group is complete."""
     for _ in range(1000):
-        if group in stream.dispatch(None):
+        if group in loop.dispatch(None):
             return group.rollouts
     raise AssertionError("the group does not end")
 
 
 def test_a_turn_continues_under_new_weights_with_the_tokens_that_it_has(echo, renderer, group):
-    stream = make_stream(renderer, echo)
-    stream.resume(0, [group])
-    start(stream)
-    stream.runner.decode(None)
-    n_before = [len(response.tokens) for _, response in stream.runner.in_engine.values()]
+    loop = make_loop(renderer, echo)
+    loop.resume(0, [group])
+    start(loop)
+    for turn in loop.turns.dispatch(None):
+        loop.runner.after_turn(turn)
+    n_before = [len(turn.response.tokens) for turn in loop.turns.in_engine.values()]
     assert n_before == [2]
-    stream.release()
-    assert not stream.engine.left and stream.n_running == 2 and group.rollouts is None
-    stream.resume(1, [group])
-    assert stream.engine.version == 1
-    rollouts = finish(stream, group)
+    loop.release()
+    assert not loop.engine.left and loop.n_unfinished == 2 and group.rollouts is None
+    loop.resume(1, [group])
+    assert loop.engine.version == 1
+    rollouts = finish(loop, group)
     want, _ = run_script(SCRIPT, echo, renderer)
     for one, alone in zip(rollouts, want, strict=True):
         np.testing.assert_array_equal(one.tokens, alone.tokens)
         np.testing.assert_array_equal(one.loss_mask, alone.loss_mask)
         assert one.episode == alone.episode and one.finish == alone.finish == "stop"
-    assert stream.n_running == 0 and echo.n_free == 3 and not stream.engine.left
-    assert stream.take_metrics()["time/env_s"] > 0 == stream.take_metrics()["time/env_s"]
+    assert loop.n_unfinished == 0 and echo.n_free == 3 and not loop.engine.left
+    assert loop.take_metrics()["time/env_s"] > 0 == loop.take_metrics()["time/env_s"]
 
 
-def test_groups_that_are_dropped_end_without_effect(echo, renderer, group):
-    stream = make_stream(renderer, echo)
-    stream.resume(0, [group])
-    stream.dispatch(None)
-    stream.resume(1, [])
-    while stream.n_running:
-        assert stream.dispatch(None) == []
+@pytest.mark.parametrize("started", [False, True])
+def test_groups_that_are_dropped_end_at_once(echo, renderer, group, started):
+    loop = make_loop(renderer, echo)
+    loop.resume(0, [group])
+    if started:
+        start(loop)
+    loop.resume(1, [])
+    assert loop.n_unfinished == 0 and loop.dispatch(None) == [] and not loop.engine.left
     assert group.rollouts is None and echo.n_free == 3
 
 
@@ -109,13 +111,13 @@ def test_time_limits_leave_out_the_time_of_training(environments, renderer, grou
     """Results of environments are not collected while a step trains."""
     cfg = EnvConfig(name=f"{environments}:Echo", workers=3, timeout_s=60.0)
     with EnvironmentPool(cfg) as pool:
-        stream = make_stream(renderer, pool)
-        stream.resume(0, [group])
-        stream.dispatch(None)  # resets are under way
+        loop = make_loop(renderer, pool)
+        loop.resume(0, [group])
+        loop.dispatch(None)  # resets are under way
         real = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: real() + 100.0)  # training
-        stream.resume(1, [group])
-        rollouts = finish(stream, group)
+        loop.resume(1, [group])
+        rollouts = finish(loop, group)
     assert [r.episode.error for r in rollouts] == ["", ""]
 
 

@@ -1,4 +1,4 @@
-"""Tests of jaxrl/trainer/schedule/generator.py, and of rollout/schedule (buffer, stream, saved).
+"""Tests of jaxrl/trainer/schedule/generator.py, and of rollout (loop, schedule).
 
 Random schedules on a toy engine: lengths, numbers of slots, slow rewards, kills.
 """
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from jaxrl.config.keys import RunConfig
 from jaxrl.data.iterator import BatchIterator
 from jaxrl.engine.api import EngineStats, Generated
-from jaxrl.trainer.schedule.generator import GroupGenerator, response_stream
+from jaxrl.rollout.loop import RolloutLoop
+from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
+from jaxrl.trainer.schedule.generator import GroupGenerator
 from jaxrl.types import Prompt, Reward
 
 N_PROMPTS = 11
@@ -144,8 +146,10 @@ def make_generator(case: Case, seed: int, mode: str = "partial") -> GroupGenerat
     iterator = BatchIterator(
         PROMPTS, prompts_per_step=case.prompts_per_step, shuffle=True, seed=case.seed
     )
-    stream = response_stream(cfg, ToyEngine(case), lambda tokens: "")
-    return GroupGenerator(cfg, stream, SlowRewards(seed), iterator)
+    make_request = sampled_requests(cfg.rollout.sampling, case.longest)
+    runner = SingleTurnRunner(ToyEngine(case), make_request, lambda tokens: "")
+    loop = RolloutLoop(runner, n=case.n, keep_kv=case.keep_kv)
+    return GroupGenerator(cfg, loop, SlowRewards(seed), iterator)
 
 
 def run(case: Case, n_steps: int, kills=frozenset()):
@@ -158,7 +162,7 @@ def run(case: Case, n_steps: int, kills=frozenset()):
             generator = make_generator(case, case.seed + step)
             generator.restore([saved])
         if kills or case.keep_kv:  # checkpoints
-            generator.stream.release()
+            generator.loop.release()
         generator.begin(step, step)
         patience = functools.partial(next, iter(range(10_000)))  # ends a deadlock with an error
         batch = generator.generate(step, step, patience)
@@ -203,12 +207,23 @@ def check_schedule(case: Case) -> None:
 CASE = Case(2, 2, 1, 0.0, "prompt", False, 4, 3, 30, 0, frozenset())
 
 
+def test_what_was_in_flight_does_not_change_when_it_is_written_later():
+    generator = make_generator(CASE, 0)
+    generator.begin(0, 0)
+    generator.generate(0, 0, lambda: None)
+    snapshot = generator.snapshot()
+    expected = json.dumps(snapshot.json())
+    generator.begin(1, 1)  # starts further groups
+    generator.generate(1, 1, lambda: None)
+    assert json.dumps(snapshot.json()) == expected
+
+
 def test_groups_are_scored_while_others_are_generated():
     generator, running = make_generator(CASE, 0), []
     submit = generator.rewards.submit
 
     def watched(rollouts):
-        running.append(generator.stream.n_running)
+        running.append(generator.loop.n_unfinished)
         return submit(rollouts)
 
     generator.rewards.submit = watched
@@ -253,11 +268,11 @@ def test_kept_kv_leaves_responses_in_the_engine():
     for generator in (kept, released):
         generator.begin(0, 0)
         generator.generate(0, 0, lambda: None)
-        generator.n_before = generator.stream.engine.n_submitted
+        generator.n_before = generator.loop.engine.n_submitted
         generator.begin(1, 1)
     n_new = 2 * CASE.n  # two further prompts
-    assert kept.stream.engine.n_submitted == kept.n_before + n_new
-    assert released.stream.engine.n_submitted > released.n_before + n_new
+    assert kept.loop.engine.n_submitted == kept.n_before + n_new
+    assert released.loop.engine.n_submitted > released.n_before + n_new
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxrl.config import default_config, resolve
-from jaxrl.rollout.engines import merge_metrics
+from jaxrl.rollout.metrics import merge_metrics
 from jaxrl.runtime.signals import Interrupted, StopFlag
 from jaxrl.trainer.core import Run
 from jaxrl.trainer.schedule.source import PartialSource
@@ -165,7 +165,7 @@ def test_partial_sources_gather_their_shares_and_stop_together(monkeypatch):
 
     def process(i):
         source = PartialSource(make_generator(BATCHES, BATCHES.seed + i))
-        engine, found, errors = source.generator.stream.engine, [], []
+        engine, found, errors = source.generator.loop.engine, [], []
         for number in range(4):
             run = fake_run(engine, number)
             scored, metrics = source.reward(run, source.rollout(run, 0))

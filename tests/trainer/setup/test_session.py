@@ -21,7 +21,7 @@ def test_a_run_without_ray_names_the_key_and_the_alternative(cfg, monkeypatch):
         raise ImportError("no module ray")
 
     monkeypatch.setattr("jaxrl.runtime.ray_cluster.importlib.import_module", absent)
-    message = r"rollout_workers=3 needs Ray, .*--extra ray.*or set config.schedule.rollout_devices"
+    message = r"rollout_workers=3 needs Ray, .*uv pip install .ray.*; or set config.schedule.roll"
     with pytest.raises(ValueError, match=message):
         connect_to_workers(cfg)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxrl.config.packages import install_advice
 from jaxrl.models.config import DecoderConfig, Rope
 from jaxrl.models.decoder import decoder_specs
 from jaxrl.models.files.atomic_folder import write_json
@@ -55,7 +56,7 @@ def convert_gguf(path: Path, folder: Path, *, dtype: DTypeLike = np.float32) -> 
         import gguf  # noqa: F401  an extra: only GGUF files need it
     except ImportError as error:
         raise ValueError(
-            f"reading {path} needs the package gguf; install jaxrl with the extra 'gguf'"
+            f"reading {path} needs the package gguf; install it with {install_advice('gguf')}"
         ) from error
     file = read_gguf(path)
     tensors = {hf_name(name, path): tensor for name, tensor in file.tensors.items()}

@@ -1,10 +1,13 @@
-"""Tests of rollout/generate.py."""
+"""Tests of rollout/single_turn.py."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
 from jaxrl.config.keys import SamplingConfig
-from jaxrl.rollout.generate import generate, stop_string_end
+from jaxrl.rollout.loop import generate
+from jaxrl.rollout.single_turn import SingleTurnRunner, sampled_requests
 from jaxrl.types import Prompt
 from tests.engine.engine_cases import make_engine
 
@@ -19,9 +22,16 @@ def letters(tokens: np.ndarray) -> str:
     return "".join("abcdefghijklmnopqrstuvwxyz"[t % 26] for t in tokens)
 
 
-def call(engine, params, **changes):
-    kw = dict(n=3, sampling=SamplingConfig(), max_tokens=12, seed=7, version=5, decode=letters)
-    return generate(engine, params, PROMPTS, **(kw | changes))
+def call(engine, params, *, lens=12, ignore_stop=False, sampling=None, **changes):
+    """(rollouts, metrics); `lens` is one limit or one per response."""
+
+    def make_request(group, sample):
+        n = lens if isinstance(lens, int) else lens[3 * group.index + sample]
+        request = sampled_requests(sampling or SamplingConfig(), n)(group, sample)
+        return dataclasses.replace(request, ignore_stop=ignore_stop)
+
+    runner = SingleTurnRunner(engine, make_request, letters)
+    return generate(runner, params, PROMPTS, **dict(n=3, seed=7, version=5) | changes)
 
 
 def test_rollouts_are_ordered_by_prompt_and_sample(llama):
@@ -67,7 +77,7 @@ def test_rollouts_have_the_logprob_of_the_distribution_that_was_sampled(llama, t
 def test_rollouts_have_the_tokens_that_the_filters_kept(llama, spec_tokens):
     cfg, params = llama
     engine = make_engine(cfg, keep_support=True, spec_tokens=spec_tokens)
-    keys = dict(max_tokens=30, ignore_stop=True)
+    keys = dict(lens=30, ignore_stop=True)
     free, _ = call(engine, params, sampling=SamplingConfig(top_k=3), **keys)
     stop = free[0].text[10:13]
     rollouts, _ = call(engine, params, sampling=SamplingConfig(top_k=3, stop=(stop,)), **keys)
@@ -82,19 +92,17 @@ def test_rollouts_have_the_tokens_that_the_filters_kept(llama, spec_tokens):
 def test_ignore_stop_gives_forced_lengths(llama):
     cfg, params = llama
     lens = [5, 17, 9, 1, 30, 2, 8, 8, 11]
-    rollouts, _ = call(make_engine(cfg), params, max_tokens=lens, ignore_stop=True)
+    rollouts, _ = call(make_engine(cfg), params, lens=lens, ignore_stop=True)
     assert [len(r.tokens) for r in rollouts] == lens
-    with pytest.raises(ValueError, match="1 numbers for 9 responses"):
-        call(make_engine(cfg), params, max_tokens=[3])
 
 
 def test_a_stop_string_truncates_after_the_token_that_completes_it(llama):
     cfg, params = llama
-    free = call(make_engine(cfg), params, ignore_stop=True, max_tokens=30)[0]
+    free = call(make_engine(cfg), params, ignore_stop=True, lens=30)[0]
     stop = free[0].text[10:13]
     engine = make_engine(cfg)
     rollouts, _ = call(
-        engine, params, sampling=SamplingConfig(stop=(stop, "#")), ignore_stop=True, max_tokens=30
+        engine, params, sampling=SamplingConfig(stop=(stop, "#")), ignore_stop=True, lens=30
     )
     end = free[0].text.index(stop) + 3
     assert rollouts[0].finish == "stop"
@@ -104,19 +112,11 @@ def test_a_stop_string_truncates_after_the_token_that_completes_it(llama):
     assert engine.n_unfinished == 0
 
 
-def test_stop_strings_are_found_across_dispatches():
-    tokens = [0, 1, 2, 3, 4]  # abcde
-    assert stop_string_end(tokens, 2, ("bcd",), letters) == 4
-    assert stop_string_end(tokens, 3, ("bcd", "cd"), letters) == 4
-    assert stop_string_end(tokens, 0, ("x",), letters) is None
-    assert stop_string_end(tokens, 0, ("e", "a"), letters) == 1
-
-
 def test_a_rejected_request_leaves_nothing_queued(llama):
     cfg, params = llama
     engine = make_engine(cfg)
     with pytest.raises(ValueError, match="max_response_len"):
-        call(engine, params, max_tokens=[5] * 8 + [10_000])
+        call(engine, params, lens=[5] * 8 + [10_000])
     assert engine.n_unfinished == 0
     with pytest.raises(RuntimeError, match="stopped by the caller"):
         call(engine, params, on_progress=stop_now)

@@ -1,0 +1,19 @@
+"""DPO of SmolLM2-135M-Instruct on pairs of right and wrong sums, on two CPU cores.
+
+    uv run python scripts/make_pairs.py --output=data/pairs
+    uv run python -m jaxrl.dpo --config=configs/dpo_smollm2.py
+
+Minutes and result: not measured yet.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl.config.bases.smollm2 import smollm2_pairs
+
+
+def get_config() -> ConfigDict:
+    config = smollm2_pairs()
+    config.name = "dpo_smollm2"
+    config.preference.beta = 0.1
+    config.learner.lr = 1e-6
+    return config

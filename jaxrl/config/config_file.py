@@ -1,0 +1,108 @@
+"""Config files: Python with a function get_config(), run and checked."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import traceback
+from typing import Any
+
+from ml_collections import ConfigDict
+
+import jaxrl
+from jaxrl.config.keys import RunConfig
+from jaxrl.config.schema import convert, find_key, keys, type_text, unknown_key
+
+
+def load_config(path: str) -> ConfigDict:
+    """The result of get_config() in a Python file; text after a colon is its argument.
+
+    A relative path is searched in the working directory, then next to the installed package. Raises
+    one ValueError for all keys that do not exist and all literals of a wrong type.
+    """
+    name, *argument = path.split(":", 1)
+    file = _find(name)
+    module = _run_file(file)
+    if not hasattr(module, "get_config"):
+        raise ValueError(
+            f"{name} has no function get_config(); define one that returns a ConfigDict"
+        )
+    try:
+        config = module.get_config(*argument)
+    except (AttributeError, KeyError, TypeError) as error:
+        line = traceback.extract_tb(error.__traceback__)[1].lineno or 0
+        wrong = sorted(({line: _message(error)} | _wrong_lines(file)).items())
+        lines = [f"line {number}: {message}" for number, message in wrong]
+        several = f" has {len(lines)} wrong lines:\n    " if len(lines) > 1 else ", "
+        raise ValueError(name + several + "\n    ".join(lines)) from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"get_config() of {name} returned a {type(config).__name__}; "
+            "return the edited ConfigDict of jaxrl.config.default_config()"
+        )
+    return config
+
+
+def shipped_file(name: str) -> pathlib.Path:
+    """Where a file of the repository's configs/ is, in a clone and in an installed package."""
+    package = pathlib.Path(jaxrl.__path__[0])
+    installed = package / name  # the wheel has configs/ inside the package
+    return installed if installed.exists() else package.parent / name
+
+
+def _find(name: str) -> pathlib.Path:
+    path, shipped = pathlib.Path(name), shipped_file(name)
+    for candidate in (path, shipped):
+        if candidate.is_file():
+            return candidate
+    folder = shipped_file(str(path.parent))
+    known = sorted(file.name for file in folder.glob("*.py"))
+    hint = f"; {folder.name}/ has {', '.join(known)}" if known else ""
+    raise FileNotFoundError(f"there is no config file {name}{hint}")
+
+
+def _run_file(path: pathlib.Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python file; give a .py file with a function get_config()")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _wrong_lines(file: pathlib.Path) -> dict[int, str]:
+    """Line -> error of the assignments `config.learner.lr = 1e-6` to what get_config() returns."""
+    tree, known, wrong = ast.parse(file.read_text()), keys(RunConfig), {}
+    returned = {
+        ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value
+    }
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
+        for target in node.targets:
+            root, _, name = ast.unparse(target).partition(".")
+            spec = find_key(name, known)
+            if not name or root not in returned or any(key.startswith(f"{name}.") for key in known):
+                continue
+            if spec is None:
+                wrong[node.lineno] = unknown_key(name, known)
+            elif not spec.is_mapping:
+                try:
+                    value = ast.literal_eval(node.value)
+                except ValueError:  # computed
+                    continue
+                try:
+                    convert(value, spec)
+                except ValueError as error:
+                    wrong[node.lineno] = str(error)
+    return wrong
+
+
+def _message(error: Exception) -> str:
+    """The message of an ml-collections error, with the key that was meant or the type it needs."""
+    text, known = str(error.args[0]) if error.args else repr(error), keys(RunConfig)
+    if match := re.search(r'Key "(\w+)" does not exist', text):
+        return unknown_key(match[1], known)
+    if match := re.search(r"override field '(\w+)'", text):
+        meant = [spec for name, spec in known.items() if name.split(".")[-1] == match[1]]
+        names = " or ".join(spec.name for spec in meant)
+        return f"a value of another type for {names}; set {type_text(meant[0])}" if meant else text
+    return text

@@ -1,0 +1,197 @@
+"""The one loop around the engine, for responses of a single turn, environments and agents.
+
+Groups of episodes start, wait for their environments or are decoded, pause while weights change,
+and continue under the new ones. A synchronous rollout runs the loop until all groups are complete.
+A schedule with staleness runs it dispatch by dispatch, and takes the groups that are complete.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl.engine.api import RequestEngine
+from jaxrl.rewards.arguments import Decode
+from jaxrl.rollout.metrics import engine_metrics
+from jaxrl.rollout.schedule.buffer import PromptGroup
+from jaxrl.rollout.turns import ActiveTurn, ActiveTurns
+from jaxrl.types import Prompt, Rollout, Tree
+
+# (tokens generated, episodes ended, episodes in total)
+OnProgress = Callable[[int, int, int], None]
+
+
+@runtime_checkable
+class PlayedEpisode(Protocol):
+    """An episode, or a response of a single turn, that becomes a rollout once it has ended."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def freeze(self, decode: Decode) -> Rollout: ...
+
+
+@runtime_checkable
+class EpisodeRunner[E: PlayedEpisode](Protocol):
+    """Unfinished episodes: some wait to start, some for their environment, some for the model."""
+
+    turns: ActiveTurns[Any]  # that the model writes
+
+    @property
+    def n_unfinished(self) -> int: ...
+
+    def add(self, group: PromptGroup, sample: int) -> E:
+        """An episode of the group, which starts now or in a later `poll`."""
+        ...
+
+    def after_turn(self, turn: ActiveTurn[Any]) -> None:
+        """Handles a turn that the model has ended."""
+        ...
+
+    def cancel(self, episode: E) -> None:
+        """Ends an unfinished episode."""
+        ...
+
+
+@runtime_checkable
+class WaitingRunner(Protocol):
+    """An EpisodeRunner whose episodes wait for environments or agents."""
+
+    def start_waiting(self) -> None:
+        """Starts waiting episodes while there are free environments."""
+        ...
+
+    def poll(self, *, idle: bool) -> None:
+        """Handles what environments sent; waits for a moment if the engine is idle."""
+        ...
+
+    def postpone(self, seconds: float) -> None:
+        """Moves time limits by a time without `poll`."""
+        ...
+
+
+class RolloutLoop[E: PlayedEpisode]:
+    """The unfinished episodes of groups, in the engine, in environments or waiting for them.
+
+    An episode continues under new weights with the tokens that it has. Their KV is computed again,
+    or kept with `keep_kv`.
+    """
+
+    def __init__(self, runner: EpisodeRunner[E], *, n: int, keep_kv: bool = False):
+        """`n` is the number of episodes of a group."""
+        self.runner, self.turns, self.n, self.keep_kv = runner, runner.turns, n, keep_kv
+        self._waiting = runner if isinstance(runner, WaitingRunner) else None
+        self._episodes: dict[PromptGroup, list[E]] = {}  # of unfinished groups
+        self._version: int | None = None
+        self._dispatched_at = time.monotonic()
+        self._waited_s = 0.0
+
+    @property
+    def engine(self) -> RequestEngine:
+        return self.turns.engine
+
+    @property
+    def n_unfinished(self) -> int:
+        """Episodes that have not ended."""
+        return self.runner.n_unfinished
+
+    def resume(self, version: int, groups: Iterable[PromptGroup]) -> None:
+        """Continues these groups under the weights of `version`, and starts the new ones.
+
+        Groups that are no longer listed are cancelled. The time limits of environments leave out
+        the time since the last dispatch.
+        """
+        if version != self._version and not self.keep_kv:
+            self.release()
+        self._version = version
+        self.engine.set_version(version)
+        unfinished = [group for group in groups if group.rollouts is None]
+        self._cancel([group for group in self._episodes if group not in unfinished])
+        if self._waiting is not None:
+            self._waiting.postpone(time.monotonic() - self._dispatched_at)
+        self.turns.resume()
+        for group in unfinished:
+            if group not in self._episodes:
+                episodes = self._episodes[group] = []
+                for sample in range(self.n):
+                    episodes.append(self.runner.add(group, sample))
+        self._completed()
+
+    def dispatch(self, params: Tree) -> list[PromptGroup]:
+        """Starts episodes, takes what environments sent, and runs one dispatch of the engine.
+
+        Returns the groups whose episodes have all ended; they then have their rollouts.
+        """
+        if self._waiting is not None:
+            self._poll(self._waiting)
+        if self.turns.in_engine:
+            for turn in self.turns.dispatch(params):
+                self.runner.after_turn(turn)
+        self._dispatched_at = time.monotonic()
+        return self._completed()
+
+    def release(self) -> None:
+        """Frees all slots of the engine; `resume` computes the KV again."""
+        self.turns.pause()
+
+    def cancel(self) -> None:
+        """Cancels all unfinished episodes."""
+        self._cancel(list(self._episodes))
+
+    def take_metrics(self) -> dict[str, float]:
+        """time/env_s: seconds with nothing to decode, waiting for environments, if there are."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return {} if self._waiting is None else {"time/env_s": waited_s}
+
+    def _poll(self, waiting: WaitingRunner) -> None:
+        waiting.start_waiting()
+        start, idle = time.monotonic(), not self.turns.in_engine
+        waiting.poll(idle=idle)
+        self._waited_s += idle * (time.monotonic() - start)
+
+    def _cancel(self, groups: Sequence[PromptGroup]) -> None:
+        for group in groups:
+            for episode in self._episodes.pop(group):
+                if not episode.ended:
+                    self.runner.cancel(episode)
+
+    def _completed(self) -> list[PromptGroup]:
+        """The groups whose episodes have all ended, with their rollouts."""
+        completed = [g for g, own in self._episodes.items() if all(one.ended for one in own)]
+        for group in completed:
+            episodes = self._episodes.pop(group)
+            group.rollouts = [one.freeze(self.turns.decode) for one in episodes]
+        return completed
+
+
+def generate(
+    runner: EpisodeRunner,
+    params: Tree,
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    seed: int,
+    version: int,
+    on_progress: OnProgress | None = None,
+) -> tuple[list[Rollout], dict[str, float]]:
+    """`n` rollouts per prompt, ordered by prompt, then sample, and the rollout/* metrics.
+
+    `on_progress` is called after each dispatch. An exception cancels all episodes. Raises
+    ValueError if a request can never fit the engine.
+    """
+    start, loop = time.perf_counter(), RolloutLoop(runner, n=n)
+    groups = [PromptGroup(prompt, seed, draw=0, index=i) for i, prompt in enumerate(prompts)]
+    loop.engine.take_stats()
+    try:
+        loop.resume(version, groups)
+        while loop.n_unfinished:
+            loop.dispatch(params)
+            if on_progress is not None:
+                n_all = n * len(groups)
+                on_progress(loop.turns.n_tokens, n_all - loop.n_unfinished, n_all)
+    except BaseException:
+        loop.cancel()
+        raise
+    rollouts = [rollout for group in groups for rollout in group.rollouts or ()]
+    n_kept = sum(sequence.n_loss_tokens for r in rollouts for sequence in r.sequences)
+    metrics = engine_metrics(loop.engine.take_stats(), n_kept, time.perf_counter() - start)
+    return rollouts, metrics | loop.take_metrics()

@@ -1,0 +1,107 @@
+"""KTO of completions with a label, which are no pairs, as an objective of the RL learner."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.algorithms.losses.preference import kto_labelled
+from jaxrl.data.demonstrations import to_sample
+from jaxrl.data.preferences import Labelled, Pair
+from jaxrl.trainer.offline.objective import OfflineRun, logps
+from jaxrl.trainer.phases.experience import policy_logps, reference_logps
+from jaxrl.types import Array, Demonstration, TrainingSample
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Completions against the reference model, at the current weights."""
+
+    ratio: np.ndarray  # float32 [N], log π / π_ref summed over the tokens
+    desirable: np.ndarray  # bool [N]
+    kl: float  # the estimate z
+    beta: float
+    loss: Callable[[Array], Array]  # of ratio [N] -> loss of each completion [N]
+
+
+def as_labelled(items: Sequence[Pair | Labelled]) -> list[Labelled]:
+    """The completions of the items; a pair has a desirable and an undesirable one."""
+    found: list[Labelled] = []
+    for item in items:
+        if isinstance(item, Pair):
+            sides = (item.chosen, True), (item.rejected, False)
+            found += [Labelled(item.id, completion, good) for completion, good in sides]
+        else:
+            found.append(item)
+    return found
+
+
+def labelled_samples(
+    run: OfflineRun, items: Sequence[Labelled]
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    """The completions as samples, whose advantages give the gradient of the mean KTO loss."""
+    measured = measure_labelled(run, items)
+    slope = jax.grad(lambda ratio: measured.loss(ratio).sum())(jnp.asarray(measured.ratio))
+    each = zip(items, (-np.asarray(slope)).tolist(), strict=True)
+    samples = [to_sample(item.completion, advantage) for item, advantage in each]
+    return samples, labelled_metrics(measured)
+
+
+def measure_labelled(run: OfflineRun, items: Sequence[Labelled]) -> Measured:
+    """The log ratios of the completions and the estimate of the KL.
+
+    The KL is max(0, mean log ratio) over the completions, each with the prompt of the next one
+    (section 4.1, https://arxiv.org/abs/2402.01306), and 0 for a single completion.
+    """
+    cfg, n = run.core.cfg.preference, len(items)
+    desirable = np.array([item.desirable for item in items])
+    completions = [item.completion for item in items]
+    others = with_prompts(
+        completions, [*completions[1:], *completions[:1]], run.core.cfg.data.max_len
+    )
+    scored = [*completions, *(others if n > 1 else [])]
+    policy, reference = (logps(run.core, scored, f) for f in (policy_logps, reference_logps))
+    ratio = np.array([(a - b).sum() for a, b in zip(policy, reference, strict=True)], np.float32)
+    kl = max(float(ratio[n:].mean()), 0.0) if n > 1 else 0.0
+
+    def loss(ratio: Array) -> Array:
+        return kto_labelled(
+            ratio,
+            jnp.asarray(desirable),
+            beta=cfg.beta,
+            kl=kl,
+            chosen_weight=cfg.chosen_weight,
+            rejected_weight=cfg.rejected_weight,
+        )
+
+    return Measured(ratio[:n], desirable, kl, cfg.beta, loss)
+
+
+def labelled_metrics(measured: Measured) -> dict[str, float]:
+    """Means over completions: the loss, the share on the right side of z, and how far from it."""
+    distance = np.where(measured.desirable, 1, -1) * (measured.ratio - measured.kl)
+    return {
+        "preference/loss": float(jnp.mean(measured.loss(jnp.asarray(measured.ratio)))),
+        "preference/accuracy": float(np.mean(distance > 0)),
+        "preference/margin": measured.beta * float(np.mean(distance)),
+    }
+
+
+def with_prompts(
+    completions: Sequence[Demonstration], others: Sequence[Demonstration], max_len: int
+) -> list[Demonstration]:
+    """The completions with the prompts of others, up to `max_len` tokens together."""
+    found = []
+    for completion, other in zip(completions, others, strict=True):
+        n = max(max_len - len(other.prompt_tokens), 1)
+        found.append(
+            dataclasses.replace(
+                completion,
+                prompt_tokens=other.prompt_tokens,
+                tokens=completion.tokens[:n],
+                loss_mask=completion.loss_mask[:n],
+            )
+        )
+    return found
