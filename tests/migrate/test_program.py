@@ -126,7 +126,7 @@ def test_a_yaml_file_named_by_the_command_is_read_below_its_settings(tmp_path, c
 def test_the_example_of_the_page_is_what_is_printed(tmp_path, capsys):
     page = (pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "migrating.md").read_text()
     script = re.search(r"```text\n(python3 -m verl.*?)```", page, re.DOTALL)
-    config = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    config = re.search(r"```python\n# my_grpo.py\n(.*?)```", page, re.DOTALL)
     assert script and config
     (tmp_path / "run.sh").write_text(script[1])
     assert main([str(tmp_path / "run.sh")]) == 0
