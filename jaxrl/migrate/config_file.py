@@ -38,9 +38,9 @@ def _converted(value: Any, spec: Key) -> Any:
     return value
 
 
-def text(config: Mapping[str, Any], source: str, program: str, notes: Sequence[str]) -> str:
+def text(config: Mapping[str, Any], source: str, command: str, notes: Sequence[str]) -> str:
     """A config file that sets what differs from the defaults of jaxrl."""
-    lines = [f'"""Migrated from {source}.', "", f"    python -m {program} --config=THIS_FILE"]
+    lines = [f'"""Migrated from {source}.', "", f"    {command}"]
     lines += ['"""', "", "from ml_collections import ConfigDict", ""]
     lines += ["from jaxrl.config import default_config", "", ""]
     lines += ["def get_config() -> ConfigDict:"]
